@@ -1,0 +1,287 @@
+//! Named axes over ranks: pure arithmetic on coordinates, no communication.
+
+use crate::error::{Error, Kind};
+use std::fmt;
+use std::sync::Arc;
+
+/// The place of an axis in its mesh (0 is the outermost).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Axis(pub u8);
+
+/// A set of axes of one mesh, iterated in mesh order.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct AxisSet(u16);
+
+impl AxisSet {
+    /// No axis.
+    pub const EMPTY: AxisSet = AxisSet(0);
+
+    /// The set of one axis.
+    #[must_use]
+    pub const fn one(axis: Axis) -> AxisSet {
+        AxisSet(1 << axis.0)
+    }
+
+    /// Whether the axis is in the set.
+    #[must_use]
+    pub const fn contains(self, axis: Axis) -> bool {
+        self.0 & (1 << axis.0) != 0
+    }
+
+    /// Whether there is no axis in the set.
+    #[must_use]
+    pub const fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    /// The number of axes in the set.
+    #[must_use]
+    pub const fn len(self) -> usize {
+        self.0.count_ones() as usize
+    }
+
+    /// The set with an axis added.
+    #[must_use]
+    pub const fn with(self, axis: Axis) -> AxisSet {
+        AxisSet(self.0 | (1 << axis.0))
+    }
+
+    /// The set with an axis taken out.
+    #[must_use]
+    pub const fn without(self, axis: Axis) -> AxisSet {
+        AxisSet(self.0 & !(1 << axis.0))
+    }
+
+    /// Axes in either set.
+    #[must_use]
+    pub const fn union(self, other: AxisSet) -> AxisSet {
+        AxisSet(self.0 | other.0)
+    }
+
+    /// The axes, outermost first.
+    pub fn iter(self) -> impl Iterator<Item = Axis> {
+        (0..16).map(Axis).filter(move |a| self.contains(*a))
+    }
+}
+
+impl FromIterator<Axis> for AxisSet {
+    fn from_iter<I: IntoIterator<Item = Axis>>(axes: I) -> AxisSet {
+        axes.into_iter().fold(AxisSet::EMPTY, AxisSet::with)
+    }
+}
+
+#[derive(PartialEq, Eq, Hash)]
+struct Axes {
+    names: Vec<String>,
+    sizes: Vec<usize>,
+}
+
+/// A grid of ranks with named axes, the first one outermost: rank = ((c0 * n1 + c1) * n2 + c2) ...
+#[derive(Clone)]
+pub struct Mesh(Arc<Axes>);
+
+impl PartialEq for Mesh {
+    fn eq(&self, other: &Mesh) -> bool {
+        Arc::ptr_eq(&self.0, &other.0) || self.0 == other.0
+    }
+}
+impl Eq for Mesh {}
+
+impl std::hash::Hash for Mesh {
+    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+        self.0.hash(state);
+    }
+}
+
+impl Mesh {
+    /// At most this many axes in one mesh.
+    pub const MAX_AXES: usize = 8;
+
+    /// A mesh of the given axes, outermost first.
+    ///
+    /// # Errors
+    /// `Kind::Mesh` for more than [`Mesh::MAX_AXES`] axes, a size of zero, a name used twice or
+    /// one that is not a word (`[A-Za-z_][A-Za-z0-9_]*`), and for a rank count beyond 2^31.
+    pub fn new(axes: &[(&str, usize)]) -> Result<Mesh, Error> {
+        let refuse = |why: String| Err(Error::new(Kind::Mesh, why));
+        if axes.len() > Mesh::MAX_AXES {
+            return refuse(format!("a mesh has at most {} axes, got {}", Mesh::MAX_AXES, axes.len()));
+        }
+        let mut ranks = 1usize;
+        for (i, (name, size)) in axes.iter().enumerate() {
+            let word = name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
+                && name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_');
+            if !word {
+                return refuse(format!("`{name}` is not an axis name; use letters, digits and `_`"));
+            }
+            if axes[..i].iter().any(|(other, _)| other == name) {
+                return refuse(format!("axis `{name}` is named twice in the mesh"));
+            }
+            if *size == 0 {
+                return refuse(format!("axis `{name}` has size 0; leave it out or give it size 1"));
+            }
+            ranks = match ranks.checked_mul(*size) {
+                Some(n) if n <= 1 << 31 => n,
+                _ => return refuse(format!("axis `{name}` takes the mesh beyond 2^31 ranks")),
+            };
+        }
+        Ok(Mesh(Arc::new(Axes {
+            names: axes.iter().map(|a| a.0.to_string()).collect(),
+            sizes: axes.iter().map(|a| a.1).collect(),
+        })))
+    }
+
+    /// The mesh of one rank and no axis.
+    #[must_use]
+    pub fn single() -> Mesh {
+        Mesh(Arc::new(Axes { names: vec![], sizes: vec![] }))
+    }
+
+    /// Reads `dp=2,tp=4`; an empty text is [`Mesh::single`].
+    ///
+    /// # Errors
+    /// `Kind::Mesh` naming the part that is no `axis=size`, and what [`Mesh::new`] refuses.
+    pub fn parse(text: &str) -> Result<Mesh, Error> {
+        let mut axes = Vec::new();
+        for part in text.split(',').map(str::trim).filter(|p| !p.is_empty()) {
+            let (name, size) = part
+                .split_once('=')
+                .and_then(|(n, s)| Some((n.trim(), s.trim().parse::<usize>().ok()?)))
+                .ok_or_else(|| {
+                    Error::new(Kind::Mesh, format!("`{part}` is no mesh axis; write axis=size, as in dp=2,tp=2"))
+                })?;
+            axes.push((name, size));
+        }
+        Mesh::new(&axes)
+    }
+
+    /// The axes, outermost first.
+    pub fn axes(&self) -> impl Iterator<Item = Axis> + use<> {
+        (0..self.0.sizes.len() as u8).map(Axis)
+    }
+
+    /// The number of axes.
+    #[must_use]
+    pub fn num_axes(&self) -> usize {
+        self.0.sizes.len()
+    }
+
+    /// The number of ranks along an axis.
+    #[must_use]
+    pub fn size(&self, axis: Axis) -> usize {
+        self.0.sizes[axis.0 as usize]
+    }
+
+    /// The name of an axis.
+    #[must_use]
+    pub fn name(&self, axis: Axis) -> &str {
+        &self.0.names[axis.0 as usize]
+    }
+
+    /// The axis of a name.
+    #[must_use]
+    pub fn axis(&self, name: &str) -> Option<Axis> {
+        self.0.names.iter().position(|n| n == name).map(|i| Axis(i as u8))
+    }
+
+    /// The product of all sizes.
+    #[must_use]
+    pub fn num_ranks(&self) -> usize {
+        self.0.sizes.iter().product()
+    }
+
+    /// The number of ranks in a group over some axes: the product of their sizes.
+    #[must_use]
+    pub fn group_size(&self, axes: AxisSet) -> usize {
+        axes.iter().map(|a| self.size(a)).product()
+    }
+
+    /// Where a rank stands on each axis.
+    #[must_use]
+    pub fn coordinate(&self, rank: usize) -> Vec<usize> {
+        let mut rest = rank;
+        let mut at = vec![0; self.num_axes()];
+        for (i, &size) in self.0.sizes.iter().enumerate().rev() {
+            at[i] = rest % size;
+            rest /= size;
+        }
+        at
+    }
+
+    /// The rank at a coordinate.
+    #[must_use]
+    pub fn rank_at(&self, coordinate: &[usize]) -> usize {
+        coordinate.iter().zip(&self.0.sizes).fold(0, |r, (c, size)| r * size + c)
+    }
+
+    /// The ranks that share every coordinate with `rank` but those on `axes`, in mixed-radix order
+    /// of these axes (mesh order, outermost first). `rank` itself is among them.
+    #[must_use]
+    pub fn group(&self, rank: usize, axes: AxisSet) -> Vec<usize> {
+        let mut members = vec![self.coordinate(rank)];
+        for axis in axes.iter() {
+            members = members
+                .into_iter()
+                .flat_map(|at| {
+                    (0..self.size(axis)).map(move |c| {
+                        let mut at = at.clone();
+                        at[axis.0 as usize] = c;
+                        at
+                    })
+                })
+                .collect();
+        }
+        members.iter().map(|at| self.rank_at(at)).collect()
+    }
+
+    /// The names of some axes, joined by `,` (for messages).
+    #[must_use]
+    pub fn names(&self, axes: AxisSet) -> String {
+        axes.iter().map(|a| self.name(a)).collect::<Vec<_>>().join(",")
+    }
+
+    /// The same ranks with one axis split in two, the first of them outer: no rank moves.
+    ///
+    /// # Errors
+    /// `Kind::Mesh` if the sizes do not multiply to that of the axis, or a name is taken.
+    pub fn split(&self, axis: Axis, outer: (&str, usize), inner: (&str, usize)) -> Result<Mesh, Error> {
+        if outer.1.checked_mul(inner.1) != Some(self.size(axis)) {
+            let (name, size) = (self.name(axis), self.size(axis));
+            return Err(Error::new(
+                Kind::Mesh,
+                format!("axis `{name}` of size {size} does not split into {} x {}", outer.1, inner.1),
+            ));
+        }
+        let mut axes: Vec<(&str, usize)> = self.axes().map(|a| (self.name(a), self.size(a))).collect();
+        axes.splice(axis.0 as usize..=axis.0 as usize, [outer, inner]);
+        Mesh::new(&axes)
+    }
+
+    /// The same ranks with an axis and its inner neighbour folded into one: no rank moves.
+    ///
+    /// # Errors
+    /// `Kind::Mesh` if `outer` is the innermost axis, or the name is taken.
+    pub fn fold(&self, outer: Axis, name: &str) -> Result<Mesh, Error> {
+        let at = outer.0 as usize;
+        if at + 1 >= self.num_axes() {
+            return Err(Error::new(Kind::Mesh, format!("axis `{}` has no inner neighbour to fold with", self.name(outer))));
+        }
+        let mut axes: Vec<(&str, usize)> = self.axes().map(|a| (self.name(a), self.size(a))).collect();
+        let size = axes[at].1 * axes[at + 1].1;
+        axes.splice(at..at + 2, [(name, size)]);
+        Mesh::new(&axes)
+    }
+}
+
+impl fmt::Display for Mesh {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let axes: Vec<String> = self.axes().map(|a| format!("{}={}", self.name(a), self.size(a))).collect();
+        write!(f, "mesh({})", axes.join(", "))
+    }
+}
+
+impl fmt::Debug for Mesh {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}

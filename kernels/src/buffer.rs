@@ -1,0 +1,293 @@
+//! Ref-counted memory on one device, and the caching allocator it comes from.
+//!
+//! A buffer is immutable while it is shared: [`Buffer::as_mut`] gives `None` unless the caller holds the only
+//! handle. Memory is never uninitialised: new blocks are zeroed by the system, reused blocks hold old values.
+
+use crate::dtype::Element;
+use crate::error::KernelError;
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Alignment of every block: one cache line, one AVX-512 register.
+pub const ALIGNMENT: usize = 64;
+
+/// What an allocator has given out and taken from the system.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryStats {
+    /// Bytes in live buffers.
+    pub in_use_bytes: usize,
+    /// The most that `in_use_bytes` has been.
+    pub peak_bytes: usize,
+    /// Bytes taken from the system and not given back.
+    pub reserved_bytes: usize,
+    /// How often memory was taken from the system.
+    pub num_system_allocs: usize,
+}
+
+#[derive(Default)]
+struct Counters {
+    in_use: AtomicUsize,
+    peak: AtomicUsize,
+    reserved: AtomicUsize,
+    system_allocs: AtomicUsize,
+}
+
+/// A caching allocator: freed blocks are kept by size class and handed out again.
+#[derive(Clone, Default)]
+pub struct Allocator(Arc<Shared>);
+
+#[derive(Default)]
+struct Shared {
+    free: Mutex<BTreeMap<usize, Vec<Raw>>>,
+    counters: Counters,
+    limit: AtomicUsize,
+}
+
+/// One block of memory, owned.
+struct Raw {
+    start: NonNull<u8>,
+    capacity: usize,
+}
+
+// SAFETY: `Raw` owns its memory exclusively and has no thread affinity.
+unsafe impl Send for Raw {}
+
+impl Raw {
+    fn layout(capacity: usize) -> Layout {
+        Layout::from_size_align(capacity, ALIGNMENT).expect("a size class never exceeds isize::MAX")
+    }
+
+    fn new(capacity: usize) -> Option<Raw> {
+        // SAFETY: the layout has a non-zero size, since the smallest size class is ALIGNMENT.
+        let start = unsafe { alloc_zeroed(Raw::layout(capacity)) };
+        NonNull::new(start).map(|start| Raw { start, capacity })
+    }
+}
+
+impl Drop for Raw {
+    fn drop(&mut self) {
+        // SAFETY: `start` came from `alloc_zeroed` with this very layout and is freed once, here.
+        unsafe { dealloc(self.start.as_ptr(), Raw::layout(self.capacity)) }
+    }
+}
+
+/// Size classes grow in steps of an eighth, so that at most 12.5% of a block is unused.
+fn size_class(bytes: usize) -> Option<usize> {
+    let bytes = bytes.max(ALIGNMENT);
+    let step = (bytes.checked_next_power_of_two()? / 16).max(ALIGNMENT);
+    bytes.checked_next_multiple_of(step).filter(|&b| b <= isize::MAX as usize - ALIGNMENT)
+}
+
+impl Allocator {
+    /// An allocator that refuses to hold more than `limit_bytes` from the system (0: no limit).
+    #[must_use]
+    pub fn with_limit(limit_bytes: usize) -> Allocator {
+        let allocator = Allocator::default();
+        allocator.0.limit.store(limit_bytes, Ordering::Relaxed);
+        allocator
+    }
+
+    /// A block of at least `bytes` bytes. Contents are arbitrary but initialised.
+    ///
+    /// # Errors
+    /// [`KernelError::OutOfMemory`] when the system or the limit refuses, after the cache was emptied.
+    pub fn alloc(&self, bytes: usize) -> Result<Buffer, KernelError> {
+        let refuse = || KernelError::OutOfMemory { asked_bytes: bytes, stats: self.stats() };
+        let class = size_class(bytes).ok_or_else(refuse)?;
+        let raw = match self.recycled(class) {
+            Some(raw) => raw,
+            None => self.fresh(class).ok_or_else(refuse)?,
+        };
+        let counters = &self.0.counters;
+        let now = counters.in_use.fetch_add(class, Ordering::Relaxed) + class;
+        counters.peak.fetch_max(now, Ordering::Relaxed);
+        Ok(Buffer(Arc::new(Block { raw: Some(raw), bytes, home: Some(self.clone()) })))
+    }
+
+    fn recycled(&self, class: usize) -> Option<Raw> {
+        let mut free = self.0.free.lock().unwrap_or_else(PoisonError::into_inner);
+        free.get_mut(&class)?.pop()
+    }
+
+    fn fresh(&self, class: usize) -> Option<Raw> {
+        let counters = &self.0.counters;
+        let limit = self.0.limit.load(Ordering::Relaxed);
+        let fits = || limit == 0 || counters.reserved.load(Ordering::Relaxed).saturating_add(class) <= limit;
+        let mut raw = if fits() { Raw::new(class) } else { None };
+        if raw.is_none() {
+            self.release_cache();
+            raw = if fits() { Raw::new(class) } else { None };
+        }
+        raw.inspect(|_| {
+            counters.reserved.fetch_add(class, Ordering::Relaxed);
+            counters.system_allocs.fetch_add(1, Ordering::Relaxed);
+        })
+    }
+
+    /// Gives every cached block back to the system.
+    pub fn release_cache(&self) {
+        let blocks = std::mem::take(&mut *self.0.free.lock().unwrap_or_else(PoisonError::into_inner));
+        for (class, raws) in blocks {
+            self.0.counters.reserved.fetch_sub(class * raws.len(), Ordering::Relaxed);
+        }
+    }
+
+    /// What is in use now.
+    #[must_use]
+    pub fn stats(&self) -> MemoryStats {
+        let c = &self.0.counters;
+        MemoryStats {
+            in_use_bytes: c.in_use.load(Ordering::Relaxed),
+            peak_bytes: c.peak.load(Ordering::Relaxed),
+            reserved_bytes: c.reserved.load(Ordering::Relaxed),
+            num_system_allocs: c.system_allocs.load(Ordering::Relaxed),
+        }
+    }
+
+    fn give_back(&self, raw: Raw) {
+        self.0.counters.in_use.fetch_sub(raw.capacity, Ordering::Relaxed);
+        let mut free = self.0.free.lock().unwrap_or_else(PoisonError::into_inner);
+        free.entry(raw.capacity).or_default().push(raw);
+    }
+}
+
+impl fmt::Debug for Allocator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Allocator").field(&self.stats()).finish()
+    }
+}
+
+struct Block {
+    raw: Option<Raw>,
+    bytes: usize,
+    home: Option<Allocator>,
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        if let (Some(raw), Some(home)) = (self.raw.take(), &self.home) {
+            home.give_back(raw);
+        }
+    }
+}
+
+// SAFETY: a block is written only through `Arc::get_mut` (one handle, one thread) and read otherwise.
+unsafe impl Sync for Block {}
+
+/// A ref-counted run of bytes on one device. Cloning copies the handle, never the bytes.
+#[derive(Clone)]
+pub struct Buffer(Arc<Block>);
+
+impl Buffer {
+    /// A buffer that only has a size: what the null back end hands out.
+    #[must_use]
+    pub fn without_memory(bytes: usize) -> Buffer {
+        Buffer(Arc::new(Block { raw: None, bytes, home: None }))
+    }
+
+    /// The size that was asked for.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.0.bytes
+    }
+
+    /// Whether there is memory behind this buffer (not on the null back end).
+    #[must_use]
+    pub fn has_memory(&self) -> bool {
+        self.0.raw.is_some()
+    }
+
+    /// Whether this is the only handle.
+    #[must_use]
+    pub fn is_unique(&mut self) -> bool {
+        Arc::get_mut(&mut self.0).is_some()
+    }
+
+    /// Whether two handles name the same memory.
+    #[must_use]
+    pub fn same_as(&self, other: &Buffer) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// The contents as elements; empty without memory. A tail shorter than an element is left out.
+    #[must_use]
+    pub fn as_slice<T: Element>(&self) -> &[T] {
+        match &self.0.raw {
+            // SAFETY: the block is initialised, 64-byte aligned and at least `bytes` long; every bit pattern
+            // is a valid `T` (Element is sealed); no `&mut` exists while this shared borrow of a handle does.
+            Some(raw) => unsafe {
+                std::slice::from_raw_parts(raw.start.as_ptr().cast::<T>(), self.0.bytes / size_of::<T>())
+            },
+            None => &[],
+        }
+    }
+
+    /// The contents for writing; `None` if another handle exists, empty without memory.
+    pub fn as_mut<T: Element>(&mut self) -> Option<&mut [T]> {
+        let block = Arc::get_mut(&mut self.0)?;
+        Some(match &block.raw {
+            // SAFETY: as in `as_slice`; `get_mut` has shown that this is the only handle, and it is borrowed mutably.
+            Some(raw) => unsafe {
+                std::slice::from_raw_parts_mut(raw.start.as_ptr().cast::<T>(), block.bytes / size_of::<T>())
+            },
+            None => &mut [],
+        })
+    }
+}
+
+impl fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Buffer({} bytes)", self.0.bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_freed_block_is_used_again() {
+        let a = Allocator::default();
+        drop(a.alloc(1000).unwrap());
+        let b = a.alloc(990).unwrap();
+        assert_eq!(a.stats().num_system_allocs, 1);
+        assert_eq!(b.bytes(), 990);
+        drop(b);
+        a.release_cache();
+        assert_eq!(a.stats().reserved_bytes, 0);
+    }
+
+    #[test]
+    fn a_shared_buffer_cannot_be_written() {
+        let mut b = Allocator::default().alloc(16).unwrap();
+        b.as_mut::<f32>().unwrap()[1] = 2.0;
+        let c = b.clone();
+        assert!(b.as_mut::<f32>().is_none());
+        drop(c);
+        assert_eq!(b.as_slice::<f32>()[1], 2.0);
+        assert!(b.is_unique());
+    }
+
+    #[test]
+    fn a_limit_is_an_error_with_figures() {
+        let a = Allocator::with_limit(1 << 20);
+        let held = a.alloc(1 << 19).unwrap();
+        let error = a.alloc(1 << 20).unwrap_err();
+        assert!(error.to_string().contains("1048576 bytes"), "{error}");
+        drop(held);
+        a.alloc(1 << 20).unwrap();
+    }
+
+    #[test]
+    fn size_classes_waste_at_most_an_eighth() {
+        for bytes in (64..5_000_000).step_by(977) {
+            let class = size_class(bytes).unwrap();
+            assert!(class >= bytes && (class - bytes) * 8 <= class.max(8 * ALIGNMENT), "{bytes} {class}");
+        }
+        assert!(size_class(usize::MAX).is_none());
+    }
+}

@@ -1,0 +1,225 @@
+//! Element types: the run-time label [`DType`] and the Rust types behind it.
+
+use half::{bf16, f16};
+use std::fmt;
+
+/// What one element of a buffer is. Chosen at run time; kernels are generic inside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum DType {
+    /// IEEE 754 binary64.
+    F64,
+    /// IEEE 754 binary32.
+    F32,
+    /// bfloat16: the upper half of an f32. Arithmetic happens in f32.
+    BF16,
+    /// IEEE 754 binary16. Arithmetic happens in f32.
+    F16,
+    /// Signed 64-bit integer: indices and token numbers.
+    I64,
+    /// Unsigned byte.
+    U8,
+    /// Truth value, one byte, 0 or 1.
+    Bool,
+}
+
+impl DType {
+    /// Every dtype, widest float first.
+    pub const ALL: [DType; 7] =
+        [DType::F64, DType::F32, DType::BF16, DType::F16, DType::I64, DType::U8, DType::Bool];
+    /// The dtypes that carry gradients.
+    pub const FLOATS: [DType; 4] = [DType::F64, DType::F32, DType::BF16, DType::F16];
+
+    /// Bytes of one element.
+    #[must_use]
+    pub const fn size(self) -> usize {
+        match self {
+            DType::F64 | DType::I64 => 8,
+            DType::F32 => 4,
+            DType::BF16 | DType::F16 => 2,
+            DType::U8 | DType::Bool => 1,
+        }
+    }
+
+    /// Whether values of this dtype carry gradients.
+    #[must_use]
+    pub const fn is_float(self) -> bool {
+        matches!(self, DType::F64 | DType::F32 | DType::BF16 | DType::F16)
+    }
+
+    /// The dtype in which sums of this dtype are formed: f32 for the 16-bit floats, itself otherwise.
+    #[must_use]
+    pub const fn accumulator(self) -> DType {
+        match self {
+            DType::BF16 | DType::F16 => DType::F32,
+            other => other,
+        }
+    }
+
+    /// The text form used in layouts, files and messages: `f32`, `bf16`, `i64`, ...
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            DType::F64 => "f64",
+            DType::F32 => "f32",
+            DType::BF16 => "bf16",
+            DType::F16 => "f16",
+            DType::I64 => "i64",
+            DType::U8 => "u8",
+            DType::Bool => "bool",
+        }
+    }
+
+    /// Reads what [`DType::name`] writes.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<DType> {
+        DType::ALL.into_iter().find(|d| d.name() == text)
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+/// A Rust type that a buffer can hold. Sealed: every bit pattern of an implementor is a valid value.
+pub trait Element: sealed::Sealed + Copy + Send + Sync + PartialEq + fmt::Debug + Default + 'static {
+    /// The run-time label of this type.
+    const DTYPE: DType;
+    /// Conversion to f64: exact for floats, rounded to nearest for large integers.
+    fn to_f64(self) -> f64;
+    /// Conversion from f64: nearest for floats, towards zero and saturating for integers.
+    fn from_f64(x: f64) -> Self;
+}
+
+macro_rules! element {
+    ($($t:ty => $d:ident, |$x:ident| $to:expr, |$y:ident| $from:expr;)*) => {$(
+        impl sealed::Sealed for $t {}
+        impl Element for $t {
+            const DTYPE: DType = DType::$d;
+            #[inline(always)]
+            fn to_f64(self) -> f64 { let $x = self; $to }
+            #[inline(always)]
+            fn from_f64($y: f64) -> Self { $from }
+        }
+    )*};
+}
+
+element! {
+    f64 => F64, |x| x, |y| y;
+    f32 => F32, |x| f64::from(x), |y| y as f32;
+    bf16 => BF16, |x| x.to_f64(), |y| bf16::from_f64(y);
+    f16 => F16, |x| x.to_f64(), |y| f16::from_f64(y);
+    i64 => I64, |x| x as f64, |y| y as i64;
+    u8 => U8, |x| f64::from(x), |y| y as u8;
+}
+
+/// A float that kernels compute with: loads widen to the accumulator type, stores round once.
+pub trait Float: Element {
+    /// f64 for f64, f32 for everything narrower.
+    type Acc: Real;
+    /// Exact widening.
+    fn widen(self) -> Self::Acc;
+    /// Rounds to nearest, ties to even.
+    fn narrow(x: Self::Acc) -> Self;
+}
+
+/// The two accumulator types and the arithmetic kernels need of them.
+pub trait Real:
+    Float<Acc = Self>
+    + std::ops::Add<Output = Self>
+    + std::ops::Sub<Output = Self>
+    + std::ops::Mul<Output = Self>
+    + std::ops::Div<Output = Self>
+    + std::ops::Neg<Output = Self>
+    + std::ops::AddAssign
+    + std::ops::MulAssign
+    + PartialOrd
+{
+    /// 0.
+    const ZERO: Self;
+    /// 1.
+    const ONE: Self;
+    /// Negative infinity, the identity of max.
+    const NEG_INFINITY: Self;
+    /// From a literal; rounds to nearest in f32.
+    fn lit(x: f64) -> Self;
+    /// self * a + b with one rounding.
+    fn fma(self, a: Self, b: Self) -> Self;
+    /// Square root, correctly rounded.
+    fn root(self) -> Self;
+    /// The larger of two; the other one if one is NaN.
+    fn greater(self, other: Self) -> Self;
+}
+
+macro_rules! real {
+    ($($t:ty),*) => {$(
+        impl Float for $t {
+            type Acc = $t;
+            #[inline(always)]
+            fn widen(self) -> $t { self }
+            #[inline(always)]
+            fn narrow(x: $t) -> $t { x }
+        }
+        impl Real for $t {
+            const ZERO: $t = 0.0;
+            const ONE: $t = 1.0;
+            const NEG_INFINITY: $t = <$t>::NEG_INFINITY;
+            #[inline(always)]
+            fn lit(x: f64) -> $t { x as $t }
+            #[inline(always)]
+            fn fma(self, a: $t, b: $t) -> $t { self.mul_add(a, b) }
+            #[inline(always)]
+            fn root(self) -> $t { self.sqrt() }
+            #[inline(always)]
+            fn greater(self, other: $t) -> $t { if self > other || other.is_nan() { self } else { other } }
+        }
+    )*};
+}
+real!(f32, f64);
+
+macro_rules! narrow_float {
+    ($($t:ty),*) => {$(
+        impl Float for $t {
+            type Acc = f32;
+            #[inline(always)]
+            fn widen(self) -> f32 { self.to_f32() }
+            #[inline(always)]
+            fn narrow(x: f32) -> $t { <$t>::from_f32(x) }
+        }
+    )*};
+}
+narrow_float!(bf16, f16);
+
+/// Runs a block with `$t` bound to the Rust type of a float dtype; `$other` is evaluated for the rest.
+#[macro_export]
+macro_rules! match_float {
+    ($dtype:expr, $t:ident => $body:expr, else $other:expr) => {
+        match $dtype {
+            $crate::DType::F64 => { type $t = f64; $body }
+            $crate::DType::F32 => { type $t = f32; $body }
+            $crate::DType::BF16 => { type $t = ::half::bf16; $body }
+            $crate::DType::F16 => { type $t = ::half::f16; $body }
+            _ => $other,
+        }
+    };
+}
+
+/// Runs a block with `$t` bound to the Rust type of any dtype (`Bool` is read as `u8`).
+#[macro_export]
+macro_rules! match_dtype {
+    ($dtype:expr, $t:ident => $body:expr) => {
+        match $dtype {
+            $crate::DType::F64 => { type $t = f64; $body }
+            $crate::DType::F32 => { type $t = f32; $body }
+            $crate::DType::BF16 => { type $t = ::half::bf16; $body }
+            $crate::DType::F16 => { type $t = ::half::f16; $body }
+            $crate::DType::I64 => { type $t = i64; $body }
+            $crate::DType::U8 | $crate::DType::Bool => { type $t = u8; $body }
+        }
+    };
+}

@@ -1,0 +1,136 @@
+//! A kernel is a value: its name, its plain reference, its fast paths and its bound.
+
+use crate::buffer::Buffer;
+use crate::cpu::Pool;
+use crate::dtype::DType;
+use crate::error::KernelError;
+use crate::strides::Strides;
+use std::fmt;
+
+/// One operand that a kernel reads: a typed view of a buffer.
+#[derive(Clone, Copy, Debug)]
+pub struct Arg<'a> {
+    /// The memory.
+    pub buffer: &'a Buffer,
+    /// What its elements are.
+    pub dtype: DType,
+    /// Where they lie.
+    pub view: &'a Strides,
+}
+
+/// One operand that a kernel writes. The buffer has a single handle.
+#[derive(Debug)]
+pub struct ArgMut<'a> {
+    /// The memory.
+    pub buffer: &'a mut Buffer,
+    /// What its elements are.
+    pub dtype: DType,
+    /// Where they lie.
+    pub view: &'a Strides,
+}
+
+/// A number passed by value.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Scalar {
+    /// A real parameter (epsilon, a rate); kernels round it to their accumulator.
+    Real(f64),
+    /// A count, an extent, the start of a range, a seed.
+    Int(i64),
+}
+
+impl Scalar {
+    /// The value as f64.
+    #[must_use]
+    pub fn real(self) -> f64 {
+        match self {
+            Scalar::Real(x) => x,
+            Scalar::Int(i) => i as f64,
+        }
+    }
+
+    /// The value as i64.
+    #[must_use]
+    pub fn int(self) -> i64 {
+        match self {
+            Scalar::Real(x) => x as i64,
+            Scalar::Int(i) => i,
+        }
+    }
+}
+
+/// Operands of one launch, in the order of the kernel's contract.
+#[derive(Debug)]
+pub struct Launch<'a> {
+    /// What is read.
+    pub inputs: &'a [Arg<'a>],
+    /// What is written.
+    pub outputs: &'a mut [ArgMut<'a>],
+    /// Numbers passed by value.
+    pub scalars: &'a [Scalar],
+}
+
+/// What a launch costs, whoever runs it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Cost {
+    /// Floating-point operations (a multiply-add counts two).
+    pub flops: u64,
+    /// Bytes that must be read and written at least once.
+    pub bytes: u64,
+}
+
+impl std::ops::AddAssign for Cost {
+    fn add_assign(&mut self, other: Cost) {
+        self.flops += other.flops;
+        self.bytes += other.bytes;
+    }
+}
+
+impl Launch<'_> {
+    /// Every operand once: the least that any kernel moves.
+    #[must_use]
+    pub fn operand_bytes(&self) -> u64 {
+        let read = self.inputs.iter().map(|a| (a.view.numel() * a.dtype.size()) as u64);
+        let written = self.outputs.iter().map(|a| (a.view.numel() * a.dtype.size()) as u64);
+        read.sum::<u64>() + written.sum::<u64>()
+    }
+}
+
+/// Code for the host: the plain reference ignores the pool, a fast path splits its rows over it.
+pub type HostCode = fn(&Pool, &mut Launch<'_>) -> Result<(), KernelError>;
+
+/// How far a fast path may be from the reference that runs in f64: |fast - reference| is at most
+/// `ulps` units in the last place of the output dtype's accumulator, measured at the scale of the output,
+/// plus one rounding to the output dtype.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Bound {
+    /// Units in the last place of the accumulator at the largest magnitude of the output.
+    pub ulps: f64,
+}
+
+/// An operation on local memory. Its contract (operands, dtypes, formula) is the doc of the constant.
+pub struct Kernel {
+    /// Name in messages, traces and benches.
+    pub name: &'static str,
+    /// The plain loop that says what is right.
+    pub reference: HostCode,
+    /// The fast path on the CPU, where there is one.
+    pub cpu: Option<HostCode>,
+    /// Floating-point operations of a launch.
+    pub flops: fn(&Launch<'_>) -> u64,
+    /// How far the fast path may be from the reference.
+    pub bound: Bound,
+}
+
+impl Kernel {
+    /// What a launch of this kernel costs.
+    #[must_use]
+    pub fn cost(&self, launch: &Launch<'_>) -> Cost {
+        Cost { flops: (self.flops)(launch), bytes: launch.operand_bytes() }
+    }
+}
+
+impl fmt::Debug for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Kernel({})", self.name)
+    }
+}

@@ -1,0 +1,25 @@
+//! The machine room of shardgrad: bytes and speed.
+//!
+//! This crate knows devices, buffers, strides and kernels. It knows no ranks, no layouts and no gradients.
+//! `unsafe` is allowed here in `buffer.rs`, `cpu/pool.rs`, `cpu/simd/` and `cpu/gemm.rs` only.
+
+#[cfg(panic = "abort")]
+compile_error!("shardgrad needs unwinding: a failing rank must release the others; remove `panic = \"abort\"`");
+
+pub mod dtype;
+pub mod strides;
+pub mod buffer;
+pub mod error;
+pub mod cpu;
+pub mod kernel;
+pub mod backend;
+pub mod null;
+pub mod op;
+
+pub use backend::{Backend, Cpu, Device, upload};
+pub use buffer::{Allocator, Buffer, MemoryStats};
+pub use dtype::{DType, Element, Float, Real};
+pub use error::KernelError;
+pub use kernel::{Arg, ArgMut, Bound, Cost, HostCode, Kernel, Launch, Scalar};
+pub use null::Null;
+pub use strides::{Dims, Strides};

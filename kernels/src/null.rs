@@ -1,0 +1,48 @@
+//! A back end that computes nothing: it counts what the same program would allocate, move and compute.
+
+use crate::backend::{Backend, Device};
+use crate::buffer::{Buffer, MemoryStats};
+use crate::error::KernelError;
+use crate::kernel::{Cost, Kernel, Launch};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Shapes, bytes and costs only. Buffers have a size and no memory.
+#[derive(Debug, Default)]
+pub struct Null {
+    cost: Mutex<Cost>,
+}
+
+impl Null {
+    /// A null back end that has counted nothing yet.
+    #[must_use]
+    pub fn new() -> Arc<dyn Backend> {
+        Arc::new(Null::default())
+    }
+}
+
+impl Backend for Null {
+    fn device(&self) -> Device {
+        Device::Null
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<Buffer, KernelError> {
+        Ok(Buffer::without_memory(bytes))
+    }
+
+    fn launch(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+        *self.cost.lock().unwrap_or_else(PoisonError::into_inner) += kernel.cost(launch);
+        Ok(())
+    }
+
+    fn memory(&self) -> MemoryStats {
+        MemoryStats::default()
+    }
+
+    fn cost(&self) -> Cost {
+        *self.cost.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn num_threads(&self) -> usize {
+        1
+    }
+}
