@@ -1,1 +1,17 @@
-fn main() {}
+//! The command line of shardgrad.
+
+#![forbid(unsafe_code)]
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "this is the room that talks to people")]
+
+mod cli;
+mod data;
+mod interrupt;
+mod metrics;
+mod plot;
+mod train;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    cli::main()
+}

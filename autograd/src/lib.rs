@@ -1,1 +1,15 @@
-//! placeholder
+//! The memory of shardgrad: what happened on the way forward, and its replay backwards.
+//!
+//! This crate knows the order in which ops were applied. It names no op and no parameter, and it asks no
+//! question about shapes: layouts of cotangents follow from layouts of values (the gradient law).
+
+#![forbid(unsafe_code)]
+
+pub mod program;
+pub mod tape;
+pub mod var;
+pub mod remat;
+
+pub use program::{OpRecord, Program, Slot};
+pub use tape::{Gradients, Key, Noise, Tape};
+pub use var::Var;

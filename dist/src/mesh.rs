@@ -58,6 +58,12 @@ impl AxisSet {
         AxisSet(self.0 | other.0)
     }
 
+    /// The set as one bit per axis, the outermost in bit 0: a small dense number to index tables with.
+    #[must_use]
+    pub const fn bits(self) -> u16 {
+        self.0
+    }
+
     /// The axes, outermost first.
     pub fn iter(self) -> impl Iterator<Item = Axis> {
         (0..16).map(Axis).filter(move |a| self.contains(*a))
@@ -232,6 +238,20 @@ impl Mesh {
                 .collect();
         }
         members.iter().map(|at| self.rank_at(at)).collect()
+    }
+
+    /// Every axis of the mesh.
+    #[must_use]
+    pub fn all_axes(&self) -> AxisSet {
+        self.axes().collect()
+    }
+
+    /// A rank with its place, as messages name it: `5 (dp=1, tp=1) of mesh(dp=2, tp=4)`.
+    #[must_use]
+    pub fn describe(&self, rank: usize) -> String {
+        let coordinate = self.coordinate(rank);
+        let at: Vec<String> = self.axes().map(|a| format!("{}={}", self.name(a), coordinate[a.0 as usize])).collect();
+        format!("{rank} ({}) of {self}", at.join(", "))
     }
 
     /// The names of some axes, joined by `,` (for messages).

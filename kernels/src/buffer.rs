@@ -213,6 +213,12 @@ impl Buffer {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
+    /// A number that differs between any two live buffers.
+    #[must_use]
+    pub fn address(&self) -> usize {
+        Arc::as_ptr(&self.0).addr()
+    }
+
     /// The contents as elements; empty without memory. A tail shorter than an element is left out.
     #[must_use]
     pub fn as_slice<T: Element>(&self) -> &[T] {

@@ -1,0 +1,73 @@
+//! Recomputation (activation checkpointing): keep a block's inputs, replay its ops in the backward pass.
+//!
+//! The block's text runs once, in the forward pass, under a recorder; what is kept is the list of ops and the values
+//! that came from outside. Random numbers are keyed inside the ops, so the replay draws the same ones. Chen et al.,
+//! "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
+
+use crate::program::{Program, Slot};
+use crate::tape::{Id, Node, Tape, Work};
+use crate::var::Var;
+use shardgrad_dist::{Rank, Result};
+use shardgrad_tensor::op::Cotangents;
+use shardgrad_tensor::{Context, Tensor, Value, unwind};
+use smallvec::SmallVec;
+use std::collections::HashMap;
+
+impl Tape {
+    /// Runs `block` so that only its arguments and the parameters it uses are kept for the backward pass; the rest is
+    /// computed again there. The values are those of an unchecked run, and so are the gradients.
+    ///
+    /// # Errors
+    /// Whatever `block` returns, and `Kind::Unsupported` inside another recording.
+    pub fn checkpoint(&self, arguments: &[Var], block: impl FnOnce(&[Var]) -> Result<Vec<Var>>) -> Result<Vec<Var>> {
+        let (program, outers, results) = self.recorded(arguments, block)?;
+        let inputs: SmallVec<[Option<Id>; 4]> = outers.iter().map(Var::id).collect();
+        if !self.records() || inputs.iter().all(Option::is_none) {
+            return Ok(results.into_iter().map(|v| self.constant(v.tensor().clone())).collect());
+        }
+        let node = Node {
+            work: Work::Replay(program),
+            inputs,
+            kept_inputs: outers.iter().map(|v| Some(v.tensor().clone())).collect(),
+            kept_outputs: SmallVec::from_elem(None, results.len()),
+            input_layouts: outers.iter().map(|v| v.layout().clone()).collect(),
+            output_layouts: results.iter().map(|v| v.layout().clone()).collect(),
+            cotangents: SmallVec::from_elem(None, results.len()),
+            path: Context::of(self.rank()).path(),
+        };
+        let (round, node) = self.push(node);
+        let made = |(out, v): (usize, Var)| {
+            Var::new(self, v.tensor().clone(), Some(Id::Made { round, node, out: out as u8 }), None)
+        };
+        Ok(results.into_iter().enumerate().map(made).collect())
+    }
+}
+
+/// Replays the program on the kept inputs and goes backwards through it from the given cotangents.
+pub(crate) fn pull_back(
+    rank: &Rank,
+    program: &Program,
+    inputs: &[Option<Tensor>],
+    cotangents: &[Option<Tensor>],
+    wanted: &[bool],
+) -> Cotangents {
+    let tape = Tape::new(rank);
+    let mut values: HashMap<Slot, Var> = HashMap::new();
+    for (i, (input, wanted)) in inputs.iter().zip(wanted).enumerate() {
+        let tensor = input.as_ref().expect("a checkpoint keeps all that came from outside");
+        let var = if *wanted { tape.leaf(i as u64, tensor) } else { tape.constant(tensor.clone()) };
+        values.insert(Slot::Outer(i as u32), var);
+    }
+    let context = Context::of(rank);
+    let before = context.set_backward(false);
+    unwind(program.replay(0..program.records.len(), &mut values));
+    context.set_backward(before);
+    let seeds = program.outputs.iter().zip(cotangents).filter_map(|(slot, cotangent)| {
+        let id = values.get(slot).and_then(Var::id)?;
+        Some((id, cotangent.clone()?))
+    });
+    tape.backward_from(seeds.collect::<Vec<_>>());
+    drop(values);
+    let mut gradients = tape.gradients();
+    (0..inputs.len()).map(|i| gradients.remove(&(i as u64))).collect()
+}

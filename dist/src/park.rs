@@ -1,0 +1,106 @@
+//! How a rank waits: it spins for a moment while every thread has its core, then sleeps on a bell and looks up
+//! every ten milliseconds.
+
+use crate::error::Result;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How long a sleeper sleeps before it looks around.
+const NAP: Duration = Duration::from_millis(10);
+
+/// A place to wait for a condition that other threads make true.
+#[derive(Debug, Default)]
+pub(crate) struct Parking {
+    sleepers: AtomicUsize,
+    lock: Mutex<()>,
+    bell: Condvar,
+}
+
+impl Parking {
+    /// Wakes whoever sleeps. To be called after the change, which has to be sequentially consistent or made under
+    /// a lock that `done` takes too.
+    pub(crate) fn ring(&self) {
+        if self.sleepers.load(Ordering::SeqCst) != 0 {
+            // Whoever held the lock has looked before the change and sleeps now, or will look after it.
+            drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner));
+            self.bell.notify_all();
+        }
+    }
+
+    /// Returns when `done` holds, or with the error of `tick`, which runs at every wake-up that finds nothing done.
+    pub(crate) fn wait(
+        &self,
+        spin: Duration,
+        done: impl Fn() -> bool,
+        mut tick: impl FnMut() -> Result<()>,
+    ) -> Result<()> {
+        if spun(spin, &done) {
+            return Ok(());
+        }
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        let outcome = self.sleep(&done, &mut tick);
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+        outcome
+    }
+
+    fn sleep(&self, done: &impl Fn() -> bool, tick: &mut impl FnMut() -> Result<()>) -> Result<()> {
+        loop {
+            let guard = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+            if done() {
+                return Ok(());
+            }
+            drop(self.bell.wait_timeout(guard, NAP).unwrap_or_else(PoisonError::into_inner));
+            if done() {
+                return Ok(());
+            }
+            tick()?;
+        }
+    }
+}
+
+/// Looks again and again for a while; without leave to spin, only lets other threads go first.
+fn spun(spin: Duration, done: &impl Fn() -> bool) -> bool {
+    if spin.is_zero() {
+        return (0..3).any(|i| {
+            if i > 0 {
+                std::thread::yield_now();
+            }
+            done()
+        });
+    }
+    let mut start = None;
+    loop {
+        for _ in 0..64 {
+            if done() {
+                return true;
+            }
+            std::hint::spin_loop();
+        }
+        if start.get_or_insert_with(Instant::now).elapsed() > spin {
+            return false;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::{Error, Kind};
+    use std::sync::atomic::AtomicBool;
+
+    #[test]
+    fn a_sleeper_hears_the_bell_and_an_error_wakes_it() {
+        let (parking, ready) = (Parking::default(), AtomicBool::new(false));
+        std::thread::scope(|s| {
+            s.spawn(|| {
+                std::thread::sleep(Duration::from_millis(3));
+                ready.store(true, Ordering::SeqCst);
+                parking.ring();
+            });
+            parking.wait(Duration::ZERO, || ready.load(Ordering::SeqCst), || Ok(())).unwrap();
+        });
+        let stop = parking.wait(Duration::ZERO, || false, || Err(Error::new(Kind::Timeout, "enough")));
+        assert_eq!(stop.unwrap_err().kind(), Kind::Timeout);
+    }
+}

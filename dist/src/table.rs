@@ -1,0 +1,302 @@
+//! The world table: where every rank writes what it has called and waits for, and where waiting ranks look for
+//! the reason why nobody comes.
+
+use crate::call::{Issued, Op, Request};
+use crate::error::Error;
+use crate::mesh::{AxisSet, Mesh};
+use crate::park::Parking;
+use shardgrad_kernels::Buffer;
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+/// Whether a rank still runs its function.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum State {
+    Running,
+    Returned,
+    Failed,
+}
+
+/// The last call of a rank, with the buffer that the others may read during it.
+#[derive(Debug)]
+pub(crate) struct Posted {
+    pub(crate) state: State,
+    pub(crate) issued: Issued,
+    pub(crate) x: Option<Buffer>,
+}
+
+/// A message under way: what was called, by whom, and a copy of the contents.
+#[derive(Debug)]
+pub(crate) struct Letter {
+    pub(crate) from: usize,
+    pub(crate) issued: Issued,
+    pub(crate) x: Buffer,
+}
+
+/// One rank's line in the table. Lines lie on cache lines of their own.
+#[derive(Debug)]
+#[repr(align(128))]
+pub(crate) struct Entry {
+    posted: RwLock<Posted>,
+    /// A reduced chunk that the others gather in the second half of an all-reduce.
+    part: RwLock<Option<Buffer>>,
+    /// Odd from the post until every member of the group has arrived (or the message is there), even otherwise.
+    ticket: AtomicU64,
+    inbox: Mutex<VecDeque<Letter>>,
+    /// Where this rank waits for letters.
+    pub(crate) parking: Parking,
+}
+
+impl Entry {
+    fn new() -> Entry {
+        let posted = Posted { state: State::Running, issued: Issued::nothing(), x: None };
+        Entry {
+            posted: RwLock::new(posted),
+            part: RwLock::new(None),
+            ticket: AtomicU64::new(0),
+            inbox: Mutex::default(),
+            parking: Parking::default(),
+        }
+    }
+
+    // A poisoned lock means that its holder panicked: that rank fails the world at its boundary, so the
+    // contents are never used for a result, and readers may go on to find that out.
+
+    pub(crate) fn posted(&self) -> RwLockReadGuard<'_, Posted> {
+        self.posted.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn posted_mut(&self) -> RwLockWriteGuard<'_, Posted> {
+        self.posted.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn part(&self) -> RwLockReadGuard<'_, Option<Buffer>> {
+        self.part.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn set_part(&self, part: Option<Buffer>) {
+        *self.part.write().unwrap_or_else(PoisonError::into_inner) = part;
+    }
+
+    fn inbox(&self) -> MutexGuard<'_, VecDeque<Letter>> {
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Shows a call to the others. One that waits must be ended by [`Entry::met`] when all have come.
+    pub(crate) fn post(&self, request: &Request<'_>, waits: bool) {
+        let mut posted = self.posted_mut();
+        posted.issued.set(request);
+        posted.x = request.x.filter(|_| waits).cloned();
+        drop(posted);
+        if waits {
+            self.ticket.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+
+    /// Ends the wait for others; to be called before anyone can go on to a next call.
+    pub(crate) fn met(&self) {
+        self.ticket.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Takes back the buffer that was shown.
+    pub(crate) fn clear(&self) {
+        self.posted_mut().x = None;
+    }
+
+    pub(crate) fn set_state(&self, state: State) {
+        self.posted_mut().state = state;
+    }
+
+    pub(crate) fn deliver(&self, letter: Letter) {
+        self.inbox().push_back(letter);
+        self.parking.ring();
+    }
+
+    pub(crate) fn has_letter(&self, axes: AxisSet, from: usize) -> bool {
+        self.inbox().iter().any(|l| l.from == from && l.issued.axes == axes)
+    }
+
+    /// The oldest letter of a sender over some axes.
+    pub(crate) fn take_letter(&self, axes: AxisSet, from: usize) -> Option<Letter> {
+        let mut inbox = self.inbox();
+        let at = inbox.iter().position(|l| l.from == from && l.issued.axes == axes)?;
+        inbox.remove(at)
+    }
+}
+
+/// Why the world ends.
+#[derive(Clone, Debug)]
+pub(crate) struct Failure {
+    /// What happened.
+    pub(crate) error: Error,
+    /// The rank that failed, or that found out.
+    pub(crate) origin: usize,
+    /// Ranks to which this error itself is returned; all others lost a peer.
+    pub(crate) told: Vec<usize>,
+}
+
+/// What a look at the table tells of one rank.
+#[derive(Clone, Debug)]
+pub(crate) struct Seen {
+    pub(crate) state: State,
+    pub(crate) issued: Issued,
+    /// Whether it waited for the arrival of others during the whole look.
+    pub(crate) waiting: bool,
+    /// Whom it waits for, if it waits.
+    pub(crate) absent: Vec<usize>,
+}
+
+/// Why a waiting rank will never be met.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Finding {
+    /// Each of these ranks waits for the next, the last for the first.
+    Cycle(Vec<usize>),
+    /// This rank is gone.
+    Departed(usize),
+}
+
+/// All lines, and the first failure.
+#[derive(Debug)]
+pub(crate) struct Table {
+    pub(crate) mesh: Mesh,
+    entries: Vec<Entry>,
+    failed: AtomicBool,
+    failure: Mutex<Option<Failure>>,
+}
+
+impl Table {
+    pub(crate) fn new(mesh: Mesh) -> Table {
+        let entries = (0..mesh.num_ranks()).map(|_| Entry::new()).collect();
+        Table { mesh, entries, failed: AtomicBool::new(false), failure: Mutex::new(None) }
+    }
+
+    pub(crate) fn entry(&self, rank: usize) -> &Entry {
+        &self.entries[rank]
+    }
+
+    /// Ends the world. Only the first cause is kept.
+    pub(crate) fn fail(&self, failure: Failure) {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(failure);
+        self.failed.store(true, Ordering::Release);
+    }
+
+    /// Whether the world has ended: one load.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.failed.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn failure(&self) -> Option<Failure> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// A letter that nobody has read, with its addressee.
+    pub(crate) fn unread(&self) -> Option<(usize, Letter)> {
+        self.entries.iter().enumerate().find_map(|(to, entry)| Some((to, entry.inbox().pop_front()?)))
+    }
+
+    /// One consistent look at all ranks: a rank counts as waiting only if its ticket did not change between the
+    /// time before the first line was read and the time after the last, so every wait seen was true throughout.
+    pub(crate) fn look(&self) -> Vec<Seen> {
+        let tickets = || self.entries.iter().map(|e| e.ticket.load(Ordering::Acquire)).collect::<Vec<u64>>();
+        let before = tickets();
+        let lines: Vec<(State, Issued)> = self
+            .entries
+            .iter()
+            .map(|entry| {
+                let posted = entry.posted();
+                (posted.state, posted.issued.clone())
+            })
+            .collect();
+        // After the states: a rank that has returned has sent all its letters before.
+        let letters: Vec<bool> = (0..lines.len()).map(|rank| self.has_letter(rank, &lines[rank].1)).collect();
+        let after = tickets();
+        (0..lines.len())
+            .map(|rank| {
+                let waiting = before[rank] % 2 == 1 && before[rank] == after[rank];
+                let absent = if waiting && !letters[rank] { absent(&self.mesh, &lines, rank) } else { Vec::new() };
+                Seen { state: lines[rank].0, issued: lines[rank].1.clone(), waiting, absent }
+            })
+            .collect()
+    }
+
+    /// Whether the letter that a recv asks for is there.
+    fn has_letter(&self, rank: usize, issued: &Issued) -> bool {
+        let Op::Recv { from } = issued.op else { return false };
+        self.entries[rank].has_letter(issued.axes, self.mesh.group(rank, issued.axes)[from])
+    }
+}
+
+/// The ranks that a waiting rank without a letter still misses.
+fn absent(mesh: &Mesh, lines: &[(State, Issued)], rank: usize) -> Vec<usize> {
+    let mine = &lines[rank].1;
+    let members = mesh.group(rank, mine.axes);
+    if let Op::Recv { from } = mine.op {
+        return vec![members[from]];
+    }
+    let here = |r: &usize| {
+        let other = &lines[*r].1;
+        other.op.is_collective() && other.axes == mine.axes && other.number == mine.number
+    };
+    members.into_iter().filter(|r| !here(r)).collect()
+}
+
+/// Why a rank will wait forever, if it will: someone it waits for is gone, or waits (in the end) for it.
+pub(crate) fn examine(seen: &[Seen], rank: usize) -> Option<Finding> {
+    if let Some(&gone) = seen[rank].absent.iter().find(|&&r| seen[r].state != State::Running) {
+        return Some(Finding::Departed(gone));
+    }
+    let mut visited = vec![false; seen.len()];
+    let mut path = vec![rank];
+    path_back(seen, rank, &mut visited, &mut path).then_some(Finding::Cycle(path))
+}
+
+/// Extends a path along the waits until it leads back to its first rank.
+fn path_back(seen: &[Seen], at: usize, visited: &mut [bool], path: &mut Vec<usize>) -> bool {
+    for &next in &seen[at].absent {
+        if next == path[0] {
+            return true;
+        }
+        if !std::mem::replace(&mut visited[next], true) {
+            path.push(next);
+            if path_back(seen, next, visited, path) {
+                return true;
+            }
+            path.pop();
+        }
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn world(waits: &[&[usize]]) -> Vec<Seen> {
+        let seen = |absent: &&[usize]| Seen {
+            state: State::Running,
+            issued: Issued::nothing(),
+            waiting: !absent.is_empty(),
+            absent: absent.to_vec(),
+        };
+        waits.iter().map(seen).collect()
+    }
+
+    #[test]
+    fn a_circle_is_found_by_its_members_only() {
+        let seen = world(&[&[1], &[2, 3], &[], &[4], &[1], &[0]]);
+        assert_eq!(examine(&seen, 1), Some(Finding::Cycle(vec![1, 3, 4])));
+        assert_eq!(examine(&seen, 0), None);
+        assert_eq!(examine(&seen, 5), None);
+        assert_eq!(examine(&world(&[&[0]]), 0), Some(Finding::Cycle(vec![0])));
+    }
+
+    #[test]
+    fn a_chain_that_ends_at_a_computing_rank_is_no_circle() {
+        assert_eq!(examine(&world(&[&[1], &[2], &[]]), 0), None);
+        let mut seen = world(&[&[1], &[2], &[]]);
+        seen[2].state = State::Returned;
+        assert_eq!(examine(&seen, 1), Some(Finding::Departed(2)));
+        assert_eq!(examine(&seen, 0), None);
+    }
+}

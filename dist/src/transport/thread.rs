@@ -1,0 +1,333 @@
+//! Ranks as threads of one process: they show each other their buffers in the world table and read them in place.
+//!
+//! A collective has two meetings: everyone has arrived (calls are compared, peers' buffers are read), and everyone
+//! has finished reading. A large all-reduce has a third one between them: every member combines one chunk, then
+//! gathers the chunks of the others. Elements are combined by one kernel either way, in the order of the group, so
+//! both ways give the same bits.
+
+use super::{Transport, local};
+use crate::call::{Op, ReduceOp, Request, chunk};
+use crate::error::Result;
+use crate::park::Parking;
+use crate::report;
+use crate::table::{Entry, Failure, Finding, Letter, Posted, Table, examine};
+use shardgrad_kernels::{Backend, Buffer};
+use smallvec::SmallVec;
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLockReadGuard};
+use std::time::{Duration, Instant};
+
+/// Up to this size every member combines all elements itself: a meeting costs more than the reading.
+const DIRECT_BYTES_MAX: usize = 32 << 10;
+
+/// How often the members of a group have come to each of the three meetings, summed over all of them.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+pub(crate) struct Group {
+    arrived: AtomicU64,
+    combined: AtomicU64,
+    left: AtomicU64,
+    parking: Parking,
+}
+
+/// What all ranks of one world share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) table: Table,
+    pub(crate) timeout: Duration,
+    pub(crate) spin: Duration,
+    pub(crate) jitter: Option<u64>,
+    /// By axes and first member.
+    groups: Mutex<HashMap<(u16, usize), Arc<Group>>>,
+}
+
+impl Shared {
+    pub(crate) fn new(table: Table, timeout: Duration, spin: Duration, jitter: Option<u64>) -> Shared {
+        Shared { table, timeout, spin, jitter, groups: Mutex::default() }
+    }
+}
+
+/// One rank's end.
+#[derive(Debug)]
+pub(crate) struct Threads {
+    shared: Arc<Shared>,
+    rank: usize,
+    /// By axes.
+    groups: RefCell<Vec<Option<Arc<Group>>>>,
+    dice: Cell<u64>,
+}
+
+type Peers<'a> = SmallVec<[RwLockReadGuard<'a, Posted>; 8]>;
+
+impl Transport for Threads {
+    fn check(&self) -> Result<()> {
+        if self.shared.table.has_failed() {
+            return Err(self.released("computes"));
+        }
+        Ok(())
+    }
+
+    fn run(&self, backend: &dyn Backend, request: &Request<'_>) -> Result<Option<Buffer>> {
+        self.check()?;
+        self.shake();
+        let outcome = match request.op {
+            Op::Send { to } => self.send(backend, request, to).map(|()| None),
+            Op::Recv { from } => self.recv(backend, request, from).map(Some),
+            _ => self.collective(backend, request),
+        };
+        if let Err(error) = &outcome {
+            // A member that gives up half way would leave the others waiting.
+            self.fail(Failure { error: error.clone(), origin: self.rank, told: vec![self.rank] });
+        }
+        outcome
+    }
+}
+
+impl Threads {
+    pub(crate) fn new(shared: Arc<Shared>, rank: usize) -> Threads {
+        let num_sets = 1 << shared.table.mesh.num_axes();
+        let seed = shared.jitter.unwrap_or(0) ^ (rank as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        Threads { rank, groups: RefCell::new(vec![None; num_sets]), dice: Cell::new(seed), shared }
+    }
+
+    fn entry(&self, rank: usize) -> &Entry {
+        self.shared.table.entry(rank)
+    }
+
+    fn fail(&self, failure: Failure) {
+        self.shared.table.fail(failure);
+    }
+
+    /// The error with which this rank has to stop, once the world has failed.
+    fn released(&self, doing: &str) -> crate::error::Error {
+        let table = &self.shared.table;
+        let failure = table.failure().expect("a failed world has a cause");
+        if failure.told.contains(&self.rank) {
+            return failure.error;
+        }
+        report::lost(&table.mesh, &failure, self.rank, doing)
+    }
+
+    fn group(&self, request: &Request<'_>) -> Arc<Group> {
+        let bits = request.call.axes.bits();
+        self.groups.borrow_mut()[usize::from(bits)]
+            .get_or_insert_with(|| {
+                let mut groups = self.shared.groups.lock().unwrap_or_else(PoisonError::into_inner);
+                groups.entry((bits, request.seat.members[0])).or_default().clone()
+            })
+            .clone()
+    }
+
+    fn collective(&self, backend: &dyn Backend, request: &Request<'_>) -> Result<Option<Buffer>> {
+        let size = request.call.dtype.size();
+        let is_root = matches!(request.op, Op::Broadcast { root } if root == request.seat.place);
+        let mut y = match request.result_numel() {
+            Some(_) if is_root => request.x.cloned(),
+            Some(numel) => Some(backend.alloc(numel * size)?),
+            None => None,
+        };
+        let group = self.group(request);
+        self.entry(self.rank).post(request, true);
+        self.meet(&group, &group.arrived, request, true)?;
+        self.entry(self.rank).met();
+        {
+            let peers: Peers<'_> = request.seat.members.iter().map(|&r| self.entry(r).posted()).collect();
+            self.compare(request, &peers)?;
+            match (request.op, &mut y) {
+                (Op::AllReduce(how), Some(y)) if is_large(request) => {
+                    self.all_reduce_in_chunks(backend, request, how, &group, peers, y)?;
+                }
+                (_, Some(y)) if !is_root => read(backend, request, &peers, y)?,
+                _ => {}
+            }
+        }
+        self.shake();
+        self.meet(&group, &group.left, request, false)?;
+        self.entry(self.rank).clear();
+        Ok(y)
+    }
+
+    /// Ends the world if the members of a group have called unlike things: all of them find that out here.
+    fn compare(&self, request: &Request<'_>, peers: &Peers<'_>) -> Result<()> {
+        let calls: SmallVec<[_; 8]> = peers.iter().map(|p| &p.issued).collect();
+        let members = &request.seat.members;
+        match report::mismatch(&self.shared.table.mesh, members, &calls) {
+            None => Ok(()),
+            Some(error) => {
+                self.fail(Failure { error: error.clone(), origin: self.rank, told: members.clone() });
+                Err(error)
+            }
+        }
+    }
+
+    fn all_reduce_in_chunks(
+        &self,
+        backend: &dyn Backend,
+        request: &Request<'_>,
+        how: ReduceOp,
+        group: &Group,
+        peers: Peers<'_>,
+        y: &mut Buffer,
+    ) -> Result<()> {
+        let (dtype, seat) = (request.call.dtype, request.seat);
+        let range = |i: usize| chunk(request.counts[0], seat.size(), i);
+        let mine = range(seat.place);
+        let mut part = backend.alloc(mine.len() * dtype.size())?;
+        local::combine(backend, dtype, how, buffers(&peers), &mine, &mut part)?;
+        drop(peers);
+        self.entry(self.rank).set_part(Some(part));
+        self.shake();
+        self.meet(group, &group.combined, request, false)?;
+        for (i, &rank) in seat.members.iter().enumerate() {
+            let part = self.entry(rank).part();
+            let part = part.as_ref().expect("every member has shown its chunk");
+            local::copy(backend, dtype, part, 0..range(i).len(), y, range(i).start)?;
+        }
+        Ok(())
+    }
+
+    /// Comes to a meeting and waits until every member has come.
+    fn meet(&self, group: &Group, count: &AtomicU64, request: &Request<'_>, arriving: bool) -> Result<()> {
+        let all = request.number * request.seat.size() as u64;
+        if count.fetch_add(1, Ordering::SeqCst) + 1 >= all {
+            group.parking.ring();
+            return Ok(());
+        }
+        let done = || count.load(Ordering::SeqCst) >= all;
+        let mut since = None;
+        group.parking.wait(self.shared.spin, done, || {
+            self.look_around(request, *since.get_or_insert_with(Instant::now), arriving)
+        })
+    }
+
+    /// What a waiting rank does every ten milliseconds: has the world failed, will nobody come, is it too late?
+    fn look_around(&self, request: &Request<'_>, since: Instant, arriving: bool) -> Result<()> {
+        let (table, mesh) = (&self.shared.table, &self.shared.table.mesh);
+        let late = since.elapsed() > self.shared.timeout;
+        if !table.has_failed() && (arriving || late) {
+            let seen = table.look();
+            let error = match examine(&seen, self.rank) {
+                Some(Finding::Cycle(ranks)) => Some((report::cycle(mesh, &seen, &ranks), ranks)),
+                Some(Finding::Departed(gone)) => {
+                    Some((report::departed(mesh, &seen, self.rank, gone), request.seat.members.clone()))
+                }
+                None if late && arriving && !seen[self.rank].absent.is_empty() => {
+                    let error = report::overdue(mesh, &seen, self.rank, self.shared.timeout);
+                    Some((error, request.seat.members.clone()))
+                }
+                None if late && !arriving => {
+                    let error = report::unfinished(mesh, self.rank, &seen[self.rank].issued, self.shared.timeout);
+                    Some((error, request.seat.members.clone()))
+                }
+                None => None,
+            };
+            if let Some((error, told)) = error {
+                self.fail(Failure { error, origin: self.rank, told });
+            }
+        }
+        if table.has_failed() {
+            let call = self.entry(self.rank).posted().issued.text(mesh, self.rank);
+            return Err(self.released(&format!("waits in {call}")));
+        }
+        Ok(())
+    }
+
+    /// Leaves a copy with the receiver and waits for nobody.
+    fn send(&self, backend: &dyn Backend, request: &Request<'_>, to: usize) -> Result<()> {
+        let (dtype, numel) = (request.call.dtype, request.counts[0]);
+        let mut copied = backend.alloc(numel * dtype.size())?;
+        if let Some(x) = request.x {
+            local::copy(backend, dtype, x, 0..numel, &mut copied, 0)?;
+        }
+        let me = self.entry(self.rank);
+        me.post(request, false);
+        let issued = me.posted().issued.clone();
+        self.entry(request.seat.members[to]).deliver(Letter { from: self.rank, issued, x: copied });
+        Ok(())
+    }
+
+    fn recv(&self, backend: &dyn Backend, request: &Request<'_>, from: usize) -> Result<Buffer> {
+        let (dtype, numel, axes) = (request.call.dtype, request.counts[0], request.call.axes);
+        let mut y = backend.alloc(numel * dtype.size())?;
+        let (me, from) = (self.entry(self.rank), request.seat.members[from]);
+        me.post(request, true);
+        let mut since = None;
+        let there = || me.has_letter(axes, from);
+        me.parking.wait(self.shared.spin, there, || {
+            self.look_around(request, *since.get_or_insert_with(Instant::now), true)
+        })?;
+        me.met();
+        let letter = me.take_letter(axes, from).expect("only its addressee takes a letter");
+        let mismatch = report::wrong_letter(&self.shared.table.mesh, &letter, self.rank, &me.posted().issued);
+        if let Some(error) = mismatch {
+            self.fail(Failure { error: error.clone(), origin: self.rank, told: vec![self.rank, from] });
+            return Err(error);
+        }
+        local::copy(backend, dtype, &letter.x, 0..numel, &mut y, 0)?;
+        Ok(y)
+    }
+
+    /// With jitter, sleeps for a random moment, or lets others go first, or does neither.
+    fn shake(&self) {
+        if self.shared.jitter.is_none() {
+            return;
+        }
+        let mut z = self.dice.get().wrapping_add(0x9E37_79B9_7F4A_7C15);
+        self.dice.set(z);
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^= z >> 31;
+        match z % 8 {
+            0 => std::thread::sleep(Duration::from_micros(z >> 32 & 127)),
+            1..4 => std::thread::yield_now(),
+            _ => {}
+        }
+    }
+}
+
+/// Whether an all-reduce is cut into chunks. All members decide alike: this runs after their calls were compared.
+fn is_large(request: &Request<'_>) -> bool {
+    request.seat.size() > 2 && request.counts[0] * request.call.dtype.size() > DIRECT_BYTES_MAX
+}
+
+/// The buffers that all members show, in the order of the group.
+fn buffers<'a>(peers: &'a Peers<'_>) -> impl Iterator<Item = &'a Buffer> {
+    peers.iter().map(|p| p.x.as_ref().expect("every member of a reduction shows a buffer"))
+}
+
+/// Forms this rank's result from what the members show, without a further meeting.
+fn read(backend: &dyn Backend, request: &Request<'_>, peers: &Peers<'_>, y: &mut Buffer) -> Result<()> {
+    let (dtype, place) = (request.call.dtype, request.seat.place);
+    let before = |counts: &[usize], i: usize| counts[..i].iter().sum::<usize>();
+    match request.op {
+        Op::AllReduce(how) => {
+            local::combine(backend, dtype, how, buffers(peers), &(0..request.counts[0]), y)?;
+        }
+        Op::ReduceScatter => {
+            let start = before(request.counts, place);
+            let mine = start..start + request.counts[place];
+            local::combine(backend, dtype, ReduceOp::Sum, buffers(peers), &mine, y)?;
+        }
+        Op::AllGather => {
+            for (i, x) in buffers(peers).enumerate() {
+                local::copy(backend, dtype, x, 0..request.counts[i], y, before(request.counts, i))?;
+            }
+        }
+        Op::AllToAll => {
+            for (i, x) in buffers(peers).enumerate() {
+                let start = before(&peers[i].issued.counts, place);
+                let range = start..start + request.received[i];
+                local::copy(backend, dtype, x, range, y, before(request.received, i))?;
+            }
+        }
+        Op::Broadcast { root } => {
+            if let Some(x) = &peers[root].x {
+                local::copy(backend, dtype, x, 0..request.counts[0], y, 0)?;
+            }
+        }
+        Op::Send { .. } | Op::Recv { .. } | Op::Barrier => {}
+    }
+    Ok(())
+}

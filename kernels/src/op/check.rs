@@ -1,0 +1,381 @@
+//! The proof that every kernel owes: its fast path agrees with its reference in f64, for every float dtype and on
+//! pools of 1, 2 and 3 threads bit for bit.
+//!
+//! ```ignore
+//! Case::new(&KERNEL).input(&[2, 3], &values(1, 6)).output(&[2]).scalars(&[Scalar::Int(1)]).strided().run();
+//! ```
+
+use crate::buffer::{Allocator, Buffer};
+use crate::cpu::Pool;
+use crate::dtype::{DType, Element};
+use crate::kernel::{Arg, ArgMut, HostCode, Kernel, Launch, Scalar};
+use crate::match_dtype;
+use crate::strides::Strides;
+
+/// How the dtype of an operand follows from the dtype under test.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Kind {
+    /// The dtype under test.
+    Tested,
+    /// Its accumulator: f32 for the 16-bit floats.
+    Accumulator,
+    /// Always the same: indices, f64 statistics.
+    Fixed(DType),
+}
+
+impl Kind {
+    fn dtype(self, tested: DType) -> DType {
+        match self {
+            Kind::Tested => tested,
+            Kind::Accumulator => tested.accumulator(),
+            Kind::Fixed(dtype) => dtype,
+        }
+    }
+}
+
+/// One operand: the contents of its memory as f64 and the view of it.
+#[derive(Clone, Debug)]
+struct Operand {
+    kind: Kind,
+    view: Strides,
+    memory: Vec<f64>,
+}
+
+/// One launch of one kernel that is to be examined.
+#[derive(Clone, Debug)]
+pub(crate) struct Case<'a> {
+    kernel: &'a Kernel,
+    inputs: Vec<Operand>,
+    outputs: Vec<Operand>,
+    scalars: Vec<Scalar>,
+    strided: bool,
+    scale: f64,
+}
+
+/// What an output holds before the launch, unless the case says otherwise: a kernel must not read it.
+const STALE: f64 = 77.0;
+
+impl<'a> Case<'a> {
+    pub(crate) fn new(kernel: &'a Kernel) -> Case<'a> {
+        Case { kernel, inputs: vec![], outputs: vec![], scalars: vec![], strided: false, scale: 0.0 }
+    }
+
+    /// A contiguous input of the dtype under test.
+    pub(crate) fn input(self, shape: &[usize], values: &[f64]) -> Self {
+        self.input_as(Kind::Tested, shape, values)
+    }
+
+    /// A contiguous input of another dtype.
+    pub(crate) fn input_as(self, kind: Kind, shape: &[usize], values: &[f64]) -> Self {
+        assert_eq!(values.len(), shape.iter().product::<usize>(), "an input has as many values as elements");
+        self.input_view(kind, Strides::contiguous(shape), values)
+    }
+
+    /// An input that is any view of a memory with the given contents.
+    pub(crate) fn input_view(mut self, kind: Kind, view: Strides, memory: &[f64]) -> Self {
+        assert!(view.reach() <= memory.len(), "a view stays inside of its memory");
+        self.inputs.push(Operand { kind, view, memory: memory.to_vec() });
+        self
+    }
+
+    /// A contiguous output of the dtype under test.
+    pub(crate) fn output(self, shape: &[usize]) -> Self {
+        self.output_as(Kind::Tested, shape)
+    }
+
+    /// A contiguous output of another dtype.
+    pub(crate) fn output_as(self, kind: Kind, shape: &[usize]) -> Self {
+        let view = Strides::contiguous(shape);
+        let memory = vec![STALE; view.numel()];
+        self.output_view(kind, view, &memory)
+    }
+
+    /// An output that is updated: any view of a memory with the given contents.
+    pub(crate) fn output_view(mut self, kind: Kind, view: Strides, memory: &[f64]) -> Self {
+        assert!(view.reach() <= memory.len(), "a view stays inside of its memory");
+        self.outputs.push(Operand { kind, view, memory: memory.to_vec() });
+        self
+    }
+
+    pub(crate) fn scalars(mut self, scalars: &[Scalar]) -> Self {
+        self.scalars = scalars.to_vec();
+        self
+    }
+
+    /// Runs again with every input's dims reversed in memory, and again with gaps between all elements.
+    pub(crate) fn strided(mut self) -> Self {
+        self.strided = true;
+        self
+    }
+
+    /// Measures errors at this scale if the largest output is smaller (sums that cancel).
+    pub(crate) fn scale(mut self, scale: f64) -> Self {
+        self.scale = scale;
+        self
+    }
+
+    /// Examines the launch in every float dtype.
+    pub(crate) fn run(&self) {
+        self.run_for(&DType::FLOATS);
+    }
+
+    /// Examines the launch in some dtypes.
+    pub(crate) fn run_for(&self, dtypes: &[DType]) {
+        if let Err(difference) = self.verify(dtypes) {
+            panic!("{difference}");
+        }
+    }
+
+    /// What [`Case::run_for`] panics with, as a value.
+    pub(crate) fn verify(&self, dtypes: &[DType]) -> Result<(), String> {
+        let pools = [1, 2, 3].map(Pool::new);
+        for &dtype in dtypes {
+            self.verify_on(&pools, dtype).map_err(|e| format!("{} {dtype}: {e}", self.kernel.name))?;
+            if self.strided {
+                for (name, lay) in [("reversed", reversed as fn(&Operand) -> Operand), ("gapped", gapped)] {
+                    let inputs = self.inputs.iter().map(lay).collect();
+                    let case = Case { inputs, ..self.clone() };
+                    case.verify_on(&pools, dtype).map_err(|e| format!("{} {dtype} {name}: {e}", self.kernel.name))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn verify_on(&self, pools: &[Pool], tested: DType) -> Result<(), String> {
+        let wide = if tested.is_float() { DType::F64 } else { tested };
+        let rounded: Vec<Operand> = self.inputs.iter().map(|o| o.rounded(tested)).collect();
+        let written: Vec<Operand> = self.outputs.iter().map(|o| o.rounded(tested)).collect();
+        let exact = self.launch(&pools[0], self.kernel.reference, wide, &rounded, &written)?;
+        let fast = self.kernel.cpu.unwrap_or(self.kernel.reference);
+        let mut first = None;
+        for pool in pools {
+            let got = self.launch(pool, fast, tested, &rounded, &written)?;
+            self.compare("fast path", tested, &got, &exact)?;
+            let bits: Vec<Vec<u64>> = got.iter().map(|o| o.iter().map(|x| x.to_bits()).collect()).collect();
+            if *first.get_or_insert_with(|| bits.clone()) != bits {
+                return Err(format!("{} threads give other bits than one", pool.num_threads()));
+            }
+        }
+        let plain = self.launch(&pools[0], self.kernel.reference, tested, &rounded, &written)?;
+        self.compare("reference", tested, &plain, &exact)
+    }
+
+    /// Runs the code on fresh buffers; the contents of the outputs' memory afterwards.
+    fn launch(
+        &self,
+        pool: &Pool,
+        code: HostCode,
+        tested: DType,
+        inputs: &[Operand],
+        outputs: &[Operand],
+    ) -> Result<Vec<Vec<f64>>, String> {
+        let allocator = Allocator::default();
+        let upload = |o: &Operand| store(&allocator, o.kind.dtype(tested), &o.memory);
+        let read: Vec<Buffer> = inputs.iter().map(upload).collect();
+        let mut written: Vec<Buffer> = outputs.iter().map(upload).collect();
+        let args: Vec<Arg<'_>> = (inputs.iter().zip(&read))
+            .map(|(o, buffer)| Arg { buffer, dtype: o.kind.dtype(tested), view: &o.view })
+            .collect();
+        let mut outs: Vec<ArgMut<'_>> = (outputs.iter().zip(&mut written))
+            .map(|(o, buffer)| ArgMut { buffer, dtype: o.kind.dtype(tested), view: &o.view })
+            .collect();
+        let mut launch = Launch { inputs: &args, outputs: &mut outs, scalars: &self.scalars };
+        code(pool, &mut launch).map_err(|e| e.to_string())?;
+        Ok(outputs.iter().zip(&written).map(|(o, buffer)| load(buffer, o.kind.dtype(tested))).collect())
+    }
+
+    fn compare(&self, who: &str, tested: DType, got: &[Vec<f64>], exact: &[Vec<f64>]) -> Result<(), String> {
+        for (number, operand) in self.outputs.iter().enumerate() {
+            let dtype = operand.kind.dtype(tested);
+            let inside = places(&operand.view);
+            let before = operand.rounded(tested).memory;
+            let finite = inside.iter().map(|&p| exact[number][p].abs()).filter(|x| x.is_finite());
+            let scale = finite.fold(self.scale, f64::max);
+            let mut touched = vec![false; before.len()];
+            for &place in &inside {
+                touched[place] = true;
+                let (g, e) = (got[number][place], exact[number][place]);
+                let allowed = self.kernel.bound.ulps * unit(dtype.accumulator(), scale) + 0.5 * unit(dtype, e);
+                if !agrees(dtype, g, e, allowed) {
+                    return Err(format!("{who}, output {number}, element {place}: {g} instead of {e} (+- {allowed:e})"));
+                }
+            }
+            let same = |p: usize| got[number][p].to_bits() == before[p].to_bits();
+            if let Some(place) = (0..before.len()).find(|&p| !touched[p] && !same(p)) {
+                return Err(format!("{who}, output {number}: wrote outside of its view at {place}"));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Operand {
+    /// The same operand with values that its dtype can hold.
+    fn rounded(&self, tested: DType) -> Operand {
+        let dtype = self.kind.dtype(tested);
+        Operand { memory: self.memory.iter().map(|&x| round(dtype, x)).collect(), ..self.clone() }
+    }
+}
+
+/// A number within `allowed` of what is exact, or the same infinity, or both not a number.
+fn agrees(dtype: DType, got: f64, exact: f64, allowed: f64) -> bool {
+    let exact_rounded = round(dtype, exact);
+    got == exact_rounded || (got.is_nan() && exact.is_nan()) || (got - exact).abs() <= allowed
+}
+
+/// One unit in the last place of a dtype at a magnitude (0 for integers, which must agree exactly).
+pub(crate) fn unit(dtype: DType, at: f64) -> f64 {
+    let (digits, exponent_min) = match dtype {
+        DType::F64 => (52, -1022),
+        DType::F32 => (23, -126),
+        DType::BF16 => (7, -126),
+        DType::F16 => (10, -14),
+        _ => return 0.0,
+    };
+    let exponent = if at.is_normal() { ((at.to_bits() >> 52) & 0x7ff) as i32 - 1023 } else { exponent_min };
+    2f64.powi(exponent.max(exponent_min) - digits)
+}
+
+/// The nearest value that a dtype can hold.
+pub(crate) fn round(dtype: DType, x: f64) -> f64 {
+    match_dtype!(dtype, T => T::from_f64(x).to_f64())
+}
+
+/// New memory with the given contents.
+pub(crate) fn store(allocator: &Allocator, dtype: DType, values: &[f64]) -> Buffer {
+    let mut buffer = allocator.alloc(values.len() * dtype.size()).expect("a test has memory");
+    match_dtype!(dtype, T => {
+        let memory = buffer.as_mut::<T>().expect("a fresh buffer has one handle");
+        memory.iter_mut().zip(values).for_each(|(m, &x)| *m = T::from_f64(x));
+    });
+    buffer
+}
+
+/// The whole contents of a memory.
+pub(crate) fn load(buffer: &Buffer, dtype: DType) -> Vec<f64> {
+    match_dtype!(dtype, T => buffer.as_slice::<T>().iter().map(|x| x.to_f64()).collect())
+}
+
+/// Where the elements of a view lie, in row-major order of the view.
+pub(crate) fn places(view: &Strides) -> Vec<usize> {
+    (0..view.numel())
+        .map(|mut at| {
+            let mut place = view.offset;
+            for d in (0..view.ndim()).rev() {
+                place += at % view.shape[d] * view.strides[d];
+                at /= view.shape[d];
+            }
+            place
+        })
+        .collect()
+}
+
+/// The same values in a memory whose dims stand in reversed order.
+fn reversed(operand: &Operand) -> Operand {
+    let order: Vec<usize> = (0..operand.view.ndim()).rev().collect();
+    let shape: Vec<usize> = order.iter().map(|&d| operand.view.shape[d]).collect();
+    moved(operand, Strides::contiguous(&shape).permute(&order))
+}
+
+/// The same values with unused elements before, between and behind them.
+fn gapped(operand: &Operand) -> Operand {
+    let mut view = Strides::contiguous(&operand.view.shape.iter().map(|n| n + 1).collect::<Vec<_>>());
+    view.shape.clone_from(&operand.view.shape);
+    view.strides.iter_mut().for_each(|s| *s *= 2);
+    view.offset = 3;
+    moved(operand, view)
+}
+
+/// The same values seen through another view; the rest of the memory is not a number (or stale).
+fn moved(operand: &Operand, view: Strides) -> Operand {
+    let mut memory = vec![f64::NAN; view.reach() + 2];
+    for (from, to) in places(&operand.view).into_iter().zip(places(&view)) {
+        memory[to] = operand.memory[from];
+    }
+    Operand { kind: operand.kind, view, memory }
+}
+
+/// Numbers between -2 and 2 that look random and are the same in every run.
+pub(crate) fn values(seed: u64, count: usize) -> Vec<f64> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x5851_f42d_4c95_7f2d;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 11) as f64 / (1u64 << 53) as f64
+    };
+    next();
+    (0..count).map(|_| 4.0 * next() - 2.0).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::KernelError;
+    use crate::kernel::Bound;
+
+    /// y = 2x, with a fault that a scalar chooses.
+    fn double(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+        let (x, fault) = (launch.inputs[0], launch.scalars[0].int());
+        write(x, &mut launch.outputs[0], fault, pool);
+        Ok(())
+    }
+
+    fn honest(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+        write(launch.inputs[0], &mut launch.outputs[0], 0, pool);
+        Ok(())
+    }
+
+    fn write(x: Arg<'_>, y: &mut ArgMut<'_>, fault: i64, pool: &Pool) {
+        let (from, to) = (places(x.view), places(y.view));
+        crate::match_float!(x.dtype, T => {
+            let source = x.buffer.as_slice::<T>();
+            let target = y.buffer.as_mut::<T>().unwrap();
+            for (i, (&f, &t)) in from.iter().zip(&to).enumerate() {
+                let factor = match fault {
+                    1 if i == 5 => 2.001,
+                    2 if pool.num_threads() == 3 && i == 4 => 2.0 + 3e-8,
+                    _ => 2.0,
+                };
+                target[if fault == 3 && i == 3 { t + 1 } else { t }] = T::from_f64(source[f].to_f64() * factor);
+            }
+        }, else unreachable!());
+    }
+
+    const fn kernel(ulps: f64) -> Kernel {
+        Kernel { name: "double", reference: honest, cpu: Some(double), flops: |_| 0, bound: Bound { ulps } }
+    }
+
+    fn verdict(fault: i64) -> Result<(), String> {
+        let mut view = Strides::contiguous(&[2, 4]);
+        view.strides = [8, 2][..].into();
+        Case::new(&kernel(2.0))
+            .input(&[2, 4], &values(3, 8))
+            .output_view(Kind::Tested, view, &[STALE; 16])
+            .scalars(&[Scalar::Int(fault)])
+            .strided()
+            .verify(&DType::FLOATS)
+    }
+
+    #[test]
+    fn a_right_kernel_passes_and_planted_faults_are_found() {
+        verdict(0).unwrap();
+        let wrong = verdict(1).unwrap_err();
+        assert!(wrong.contains("double f64: fast path, output 0, element 10"), "{wrong}");
+        assert!(verdict(3).unwrap_err().contains("element"), "a value in the wrong place");
+    }
+
+    #[test]
+    fn bits_that_depend_on_the_number_of_threads_are_found() {
+        let loose = kernel(1e9);
+        let case = Case::new(&loose).input(&[8], &values(3, 8)).output(&[8]).scalars(&[Scalar::Int(2)]);
+        assert!(case.verify(&[DType::F64]).unwrap_err().contains("3 threads give other bits than one"));
+    }
+
+    #[test]
+    fn units_and_places_by_hand() {
+        assert_eq!(unit(DType::F32, 1.0), f64::from(f32::EPSILON));
+        assert_eq!(unit(DType::BF16, 3.0), 2f64.powi(-6));
+        assert_eq!(unit(DType::F16, 0.0), 2f64.powi(-24));
+        assert_eq!(places(&Strides::contiguous(&[2, 3]).permute(&[1, 0])), [0, 3, 1, 4, 2, 5]);
+    }
+}

@@ -1,0 +1,91 @@
+//! The proof that every backward kernel owes: its f64 reference agrees with finite differences of the forward's.
+
+use crate::cpu::Pool;
+use crate::dtype::DType;
+use crate::buffer::{Allocator, Buffer};
+use crate::kernel::{Arg, ArgMut, Kernel, Launch, Scalar};
+use crate::op::check::{load, store};
+use crate::strides::Strides;
+
+/// A contiguous operand with its contents.
+#[derive(Clone, Debug)]
+pub(crate) struct Value {
+    pub(crate) dtype: DType,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) data: Vec<f64>,
+}
+
+impl Value {
+    /// An f64 operand.
+    pub(crate) fn real(shape: &[usize], data: &[f64]) -> Value {
+        Value { dtype: DType::F64, shape: shape.to_vec(), data: data.to_vec() }
+    }
+
+    /// An operand of indices.
+    pub(crate) fn index(shape: &[usize], data: &[f64]) -> Value {
+        Value { dtype: DType::I64, ..Value::real(shape, data) }
+    }
+}
+
+/// The outputs (all f64) of a kernel's reference.
+pub(crate) fn evaluate(kernel: &Kernel, inputs: &[Value], outputs: &[&[usize]], scalars: &[Scalar]) -> Vec<Vec<f64>> {
+    let allocator = Allocator::default();
+    let read: Vec<Buffer> = inputs.iter().map(|v| store(&allocator, v.dtype, &v.data)).collect();
+    let views: Vec<Strides> = inputs.iter().map(|v| Strides::contiguous(&v.shape)).collect();
+    let written_views: Vec<Strides> = outputs.iter().map(|s| Strides::contiguous(s)).collect();
+    let mut written: Vec<Buffer> =
+        written_views.iter().map(|v| store(&allocator, DType::F64, &vec![55.0; v.numel()])).collect();
+    let args: Vec<Arg<'_>> = (inputs.iter().zip(&read).zip(&views))
+        .map(|((v, buffer), view)| Arg { buffer, dtype: v.dtype, view })
+        .collect();
+    let mut outs: Vec<ArgMut<'_>> = (written.iter_mut().zip(&written_views))
+        .map(|(buffer, view)| ArgMut { buffer, dtype: DType::F64, view })
+        .collect();
+    let mut launch = Launch { inputs: &args, outputs: &mut outs, scalars };
+    (kernel.reference)(&Pool::new(1), &mut launch).expect("the reference runs");
+    written.iter().map(|b| load(b, DType::F64)).collect()
+}
+
+/// Compares gradients with central differences of `loss`: `gradients` names, per checked input, its number and
+/// what the backward kernel says.
+pub(crate) fn compare(
+    inputs: &[Value],
+    gradients: &[(usize, Vec<f64>)],
+    loss: impl Fn(&[Value]) -> f64,
+) -> Result<(), String> {
+    let step = 1e-5;
+    for (number, gradient) in gradients {
+        assert_eq!(gradient.len(), inputs[*number].data.len(), "a gradient has the shape of its value");
+        for (place, &claimed) in gradient.iter().enumerate() {
+            let at = |shift: f64| {
+                let mut moved = inputs.to_vec();
+                moved[*number].data[place] += shift;
+                loss(&moved)
+            };
+            let found = (at(step) - at(-step)) / (2.0 * step);
+            if (found - claimed).abs() > 1e-7 * (1.0 + found.abs()) {
+                return Err(format!("input {number}, element {place}: {claimed} but differences give {found}"));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The sum of products: a loss whose cotangent is `weights`.
+pub(crate) fn dot(values: &[f64], weights: &[f64]) -> f64 {
+    values.iter().zip(weights).map(|(v, w)| v * w).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_right_gradient_passes_and_a_wrong_one_is_found() {
+        let x = [Value::real(&[3], &[0.5, -1.0, 2.0])];
+        let loss = |x: &[Value]| x[0].data.iter().map(|v| v * v * v).sum();
+        compare(&x, &[(0, vec![0.75, 3.0, 12.0])], loss).unwrap();
+        let wrong = compare(&x, &[(0, vec![0.75, 3.0, 12.001])], loss).unwrap_err();
+        assert!(wrong.contains("element 2"), "{wrong}");
+    }
+}

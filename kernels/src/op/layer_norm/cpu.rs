@@ -1,0 +1,99 @@
+//! Layer normalisation on the CPU: rows in fixed tasks; sums over rows in fixed blocks, combined in order.
+
+use super::{BACKWARD, FORWARD};
+use crate::cpu::{Pool, vectorized};
+use crate::dtype::{Float, Real};
+use crate::error::KernelError;
+use crate::kernel::Launch;
+use crate::match_float;
+use crate::op::rows::{ROWS_PER_SUM, add_blocks, operands, read, rows_per_task, sum, sum_pairs, sum_triples, width, write};
+
+pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([x, w, b], [y, mean, rstd], scalars) = operands(launch);
+    let d = width(x);
+    if d == 0 {
+        return super::forward(pool, launch);
+    }
+    match_float!(x.dtype, T => {
+        type Acc = <T as Float>::Acc;
+        let (x, w, b, eps) = (read::<T>(x), read::<T>(w), read::<T>(b), Acc::lit(scalars[0].real()));
+        let rows = rows_per_task(d);
+        let statistics = write::<Acc>(mean).chunks_mut(rows).zip(write::<Acc>(rstd).chunks_mut(rows));
+        let mut tasks: Vec<_> = write::<T>(y).chunks_mut(rows * d).zip(statistics).collect();
+        pool.chunks(&mut tasks, 1, |i, task| {
+            let (y, (mean, rstd)) = &mut task[0];
+            let x = &x[i * rows * d..][..y.len()];
+            vectorized(#[inline(always)] || {
+                let statistics = mean.iter_mut().zip(rstd.iter_mut());
+                for ((x, y), (mean, rstd)) in x.chunks_exact(d).zip(y.chunks_exact_mut(d)).zip(statistics) {
+                    (*mean, *rstd) = forward_row(x, w, b, eps, y);
+                }
+            });
+        });
+        Ok(())
+    }, else Err(KernelError::DType { kernel: FORWARD.name, dtype: x.dtype }))
+}
+
+#[inline(always)]
+fn forward_row<T: Float>(x: &[T], w: &[T], b: &[T], eps: T::Acc, y: &mut [T]) -> (T::Acc, T::Acc) {
+    let count = T::Acc::lit(x.len() as f64);
+    let mean = sum(x, T::widen) / count;
+    let var = sum(x, |v| (v.widen() - mean) * (v.widen() - mean)) / count;
+    let rstd = T::Acc::ONE / (var + eps).root();
+    for (((y, x), w), b) in y.iter_mut().zip(x).zip(w).zip(b) {
+        *y = T::narrow(((x.widen() - mean) * rstd).fma(w.widen(), b.widen()));
+    }
+    (mean, rstd)
+}
+
+pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([x, w, mean, rstd, dy], [dx, dw, db], _) = operands(launch);
+    let d = width(x);
+    if d == 0 {
+        return Ok(());
+    }
+    match_float!(x.dtype, T => {
+        type Acc = <T as Float>::Acc;
+        let (x, w, dy, dx) = (read::<T>(x), read::<T>(w), read::<T>(dy), write::<T>(dx));
+        let (mean, rstd) = (read::<Acc>(mean), read::<Acc>(rstd));
+        let task = ROWS_PER_SUM * d;
+        let num_blocks = dx.len().div_ceil(task);
+        let (mut dw_blocks, mut db_blocks) = (vec![Acc::ZERO; num_blocks * d], vec![Acc::ZERO; num_blocks * d]);
+        let sums = dw_blocks.chunks_mut(d).zip(db_blocks.chunks_mut(d));
+        let mut tasks: Vec<_> = dx.chunks_mut(task).zip(sums).collect();
+        pool.chunks(&mut tasks, 1, |i, part| {
+            let (dx, (dw, db)) = &mut part[0];
+            let (x, dy) = (&x[i * task..][..dx.len()], &dy[i * task..][..dx.len()]);
+            let (mean, rstd) = (&mean[i * ROWS_PER_SUM..], &rstd[i * ROWS_PER_SUM..]);
+            vectorized(#[inline(always)] || {
+                for (row, dx) in dx.chunks_exact_mut(d).enumerate() {
+                    let (x, dy) = (&x[row * d..][..d], &dy[row * d..][..d]);
+                    backward_row((x, w, dy), (mean[row], rstd[row]), dx, (&mut *dw, &mut *db));
+                }
+            });
+        });
+        add_blocks(pool, &dw_blocks, write::<T>(dw));
+        add_blocks(pool, &db_blocks, write::<T>(db));
+        Ok(())
+    }, else Err(KernelError::DType { kernel: BACKWARD.name, dtype: x.dtype }))
+}
+
+#[inline(always)]
+fn backward_row<T: Float>(
+    (x, w, dy): (&[T], &[T], &[T]),
+    (mean, rstd): (T::Acc, T::Acc),
+    dx: &mut [T],
+    (dw, db): (&mut [T::Acc], &mut [T::Acc]),
+) {
+    for (((dw, db), x), dy) in dw.iter_mut().zip(db.iter_mut()).zip(x).zip(dy) {
+        *dw = ((x.widen() - mean) * rstd).fma(dy.widen(), *dw);
+        *db += dy.widen();
+    }
+    let count = T::Acc::lit(x.len() as f64);
+    let g_mean = sum_pairs(dy, w, |dy, w| dy.widen() * w.widen()) / count;
+    let gh_mean = sum_triples(dy, w, x, |dy, w, x| dy.widen() * w.widen() * ((x.widen() - mean) * rstd)) / count;
+    for (((dx, x), w), dy) in dx.iter_mut().zip(x).zip(w).zip(dy) {
+        let h = (x.widen() - mean) * rstd;
+        *dx = T::narrow(rstd * (dy.widen() * w.widen() - g_mean - h * gh_mean));
+    }
+}

@@ -1,0 +1,77 @@
+//! Root-mean-square normalisation on the CPU, built like layer normalisation.
+
+use super::{BACKWARD, FORWARD};
+use crate::cpu::{Pool, vectorized};
+use crate::dtype::{Float, Real};
+use crate::error::KernelError;
+use crate::kernel::Launch;
+use crate::match_float;
+use crate::op::rows::{ROWS_PER_SUM, add_blocks, operands, read, rows_per_task, sum, sum_triples, width, write};
+
+pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([x, w], [y, rstd], scalars) = operands(launch);
+    let d = width(x);
+    if d == 0 {
+        return super::forward(pool, launch);
+    }
+    match_float!(x.dtype, T => {
+        type Acc = <T as Float>::Acc;
+        let (x, w, eps) = (read::<T>(x), read::<T>(w), Acc::lit(scalars[0].real()));
+        let rows = rows_per_task(d);
+        pool.chunks2((write::<T>(y), rows * d), (write::<Acc>(rstd), rows), |i, y, rstd| {
+            let x = &x[i * rows * d..][..y.len()];
+            vectorized(#[inline(always)] || {
+                for ((x, y), rstd) in x.chunks_exact(d).zip(y.chunks_exact_mut(d)).zip(rstd) {
+                    *rstd = forward_row(x, w, eps, y);
+                }
+            });
+        });
+        Ok(())
+    }, else Err(KernelError::DType { kernel: FORWARD.name, dtype: x.dtype }))
+}
+
+#[inline(always)]
+fn forward_row<T: Float>(x: &[T], w: &[T], eps: T::Acc, y: &mut [T]) -> T::Acc {
+    let count = T::Acc::lit(x.len() as f64);
+    let rstd = T::Acc::ONE / (sum(x, |v| v.widen() * v.widen()) / count + eps).root();
+    for ((y, x), w) in y.iter_mut().zip(x).zip(w) {
+        *y = T::narrow(x.widen() * rstd * w.widen());
+    }
+    rstd
+}
+
+pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([x, w, rstd, dy], [dx, dw], _) = operands(launch);
+    let d = width(x);
+    if d == 0 {
+        return Ok(());
+    }
+    match_float!(x.dtype, T => {
+        type Acc = <T as Float>::Acc;
+        let (x, w, dy, rstd, dx) = (read::<T>(x), read::<T>(w), read::<T>(dy), read::<Acc>(rstd), write::<T>(dx));
+        let task = ROWS_PER_SUM * d;
+        let mut dw_blocks = vec![Acc::ZERO; dx.len().div_ceil(task) * d];
+        pool.chunks2((dx, task), (&mut dw_blocks, d), |i, dx, dw| {
+            let (x, dy, rstd) = (&x[i * task..], &dy[i * task..], &rstd[i * ROWS_PER_SUM..]);
+            vectorized(#[inline(always)] || {
+                for (row, dx) in dx.chunks_exact_mut(d).enumerate() {
+                    backward_row((&x[row * d..][..d], w, &dy[row * d..][..d]), rstd[row], dx, dw);
+                }
+            });
+        });
+        add_blocks(pool, &dw_blocks, write::<T>(dw));
+        Ok(())
+    }, else Err(KernelError::DType { kernel: BACKWARD.name, dtype: x.dtype }))
+}
+
+#[inline(always)]
+fn backward_row<T: Float>((x, w, dy): (&[T], &[T], &[T]), rstd: T::Acc, dx: &mut [T], dw: &mut [T::Acc]) {
+    for ((dw, x), dy) in dw.iter_mut().zip(x).zip(dy) {
+        *dw = (x.widen() * rstd).fma(dy.widen(), *dw);
+    }
+    let count = T::Acc::lit(x.len() as f64);
+    let gh_mean = sum_triples(dy, w, x, |dy, w, x| dy.widen() * w.widen() * (x.widen() * rstd)) / count;
+    for (((dx, x), w), dy) in dx.iter_mut().zip(x).zip(w).zip(dy) {
+        *dx = T::narrow(rstd * (dy.widen() * w.widen() - x.widen() * rstd * gh_mean));
+    }
+}

@@ -1,0 +1,145 @@
+//! Root-mean-square normalisation over the last dim: y = x rstd w with rstd = 1 / sqrt(mean(x^2) + eps).
+
+mod cpu;
+
+use crate::cpu::Pool;
+use crate::dtype::{Element, Float};
+use crate::error::KernelError;
+use crate::kernel::{Bound, Kernel, Launch};
+use crate::match_float;
+use crate::op::rows::{operands, read, width, write};
+
+/// Root-mean-square normalisation of rows.
+///
+/// - in: x `(rows.., d)`, w `(d)`, one float dtype, contiguous
+/// - out: y like x; rstd `(rows..)` in the accumulator of x, for the backward
+/// - scalars: Real eps
+///
+/// Counted: 4 operations an element. d = 0 gives not-a-number as rstd.
+pub static FORWARD: Kernel = Kernel {
+    name: "rms_norm",
+    reference: forward,
+    cpu: Some(cpu::forward),
+    flops: |launch| 4 * launch.inputs[0].view.numel() as u64,
+    bound: Bound { ulps: 16.0 },
+};
+
+/// The cotangents of root-mean-square normalisation. With h = x rstd and g = dy w:
+/// dx = rstd (g - h mean(g h)), dw = sum over rows of dy h.
+///
+/// - in: x `(rows.., d)`, w `(d)`, rstd `(rows..)` as the forward gave it, dy like x
+/// - out: dx like x, dw `(d)` in the dtype of x
+///
+/// Rows are summed in blocks of 32, the blocks in order. Counted: 10 operations an element.
+pub static BACKWARD: Kernel = Kernel {
+    name: "rms_norm_backward",
+    reference: backward,
+    cpu: Some(cpu::backward),
+    flops: |launch| 10 * launch.inputs[0].view.numel() as u64,
+    bound: Bound { ulps: 64.0 },
+};
+
+fn forward(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([x, w], [y, rstd], scalars) = operands(launch);
+    let (d, eps) = (width(x), scalars[0].real());
+    match_float!(x.dtype, T => {
+        type Acc = <T as Float>::Acc;
+        let (x, w, y) = (read::<T>(x), read::<T>(w), write::<T>(y));
+        for (row, rstd) in write::<Acc>(rstd).iter_mut().enumerate() {
+            let x = &x[row * d..][..d];
+            let r = 1.0 / (x.iter().map(|v| v.to_f64().powi(2)).sum::<f64>() / d as f64 + eps).sqrt();
+            for i in 0..d {
+                y[row * d + i] = T::from_f64(x[i].to_f64() * r * w[i].to_f64());
+            }
+            *rstd = Acc::from_f64(r);
+        }
+        Ok(())
+    }, else Err(KernelError::DType { kernel: FORWARD.name, dtype: x.dtype }))
+}
+
+fn backward(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([x, w, rstd, dy], [dx, dw], _) = operands(launch);
+    let d = width(x);
+    match_float!(x.dtype, T => {
+        type Acc = <T as Float>::Acc;
+        let (x, w, dy, dx) = (read::<T>(x), read::<T>(w), read::<T>(dy), write::<T>(dx));
+        let mut dw_sum = vec![0.0; d];
+        for (row, r) in read::<Acc>(rstd).iter().enumerate() {
+            let (r, at) = (r.to_f64(), row * d);
+            let h: Vec<f64> = (0..d).map(|i| x[at + i].to_f64() * r).collect();
+            let g: Vec<f64> = (0..d).map(|i| dy[at + i].to_f64() * w[i].to_f64()).collect();
+            let gh_mean = g.iter().zip(&h).map(|(g, h)| g * h).sum::<f64>() / d as f64;
+            for i in 0..d {
+                dx[at + i] = T::from_f64(r * (g[i] - h[i] * gh_mean));
+                dw_sum[i] += dy[at + i].to_f64() * h[i];
+            }
+        }
+        write::<T>(dw).iter_mut().zip(dw_sum).for_each(|(o, s)| *o = T::from_f64(s));
+        Ok(())
+    }, else Err(KernelError::DType { kernel: BACKWARD.name, dtype: x.dtype }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel::Scalar;
+    use crate::op::check::{Case, Kind, values};
+    use crate::op::differences::{Value, compare, dot, evaluate};
+
+    const EPS: [Scalar; 1] = [Scalar::Real(1e-5)];
+
+    fn rms_norm(inputs: &[Value]) -> Vec<Vec<f64>> {
+        let shape = &inputs[0].shape;
+        evaluate(&FORWARD, inputs, &[shape, &shape[..shape.len() - 1]], &EPS)
+    }
+
+    #[test]
+    fn by_hand() {
+        // The row 1, -1, 3, 1 has mean square 3; with eps = 1 its rstd is 1/2.
+        let (x, w) = (Value::real(&[1, 4], &[1.0, -1.0, 3.0, 1.0]), Value::real(&[4], &[1.0, 2.0, 3.0, 4.0]));
+        let outputs = evaluate(&FORWARD, &[x.clone(), w.clone()], &[&[1, 4], &[1]], &[Scalar::Real(1.0)]);
+        assert_eq!(outputs, [vec![0.5, -1.0, 4.5, 2.0], vec![0.5]]);
+        // dy = 1, 0, 0, 0: g = (1, 0, 0, 0), h = (1/2, -1/2, 3/2, 1/2), mean(g h) = 1/8.
+        let backward_inputs = [x, w, Value::real(&[1], &[0.5]), Value::real(&[1, 4], &[1.0, 0.0, 0.0, 0.0])];
+        let cotangents = evaluate(&BACKWARD, &backward_inputs, &[&[1, 4], &[4]], &[]);
+        assert_eq!(cotangents, [vec![0.46875, 0.03125, -0.09375, -0.03125], vec![0.5, 0.0, 0.0, 0.0]]);
+    }
+
+    fn agree(rows: usize, d: usize) {
+        let shape = [rows, d];
+        Case::new(&FORWARD)
+            .input(&shape, &values(1, rows * d))
+            .input(&[d], &values(2, d))
+            .output(&shape)
+            .output_as(Kind::Accumulator, &[rows])
+            .scalars(&EPS)
+            .run();
+        Case::new(&BACKWARD)
+            .input(&shape, &values(4, rows * d))
+            .input(&[d], &values(5, d))
+            .input_as(Kind::Accumulator, &[rows], &values(6, rows))
+            .input(&shape, &values(8, rows * d))
+            .output(&shape)
+            .output(&[d])
+            .scale(4.0)
+            .run();
+    }
+
+    #[test]
+    fn the_fast_path_agrees() {
+        for (rows, d) in [(1, 1), (1, 7), (5, 16), (3, 33), (70, 100), (300, 24), (0, 5), (1, 2000), (2, 0)] {
+            agree(rows, d);
+        }
+    }
+
+    #[test]
+    fn backward_agrees_with_finite_differences() {
+        let inputs = [Value::real(&[2, 2, 5], &values(5, 20)), Value::real(&[5], &values(6, 5))];
+        let dy = Value::real(&[2, 2, 5], &values(8, 20));
+        let rstd = Value::real(&[2, 2], &rms_norm(&inputs)[1]);
+        let backward_inputs = [inputs[0].clone(), inputs[1].clone(), rstd, dy.clone()];
+        let gradients = evaluate(&BACKWARD, &backward_inputs, &[&[2, 2, 5], &[5]], &[]);
+        let gradients: Vec<_> = gradients.into_iter().enumerate().collect();
+        compare(&inputs, &gradients, |x| dot(&rms_norm(x)[0], &dy.data)).unwrap();
+    }
+}

@@ -1,0 +1,168 @@
+//! What the row-wise kernels share: contiguous operands as slices, fixed tasks, and sums in a fixed order.
+
+use crate::cpu::{Pool, vectorized};
+use crate::dtype::{Element, Float, Real};
+use crate::kernel::{Arg, ArgMut, Launch, Scalar};
+
+/// Partial sums that a row is added up in: element i goes to partial sum i mod 16, whatever the vector width is.
+pub(crate) const LANES: usize = 16;
+
+/// About how many elements one task handles: it outlasts its hand-over, and its data fit the cache of one core.
+const TASK: usize = 1 << 14;
+
+/// Sums over rows are formed in blocks of so many rows, and the blocks added up in order.
+pub(crate) const ROWS_PER_SUM: usize = 32;
+
+/// How many columns of such sums one task adds up.
+const COLUMNS_PER_TASK: usize = 256;
+
+/// How many rows of `width` elements make one task. It depends on nothing else.
+pub(crate) fn rows_per_task(width: usize) -> usize {
+    (TASK / width.max(1)).max(1)
+}
+
+/// The operands of a launch, as many as the kernel's contract names.
+pub(crate) fn operands<'s, 'a, const I: usize, const O: usize>(
+    launch: &'s mut Launch<'a>,
+) -> (&'a [Arg<'a>; I], [&'s mut ArgMut<'a>; O], &'a [Scalar]) {
+    let inputs: &[Arg<'_>; I] = launch.inputs.try_into().expect("a launch has the inputs of its contract");
+    let outputs: &mut [ArgMut<'_>; O] =
+        (&mut *launch.outputs).try_into().expect("a launch has the outputs of its contract");
+    (inputs, outputs.each_mut(), launch.scalars)
+}
+
+/// The elements of a contiguous operand.
+pub(crate) fn read<'a, T: Element>(arg: &Arg<'a>) -> &'a [T] {
+    debug_assert!(arg.view.is_contiguous(), "the contract asks for a contiguous input");
+    debug_assert_eq!(arg.dtype, T::DTYPE, "the contract asks for this dtype");
+    match arg.view.numel() {
+        0 => &[],
+        numel => &arg.buffer.as_slice()[arg.view.offset..][..numel],
+    }
+}
+
+/// The elements of a contiguous output.
+pub(crate) fn write<'s, T: Element>(arg: &'s mut ArgMut<'_>) -> &'s mut [T] {
+    debug_assert!(arg.view.is_contiguous(), "the contract asks for a contiguous output");
+    debug_assert_eq!(arg.dtype, T::DTYPE, "the contract asks for this dtype");
+    match arg.view.numel() {
+        0 => &mut [],
+        numel => {
+            let memory = arg.buffer.as_mut().expect("an output buffer has one handle");
+            &mut memory[arg.view.offset..][..numel]
+        }
+    }
+}
+
+/// The extent of the last dim.
+pub(crate) fn width(arg: &Arg<'_>) -> usize {
+    *arg.view.shape.last().expect("the contract asks for at least one dim")
+}
+
+/// Folds the partial results of a row, neighbours at half distance first.
+#[inline(always)]
+fn fold<R: Real>(mut lanes: [R; LANES], join: impl Fn(R, R) -> R) -> R {
+    let mut half = LANES / 2;
+    while half > 0 {
+        for i in 0..half {
+            lanes[i] = join(lanes[i], lanes[i + half]);
+        }
+        half /= 2;
+    }
+    lanes[0]
+}
+
+/// The largest element, as seen through `value`; not-a-number is passed over. Negative infinity for an empty row.
+#[inline(always)]
+pub(crate) fn largest<T: Copy, R: Real>(x: &[T], value: impl Fn(T) -> R) -> R {
+    let mut lanes = [R::NEG_INFINITY; LANES];
+    let (chunks, rest) = x.as_chunks::<LANES>();
+    for chunk in chunks {
+        for i in 0..LANES {
+            lanes[i] = lanes[i].greater(value(chunk[i]));
+        }
+    }
+    for (lane, &x) in lanes.iter_mut().zip(rest) {
+        *lane = lane.greater(value(x));
+    }
+    fold(lanes, R::greater)
+}
+
+/// The sum of `term` over a row.
+#[inline(always)]
+pub(crate) fn sum<T: Copy, R: Real>(x: &[T], term: impl Fn(T) -> R) -> R {
+    sum_triples(x, x, x, |x, _, _| term(x))
+}
+
+/// The sum of `term` over two rows side by side.
+#[inline(always)]
+pub(crate) fn sum_pairs<T: Copy, U: Copy, R: Real>(x: &[T], y: &[U], term: impl Fn(T, U) -> R) -> R {
+    sum_triples(x, y, y, |x, y, _| term(x, y))
+}
+
+/// The sum of `term` over three rows side by side.
+#[inline(always)]
+pub(crate) fn sum_triples<T: Copy, U: Copy, V: Copy, R: Real>(
+    x: &[T],
+    y: &[U],
+    z: &[V],
+    term: impl Fn(T, U, V) -> R,
+) -> R {
+    let mut lanes = [R::ZERO; LANES];
+    let ((xs, x_rest), (ys, y_rest), (zs, z_rest)) = (x.as_chunks(), y.as_chunks(), z.as_chunks());
+    for ((x, y), z) in xs.iter().zip(ys).zip(zs) {
+        let (x, y, z): (&[T; LANES], &[U; LANES], &[V; LANES]) = (x, y, z);
+        for i in 0..LANES {
+            lanes[i] += term(x[i], y[i], z[i]);
+        }
+    }
+    for (lane, ((&x, &y), &z)) in lanes.iter_mut().zip(x_rest.iter().zip(y_rest).zip(z_rest)) {
+        *lane += term(x, y, z);
+    }
+    fold(lanes, |a, b| a + b)
+}
+
+/// Adds up blocks of `out.len()` partial sums in order.
+pub(crate) fn add_blocks<T: Float>(pool: &Pool, blocks: &[T::Acc], out: &mut [T]) {
+    let width = out.len();
+    pool.chunks(out, COLUMNS_PER_TASK, |i, out| {
+        let mut total = vec![T::Acc::ZERO; out.len()];
+        vectorized(#[inline(always)] || {
+            for block in blocks.chunks_exact(width) {
+                for (total, part) in total.iter_mut().zip(&block[i * COLUMNS_PER_TASK..]) {
+                    *total += *part;
+                }
+            }
+        });
+        out.iter_mut().zip(total).for_each(|(out, total)| *out = T::narrow(total));
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_and_maxima_by_hand() {
+        let x: Vec<f32> = (0..37).map(|i| i as f32).collect();
+        assert_eq!(sum(&x, |v| v), 666.0);
+        assert_eq!(sum_pairs(&x, &x, |a, b| a * b), 16206.0);
+        assert_eq!(largest(&x, |v| -v), 0.0);
+        assert_eq!(largest(&[f32::NAN, -3.0, f32::NAN], |v| v), -3.0);
+        assert_eq!(largest(&[] as &[f32], |v| v), f32::NEG_INFINITY);
+        assert_eq!(sum(&[] as &[f64], |v| v), 0.0);
+    }
+
+    #[test]
+    fn blocks_add_up_by_hand() {
+        let mut out = [0.0f32; 300];
+        let blocks: Vec<f32> = (0..900).map(|i| i as f32).collect();
+        add_blocks(&Pool::new(2), &blocks, &mut out);
+        assert!((0..300).all(|i| out[i] == (900 + 3 * i) as f32));
+    }
+
+    #[test]
+    fn tasks_hold_whole_rows() {
+        assert_eq!([0, 1, 64, 1 << 14, 50257].map(rows_per_task), [1 << 14, 1 << 14, 256, 1, 1]);
+    }
+}

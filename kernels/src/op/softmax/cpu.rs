@@ -1,0 +1,65 @@
+//! Softmax on the CPU: rows in fixed tasks; a row stays in the first-level cache for its three passes.
+
+use super::{BACKWARD, FORWARD};
+use crate::cpu::math::Maths;
+use crate::cpu::{Pool, vectorized};
+use crate::dtype::{Float, Real};
+use crate::error::KernelError;
+use crate::kernel::Launch;
+use crate::match_float;
+use crate::op::rows::{largest, operands, read, rows_per_task, sum, sum_pairs, width, write};
+
+pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([x], [y], _) = operands(launch);
+    let n = width(x).max(1);
+    match_float!(x.dtype, T => {
+        let (x, task) = (read::<T>(x), n * rows_per_task(n));
+        pool.chunks(write::<T>(y), task, |i, y| {
+            let x = &x[i * task..][..y.len()];
+            let mut scratch = vec![<T as Float>::Acc::ZERO; n];
+            vectorized(#[inline(always)] || {
+                for (x, y) in x.chunks_exact(n).zip(y.chunks_exact_mut(n)) {
+                    forward_row(x, &mut scratch, y);
+                }
+            });
+        });
+        Ok(())
+    }, else Err(KernelError::DType { kernel: FORWARD.name, dtype: x.dtype }))
+}
+
+#[inline(always)]
+fn forward_row<T: Float<Acc: Maths>>(x: &[T], e: &mut [T::Acc], y: &mut [T]) {
+    let max = largest(x, T::widen);
+    for (e, x) in e.iter_mut().zip(x) {
+        *e = (x.widen() - max).exp();
+    }
+    let scale = T::Acc::ONE / sum(e, |v| v);
+    for (y, &e) in y.iter_mut().zip(&*e) {
+        *y = T::narrow(e * scale);
+    }
+}
+
+pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([y, dy], [dx], _) = operands(launch);
+    let n = width(y).max(1);
+    match_float!(y.dtype, T => {
+        let (y, dy, task) = (read::<T>(y), read::<T>(dy), n * rows_per_task(n));
+        pool.chunks(write::<T>(dx), task, |i, dx| {
+            let (y, dy) = (&y[i * task..][..dx.len()], &dy[i * task..][..dx.len()]);
+            vectorized(#[inline(always)] || {
+                for ((y, dy), dx) in y.chunks_exact(n).zip(dy.chunks_exact(n)).zip(dx.chunks_exact_mut(n)) {
+                    backward_row(y, dy, dx);
+                }
+            });
+        });
+        Ok(())
+    }, else Err(KernelError::DType { kernel: BACKWARD.name, dtype: y.dtype }))
+}
+
+#[inline(always)]
+fn backward_row<T: Float>(y: &[T], dy: &[T], dx: &mut [T]) {
+    let dot = sum_pairs(y, dy, |y, dy| y.widen() * dy.widen());
+    for ((dx, y), dy) in dx.iter_mut().zip(y).zip(dy) {
+        *dx = T::narrow(y.widen() * (dy.widen() - dot));
+    }
+}

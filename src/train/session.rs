@@ -1,0 +1,94 @@
+//! One rank's side of a training run: a model, its optimizer, and a step.
+
+use super::{Recipe, share, tokens};
+use shardgrad::nn::model::Gpt2;
+use shardgrad::prelude::*;
+use shardgrad::tensor::Context;
+
+/// What one step left behind; the same on every rank.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StepReport {
+    pub(crate) loss: f64,
+    pub(crate) grad_norm: f64,
+    pub(crate) lr: f64,
+    /// Whether some rank was asked to stop.
+    pub(crate) stop: bool,
+}
+
+/// A model in training on one rank.
+pub(crate) struct Session<'a> {
+    pub(crate) rank: &'a Rank,
+    pub(crate) recipe: &'a Recipe,
+    pub(crate) plan: &'a Plan,
+    pub(crate) model: Model<Gpt2>,
+    pub(crate) optim: AdamW,
+}
+
+impl Session<'_> {
+    /// Forward, backward and update on the rows of step `step` (counted from 0). `row` gives `seq + 1` tokens.
+    ///
+    /// # Errors
+    /// `Kind::NotFinite` on every rank, before the update, if the loss or a gradient is not finite.
+    pub(crate) fn step(&mut self, step: usize, row: &dyn Fn(u64) -> Vec<i64>, stop: bool) -> Result<StepReport> {
+        let tape = self.model.tape();
+        let mut loss_share = 0.0;
+        for round in 0..self.recipe.microbatches {
+            let loss = self.loss(&tape, step, round, row)?;
+            loss_share += share(loss.tensor())?;
+            loss.backward()?;
+        }
+        let lr = self.recipe.schedule.lr(step);
+        let args = StepArgs { lr, clip: self.recipe.clip, control: &[loss_share, f64::from(u8::from(stop))] };
+        let report = self.optim.step(&self.model, tape.gradients(), args)?;
+        let (loss, stop) = (report.control[0], report.control[1] > 0.0);
+        if !report.applied {
+            return Err(self.explain_not_finite(step, loss, report.grad_norm, row));
+        }
+        Ok(StepReport { loss, grad_norm: report.grad_norm, lr, stop })
+    }
+
+    /// The share of round `round` in the mean loss of the global batch.
+    fn loss(&self, tape: &Tape, step: usize, round: usize, row: &dyn Fn(u64) -> Vec<i64>) -> Result<Var> {
+        let Recipe { batch, seq, microbatches, seed, .. } = *self.recipe;
+        let rows = batch / microbatches;
+        let first_row = round * rows;
+        tape.set_noise(Some(Noise { seed, step: step as u64, first_row: first_row as u64 }));
+        let sample = |r: usize| (step * batch + first_row + r) as u64;
+        let ids = tokens(self.rank, self.plan, [rows, seq], |r| row(sample(r))[..seq].to_vec())?;
+        let targets = tokens(self.rank, self.plan, [rows, seq], |r| row(sample(r))[1..].to_vec())?;
+        let loss = self.model.loss(&tape.constant(ids), &tape.constant(targets));
+        Ok(if microbatches == 1 { loss } else { loss.scale(1.0 / microbatches as f64) })
+    }
+
+    /// Replays the step with every op checked, to name the first one whose result is not finite.
+    fn explain_not_finite(&self, step: usize, loss: f64, grad_norm: f64, row: &dyn Fn(u64) -> Vec<i64>) -> Error {
+        let context = Context::of(self.rank);
+        context.set_watched(true);
+        let replay = || -> Result<()> {
+            let tape = self.model.tape();
+            for round in 0..self.recipe.microbatches {
+                self.loss(&tape, step, round, row)?.backward()?;
+            }
+            let _ = tape.gradients();
+            Ok(())
+        };
+        let found = std::panic::catch_unwind(std::panic::AssertUnwindSafe(replay));
+        context.set_watched(false);
+        let cause = match found {
+            Ok(Ok(())) => None,
+            Ok(Err(error)) => Some(error),
+            Err(payload) => match payload.downcast::<Error>() {
+                Ok(error) => Some(*error),
+                Err(other) => std::panic::resume_unwind(other),
+            },
+        };
+        let text = format!("step {}: the loss is {loss} and the gradient norm {grad_norm}; the step was not taken", step + 1);
+        let error = Error::new(Kind::NotFinite, text);
+        match cause {
+            Some(cause) if cause.kind() == Kind::NotFinite => {
+                cause.details().iter().fold(error.detail("first", cause.message()), |e, (l, t)| e.detail(l, t.clone()))
+            }
+            _ => error.detail("help", "no single op made it; a smaller learning rate is the usual cure"),
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! What one rank remembers between ops: caches that change no result, and where the program stands.
+
+use crate::route::RouteCache;
+use crate::signature::Signature;
+use shardgrad_dist::{Phase, Rank};
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::rc::Rc;
+
+/// Hangs on the [`Rank`]. Nothing in it changes a value; it only names, counts and remembers.
+#[derive(Debug, Default)]
+pub struct Context {
+    /// Cheapest routes between layouts, by pair.
+    pub routes: RouteCache,
+    signatures: RefCell<HashMap<Box<str>, Rc<Signature>>>,
+    backward: Cell<bool>,
+    closed: Cell<bool>,
+    watched: Cell<bool>,
+    path: RefCell<Rc<str>>,
+}
+
+impl Context {
+    /// The context of a rank.
+    #[must_use]
+    pub fn of(rank: &Rank) -> Rc<Context> {
+        rank.extension::<Context>()
+    }
+
+    /// The parsed form of a signature text.
+    ///
+    /// # Panics
+    /// If the text is no signature: ops are written by us, so that is a bug in the library.
+    #[must_use]
+    pub fn signature(&self, text: &str) -> Rc<Signature> {
+        if let Some(found) = self.signatures.borrow().get(text) {
+            return found.clone();
+        }
+        let parsed = Signature::parse(text).unwrap_or_else(|e| panic!("bug in shardgrad: signature `{text}`: {e}"));
+        let parsed = Rc::new(parsed);
+        self.signatures.borrow_mut().insert(text.into(), parsed.clone());
+        parsed
+    }
+
+    /// Forward or backward: what a collective issued now belongs to.
+    #[must_use]
+    pub fn phase(&self) -> Phase {
+        if self.backward.get() { Phase::Backward } else { Phase::Forward }
+    }
+
+    /// Says whether a backward pass runs from now on; returns what was said before.
+    pub fn set_backward(&self, backward: bool) -> bool {
+        self.backward.replace(backward)
+    }
+
+    /// Whether ops may imply steps. Inside a vjp they may not: by the gradient law none is needed.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.closed.get()
+    }
+
+    /// Opens or closes the door for implied steps; returns what was said before.
+    pub fn set_closed(&self, closed: bool) -> bool {
+        self.closed.replace(closed)
+    }
+
+    /// Whether every op checks that its outputs are finite (slow: for the replay of a step that went wrong).
+    #[must_use]
+    pub fn is_watched(&self) -> bool {
+        self.watched.get()
+    }
+
+    /// Turns the check of every op's outputs on or off.
+    pub fn set_watched(&self, watched: bool) {
+        self.watched.set(watched);
+    }
+
+    /// The dotted name of the parameter or point that the program touched last.
+    #[must_use]
+    pub fn path(&self) -> Rc<str> {
+        self.path.borrow().clone()
+    }
+
+    /// Notes where in the model the program stands.
+    pub fn set_path(&self, path: &Rc<str>) {
+        *self.path.borrow_mut() = path.clone();
+    }
+}

@@ -1,0 +1,166 @@
+//! In from the host, out to the host.
+
+use crate::context::Context;
+use crate::layout::Layout;
+use crate::piece::Piece;
+use crate::tensor::{Tensor, check_host};
+use shardgrad_dist::{Error, Kind, Rank, Result};
+use shardgrad_kernels::{DType, Element, Strides};
+use std::panic::Location;
+
+impl Tensor {
+    /// A whole tensor that every rank holds in full (state `=` on every axis). `data` is row-major.
+    ///
+    /// # Errors
+    /// `Kind::Shape` if `data` has another length than the shape; `Kind::OutOfMemory`.
+    #[track_caller]
+    pub fn from_host<T: Element>(rank: &Rank, shape: &[usize], data: &[T]) -> Result<Tensor> {
+        Tensor::from_global(rank, &Layout::invariant(rank.mesh(), T::DTYPE, shape), data)
+    }
+
+    /// Takes this rank's piece out of the whole tensor, which every rank gives alike. On a pending axis
+    /// coordinate 0 holds the values, the others zeros.
+    ///
+    /// # Errors
+    /// `Kind::Shape` or `Kind::DType` if `data` does not fit the layout; `Kind::OutOfMemory`.
+    #[track_caller]
+    pub fn from_global<T: Element>(rank: &Rank, layout: &Layout, data: &[T]) -> Result<Tensor> {
+        check_host::<T>(layout, data.len()).map_err(|e| e.at(Location::caller()))?;
+        let here = rank.coordinates();
+        if layout.partial().iter().any(|a| rank.coordinate(a) != 0) {
+            return Tensor::zeros(rank, layout);
+        }
+        let mut view = Strides::contiguous(&layout.shape());
+        for d in 0..layout.ndim() {
+            let range = layout.range(d, here);
+            view = view.narrow(d, range.start, range.end);
+        }
+        let mut piece = if view.numel() == layout.numel() {
+            Piece::upload(rank, &view.shape, data)?
+        } else {
+            Piece::upload(rank, &view.shape, &gather_rows(data, &view))?
+        };
+        piece.dtype = layout.dtype();
+        Ok(Tensor::assemble(rank, layout.clone(), piece))
+    }
+
+    /// Puts this rank's own elements (row-major, local shape) under a layout. Every rank calls this alike; that the
+    /// pieces belong together is the caller's word.
+    ///
+    /// # Errors
+    /// `Kind::Shape` if the elements are not as many as the local shape asks for; `Kind::DType`.
+    #[track_caller]
+    pub fn from_local<T: Element>(rank: &Rank, layout: &Layout, data: &[T]) -> Result<Tensor> {
+        let local = layout.local_shape(rank.coordinates());
+        if data.len() != local.iter().product::<usize>() {
+            let text = format!("{} local elements for a local shape of {:?}", data.len(), local.as_slice());
+            return Err(Error::new(Kind::Shape, text)
+                .detail("layout", layout.to_string())
+                .detail("rank", rank.describe())
+                .detail("help", "give this rank's part only; for the whole tensor use Tensor::from_global")
+                .at(Location::caller()));
+        }
+        if T::DTYPE != layout.dtype() {
+            let text = format!("local data of {} for a tensor of {}", T::DTYPE, layout.dtype());
+            return Err(Error::new(Kind::DType, text).at(Location::caller()));
+        }
+        Ok(Tensor::assemble(rank, layout.clone(), Piece::upload(rank, &local, data)?))
+    }
+
+    /// The whole tensor on the host, row-major, on every rank: completes and gathers what is split, so every rank
+    /// calls this together.
+    ///
+    /// # Errors
+    /// `Kind::DType` if `T` is not the tensor's type; `Kind::Unsupported` on the null back end, which has no values;
+    /// what the collectives report.
+    #[track_caller]
+    pub fn to_host<T: Element>(&self) -> Result<Vec<T>> {
+        let site = Location::caller();
+        self.check_readable(site)?;
+        let fits = T::DTYPE == self.dtype() || (T::DTYPE == DType::U8 && self.dtype() == DType::Bool);
+        if !fits {
+            let text = format!("a tensor of {} read as {}", self.dtype(), T::DTYPE);
+            return Err(Error::new(Kind::DType, text).at(site));
+        }
+        let flat = self.to_layout_at(&self.gathered_layout(), site)?.piece().flat(self.rank())?;
+        Ok(flat.buffer.as_slice::<T>().to_vec())
+    }
+
+    /// The whole tensor on the host as f64, as [`Tensor::to_host`].
+    ///
+    /// # Errors
+    /// What the collectives report.
+    #[track_caller]
+    pub fn to_f64(&self) -> Result<Vec<f64>> {
+        let site = Location::caller();
+        self.check_readable(site)?;
+        self.to_layout_at(&self.gathered_layout(), site)?.piece().to_f64(self.rank())
+    }
+
+    /// The one element of a tensor of one element, completed over pending axes: every rank calls this together.
+    ///
+    /// # Errors
+    /// `Kind::Shape` if there is more or less than one element.
+    #[track_caller]
+    pub fn item(&self) -> Result<f64> {
+        let values = self.to_f64()?;
+        match values[..] {
+            [x] => Ok(x),
+            _ => Err(Error::new(Kind::Shape, format!("item() of a tensor of {} elements", self.layout().numel()))
+                .at(Location::caller())),
+        }
+    }
+
+    /// This rank's own elements, row-major, as f64. No communication.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn to_local_f64(&self) -> Result<Vec<f64>> {
+        self.piece().to_f64(self.rank())
+    }
+
+    /// The same value in another layout. Every rank calls this together.
+    ///
+    /// # Errors
+    /// `Kind::Layout` if no route leads there; what the collectives report.
+    pub fn to_layout_at(&self, to: &Layout, site: &'static Location<'static>) -> Result<Tensor> {
+        let route = Context::of(self.rank()).routes.route(self.layout(), to, self.dtype().is_float())?;
+        crate::redistribute::run(self, &route.steps, site)
+    }
+
+    fn check_readable(&self, site: &'static Location<'static>) -> Result<()> {
+        if !self.rank().is_dry() {
+            return Ok(());
+        }
+        Err(Error::new(Kind::Unsupported, "a value is read on the null back end, which has shapes only")
+            .detail("help", "explaining and recording a program must not depend on values")
+            .at(site))
+    }
+
+    fn gathered_layout(&self) -> Layout {
+        Layout::invariant(self.layout().mesh(), self.dtype(), &self.shape())
+    }
+}
+
+/// The elements of a view of host data, row-major.
+fn gather_rows<T: Element>(data: &[T], view: &Strides) -> Vec<T> {
+    let mut out = Vec::with_capacity(view.numel());
+    if view.numel() == 0 {
+        return out;
+    }
+    let inner = view.shape.last().copied().unwrap_or(1);
+    let outer: usize = view.numel() / inner.max(1);
+    let mut index = vec![0usize; view.ndim().saturating_sub(1)];
+    for _ in 0..outer {
+        let start = view.offset + index.iter().zip(&view.strides).map(|(i, s)| i * s).sum::<usize>();
+        out.extend_from_slice(&data[start..start + inner]);
+        for d in (0..index.len()).rev() {
+            index[d] += 1;
+            if index[d] < view.shape[d] {
+                break;
+            }
+            index[d] = 0;
+        }
+    }
+    out
+}

@@ -1,0 +1,344 @@
+//! What an op is, and how one is applied: infer or refuse, take the implied steps, run the local piece.
+
+use crate::context::Context;
+use crate::infer::{Inference, Refusal, Rule, infer};
+use crate::layout::Layout;
+use crate::piece::Piece;
+use crate::tensor::Tensor;
+use shardgrad_dist::{Error, Kind, Rank, Result};
+use shardgrad_kernels::{DType, Kernel, Scalar};
+use smallvec::SmallVec;
+use std::fmt;
+use std::ops::Range;
+use std::panic::Location;
+use std::rc::Rc;
+
+/// Local results of one forward: the outputs, then the values kept for the vjp.
+pub type Pieces = SmallVec<[Piece; 2]>;
+/// One entry per argument: its cotangent, or `None` where it was not wanted.
+pub type Cotangents = SmallVec<[Option<Tensor>; 4]>;
+/// Dtypes of all outputs, saved ones included.
+pub type DTypes = SmallVec<[DType; 4]>;
+
+/// An operation, stated once. Everything else is derived from what stands here.
+pub trait Op: fmt::Debug {
+    /// Name in messages, traces and the op table.
+    fn name(&self) -> &'static str;
+
+    /// Index signature (see [`Signature`](crate::signature::Signature)). Outputs that only the vjp reads come last.
+    fn signature(&self) -> &str;
+
+    /// Groups of arguments in which the op is linear jointly, the other arguments held fixed.
+    fn linear_in(&self) -> &'static [&'static [usize]] {
+        &[]
+    }
+
+    /// Per argument, whether it has a cotangent; shorter than the arguments means `true` for the rest.
+    fn differentiable(&self) -> &'static [bool] {
+        &[]
+    }
+
+    /// How many trailing outputs are kept for the vjp and hidden from the user.
+    fn num_saved(&self) -> usize {
+        0
+    }
+
+    /// Which arguments and which outputs (saved ones included) the vjp reads.
+    fn keeps(&self) -> Keeps {
+        Keeps { inputs: &[], outputs: &[] }
+    }
+
+    /// Dtypes of the outputs. The default: all float arguments agree, and so do the outputs.
+    ///
+    /// # Errors
+    /// `Kind::DType` where the arguments do not fit.
+    fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
+        Ok(SmallVec::from_elem(common_float(inputs)?, num_outputs))
+    }
+
+    /// Steps and output layouts. The default derives them from the signature.
+    ///
+    /// # Errors
+    /// A refusal with the reason.
+    fn infer(&self, context: &Context, args: &[&Layout], dtypes: &[DType], want: &[Option<Layout>]) -> Result<Inference, Refusal> {
+        infer_by_signature(self, context, args, dtypes, want)
+    }
+
+    /// This rank's piece of the work. Only ops that override [`Op::infer`] may talk to other ranks.
+    ///
+    /// # Errors
+    /// What kernels report.
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces>;
+
+    /// Cotangents of the wanted arguments, in the dual layouts of the arguments. No step may be needed.
+    ///
+    /// # Panics
+    /// The default: an op without differentiable arguments is never asked.
+    fn vjp(&self, _: &Vjp<'_>) -> Cotangents {
+        panic!("bug in shardgrad: {} has no vjp but was asked for one", self.name())
+    }
+}
+
+/// The rule that the signature states, without any override.
+///
+/// # Errors
+/// A refusal with the reason.
+pub fn infer_by_signature<O: Op + ?Sized>(
+    op: &O,
+    context: &Context,
+    args: &[&Layout],
+    dtypes: &[DType],
+    want: &[Option<Layout>],
+) -> Result<Inference, Refusal> {
+    let signature = context.signature(op.signature());
+    let differentiable = differentiable_args(op, args);
+    let want: SmallVec<[Option<&Layout>; 4]> = want.iter().map(Option::as_ref).collect();
+    infer(
+        &Rule { signature: &signature, linear_in: op.linear_in(), differentiable: &differentiable },
+        args,
+        dtypes,
+        &want,
+    )
+}
+
+/// Per argument, whether the op is differentiable in it and it is a float.
+pub fn differentiable_args<O: Op + ?Sized>(op: &O, args: &[&Layout]) -> SmallVec<[bool; 6]> {
+    let declared = op.differentiable();
+    args.iter().enumerate().map(|(i, l)| declared.get(i).copied().unwrap_or(true) && l.dtype().is_float()).collect()
+}
+
+/// Which values a vjp reads; nothing else is kept alive by the tape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Keeps {
+    /// Indices of arguments.
+    pub inputs: &'static [usize],
+    /// Indices of outputs.
+    pub outputs: &'static [usize],
+}
+
+/// The one float dtype of some arguments.
+///
+/// # Errors
+/// `Kind::DType` if there is none or there are two.
+pub fn common_float(inputs: &[DType]) -> Result<DType> {
+    let mut floats = inputs.iter().filter(|d| d.is_float());
+    let first = floats.next().ok_or_else(|| Error::new(Kind::DType, "needs a float argument"))?;
+    match floats.find(|d| *d != first) {
+        None => Ok(*first),
+        Some(other) => Err(Error::new(Kind::DType, format!("arguments of {first} and {other}"))
+            .detail("help", "cast one of them: x.cast(DType::F32)")),
+    }
+}
+
+/// What the forward of an op is told about this rank: ranges of labels, layouts of outputs, memory.
+#[derive(Debug)]
+pub struct Local<'a> {
+    /// The rank that runs it.
+    pub rank: &'a Rank,
+    /// Layouts of the arguments, after the implied steps.
+    pub inputs: &'a [Layout],
+    /// What was inferred.
+    pub inference: &'a Inference,
+    /// The user's line.
+    pub site: &'static Location<'static>,
+}
+
+impl Local<'_> {
+    /// The global extent of a label and this rank's range of it.
+    #[must_use]
+    pub fn label(&self, name: &str) -> (usize, Range<usize>) {
+        self.inference.label(name, self.rank.mesh(), self.rank.coordinates())
+    }
+
+    /// New memory for output `i`, row-major, contents arbitrary.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn output(&self, i: usize) -> Result<Piece> {
+        let layout = &self.inference.outputs[i];
+        Piece::alloc(self.rank, layout.dtype(), &layout.local_shape(self.rank.coordinates()))
+    }
+
+    /// Runs a kernel that writes new memory for every output of the op.
+    ///
+    /// # Errors
+    /// What the kernel reports.
+    pub fn launch(&self, kernel: &Kernel, inputs: &[&Piece], scalars: &[Scalar]) -> Result<Pieces> {
+        let mut outputs: Pieces = (0..self.inference.outputs.len()).map(|i| self.output(i)).collect::<Result<_>>()?;
+        let mut slots: SmallVec<[&mut Piece; 4]> = outputs.iter_mut().collect();
+        crate::piece::launch(self.rank, kernel, inputs, &mut slots, scalars)?;
+        Ok(outputs)
+    }
+
+    /// The pieces row-major without gaps, copied where they are not.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn contiguous(&self, pieces: &[Piece]) -> Result<SmallVec<[Piece; 6]>> {
+        pieces.iter().map(|p| p.contiguous(self.rank)).collect()
+    }
+}
+
+/// What a vjp is given: the kept values, the layouts of all, the cotangents of the outputs, and the mask.
+#[derive(Debug)]
+pub struct Vjp<'a> {
+    /// The rank that runs it.
+    pub rank: &'a Rank,
+    /// The arguments that [`Op::keeps`] names.
+    pub inputs: &'a [Option<Tensor>],
+    /// The outputs that [`Op::keeps`] names, saved ones included.
+    pub outputs: &'a [Option<Tensor>],
+    /// Layouts of all arguments, after the implied steps.
+    pub input_layouts: &'a [Layout],
+    /// Layouts of all outputs.
+    pub output_layouts: &'a [Layout],
+    /// Cotangents of the outputs; `None` where an output had no use.
+    pub grads: &'a [Option<Tensor>],
+    /// Which arguments' cotangents are wanted.
+    pub wanted: &'a [bool],
+}
+
+impl Vjp<'_> {
+    /// A kept argument.
+    #[must_use]
+    pub fn input(&self, i: usize) -> &Tensor {
+        self.inputs[i].as_ref().expect("the op keeps this argument")
+    }
+
+    /// A kept output.
+    #[must_use]
+    pub fn output(&self, i: usize) -> &Tensor {
+        self.outputs[i].as_ref().expect("the op keeps this output")
+    }
+
+    /// The cotangent of output `i`: zeros of the dual layout if it had no use.
+    #[must_use]
+    pub fn grad(&self, i: usize) -> Tensor {
+        let zeros = || Tensor::zeros(self.rank, &self.output_layouts[i].dual()).unwrap_or_else(|e| e.raise());
+        self.grads[i].clone().unwrap_or_else(zeros)
+    }
+
+    /// The layout that the cotangent of argument `i` must have: the dual of the argument's.
+    #[must_use]
+    pub fn goal(&self, i: usize) -> Layout {
+        self.input_layouts[i].dual()
+    }
+
+    /// One entry per argument, computed only where wanted.
+    pub fn each(&self, mut cotangent: impl FnMut(usize) -> Tensor) -> Cotangents {
+        self.wanted.iter().enumerate().map(|(i, &w)| w.then(|| cotangent(i))).collect()
+    }
+}
+
+/// Dtypes, steps and output layouts of an op on some arguments, or the error with its repairs.
+///
+/// # Errors
+/// `Kind::DType`, `Kind::Shape` or `Kind::Layout`, in the fixed form of messages.
+pub fn plan(
+    op: &dyn Op,
+    rank: &Rank,
+    args: &[&Layout],
+    want: &[Option<Layout>],
+    site: &'static Location<'static>,
+) -> Result<Inference> {
+    rank.check();
+    let context = Context::of(rank);
+    let signature = context.signature(op.signature());
+    let dtypes: DTypes = args.iter().map(|l| l.dtype()).collect();
+    let outputs = op
+        .dtypes(&dtypes, signature.num_outputs())
+        .map_err(|e| describe(Error::new(e.kind(), format!("{}: {}", op.name(), e.message())), op, rank, args, site))?;
+    let inference = op
+        .infer(&context, args, &outputs, want)
+        .map_err(|refusal| refused(op, rank, args, &refusal, site))?;
+    assert!(
+        inference.targets.iter().all(Option::is_none) || !context.is_closed(),
+        "bug in shardgrad: {} implies a step inside a vjp ({args:?})",
+        op.name()
+    );
+    Ok(inference)
+}
+
+/// Runs the local piece of an op on arguments that already have their target layouts.
+///
+/// # Errors
+/// What kernels and, for the few ops that talk to other ranks, collectives report.
+pub fn run(op: &dyn Op, args: &[Tensor], inference: &Inference, rank: &Rank, site: &'static Location<'static>) -> Result<SmallVec<[Tensor; 2]>> {
+    let pieces: SmallVec<[Piece; 4]> = args.iter().map(|t| t.piece().clone()).collect();
+    let inputs: SmallVec<[Layout; 4]> = args.iter().map(|t| t.layout().clone()).collect();
+    let local = Local { rank, inputs: &inputs, inference, site };
+    let outputs = op.forward(&local, &pieces).map_err(|e| e.at(site))?;
+    if Context::of(rank).is_watched() {
+        check_finite(op, rank, &outputs, site)?;
+    }
+    Ok(inference
+        .outputs
+        .iter()
+        .zip(outputs)
+        .map(|(layout, piece)| Tensor::assemble(rank, layout.clone(), piece))
+        .collect())
+}
+
+/// Names the op whose outputs are the first that are not finite.
+fn check_finite(op: &dyn Op, rank: &Rank, outputs: &[Piece], site: &'static Location<'static>) -> Result<()> {
+    for piece in outputs.iter().filter(|p| p.dtype.is_float()) {
+        let values = piece.to_f64(rank)?;
+        if let Some((at, value)) = values.iter().enumerate().find(|(_, v)| v.is_nan() || **v == f64::INFINITY) {
+            let path = Context::of(rank).path();
+            return Err(Error::new(Kind::NotFinite, format!("{}: the result is {value} at local element {at}", op.name()))
+                .detail("at", path.to_string())
+                .detail("rank", rank.describe())
+                .at(site));
+        }
+    }
+    Ok(())
+}
+
+/// Applies an op to plain tensors: implied steps are taken once per value and kept with it.
+/// All outputs are returned, saved ones included. `want` guides labels that no argument has.
+///
+/// # Errors
+/// What [`plan`] and [`run`] report.
+pub fn apply(
+    op: &Rc<dyn Op>,
+    args: &[&Tensor],
+    want: &[Option<Layout>],
+    site: &'static Location<'static>,
+) -> Result<SmallVec<[Tensor; 2]>> {
+    let rank = args.first().expect("an op has at least one argument").rank().clone();
+    let layouts: SmallVec<[&Layout; 4]> = args.iter().map(|t| t.layout()).collect();
+    let inference = plan(&**op, &rank, &layouts, want, site)?;
+    let args: SmallVec<[Tensor; 4]> = args
+        .iter()
+        .zip(&inference.targets)
+        .map(|(t, target)| match target {
+            None => Ok((*t).clone()),
+            Some(layout) => crate::redistribute::implied(t, layout, site),
+        })
+        .collect::<Result<_>>()?;
+    run(&**op, &args, &inference, &rank, site)
+}
+
+/// Adds the fixed lines of a message: signature, arguments, place, rank.
+fn describe(error: Error, op: &dyn Op, rank: &Rank, args: &[&Layout], site: &'static Location<'static>) -> Error {
+    const LABELS: [&str; 8] = ["arg 0", "arg 1", "arg 2", "arg 3", "arg 4", "arg 5", "arg 6", "arg 7"];
+    let mut error = error.detail("signature", op.signature());
+    for (label, layout) in LABELS.iter().zip(args) {
+        let local = layout.local_shape(rank.coordinates());
+        error = error.detail(label, format!("{layout}    local {:?}", local.as_slice()));
+    }
+    let path = Context::of(rank).path();
+    if !path.is_empty() {
+        error = error.detail("at", path.to_string());
+    }
+    error.detail("rank", rank.describe()).at(site)
+}
+
+fn refused(op: &dyn Op, rank: &Rank, args: &[&Layout], refusal: &Refusal, site: &'static Location<'static>) -> Error {
+    let kind = if refusal.code == "shape" { Kind::Shape } else { Kind::Layout };
+    let mut error = describe(Error::new(kind, format!("{}: {}", op.name(), refusal.message)), op, rank, args, site);
+    for help in crate::repair::help(op, &Context::of(rank), args, refusal) {
+        error = error.detail("help", help);
+    }
+    error
+}

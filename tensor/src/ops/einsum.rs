@@ -1,0 +1,221 @@
+//! c = sum over the labels that the output lacks of a * b: every product of two tensors of labels.
+//!
+//! matmul, its transposed forms and batched products are all this op with another signature. Its vjp is the
+//! same op twice: for `A, B -> C`, da = `C, B -> A` and db = `A, C -> B`.
+
+use super::{Case, Input};
+use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
+use crate::piece::{Piece, launch};
+use crate::tensor::Tensor;
+use shardgrad_dist::{Error, Kind, Rank, Result};
+use shardgrad_kernels::op::contract::CONTRACT;
+use shardgrad_kernels::{Dims, Strides};
+use std::rc::Rc;
+
+/// A product of two tensors by an index signature such as `..m k, k n -> ..m n`.
+///
+/// Every label of one argument stands in the output or in the other argument; no label stands twice in one tensor.
+/// Arguments and result: one float dtype, sums in f32 for the 16-bit floats.
+#[derive(Debug)]
+pub struct Einsum {
+    signature: Rc<str>,
+}
+
+impl Einsum {
+    /// The product of a signature with two arguments and one output.
+    ///
+    /// # Errors
+    /// `Kind::Shape` when the text is not of that form.
+    pub fn new(signature: &str) -> Result<Einsum> {
+        let refuse = |why: &str| Err(Error::new(Kind::Shape, format!("einsum: `{signature}` {why}")));
+        let Some([a, b, c]) = tensors(signature) else {
+            return refuse("is not of the form `a b, b c -> a c`");
+        };
+        let twice = |t: &[&str]| t.iter().enumerate().any(|(i, x)| t[..i].contains(x));
+        if twice(&a) || twice(&b) || twice(&c) {
+            return refuse("has a label twice in one tensor");
+        }
+        let lone = |t: &[&str], other: &[&str]| t.iter().any(|x| !other.contains(x) && !c.contains(x));
+        if lone(&a, &b) || lone(&b, &a) {
+            return refuse("has a label that stands in one argument only; sum it before");
+        }
+        if c.iter().any(|x| !a.contains(x) && !b.contains(x)) {
+            return refuse("has an output label that no argument has");
+        }
+        Ok(Einsum { signature: signature.into() })
+    }
+
+    /// The same product, for signatures written in this library.
+    fn of(signature: &str) -> Rc<dyn Op> {
+        Rc::new(Einsum { signature: signature.into() })
+    }
+}
+
+/// `..m k, k n -> ..m n`: x w.
+#[must_use]
+pub fn matmul() -> Rc<dyn Op> {
+    Einsum::of("..m k, k n -> ..m n")
+}
+
+/// `..m n, k n -> ..m k`: x w^T (a tied output head).
+#[must_use]
+pub fn matmul_nt() -> Rc<dyn Op> {
+    Einsum::of("..m n, k n -> ..m k")
+}
+
+/// `..m k, ..m n -> k n`: x^T y over all leading dims.
+#[must_use]
+pub fn matmul_tn() -> Rc<dyn Op> {
+    Einsum::of("..m k, ..m n -> k n")
+}
+
+/// The labels of the two arguments and of the output.
+fn tensors(signature: &str) -> Option<[Vec<&str>; 3]> {
+    let (inputs, output) = signature.split_once("->")?;
+    let (a, b) = inputs.split_once(',')?;
+    let labels = |t| str::split_whitespace(t).collect::<Vec<&str>>();
+    let clean = !b.contains(',') && !output.contains(',') && !signature.contains(['!', '[', ']']);
+    clean.then(|| [labels(a), labels(b), labels(output)])
+}
+
+/// Which dims of a tensor a group of labels takes, in the order of the group; `..m` takes all that are left.
+fn dims_of(labels: &[&str], ndim: usize, group: &[&str]) -> Vec<usize> {
+    let spread = ndim + 1 - labels.len().min(ndim + 1);
+    let mut at = Vec::new();
+    for wanted in group {
+        let mut d = 0;
+        for label in labels {
+            let width = if label.starts_with("..") { spread } else { 1 };
+            if label == wanted {
+                at.extend(d..d + width);
+            }
+            d += width;
+        }
+    }
+    at
+}
+
+/// The three-dim view (groups in order) of a piece, copied if its strides do not allow the view.
+fn grouped(rank: &Rank, x: &Piece, labels: &[&str], groups: [&[&str]; 3]) -> Result<Piece> {
+    let (order, shape) = order_and_shape(&x.view, labels, groups);
+    let view = x.view.permute(&order);
+    match view.reshape(&shape) {
+        Some(view) => Ok(x.viewed(view)),
+        None => {
+            let copy = x.viewed(view).converted(rank, x.dtype)?;
+            let view = Strides::contiguous(&shape);
+            Ok(copy.viewed(view))
+        }
+    }
+}
+
+fn order_and_shape(view: &Strides, labels: &[&str], groups: [&[&str]; 3]) -> (Vec<usize>, [usize; 3]) {
+    let dims = groups.map(|g| dims_of(labels, view.ndim(), g));
+    let shape = [0, 1, 2].map(|i| dims[i].iter().map(|&d| view.shape[d]).product());
+    (dims.concat(), shape)
+}
+
+impl Op for Einsum {
+    fn name(&self) -> &'static str {
+        match &*self.signature {
+            "..m k, k n -> ..m n" => "matmul",
+            "..m n, k n -> ..m k" => "matmul_nt",
+            "..m k, ..m n -> k n" => "matmul_tn",
+            _ => "einsum",
+        }
+    }
+
+    fn signature(&self) -> &str {
+        &self.signature
+    }
+
+    fn linear_in(&self) -> &'static [&'static [usize]] {
+        &[&[0], &[1]]
+    }
+
+    fn keeps(&self) -> Keeps {
+        Keeps { inputs: &[0, 1], outputs: &[] }
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        let [a, b, c] = tensors(&self.signature).expect("checked when the op was made");
+        let has = |t: &[&str], l: &str| t.contains(&l);
+        let batch: Vec<&str> = c.iter().copied().filter(|l| has(&a, l) && has(&b, l)).collect();
+        let m: Vec<&str> = c.iter().copied().filter(|l| has(&a, l) && !has(&b, l)).collect();
+        let n: Vec<&str> = c.iter().copied().filter(|l| !has(&a, l) && has(&b, l)).collect();
+        let k: Vec<&str> = a.iter().copied().filter(|l| has(&b, l) && !has(&c, l)).collect();
+        let left = grouped(local.rank, &x[0], &a, [&batch, &m, &k])?;
+        let right = grouped(local.rank, &x[1], &b, [&batch, &k, &n])?;
+        let mut out = local.output(0)?;
+        let (order, shape) = order_and_shape(&out.view, &c, [&batch, &m, &n]);
+        match out.view.permute(&order).reshape(&shape) {
+            Some(view) => {
+                let whole = std::mem::replace(&mut out.view, view);
+                launch(local.rank, &CONTRACT, &[&left, &right], &mut [&mut out], &[])?;
+                out.view = whole;
+            }
+            None => {
+                let mut grouped = Piece::alloc(local.rank, out.dtype, &shape)?;
+                launch(local.rank, &CONTRACT, &[&left, &right], &mut [&mut grouped], &[])?;
+                let permuted: Dims = order.iter().map(|&d| out.view.shape[d]).collect();
+                let at = out.view.permute(&order);
+                out.write(local.rank, at, &grouped.viewed(Strides::contiguous(&permuted)))?;
+            }
+        }
+        Ok([out].into_iter().collect())
+    }
+
+    fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
+        let (inputs, c) = self.signature.split_once("->").expect("checked when the op was made");
+        let (a, b) = inputs.split_once(',').expect("checked when the op was made");
+        cx.each(|i| {
+            if i == 0 {
+                let op = Einsum::of(&format!("{c}, {b} -> {a}"));
+                Tensor::apply_with(op, &[&cx.grad(0), cx.input(1)], cx.goal(0))
+            } else {
+                let op = Einsum::of(&format!("{a}, {c} -> {b}"));
+                Tensor::apply_with(op, &[cx.input(0), &cx.grad(0)], cx.goal(1))
+            }
+        })
+    }
+}
+
+/// Products of every shape that the models use.
+pub(super) fn cases() -> Vec<Case> {
+    let real = Input::real;
+    vec![
+        Case::new(matmul(), vec![real(&[5, 7]), real(&[7, 4])]),
+        Case::new(matmul(), vec![real(&[2, 3, 5]), real(&[5, 4])]),
+        Case::new(matmul_nt(), vec![real(&[5, 7]), real(&[4, 7])]),
+        Case::new(matmul_tn(), vec![real(&[5, 7]), real(&[5, 4])]),
+        Case::new(Einsum::of("b m k, b k n -> b m n"), vec![real(&[3, 5, 7]), real(&[3, 7, 4])]),
+        Case::new(Einsum::of("b t d, d p h c -> b t p h c"), vec![real(&[2, 3, 5]), real(&[5, 3, 2, 4])]),
+        Case::new(Einsum::of("b t h c, h c d -> b t d"), vec![real(&[2, 3, 2, 4]), real(&[2, 4, 5])]),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::value::Value;
+    use shardgrad_dist::{Mesh, World};
+
+    #[test]
+    fn a_product_by_hand() {
+        World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[2, 2], &[1.0f64, 2.0, 3.0, 4.0])?;
+            let w = Tensor::from_host(rank, &[2, 3], &[1.0f64, 0.0, -1.0, 2.0, 1.0, 0.0])?;
+            assert_eq!(x.matmul(&w).to_host::<f64>()?, [5.0, 2.0, -1.0, 11.0, 4.0, -3.0]);
+            assert_eq!(x.einsum("a b, a b -> a", &x).to_host::<f64>()?, [5.0, 25.0]);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn a_signature_that_is_no_product_is_refused() {
+        for bad in ["a b -> a", "a a, a b -> b", "a b, c -> b c", "a, b -> c", "a!, a -> ", "a, b, c -> a"] {
+            assert!(Einsum::new(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! The same value in another layout. The vjp takes the adjoint steps backwards (algebra, section 3).
+
+use super::Case;
+use crate::context::Context;
+use crate::infer::{Inference, Refusal};
+use crate::layout::Layout;
+use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp};
+use crate::piece::Piece;
+use crate::route::Step;
+use crate::tensor::Tensor;
+use shardgrad_dist::{Rank, Result};
+use shardgrad_kernels::DType;
+use std::rc::Rc;
+
+/// A chosen route between two layouts. Any dtype.
+#[derive(Debug)]
+pub struct Redistribute {
+    from: Layout,
+    to: Layout,
+    steps: Vec<Step>,
+}
+
+impl Redistribute {
+    /// The cheapest route, backward included if the value carries a gradient.
+    ///
+    /// # Errors
+    /// `Kind::Layout` if the layouts are of different tensors or meshes.
+    pub fn new(rank: &Rank, from: &Layout, to: &Layout) -> Result<Rc<dyn Op>> {
+        let route = Context::of(rank).routes.route(from, to, from.dtype().is_float())?;
+        Ok(Rc::new(Redistribute { from: from.clone(), to: to.clone(), steps: route.steps.clone() }))
+    }
+}
+
+impl Op for Redistribute {
+    fn name(&self) -> &'static str {
+        "redistribute"
+    }
+
+    fn signature(&self) -> &str {
+        "..m -> ..m"
+    }
+
+    fn linear_in(&self) -> &'static [&'static [usize]] {
+        &[&[0]]
+    }
+
+    fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
+        Ok(inputs.into())
+    }
+
+    fn infer(&self, _: &Context, args: &[&Layout], _: &[DType], _: &[Option<Layout>]) -> Result<Inference, Refusal> {
+        debug_assert_eq!(args[0], &self.from, "a route starts where it was planned to start");
+        Ok(Inference::fixed(vec![self.to.clone()], args.len()))
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        let value = Tensor::assemble(local.rank, self.from.clone(), x[0].clone());
+        let moved = crate::redistribute::run(&value, &self.steps, local.site)?;
+        Ok([moved.piece().clone()].into_iter().collect())
+    }
+
+    fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
+        let mut steps = Vec::with_capacity(self.steps.len());
+        let mut layout = self.from.clone();
+        for step in &self.steps {
+            steps.push(layout.adjoint(step));
+            layout = layout.after(step);
+        }
+        steps.reverse();
+        let op: Rc<dyn Op> = Rc::new(Redistribute { from: self.to.dual(), to: self.from.dual(), steps });
+        cx.each(|i| Tensor::apply_with(op.clone(), &[&cx.grad(0)], cx.goal(i)))
+    }
+}
+
+/// Routes need a mesh, so the tests of redistribution make their own cases.
+pub(super) fn cases() -> Vec<Case> {
+    Vec::new()
+}

@@ -1,0 +1,131 @@
+//! The part of a tensor that one rank holds: a typed view of a local buffer. No placement is known here.
+
+use crate::context::Context;
+use shardgrad_dist::{Error, Rank, Result};
+use shardgrad_kernels::op::copy::COPY;
+use shardgrad_kernels::op::fill::FILL;
+use shardgrad_kernels::{Arg, ArgMut, Buffer, DType, Element, Kernel, Launch, Scalar, Strides, upload};
+use smallvec::SmallVec;
+
+/// A local tensor: memory, dtype and view. Cloning shares the memory.
+#[derive(Clone, Debug)]
+pub struct Piece {
+    /// The memory.
+    pub buffer: Buffer,
+    /// What its elements are.
+    pub dtype: DType,
+    /// Where they lie.
+    pub view: Strides,
+}
+
+impl Piece {
+    /// New memory with arbitrary contents, row-major.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn alloc(rank: &Rank, dtype: DType, shape: &[usize]) -> Result<Piece> {
+        let numel: usize = shape.iter().product();
+        let buffer = rank.backend().alloc(numel * dtype.size())?;
+        Ok(Piece { buffer, dtype, view: Strides::contiguous(shape) })
+    }
+
+    /// New memory with one value everywhere, row-major.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn filled(rank: &Rank, dtype: DType, shape: &[usize], value: f64) -> Result<Piece> {
+        let mut piece = Piece::alloc(rank, dtype, shape)?;
+        launch(rank, &FILL, &[], &mut [&mut piece], &[Scalar::Real(value)])?;
+        Ok(piece)
+    }
+
+    /// New memory with elements from the host, row-major.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn upload<T: Element>(rank: &Rank, shape: &[usize], data: &[T]) -> Result<Piece> {
+        debug_assert_eq!(data.len(), shape.iter().product::<usize>(), "one element for each place of the shape");
+        let buffer = upload(&**rank.backend(), data)?;
+        Ok(Piece { buffer, dtype: T::DTYPE, view: Strides::contiguous(shape) })
+    }
+
+    /// The number of elements.
+    #[must_use]
+    pub fn numel(&self) -> usize {
+        self.view.numel()
+    }
+
+    /// The same memory seen through another view.
+    #[must_use]
+    pub fn viewed(&self, view: Strides) -> Piece {
+        Piece { buffer: self.buffer.clone(), dtype: self.dtype, view }
+    }
+
+    /// This piece if it lies row-major without gaps, else a copy that does.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn contiguous(&self, rank: &Rank) -> Result<Piece> {
+        if self.view.is_contiguous() { Ok(self.clone()) } else { self.converted(rank, self.dtype) }
+    }
+
+    /// A row-major piece that starts at its buffer's first byte: what a collective sends.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn flat(&self, rank: &Rank) -> Result<Piece> {
+        let whole = self.view.is_contiguous() && self.view.offset == 0;
+        if whole { Ok(self.clone()) } else { self.converted(rank, self.dtype) }
+    }
+
+    /// A row-major copy in a dtype.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn converted(&self, rank: &Rank, dtype: DType) -> Result<Piece> {
+        let mut copy = Piece::alloc(rank, dtype, &self.view.shape)?;
+        launch(rank, &COPY, &[self], &mut [&mut copy], &[])?;
+        Ok(copy)
+    }
+
+    /// Copies elements into a part of this piece, whose memory nobody shares.
+    ///
+    /// # Errors
+    /// What the copy kernel reports.
+    pub fn write(&mut self, rank: &Rank, at: Strides, from: &Piece) -> Result<()> {
+        let whole = std::mem::replace(&mut self.view, at);
+        let done = launch(rank, &COPY, &[from], &mut [self], &[]);
+        self.view = whole;
+        done
+    }
+
+    /// The elements on the host, row-major, as f64 (empty on the null back end).
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn to_f64(&self, rank: &Rank) -> Result<Vec<f64>> {
+        Ok(self.converted(rank, DType::F64)?.buffer.as_slice::<f64>().to_vec())
+    }
+}
+
+/// Runs a kernel on pieces, with an error that names it.
+///
+/// # Errors
+/// What the kernel reports, with the place in the model.
+pub fn launch(
+    rank: &Rank,
+    kernel: &Kernel,
+    inputs: &[&Piece],
+    outputs: &mut [&mut Piece],
+    scalars: &[Scalar],
+) -> Result<()> {
+    let inputs: SmallVec<[Arg<'_>; 6]> =
+        inputs.iter().map(|p| Arg { buffer: &p.buffer, dtype: p.dtype, view: &p.view }).collect();
+    let mut outputs: SmallVec<[ArgMut<'_>; 4]> = outputs
+        .iter_mut()
+        .map(|p| ArgMut { buffer: &mut p.buffer, dtype: p.dtype, view: &p.view })
+        .collect();
+    rank.backend()
+        .launch(kernel, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars })
+        .map_err(|e| Error::from(e).detail("at", Context::of(rank).path().to_string()))
+}

@@ -1,0 +1,202 @@
+//! The handle: a global tensor as one rank sees it.
+
+use crate::layout::Layout;
+use crate::piece::{Piece, launch};
+use shardgrad_dist::{Rank, Result};
+use shardgrad_kernels::op::binary::{ACCUMULATE, ADD};
+use shardgrad_kernels::op::random::{NORMAL, UNIFORM};
+use shardgrad_kernels::{DType, Dims, Element, Scalar};
+use std::cell::RefCell;
+use std::fmt;
+use std::rc::Rc;
+
+/// A global tensor: its layout, and the piece that this rank holds. Immutable; cloning copies the handle.
+#[derive(Clone)]
+pub struct Tensor(Rc<Inner>);
+
+struct Inner {
+    rank: Rank,
+    layout: Layout,
+    piece: Piece,
+    /// Other layouts of the same value, made once by implied steps outside of a tape.
+    forms: RefCell<Vec<Tensor>>,
+}
+
+impl Tensor {
+    /// Puts a piece under a layout. The piece has the local shape and the dtype of the layout.
+    ///
+    /// # Panics
+    /// In debug builds, if shape or dtype differ: callers inside the library guarantee them.
+    #[must_use]
+    pub fn assemble(rank: &Rank, layout: Layout, piece: Piece) -> Tensor {
+        debug_assert_eq!(piece.dtype, layout.dtype(), "the piece has the dtype of {layout}");
+        debug_assert_eq!(
+            piece.view.shape,
+            layout.local_shape(rank.coordinates()),
+            "the piece has the local shape of {layout} on rank {}",
+            rank.index()
+        );
+        Tensor(Rc::new(Inner { rank: rank.clone(), layout, piece, forms: RefCell::default() }))
+    }
+
+    /// The rank that holds this piece.
+    #[must_use]
+    pub fn rank(&self) -> &Rank {
+        &self.0.rank
+    }
+
+    /// How the global tensor lies on the mesh.
+    #[must_use]
+    pub fn layout(&self) -> &Layout {
+        &self.0.layout
+    }
+
+    /// What this rank holds.
+    #[must_use]
+    pub fn piece(&self) -> &Piece {
+        &self.0.piece
+    }
+
+    /// The global shape.
+    #[must_use]
+    pub fn shape(&self) -> Dims {
+        self.0.layout.shape()
+    }
+
+    /// The dtype.
+    #[must_use]
+    pub fn dtype(&self) -> DType {
+        self.0.layout.dtype()
+    }
+
+    /// A tensor with one value everywhere. On a pending axis coordinate 0 holds the value, the others zeros.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn full(rank: &Rank, layout: &Layout, value: f64) -> Result<Tensor> {
+        let keeps = layout.partial().iter().all(|a| rank.coordinate(a) == 0);
+        let value = if keeps { value } else { 0.0 };
+        let piece = Piece::filled(rank, layout.dtype(), &layout.local_shape(rank.coordinates()), value)?;
+        Ok(Tensor::assemble(rank, layout.clone(), piece))
+    }
+
+    /// Zeros.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn zeros(rank: &Rank, layout: &Layout) -> Result<Tensor> {
+        Tensor::full(rank, layout, 0.0)
+    }
+
+    /// Normal numbers of mean 0, keyed by `key` and counted by global element index: the same on any mesh.
+    /// The layout has no pending axis.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn normal(rank: &Rank, layout: &Layout, key: u64, stream: u64, std: f64) -> Result<Tensor> {
+        Tensor::random(rank, layout, &NORMAL, key, stream, [0.0, std])
+    }
+
+    /// Uniform numbers in `low..high`, keyed and counted as [`Tensor::normal`].
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn uniform(rank: &Rank, layout: &Layout, key: u64, stream: u64, low: f64, high: f64) -> Result<Tensor> {
+        Tensor::random(rank, layout, &UNIFORM, key, stream, [low, high])
+    }
+
+    fn random(
+        rank: &Rank,
+        layout: &Layout,
+        kernel: &'static shardgrad_kernels::Kernel,
+        key: u64,
+        stream: u64,
+        bounds: [f64; 2],
+    ) -> Result<Tensor> {
+        debug_assert!(layout.partial().is_empty(), "random numbers are not drawn into pending sums");
+        let mut piece = Piece::alloc(rank, layout.dtype(), &layout.local_shape(rank.coordinates()))?;
+        let mut scalars = vec![
+            Scalar::Int(key as i64),
+            Scalar::Int(stream as i64),
+            Scalar::Real(bounds[0]),
+            Scalar::Real(bounds[1]),
+        ];
+        scalars.extend(box_scalars(layout, rank));
+        launch(rank, kernel, &[], &mut [&mut piece], &scalars)?;
+        Ok(Tensor::assemble(rank, layout.clone(), piece))
+    }
+
+    /// Another layout of this value, if an implied step outside of a tape has made it already.
+    pub(crate) fn form(&self, layout: &Layout) -> Option<Tensor> {
+        self.0.forms.borrow().iter().find(|t| t.layout() == layout).cloned()
+    }
+
+    /// Keeps another layout of this value for the next op that implies it.
+    pub(crate) fn keep_form(&self, form: Tensor) {
+        self.0.forms.borrow_mut().push(form);
+    }
+
+    /// This tensor with another of the same layout added to it, in place where nobody else holds the memory.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn accumulate(mut self, other: &Tensor) -> Result<Tensor> {
+        debug_assert_eq!(self.layout(), other.layout(), "cotangents of one value share a layout");
+        let owned = Rc::get_mut(&mut self.0).is_some_and(|i| i.piece.view.is_contiguous() && i.piece.buffer.is_unique());
+        let rank = self.rank().clone();
+        if owned {
+            return self.update(|sum| launch(&rank, &ACCUMULATE, &[other.piece()], &mut [sum], &[]));
+        }
+        let mut sum = Piece::alloc(&rank, self.dtype(), &self.piece().view.shape)?;
+        launch(&rank, &ADD, &[self.piece(), other.piece()], &mut [&mut sum], &[])?;
+        Ok(Tensor::assemble(&rank, self.layout().clone(), sum))
+    }
+
+    /// The piece for writing in place, on memory that nobody shares (a copy is made if somebody does).
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn update(self, change: impl FnOnce(&mut Piece) -> Result<()>) -> Result<Tensor> {
+        let (rank, layout, mut piece) = match Rc::try_unwrap(self.0) {
+            Ok(inner) => (inner.rank, inner.layout, inner.piece),
+            Err(shared) => (shared.rank.clone(), shared.layout.clone(), shared.piece.clone()),
+        };
+        let owned = piece.view.is_contiguous() && piece.buffer.is_unique();
+        if !owned {
+            piece = piece.converted(&rank, layout.dtype())?;
+        }
+        change(&mut piece)?;
+        Ok(Tensor::assemble(&rank, layout, piece))
+    }
+}
+
+/// Per dim the global extent and where this rank's range starts: what position-aware kernels are told.
+pub(crate) fn box_scalars(layout: &Layout, rank: &Rank) -> Vec<Scalar> {
+    (0..layout.ndim())
+        .flat_map(|d| {
+            let start = layout.range(d, rank.coordinates()).start;
+            [Scalar::Int(layout.extent(d) as i64), Scalar::Int(start as i64)]
+        })
+        .collect()
+}
+
+impl fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Tensor({} on rank {})", self.layout(), self.rank().index())
+    }
+}
+
+/// Which Rust type a host vector of a dtype has.
+pub(crate) fn check_host<T: Element>(layout: &Layout, len: usize) -> Result<()> {
+    use shardgrad_dist::{Error, Kind};
+    let fits = T::DTYPE == layout.dtype() || (T::DTYPE == DType::U8 && layout.dtype() == DType::Bool);
+    if !fits {
+        let text = format!("host data of {} for a tensor of {}", T::DTYPE, layout.dtype());
+        return Err(Error::new(Kind::DType, text).detail("layout", layout.to_string()));
+    }
+    if len != layout.numel() {
+        let text = format!("{len} host elements for a tensor of {} elements", layout.numel());
+        return Err(Error::new(Kind::Shape, text).detail("layout", layout.to_string()));
+    }
+    Ok(())
+}

@@ -1,0 +1,3 @@
+//! The one test binary of the root package. Each module is one subject; a crate's own tests stand beside its code.
+
+mod tidy;

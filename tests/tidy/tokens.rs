@@ -1,0 +1,156 @@
+//! Walking Rust tokens: levels, items that only tests have, attributes.
+
+use proc_macro2::{Delimiter, Group, TokenStream, TokenTree};
+
+/// Calls `visit` with each run of sibling tokens: the stream itself, then the inside of every group.
+pub(crate) fn each_level(tokens: &TokenStream, visit: &mut dyn FnMut(&[TokenTree])) {
+    let level: Vec<TokenTree> = tokens.clone().into_iter().collect();
+    visit(&level);
+    for tree in &level {
+        if let TokenTree::Group(group) = tree {
+            each_level(&group.stream(), visit);
+        }
+    }
+}
+
+/// Whether the token at `at` is this word.
+pub(crate) fn is_word(level: &[TokenTree], at: usize, word: &str) -> bool {
+    matches!(level.get(at), Some(TokenTree::Ident(ident)) if ident == word)
+}
+
+/// The word at `at`, if there is one.
+pub(crate) fn word(level: &[TokenTree], at: usize) -> Option<String> {
+    match level.get(at) {
+        Some(TokenTree::Ident(ident)) => Some(ident.to_string()),
+        _ => None,
+    }
+}
+
+/// Whether the token at `at` is this mark.
+pub(crate) fn is_mark(level: &[TokenTree], at: usize, mark: char) -> bool {
+    matches!(level.get(at), Some(TokenTree::Punct(punct)) if punct.as_char() == mark)
+}
+
+/// Whether a `::` stands at `at`.
+pub(crate) fn is_path_mark(level: &[TokenTree], at: usize) -> bool {
+    is_mark(level, at, ':') && is_mark(level, at + 1, ':')
+}
+
+/// The group at `at`, if it has this delimiter.
+pub(crate) fn group(level: &[TokenTree], at: usize, delimiter: Delimiter) -> Option<&Group> {
+    match level.get(at) {
+        Some(TokenTree::Group(group)) if group.delimiter() == delimiter => Some(group),
+        _ => None,
+    }
+}
+
+/// The line on which a token starts.
+pub(crate) fn line(tree: &TokenTree) -> usize {
+    tree.span().start().line
+}
+
+/// Whether the words of a stream, groups included, hold one that fits.
+pub(crate) fn any_word(tokens: &TokenStream, fits: &dyn Fn(&str) -> bool) -> bool {
+    let mut found = false;
+    each_level(tokens, &mut |level| {
+        found |= level.iter().any(|t| matches!(t, TokenTree::Ident(i) if fits(&i.to_string())));
+    });
+    found
+}
+
+/// The attribute that starts at `at` (`#[..]`, not `#![..]`).
+pub(crate) fn attribute(level: &[TokenTree], at: usize) -> Option<&Group> {
+    if is_mark(level, at, '#') { group(level, at + 1, Delimiter::Bracket) } else { None }
+}
+
+/// The stream without items, fields and arms that are marked `#[cfg(test)]` or `#[test]`.
+pub(crate) fn without_tests(tokens: &TokenStream) -> TokenStream {
+    rebuild(tokens, &|level, at| {
+        let marks_test = |attribute: &Group| {
+            let inside: Vec<TokenTree> = attribute.stream().into_iter().collect();
+            let is_test = any_word(&attribute.stream(), &|w| w == "test");
+            let is_not = any_word(&attribute.stream(), &|w| w == "not");
+            is_word(&inside, 0, "test") || (is_word(&inside, 0, "cfg") && is_test && !is_not)
+        };
+        attribute(level, at).is_some_and(marks_test).then(|| item_length(&level[at..]))
+    })
+}
+
+/// The stream without attributes (doc comments are attributes).
+pub(crate) fn without_attributes(tokens: &TokenStream) -> TokenStream {
+    rebuild(tokens, &|level, at| {
+        let inner = is_mark(level, at, '#') && is_mark(level, at + 1, '!');
+        if inner && group(level, at + 2, Delimiter::Bracket).is_some() {
+            return Some(3);
+        }
+        attribute(level, at).map(|_| 2)
+    })
+}
+
+/// The stream without the runs of tokens whose length `cut` tells at their first token.
+pub(crate) fn rebuild(tokens: &TokenStream, cut: &dyn Fn(&[TokenTree], usize) -> Option<usize>) -> TokenStream {
+    let level: Vec<TokenTree> = tokens.clone().into_iter().collect();
+    let (mut kept, mut at) = (Vec::new(), 0);
+    while at < level.len() {
+        if let Some(length) = cut(&level, at) {
+            at += length.max(1);
+            continue;
+        }
+        kept.push(match &level[at] {
+            TokenTree::Group(old) => {
+                let mut new = Group::new(old.delimiter(), rebuild(&old.stream(), cut));
+                new.set_span(old.span());
+                TokenTree::Group(new)
+            }
+            other => other.clone(),
+        });
+        at += 1;
+    }
+    kept.into_iter().collect()
+}
+
+/// How many tokens the item takes that starts here with its attributes: up to its braces, its `;`,
+/// or, for a field, its `,`.
+fn item_length(level: &[TokenTree]) -> usize {
+    let mut at = 0;
+    while attribute(level, at).is_some() {
+        at += 2;
+    }
+    let mut name = at;
+    if is_word(level, name, "pub") {
+        name += 1 + usize::from(group(level, name + 1, Delimiter::Parenthesis).is_some());
+    }
+    let is_field = word(level, name).is_some() && is_mark(level, name + 1, ':') && !is_path_mark(level, name + 1);
+    while at < level.len() {
+        let ends = group(level, at, Delimiter::Brace).is_some() || is_mark(level, at, ';');
+        if (is_field && is_mark(level, at, ',')) || (!is_field && ends) {
+            return at + 1;
+        }
+        at += 1;
+    }
+    level.len()
+}
+
+#[test]
+fn test_items_are_cut_and_nothing_else() {
+    let text = "
+        fn one() {}
+        #[cfg(test)] fn gone() { lost }
+        #[cfg(test)] mod gone;
+        struct S { #[cfg(test)] gone: Vec<lost>, two: u8 }
+        #[cfg(not(test))] fn three() {}
+        #[cfg(all(test, unix))] mod gone { lost }
+        #[test] fn gone() { lost }
+        fn four() {}";
+    let left = without_tests(&text.parse().expect("it lexes"));
+    assert!(!any_word(&left, &|w| w == "gone" || w == "lost"), "{left}");
+    for name in ["one", "two", "three", "four"] {
+        assert!(any_word(&left, &|w| w == name), "{name} stays in {left}");
+    }
+}
+
+#[test]
+fn attributes_are_cut() {
+    let left = without_attributes(&"#![a(x)] /// doc x\n #[b = \"x\"] fn f(#[x] y: u8) {}".parse().expect("it lexes"));
+    assert_eq!(left.to_string(), "fn f (y : u8) { }");
+}
