@@ -3,11 +3,12 @@
 //!
 //! ARCHITECTURE.md names the invariants that stand behind the rules, CONTRIBUTING.md the reasons.
 
-mod source;
 mod tokens;
+mod source;
 mod crates;
 mod dependencies;
 mod documented;
+mod door;
 mod links;
 mod neutral;
 mod order;

@@ -5,11 +5,14 @@
 
 #![forbid(unsafe_code)]
 
+mod id;
 pub mod program;
 pub mod tape;
 pub mod var;
-pub mod remat;
+pub mod replay;
+mod remat;
 
-pub use program::{OpRecord, Program, Slot};
-pub use tape::{Gradients, Key, Noise, Tape};
+pub use id::{Gradients, Key, Noise};
+pub use program::{OpRecord, Outer, Program, Slot};
+pub use tape::Tape;
 pub use var::Var;

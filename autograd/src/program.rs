@@ -3,12 +3,9 @@
 //! Recomputation replays one; a pipeline cuts one into stages. Under a recorder the model text runs once, on the
 //! null back end or for real, and leaves this list; a slice of it can then be replayed on other values.
 
-use crate::tape::{Key, Tape};
-use crate::var::Var;
-use shardgrad_dist::{Error, Kind, Result};
-use shardgrad_tensor::{Layout, Op, Value};
+use crate::id::{Id, Key};
+use shardgrad_tensor::{Layout, Op, Tensor};
 use smallvec::SmallVec;
-use std::collections::HashMap;
 use std::fmt;
 use std::ops::Range;
 use std::rc::Rc;
@@ -66,68 +63,27 @@ pub struct Program {
     pub outputs: Vec<Slot>,
 }
 
-/// A recorder: the program so far and the variables that stand for its outer slots.
+/// A recorder: the program so far and the values that stand for its outer slots.
 #[derive(Default)]
 pub(crate) struct Recorder {
     pub(crate) program: Program,
-    pub(crate) outers: Vec<Var>,
+    pub(crate) outers: Vec<(Option<Id>, Tensor)>,
 }
 
 impl Recorder {
-    /// The slot of a variable; one that the program has not made is taken in from outside.
-    pub(crate) fn slot(&mut self, var: &Var) -> Slot {
-        if let Some(slot) = var.slot() {
-            return slot;
-        }
-        let known = self.outers.iter().position(|o| o.same_as(var));
+    /// The slot of a value that the program has not made: it is taken in from outside, once.
+    pub(crate) fn outer(&mut self, id: Option<Id>, key: Option<Key>, tensor: &Tensor) -> Slot {
+        let same = |(i, t): &(Option<Id>, Tensor)| t.same_as(tensor) || (id.is_some() && *i == id);
+        let known = self.outers.iter().position(same);
         Slot::Outer(known.unwrap_or_else(|| {
-            self.program.outers.push(Outer { key: var.key(), layout: var.layout().clone() });
-            self.outers.push(var.clone());
+            self.program.outers.push(Outer { key, layout: tensor.layout().clone() });
+            self.outers.push((id, tensor.clone()));
             self.outers.len() - 1
         }) as u32)
     }
 }
 
 impl Program {
-    /// Runs model text and keeps its ops. Reading a value while recording is an error.
-    ///
-    /// # Errors
-    /// Whatever `text` returns.
-    pub fn record(
-        tape: &Tape,
-        arguments: &[Var],
-        text: impl FnOnce(&[Var]) -> Result<Vec<Var>>,
-    ) -> Result<Program> {
-        let (program, _, _) = tape.recorded(arguments, text)?;
-        Ok(program)
-    }
-
-    /// Applies a slice of the records to values; `values` holds what the slice takes from before it (outer slots
-    /// and results of earlier records) and receives what it makes.
-    ///
-    /// # Errors
-    /// `Kind::Unsupported` if a value that the slice needs is missing.
-    pub fn replay(&self, range: Range<usize>, values: &mut HashMap<Slot, Var>) -> Result<()> {
-        for at in range {
-            let record = &self.records[at];
-            let inputs: SmallVec<[Var; 4]> = record
-                .inputs
-                .iter()
-                .map(|slot| {
-                    values.get(slot).cloned().ok_or_else(|| {
-                        let text = format!("replay: record {at} ({}) needs {slot:?}, which is not there", record.op.name());
-                        Error::new(Kind::Unsupported, text)
-                    })
-                })
-                .collect::<Result<_>>()?;
-            let inputs: SmallVec<[&Var; 4]> = inputs.iter().collect();
-            for (out, var) in Var::apply(record.op.clone(), &inputs).into_iter().enumerate() {
-                values.insert(Slot::Made { record: at as u32, out: out as u8 }, var);
-            }
-        }
-        Ok(())
-    }
-
     /// The slots that a slice reads but does not make: what has to cross into a stage.
     #[must_use]
     pub fn needs(&self, range: Range<usize>) -> Vec<Slot> {

@@ -4,8 +4,10 @@
 //! that came from outside. Random numbers are keyed inside the ops, so the replay draws the same ones. Chen et al.,
 //! "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
 
+use crate::id::Id;
 use crate::program::{Program, Slot};
-use crate::tape::{Id, Node, Tape, Work};
+use crate::replay::Recording;
+use crate::tape::{Node, PullBack, Tape, Work};
 use crate::var::Var;
 use shardgrad_dist::{Rank, Result};
 use shardgrad_tensor::op::Cotangents;
@@ -20,13 +22,13 @@ impl Tape {
     /// # Errors
     /// Whatever `block` returns, and `Kind::Unsupported` inside another recording.
     pub fn checkpoint(&self, arguments: &[Var], block: impl FnOnce(&[Var]) -> Result<Vec<Var>>) -> Result<Vec<Var>> {
-        let (program, outers, results) = self.recorded(arguments, block)?;
+        let Recording { program, outers, results } = self.recorded(arguments, block)?;
         let inputs: SmallVec<[Option<Id>; 4]> = outers.iter().map(Var::id).collect();
         if !self.records() || inputs.iter().all(Option::is_none) {
             return Ok(results.into_iter().map(|v| self.constant(v.tensor().clone())).collect());
         }
         let node = Node {
-            work: Work::Replay(program),
+            work: Work::Block(Box::new(program)),
             inputs,
             kept_inputs: outers.iter().map(|v| Some(v.tensor().clone())).collect(),
             kept_outputs: SmallVec::from_elem(None, results.len()),
@@ -43,31 +45,28 @@ impl Tape {
     }
 }
 
-/// Replays the program on the kept inputs and goes backwards through it from the given cotangents.
-pub(crate) fn pull_back(
-    rank: &Rank,
-    program: &Program,
-    inputs: &[Option<Tensor>],
-    cotangents: &[Option<Tensor>],
-    wanted: &[bool],
-) -> Cotangents {
-    let tape = Tape::new(rank);
-    let mut values: HashMap<Slot, Var> = HashMap::new();
-    for (i, (input, wanted)) in inputs.iter().zip(wanted).enumerate() {
-        let tensor = input.as_ref().expect("a checkpoint keeps all that came from outside");
-        let var = if *wanted { tape.leaf(i as u64, tensor) } else { tape.constant(tensor.clone()) };
-        values.insert(Slot::Outer(i as u32), var);
+impl PullBack for Program {
+    /// Replays the program on the kept inputs and goes backwards through it from the given cotangents.
+    fn pull_back(&self, rank: &Rank, inputs: &[Option<Tensor>], cotangents: &[Option<Tensor>], wanted: &[bool]) -> Cotangents {
+        let tape = Tape::new(rank);
+        let mut values: HashMap<Slot, Var> = HashMap::new();
+        for (i, (input, wanted)) in inputs.iter().zip(wanted).enumerate() {
+            let tensor = input.as_ref().expect("a checkpoint keeps all that came from outside");
+            let var = if *wanted { tape.leaf(i as u64, tensor) } else { tape.constant(tensor.clone()) };
+            values.insert(Slot::Outer(i as u32), var);
+        }
+        let context = Context::of(rank);
+        let before = context.set_backward(false);
+        unwind(self.replay(0..self.records.len(), &mut values));
+        context.set_backward(before);
+        let seed = |(slot, cotangent): (&Slot, &Option<Tensor>)| {
+            let id = values.get(slot).and_then(Var::id)?;
+            Some((id, cotangent.clone()?))
+        };
+        let seeds: Vec<(Id, Tensor)> = self.outputs.iter().zip(cotangents).filter_map(seed).collect();
+        drop(values);
+        tape.backward_from(seeds);
+        let mut gradients = tape.gradients();
+        (0..inputs.len()).map(|i| gradients.remove(&(i as u64))).collect()
     }
-    let context = Context::of(rank);
-    let before = context.set_backward(false);
-    unwind(program.replay(0..program.records.len(), &mut values));
-    context.set_backward(before);
-    let seeds = program.outputs.iter().zip(cotangents).filter_map(|(slot, cotangent)| {
-        let id = values.get(slot).and_then(Var::id)?;
-        Some((id, cotangent.clone()?))
-    });
-    tape.backward_from(seeds.collect::<Vec<_>>());
-    drop(values);
-    let mut gradients = tape.gradients();
-    (0..inputs.len()).map(|i| gradients.remove(&(i as u64))).collect()
 }

@@ -1,36 +1,21 @@
 //! The tape: leaves that last for a step, nodes that last for a round.
 //!
 //! A leaf is a parameter as it is stored; a derived leaf is the same parameter in the layout it is computed in, with
-//! the route between the two. Microbatches are rounds on one tape: each [`Tape::backward`] uses up the nodes and
-//! adds to the leaves, and [`Tape::gradients`] takes the adjoint of every route once, whatever the number of rounds.
+//! the route between the two. Microbatches are rounds on one tape: each [`Var::backward`](crate::Var::backward) uses up the
+//! nodes and adds to the leaves, and [`Tape::gradients`] takes the adjoint of every route once, whatever the number of rounds.
 
-use crate::program::{OpRecord, Program, Recorder, Slot};
-use crate::var::Var;
-use shardgrad_dist::{Error, Kind, Rank, Result};
+use crate::id::{Gradients, Id, Key, Noise};
+use crate::program::{OpRecord, Recorder, Slot};
+use shardgrad_dist::Rank;
 use shardgrad_tensor::op::{Cotangents, Vjp};
 use shardgrad_tensor::ops::redistribute::Redistribute;
-use shardgrad_tensor::{Context, Layout, Op, Tensor, Value, unwind};
+use shardgrad_tensor::{Context, Layout, Op, Tensor, op, unwind};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::panic::Location;
 use std::rc::Rc;
-
-/// What a parameter is called on a tape: a number that its owner chose.
-pub type Key = u64;
-
-/// Gradients by parameter, in the dual of the stored layout (which is the stored layout itself).
-pub type Gradients = BTreeMap<Key, Tensor>;
-
-/// Where a variable stands on its tape.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Id {
-    /// A leaf, by number.
-    Leaf(u32),
-    /// An output of a node of a round.
-    Made { round: u32, node: u32, out: u8 },
-}
 
 struct Leaf {
     key: Key,
@@ -43,10 +28,17 @@ struct Leaf {
 pub(crate) enum Work {
     /// By the vjp of an op.
     Op(Rc<dyn Op>),
-    /// By replaying a program and going backwards through it.
-    Replay(Program),
+    /// By computing a whole block again.
+    Block(Box<dyn PullBack>),
 }
 
+/// A block of ops that is one node of the tape.
+pub(crate) trait PullBack {
+    /// Cotangents of the wanted inputs from those of the outputs.
+    fn pull_back(&self, rank: &Rank, inputs: &[Option<Tensor>], cotangents: &[Option<Tensor>], wanted: &[bool]) -> Cotangents;
+}
+
+/// Something that happened: what it kept, and where its cotangents go.
 pub(crate) struct Node {
     pub(crate) work: Work,
     pub(crate) inputs: SmallVec<[Option<Id>; 4]>,
@@ -72,17 +64,6 @@ struct Inner {
     records: Cell<bool>,
     noise: Cell<Option<Noise>>,
     recorder: RefCell<Option<Recorder>>,
-}
-
-/// What random ops are keyed by, beside their own name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Noise {
-    /// The seed of the run.
-    pub seed: u64,
-    /// The step of the run.
-    pub step: u64,
-    /// The row of the global batch with which this round's rows begin, so that microbatches do not matter.
-    pub first_row: u64,
 }
 
 /// What happened, in order. Cloning copies the handle.
@@ -134,15 +115,8 @@ impl Tape {
         self.0.records.get()
     }
 
-    /// A tensor that no gradient reaches.
-    #[must_use]
-    pub fn constant(&self, tensor: Tensor) -> Var {
-        Var::new(self, tensor, None, None)
-    }
-
-    /// The leaf of a parameter; made at its first use, the same one ever after.
-    #[must_use]
-    pub fn leaf(&self, key: Key, tensor: &Tensor) -> Var {
+    /// The number and the tensor of the leaf of a parameter; made at its first use.
+    pub(crate) fn leaf_at(&self, key: Key, tensor: &Tensor) -> (Id, Tensor) {
         let mut arena = self.0.arena.borrow_mut();
         let known = arena.by_key.get(&key).copied();
         let at = known.unwrap_or_else(|| {
@@ -151,9 +125,7 @@ impl Tape {
             arena.by_key.insert(key, at);
             at
         });
-        let tensor = arena.leaves[at as usize].tensor.clone();
-        drop(arena);
-        Var::new(self, tensor, Some(Id::Leaf(at)), None)
+        (Id::Leaf(at), arena.leaves[at as usize].tensor.clone())
     }
 
     /// Runs `f` without recording; what it makes are constants.
@@ -164,32 +136,22 @@ impl Tape {
         value
     }
 
-    /// Another layout of a leaf as a derived leaf; `None` if the variable is no leaf.
-    pub(crate) fn leaf_form(&self, leaf: &Var, to: &Layout, site: &'static Location<'static>) -> Option<Var> {
-        let Some(Id::Leaf(origin)) = leaf.id() else { return None };
+    /// Another layout of a leaf as a derived leaf; `None` if the id is no leaf's.
+    pub(crate) fn leaf_form(&self, id: Option<Id>, to: &Layout, site: &'static Location<'static>) -> Option<(Id, Tensor)> {
+        let Some(Id::Leaf(origin)) = id else { return None };
         let mut arena = self.0.arena.borrow_mut();
         let same = |l: &Leaf| l.origin.as_ref().is_some_and(|o| o.0 == origin) && l.tensor.layout() == to;
-        let at = match arena.leaves.iter().position(same) {
-            Some(at) => at as u32,
-            None => {
-                let op = unwind(Redistribute::new(&self.0.rank, leaf.layout(), to));
-                let inference = unwind(shardgrad_tensor::op::plan(&*op, &self.0.rank, &[leaf.layout()], &[], site));
-                let made = unwind(shardgrad_tensor::op::run(
-                    &*op,
-                    std::slice::from_ref(leaf.tensor()),
-                    &inference,
-                    &self.0.rank,
-                    site,
-                ));
-                let key = arena.leaves[origin as usize].key;
-                let tensor = made.into_iter().next().expect("redistribute has one output");
-                arena.leaves.push(Leaf { key, tensor, origin: Some((origin, op)), cotangent: None });
-                arena.leaves.len() as u32 - 1
-            }
-        };
-        let tensor = arena.leaves[at as usize].tensor.clone();
-        drop(arena);
-        Some(Var::new(self, tensor, Some(Id::Leaf(at)), None))
+        let at = arena.leaves.iter().position(same).unwrap_or_else(|| {
+            let Leaf { key, tensor: stored, .. } = &arena.leaves[origin as usize];
+            let op = unwind(Redistribute::new(&self.0.rank, stored.layout(), to));
+            let inference = unwind(op::plan(&*op, &self.0.rank, &[stored.layout()], &[], site));
+            let made = unwind(op::run(&*op, std::slice::from_ref(stored), &inference, &self.0.rank, site));
+            let tensor = made.into_iter().next().expect("redistribute has one output");
+            let leaf = Leaf { key: *key, tensor, origin: Some((origin, op)), cotangent: None };
+            arena.leaves.push(leaf);
+            arena.leaves.len() - 1
+        });
+        Some((Id::Leaf(at as u32), arena.leaves[at].tensor.clone()))
     }
 
     pub(crate) fn key_of(&self, id: Id) -> Option<Key> {
@@ -199,133 +161,45 @@ impl Tape {
         }
     }
 
-    pub(crate) fn check_readable(&self, site: &'static Location<'static>) -> Result<()> {
-        if self.0.recorder.borrow().is_none() {
-            return Ok(());
-        }
-        Err(Error::new(Kind::Unsupported, "a value is read while the program is recorded")
-            .detail("help", "return the tensor from the recorded function and read it afterwards")
-            .at(site))
+    /// Whether a program is recorded right now.
+    pub(crate) fn is_recording(&self) -> bool {
+        self.0.recorder.borrow().is_some()
     }
 
-    /// Puts an applied op on the tape (and into the recorder, if there is one); gives its visible outputs.
-    pub(crate) fn recorded_op(
-        &self,
-        op: &Rc<dyn Op>,
-        args: &[Var],
-        outputs: SmallVec<[Tensor; 2]>,
-        site: &'static Location<'static>,
-    ) -> SmallVec<[Var; 2]> {
-        let visible = outputs.len() - op.num_saved();
-        let slots = self.note(op, args, &outputs[..visible]);
-        let layouts: SmallVec<[&Layout; 4]> = args.iter().map(|v| v.layout()).collect();
-        let differentiable = shardgrad_tensor::op::differentiable_args(&**op, &layouts);
-        let mut inputs: SmallVec<[Option<Id>; 4]> = SmallVec::new();
-        for (arg, differentiable) in args.iter().zip(&differentiable) {
-            inputs.push(if *differentiable { self.live(arg, site) } else { None });
-        }
-        let needed = self.0.records.get()
-            && inputs.iter().any(Option::is_some)
-            && outputs[..visible].iter().any(|t| t.dtype().is_float());
-        let id = needed.then(|| {
-            let keeps = op.keeps();
-            let keep = |i: usize, kept: &[usize], t: &Tensor| kept.contains(&i).then(|| t.clone());
-            self.push(Node {
-                work: Work::Op(op.clone()),
-                inputs,
-                kept_inputs: args.iter().enumerate().map(|(i, v)| keep(i, keeps.inputs, v.tensor())).collect(),
-                kept_outputs: outputs.iter().enumerate().map(|(i, t)| keep(i, keeps.outputs, t)).collect(),
-                input_layouts: args.iter().map(|v| v.layout().clone()).collect(),
-                output_layouts: outputs.iter().map(|t| t.layout().clone()).collect(),
-                cotangents: SmallVec::from_elem(None, visible),
-                path: Context::of(&self.0.rank).path(),
-            })
-        });
-        outputs
-            .into_iter()
-            .take(visible)
-            .enumerate()
-            .map(|(out, tensor)| {
-                let id = id.filter(|_| tensor.dtype().is_float());
-                let id = id.map(|(round, node)| Id::Made { round, node, out: out as u8 });
-                Var::new(self, tensor, id, slots.map(|record| Slot::Made { record, out: out as u8 }))
-            })
-            .collect()
+    /// Starts (or, with `None`, ends) a recording; gives the recorder that was there.
+    pub(crate) fn set_recorder(&self, recorder: Option<Recorder>) -> Option<Recorder> {
+        self.0.recorder.replace(recorder)
     }
 
-    /// The id of an argument, unless it is a constant.
-    fn live(&self, arg: &Var, site: &'static Location<'static>) -> Option<Id> {
-        let id = arg.id()?;
-        if !Rc::ptr_eq(&self.0, &arg.tape().0) {
-            Error::new(Kind::Unsupported, "two variables of different tapes meet in one op")
-                .detail("help", "use one tape a step, or detach() the older variable")
-                .at(site)
-                .raise();
-        }
-        if let Id::Made { round, .. } = id
-            && round != self.0.arena.borrow().round
-        {
-            Error::new(Kind::Unsupported, "a variable from before the last backward pass is used again")
-                .detail("help", "its graph is gone: recompute it, or detach() it to use its value")
-                .at(site)
-                .raise();
-        }
-        Some(id)
+    /// The slot of a value that came from outside of the recording.
+    pub(crate) fn outer_slot(&self, id: Option<Id>, tensor: &Tensor) -> Slot {
+        let key = id.and_then(|id| self.key_of(id));
+        let mut recorder = self.0.recorder.borrow_mut();
+        recorder.as_mut().expect("asked for while recording only").outer(id, key, tensor)
+    }
+
+    /// Adds a record; gives its number.
+    pub(crate) fn note(&self, record: OpRecord) -> u32 {
+        let mut recorder = self.0.recorder.borrow_mut();
+        let records = &mut recorder.as_mut().expect("asked for while recording only").program.records;
+        records.push(record);
+        records.len() as u32 - 1
+    }
+
+    /// Whether two handles name the same tape.
+    pub(crate) fn same_as(&self, other: &Tape) -> bool {
+        Rc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// The number of the running round.
+    pub(crate) fn round(&self) -> u32 {
+        self.0.arena.borrow().round
     }
 
     pub(crate) fn push(&self, node: Node) -> (u32, u32) {
         let mut arena = self.0.arena.borrow_mut();
         arena.nodes.push(node);
         (arena.round, arena.nodes.len() as u32 - 1)
-    }
-
-    fn note(&self, op: &Rc<dyn Op>, args: &[Var], outputs: &[Tensor]) -> Option<u32> {
-        let mut recorder = self.0.recorder.borrow_mut();
-        let recorder = recorder.as_mut()?;
-        let inputs = args.iter().map(|v| recorder.slot(v)).collect();
-        let outputs = outputs.iter().map(|t| t.layout().clone()).collect();
-        let path = Context::of(&self.0.rank).path();
-        recorder.program.records.push(OpRecord { op: op.clone(), inputs, outputs, path });
-        Some(recorder.program.records.len() as u32 - 1)
-    }
-
-    /// Runs model text under a recorder and without nodes: the program, its outer variables, its results.
-    pub(crate) fn recorded(
-        &self,
-        arguments: &[Var],
-        text: impl FnOnce(&[Var]) -> Result<Vec<Var>>,
-    ) -> Result<(Program, Vec<Var>, Vec<Var>)> {
-        if self.0.recorder.borrow().is_some() {
-            return Err(Error::new(Kind::Unsupported, "a program is recorded inside the recording of another"));
-        }
-        let mut recorder = Recorder::default();
-        arguments.iter().for_each(|v| {
-            recorder.slot(v);
-        });
-        *self.0.recorder.borrow_mut() = Some(recorder);
-        let results = self.no_grad(|| text(arguments));
-        let mut recorder = self.0.recorder.borrow_mut().take().expect("set above");
-        let results = results?;
-        let outputs = results.iter().map(|v| recorder.slot(v)).collect();
-        recorder.program.outputs = outputs;
-        Ok((recorder.program, recorder.outers, results))
-    }
-
-    /// Backpropagates from a scalar: cotangents are added to the leaves, the nodes of the round are used up.
-    pub(crate) fn backward(&self, loss: &Var, site: &'static Location<'static>) -> Result<()> {
-        if loss.layout().numel() != 1 || loss.layout().ndim() != 0 {
-            return Err(Error::new(Kind::Shape, format!("backward of a tensor that is no scalar: {}", loss.layout()))
-                .detail("help", "reduce it first: x.mean().backward() or x.sum().backward()")
-                .at(site));
-        }
-        let id = loss.id().and_then(|_| self.live(loss, site)).ok_or_else(|| {
-            Error::new(Kind::Unsupported, "backward of a value that no gradient reaches")
-                .detail("help", "no parameter took part in it, or it was made under no_grad or an inference tape")
-                .at(site)
-        })?;
-        let seed = Tensor::full(&self.0.rank, &loss.layout().dual(), 1.0)?;
-        self.backward_from([(id, seed)]);
-        Ok(())
     }
 
     /// Backpropagates given cotangents to the leaves; the nodes of the round are used up.
@@ -426,7 +300,7 @@ impl Node {
                 }
                 cotangents
             }
-            Work::Replay(program) => crate::remat::pull_back(rank, program, &self.kept_inputs, &self.cotangents, &wanted),
+            Work::Block(block) => block.pull_back(rank, &self.kept_inputs, &self.cotangents, &wanted),
         }
     }
 }

@@ -1,10 +1,11 @@
 //! A variable: a tensor whose making is on a tape.
 
-use crate::program::Slot;
-use crate::tape::{Id, Key, Tape};
-use shardgrad_dist::Result;
+use crate::id::{Id, Key};
+use crate::program::{OpRecord, Slot};
+use crate::tape::{Node, Tape, Work};
+use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::ops::redistribute::Redistribute;
-use shardgrad_tensor::{Layout, Op, Tensor, Value, op, unwind};
+use shardgrad_tensor::{Context, Layout, Op, Tensor, Value, op, unwind};
 use smallvec::SmallVec;
 use std::cell::RefCell;
 use std::fmt;
@@ -57,16 +58,13 @@ impl Var {
         self.0.id
     }
 
-    pub(crate) fn slot(&self) -> Option<Slot> {
-        self.0.slot
+    /// The same value as one that no recording has made.
+    pub(crate) fn without_slot(&self) -> Var {
+        Var::new(&self.0.tape, self.0.tensor.clone(), self.0.id, None)
     }
 
     pub(crate) fn key(&self) -> Option<Key> {
         self.0.tape.key_of(self.0.id?)
-    }
-
-    pub(crate) fn same_as(&self, other: &Var) -> bool {
-        Rc::ptr_eq(&self.0, &other.0) || (self.0.id.is_some() && self.0.id == other.0.id)
     }
 
     /// The same value in another layout; the collective that leads there has its adjoint on the tape.
@@ -85,7 +83,20 @@ impl Var {
     /// `Kind::Shape` if this is no scalar, `Kind::Unsupported` if no gradient reaches it.
     #[track_caller]
     pub fn backward(&self) -> Result<()> {
-        self.0.tape.backward(self, Location::caller())
+        let (site, layout) = (Location::caller(), self.layout());
+        if layout.ndim() != 0 {
+            return Err(Error::new(Kind::Shape, format!("backward of a tensor that is no scalar: {layout}"))
+                .detail("help", "reduce it first: x.mean().backward() or x.sum().backward()")
+                .at(site));
+        }
+        let id = self.live(site).ok_or_else(|| {
+            Error::new(Kind::Unsupported, "backward of a value that no gradient reaches")
+                .detail("help", "no parameter took part in it, or it was made under no_grad or an inference tape")
+                .at(site)
+        })?;
+        let seed = Tensor::full(self.rank(), &layout.dual(), 1.0)?;
+        self.0.tape.backward_from([(id, seed)]);
+        Ok(())
     }
 
     /// The number in a scalar, on every rank alike: every rank calls this together.
@@ -94,8 +105,26 @@ impl Var {
     /// `Kind::Shape` if there is more than one element; `Kind::Unsupported` while a program is recorded.
     #[track_caller]
     pub fn item(&self) -> Result<f64> {
-        self.0.tape.check_readable(Location::caller())?;
+        if self.0.tape.is_recording() {
+            return Err(Error::new(Kind::Unsupported, "a value is read while the program is recorded")
+                .detail("help", "return the tensor from the recorded function and read it afterwards")
+                .at(Location::caller()));
+        }
         self.0.tensor.item()
+    }
+
+    /// The id, unless this is a constant. A variable whose graph is gone is an error.
+    fn live(&self, site: &'static Location<'static>) -> Option<Id> {
+        let id = self.0.id?;
+        if let Id::Made { round, .. } = id
+            && round != self.0.tape.round()
+        {
+            Error::new(Kind::Unsupported, "a variable from before the last backward pass is used again")
+                .detail("help", "its graph is gone: recompute it, or detach() it to use its value")
+                .at(site)
+                .raise();
+        }
+        Some(id)
     }
 
     /// Another layout of this value, made once.
@@ -103,8 +132,8 @@ impl Var {
         if let Some(form) = self.0.forms.borrow().iter().find(|v| v.layout() == to) {
             return form.clone();
         }
-        let form = match self.0.tape.leaf_form(self, to, site) {
-            Some(form) => form,
+        let form = match self.0.tape.leaf_form(self.0.id, to, site) {
+            Some((id, tensor)) => Var::new(&self.0.tape, tensor, Some(id), None),
             None => {
                 let op = unwind(Redistribute::new(self.rank(), self.layout(), to));
                 Var::apply_at(op, &[self], site).into_iter().next().expect("redistribute has one output")
@@ -126,8 +155,84 @@ impl Var {
         let tensors: SmallVec<[Tensor; 4]> = args.iter().map(|v| v.0.tensor.clone()).collect();
         let outputs =
             op::run(&*op, &tensors, &inference, first.rank(), site).unwrap_or_else(|e| e.raise());
-        first.0.tape.recorded_op(&op, &args, outputs, site)
+        first.0.tape.put(&op, &args, outputs, site)
     }
+}
+
+impl Tape {
+    /// A tensor that no gradient reaches.
+    #[must_use]
+    pub fn constant(&self, tensor: Tensor) -> Var {
+        Var::new(self, tensor, None, None)
+    }
+
+    /// The leaf of a parameter; made at its first use, the same one ever after.
+    #[must_use]
+    pub fn leaf(&self, key: Key, tensor: &Tensor) -> Var {
+        let (id, tensor) = self.leaf_at(key, tensor);
+        Var::new(self, tensor, Some(id), None)
+    }
+
+    /// The slot of a variable in the program that is recorded.
+    pub(crate) fn slot_of(&self, var: &Var) -> Slot {
+        var.0.slot.unwrap_or_else(|| self.outer_slot(var.0.id, &var.0.tensor))
+    }
+
+    /// Puts an applied op on the tape (and into the recorder, if there is one); gives its visible outputs.
+    fn put(
+        &self,
+        op: &Rc<dyn Op>,
+        args: &[Var],
+        outputs: SmallVec<[Tensor; 2]>,
+        site: &'static Location<'static>,
+    ) -> SmallVec<[Var; 2]> {
+        let visible = outputs.len() - op.num_saved();
+        let path = Context::of(self.rank()).path();
+        let record = self.is_recording().then(|| {
+            let inputs = args.iter().map(|v| self.slot_of(v)).collect();
+            let outputs = outputs[..visible].iter().map(|t| t.layout().clone()).collect();
+            self.note(OpRecord { op: op.clone(), inputs, outputs, path: path.clone() })
+        });
+        let inputs = if self.records() { live_inputs(op, args, site) } else { SmallVec::new() };
+        let id = inputs.iter().any(Option::is_some).then(|| {
+            let keeps = op.keeps();
+            let keep = |i: usize, kept: &[usize], t: &Tensor| kept.contains(&i).then(|| t.clone());
+            self.push(Node {
+                work: Work::Op(op.clone()),
+                inputs,
+                kept_inputs: args.iter().enumerate().map(|(i, v)| keep(i, keeps.inputs, v.tensor())).collect(),
+                kept_outputs: outputs.iter().enumerate().map(|(i, t)| keep(i, keeps.outputs, t)).collect(),
+                input_layouts: args.iter().map(|v| v.layout().clone()).collect(),
+                output_layouts: outputs.iter().map(|t| t.layout().clone()).collect(),
+                cotangents: SmallVec::from_elem(None, visible),
+                path,
+            })
+        });
+        let made = |(out, tensor): (usize, Tensor)| {
+            let id = id.filter(|_| tensor.dtype().is_float());
+            let id = id.map(|(round, node)| Id::Made { round, node, out: out as u8 });
+            Var::new(self, tensor, id, record.map(|record| Slot::Made { record, out: out as u8 }))
+        };
+        outputs.into_iter().take(visible).enumerate().map(made).collect()
+    }
+}
+
+/// Per argument, where its cotangent goes: nowhere for constants and for arguments that the op has no gradient in.
+fn live_inputs(op: &Rc<dyn Op>, args: &[Var], site: &'static Location<'static>) -> SmallVec<[Option<Id>; 4]> {
+    let layouts: SmallVec<[&Layout; 4]> = args.iter().map(|v| v.layout()).collect();
+    let differentiable = op::differentiable_args(&**op, &layouts);
+    let tape = args[0].tape();
+    let live = |(arg, differentiable): (&Var, &bool)| {
+        let id = if *differentiable { arg.live(site) } else { None };
+        if id.is_some() && !tape.same_as(arg.tape()) {
+            Error::new(Kind::Unsupported, "two variables of different tapes meet in one op")
+                .detail("help", "use one tape a step, or detach() the older variable")
+                .at(site)
+                .raise();
+        }
+        id
+    };
+    args.iter().zip(&differentiable).map(live).collect()
 }
 
 impl Value for Var {

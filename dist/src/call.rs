@@ -47,9 +47,9 @@ pub struct Call<'a> {
     pub axes: AxisSet,
     /// What the elements are.
     pub dtype: DType,
-    /// The part of the step.
+    /// The part of the step; the same on all ranks that meet.
     pub phase: Phase,
-    /// The value in question, as in `h.3.mlp.out`. May be empty; where several ranks name one, it must be the same.
+    /// The value in question, as in `h.3.mlp.out`. May be empty; ranks that meet and name one name the same.
     pub path: &'a str,
     /// The line of user code that asked.
     pub site: &'static Location<'static>,
@@ -303,7 +303,8 @@ mod tests {
     fn moved_elements_by_hand() {
         let mesh = Mesh::new(&[("tp", 3)]).unwrap();
         let axes = AxisSet::one(Axis(0));
-        let call = Call { axes, dtype: DType::F32, phase: Phase::Forward, path: "", site: Location::caller() };
+        let call =
+            Call { axes, dtype: DType::F32, phase: Phase::Forward, path: "", site: Location::caller() };
         let moved = |rank: usize, op: Op, counts: &[usize], received: &[usize]| {
             let seat = Seat::new(&mesh, rank, axes);
             Request { call: &call, op, seat: &seat, number: 1, counts, received, x: None }.moved_numel()

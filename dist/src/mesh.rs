@@ -154,7 +154,10 @@ impl Mesh {
                 .split_once('=')
                 .and_then(|(n, s)| Some((n.trim(), s.trim().parse::<usize>().ok()?)))
                 .ok_or_else(|| {
-                    Error::new(Kind::Mesh, format!("`{part}` is no mesh axis; write axis=size, as in dp=2,tp=2"))
+                    Error::new(
+                        Kind::Mesh,
+                        format!("`{part}` is no mesh axis; write axis=size, as in dp=2,tp=2"),
+                    )
                 })?;
             axes.push((name, size));
         }
@@ -250,7 +253,8 @@ impl Mesh {
     #[must_use]
     pub fn describe(&self, rank: usize) -> String {
         let coordinate = self.coordinate(rank);
-        let at: Vec<String> = self.axes().map(|a| format!("{}={}", self.name(a), coordinate[a.0 as usize])).collect();
+        let at: Vec<String> =
+            self.axes().map(|a| format!("{}={}", self.name(a), coordinate[a.0 as usize])).collect();
         format!("{rank} ({}) of {self}", at.join(", "))
     }
 
@@ -284,7 +288,10 @@ impl Mesh {
     pub fn fold(&self, outer: Axis, name: &str) -> Result<Mesh, Error> {
         let at = outer.0 as usize;
         if at + 1 >= self.num_axes() {
-            return Err(Error::new(Kind::Mesh, format!("axis `{}` has no inner neighbour to fold with", self.name(outer))));
+            return Err(Error::new(
+                Kind::Mesh,
+                format!("axis `{}` has no inner neighbour to fold with", self.name(outer)),
+            ));
         }
         let mut axes: Vec<(&str, usize)> = self.axes().map(|a| (self.name(a), self.size(a))).collect();
         let size = axes[at].1 * axes[at + 1].1;
@@ -303,5 +310,55 @@ impl fmt::Display for Mesh {
 impl fmt::Debug for Mesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_by_hand() {
+        let mesh = Mesh::parse("dp=2, tp=3").unwrap();
+        let (dp, tp) = (mesh.axis("dp").unwrap(), mesh.axis("tp").unwrap());
+        assert_eq!(mesh.describe(4), "4 (dp=1, tp=1) of mesh(dp=2, tp=3)");
+        assert_eq!(mesh.group(4, AxisSet::one(dp)), [1, 4]);
+        assert_eq!(mesh.group(4, AxisSet::one(tp)), [3, 4, 5]);
+        assert_eq!(mesh.group(4, mesh.all_axes()), [0, 1, 2, 3, 4, 5]);
+        assert_eq!(
+            (mesh.all_axes().bits(), AxisSet::one(tp).bits(), mesh.names(mesh.all_axes())),
+            (3, 2, "dp,tp".into())
+        );
+    }
+
+    #[test]
+    fn split_and_folded_axes_keep_every_rank_in_place() {
+        let mesh = Mesh::parse("dp=4,tp=3").unwrap();
+        let split = mesh.split(Axis(0), ("dp", 2), ("ep", 2)).unwrap();
+        assert_eq!(split.to_string(), "mesh(dp=2, ep=2, tp=3)");
+        assert_eq!(split.fold(Axis(0), "dp").unwrap(), mesh);
+        assert_eq!(
+            split.group(7, [Axis(0), Axis(1)].into_iter().collect()),
+            mesh.group(7, AxisSet::one(Axis(0)))
+        );
+        assert_eq!(mesh.split(Axis(1), ("a", 2), ("b", 2)).unwrap_err().kind(), Kind::Mesh);
+        assert_eq!(mesh.fold(Axis(1), "x").unwrap_err().kind(), Kind::Mesh);
+    }
+
+    #[test]
+    fn meshes_that_cannot_be_are_refused() {
+        for text in [
+            "tp",
+            "tp=0",
+            "tp=x",
+            "tp=2,tp=2",
+            "2=2",
+            "a b=2",
+            "a=65536,b=65536",
+            "a=1,b=1,c=1,d=1,e=1,f=1,g=1,h=1,i=1",
+        ] {
+            assert_eq!(Mesh::parse(text).unwrap_err().kind(), Kind::Mesh, "{text}");
+        }
+        assert_eq!(Mesh::parse(" ").unwrap(), Mesh::single());
     }
 }

@@ -27,8 +27,10 @@ fn unlike(mesh: &Mesh, members: &[usize], calls: &[&Issued], differences: &[&str
             None => classes.push((call, vec![rank])),
         }
     }
-    let clauses: Vec<String> =
-        classes.iter().map(|(call, ranks)| format!("{} called {}", list(ranks), call.text(mesh, ranks[0]))).collect();
+    let clauses: Vec<String> = classes
+        .iter()
+        .map(|(call, ranks)| format!("{} called {}", list(ranks), call.text(mesh, ranks[0])))
+        .collect();
     Error::new(Kind::Collective, format!("collective mismatch: {}", clauses.join(", ")))
         .detail("differs", differences.join(", "))
         .detail("ranks", format!("{members:?} of {mesh}"))
@@ -60,9 +62,12 @@ pub(crate) fn wrong_letter(mesh: &Mesh, letter: &Letter, to: usize, asked: &Issu
     (!differences.is_empty()).then(|| {
         let (from, sent) = (letter.from, letter.issued.text(mesh, letter.from));
         let asked = asked.text(mesh, to);
-        Error::new(Kind::Collective, format!("collective mismatch: rank {from} called {sent}, rank {to} called {asked}"))
-            .detail("differs", differences.join(", "))
-            .detail("help", "messages of a pair of ranks are received in the order in which they are sent")
+        Error::new(
+            Kind::Collective,
+            format!("collective mismatch: rank {from} called {sent}, rank {to} called {asked}"),
+        )
+        .detail("differs", differences.join(", "))
+        .detail("help", "messages of a pair of ranks are received in the order in which they are sent")
     })
 }
 
@@ -76,7 +81,10 @@ pub(crate) fn cycle(mesh: &Mesh, seen: &[Seen], ranks: &[usize]) -> Error {
     let waits: Vec<String> = (0..ranks.len()).map(wait).collect();
     Error::new(Kind::Collective, format!("ranks wait in a circle: {}", waits.join(", ")))
         .detail("ranks", format!("{ranks:?} of {mesh}"))
-        .detail("help", "ranks that share groups call them in the same order; a recv needs a send of its peer before")
+        .detail(
+            "help",
+            "ranks that share groups call them in the same order; a recv needs a send of its peer before",
+        )
 }
 
 /// The error of waiting for a rank that is gone.
@@ -91,8 +99,10 @@ pub(crate) fn departed(mesh: &Mesh, seen: &[Seen], waiting: usize, gone: usize) 
 /// The error of a wait that took too long: who has come, who has not, and where those are.
 pub(crate) fn overdue(mesh: &Mesh, seen: &[Seen], waiting: usize, limit: Duration) -> Error {
     let call = seen[waiting].issued.text(mesh, waiting);
-    let (absent, arrived): (Vec<usize>, Vec<usize>) =
-        mesh.group(waiting, seen[waiting].issued.axes).into_iter().partition(|r| seen[waiting].absent.contains(r));
+    let (absent, arrived): (Vec<usize>, Vec<usize>) = mesh
+        .group(waiting, seen[waiting].issued.axes)
+        .into_iter()
+        .partition(|r| seen[waiting].absent.contains(r));
     let mut error = Error::new(
         Kind::Timeout,
         format!("rank {waiting} waited more than {limit:?} in {call} for {}", list(&absent)),
@@ -110,14 +120,20 @@ pub(crate) fn overdue(mesh: &Mesh, seen: &[Seen], waiting: usize, limit: Duratio
 /// The error of a wait for members that have come but do not finish.
 pub(crate) fn unfinished(mesh: &Mesh, rank: usize, call: &Issued, limit: Duration) -> Error {
     let call = call.text(mesh, rank);
-    Error::new(Kind::Timeout, format!("rank {rank} waited more than {limit:?} for the others to finish {call}"))
-        .detail("rank", mesh.describe(rank))
+    Error::new(
+        Kind::Timeout,
+        format!("rank {rank} waited more than {limit:?} for the others to finish {call}"),
+    )
+    .detail("rank", mesh.describe(rank))
 }
 
 /// The error of a message that nobody has received at the end.
 pub(crate) fn unread(mesh: &Mesh, to: usize, letter: &Letter) -> Error {
     let (from, call) = (letter.from, letter.issued.text(mesh, letter.from));
-    Error::new(Kind::Collective, format!("rank {from} called {call}, and rank {to} returned without receiving it"))
+    Error::new(
+        Kind::Collective,
+        format!("rank {from} called {call}, and rank {to} returned without receiving it"),
+    )
 }
 
 /// The error of a rank that has to stop because of another one. `doing` continues `while rank 3 ...`.

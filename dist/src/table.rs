@@ -214,7 +214,8 @@ impl Table {
         (0..lines.len())
             .map(|rank| {
                 let waiting = before[rank] % 2 == 1 && before[rank] == after[rank];
-                let absent = if waiting && !letters[rank] { absent(&self.mesh, &lines, rank) } else { Vec::new() };
+                let absent =
+                    if waiting && !letters[rank] { absent(&self.mesh, &lines, rank) } else { Vec::new() };
                 Seen { state: lines[rank].0, issued: lines[rank].1.clone(), waiting, absent }
             })
             .collect()

@@ -95,7 +95,9 @@ impl Trace {
         }
         let (reduction, peer) = match request.op {
             Op::AllReduce(how) => (Some(how), None),
-            Op::Broadcast { root: peer } | Op::Send { to: peer } | Op::Recv { from: peer } => (None, Some(peer)),
+            Op::Broadcast { root: peer } | Op::Send { to: peer } | Op::Recv { from: peer } => {
+                (None, Some(peer))
+            }
             _ => (None, None),
         };
         self.records.borrow_mut().push(Record {

@@ -1,9 +1,9 @@
 //! Where kernels run: the object-safe trait, the CPU and the null back end.
 
-use crate::buffer::{Allocator, Buffer, MemoryStats};
+use crate::buffer::{Allocator, Buffer};
 use crate::cpu::Pool;
 use crate::dtype::Element;
-use crate::error::KernelError;
+use crate::error::{KernelError, MemoryStats};
 use crate::kernel::{Cost, Kernel, Launch};
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};

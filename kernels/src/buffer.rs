@@ -4,7 +4,7 @@
 //! handle. Memory is never uninitialised: new blocks are zeroed by the system, reused blocks hold old values.
 
 use crate::dtype::Element;
-use crate::error::KernelError;
+use crate::error::{KernelError, MemoryStats};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,19 +14,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// Alignment of every block: one cache line, one AVX-512 register.
 pub const ALIGNMENT: usize = 64;
-
-/// What an allocator has given out and taken from the system.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct MemoryStats {
-    /// Bytes in live buffers.
-    pub in_use_bytes: usize,
-    /// The most that `in_use_bytes` has been.
-    pub peak_bytes: usize,
-    /// Bytes taken from the system and not given back.
-    pub reserved_bytes: usize,
-    /// How often memory was taken from the system.
-    pub num_system_allocs: usize,
-}
 
 #[derive(Default)]
 struct Counters {

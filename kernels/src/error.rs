@@ -1,8 +1,20 @@
 //! What can go wrong on a device, as facts; the public error wraps them.
 
-use crate::buffer::MemoryStats;
 use crate::dtype::DType;
 use std::fmt;
+
+/// What an allocator has given out and taken from the system.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryStats {
+    /// Bytes in live buffers.
+    pub in_use_bytes: usize,
+    /// The most that `in_use_bytes` has been.
+    pub peak_bytes: usize,
+    /// Bytes taken from the system and not given back.
+    pub reserved_bytes: usize,
+    /// How often memory was taken from the system.
+    pub num_system_allocs: usize,
+}
 
 /// A fact about a failed allocation or launch.
 #[derive(Clone, Debug, PartialEq, Eq)]

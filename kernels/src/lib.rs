@@ -8,8 +8,8 @@ compile_error!("shardgrad needs unwinding: a failing rank must release the other
 
 pub mod dtype;
 pub mod strides;
-pub mod buffer;
 pub mod error;
+pub mod buffer;
 pub mod cpu;
 pub mod kernel;
 pub mod backend;
@@ -17,9 +17,9 @@ pub mod null;
 pub mod op;
 
 pub use backend::{Backend, Cpu, Device, upload};
-pub use buffer::{Allocator, Buffer, MemoryStats};
+pub use buffer::{Allocator, Buffer};
 pub use dtype::{DType, Element, Float, Real};
-pub use error::KernelError;
+pub use error::{KernelError, MemoryStats};
 pub use kernel::{Arg, ArgMut, Bound, Cost, HostCode, Kernel, Launch, Scalar};
 pub use null::Null;
 pub use strides::{Dims, Strides};

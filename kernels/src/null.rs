@@ -1,8 +1,8 @@
 //! A back end that computes nothing: it counts what the same program would allocate, move and compute.
 
 use crate::backend::{Backend, Device};
-use crate::buffer::{Buffer, MemoryStats};
-use crate::error::KernelError;
+use crate::buffer::Buffer;
+use crate::error::{KernelError, MemoryStats};
 use crate::kernel::{Cost, Kernel, Launch};
 use std::sync::{Arc, Mutex, PoisonError};
 

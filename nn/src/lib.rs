@@ -1,1 +1,36 @@
-//! placeholder
+//! The study of shardgrad: parameters, layers, models, plans and optimizers.
+//!
+//! A model is a plain struct of layers whose fields are its names. It is written as if for one device; a [`Plan`] says
+//! which mesh axes split which parameters and activations, and [`Model::new`] brings the two together on a rank.
+//!
+//! What always holds:
+//! - `layer` and `model` name no mesh axis, no rank and no collective.
+//! - A parameter's name, its initial value and its file form are functions of the model text, not of the mesh.
+//! - What is stored holds only shards and invariant copies; optimizer state lies as its parameter does.
+//! - A rule of a plan that matches nothing is an error.
+
+#![forbid(unsafe_code)]
+
+pub mod name;
+pub mod point;
+pub mod param;
+pub mod module;
+pub mod plan;
+pub mod placed;
+pub mod loss;
+pub mod layer;
+pub mod optim;
+pub mod hf;
+pub mod model;
+pub mod checkpoint;
+
+pub use hf::Gpt2Config;
+pub use layer::{Attention, Block, Dropout, Embedding, LayerNorm, Linear, Mlp, RmsNorm};
+pub use loss::cross_entropy;
+pub use model::Gpt2;
+pub use module::{Leaf, Module};
+pub use optim::{AdamW, Report, Schedule, StepArgs};
+pub use param::{Init, Param};
+pub use placed::Model;
+pub use plan::Plan;
+pub use point::Point;

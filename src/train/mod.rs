@@ -6,14 +6,10 @@ mod validate;
 pub(crate) use session::{Session, StepReport};
 pub(crate) use validate::mean_loss;
 
+use crate::data::Batch;
 use shardgrad::nn::optim::Schedule;
 use shardgrad::prelude::*;
-
-/// Where rows of tokens come from. A row is a function of its global number, so the mesh does not change what is read.
-pub(crate) trait Rows: Sync {
-    /// Row `sample` of the run: `seq + 1` tokens.
-    fn row(&self, sample: u64) -> Vec<u8>;
-}
+use std::ops::Range;
 
 /// Everything that decides the numbers of a run.
 #[derive(Clone, Debug)]
@@ -33,19 +29,17 @@ pub(crate) struct Recipe {
     pub(crate) dtype: DType,
 }
 
-/// Tokens `rows` of a global batch as a tensor split over the batch axes; every rank uploads its own rows only.
-pub(crate) fn tokens(
+/// Inputs and targets `[rows, seq]`, split over the batch axes; every rank reads its own rows only. `read` gives the
+/// tokens of a range of rows.
+pub(crate) fn batch(
     rank: &Rank,
     plan: &Plan,
     shape: [usize; 2],
-    mut row: impl FnMut(usize) -> Vec<i64>,
-) -> Result<Tensor> {
+    read: impl FnOnce(Range<usize>) -> Result<Batch>,
+) -> Result<(Tensor, Tensor)> {
     let layout = plan.batch_layout(rank.mesh(), DType::I64, &shape)?;
-    let mut own = Vec::new();
-    for r in layout.range(0, rank.coordinates()) {
-        own.extend(row(r));
-    }
-    Tensor::from_local(rank, &layout, &own)
+    let own = read(layout.range(0, rank.coordinates()))?;
+    Ok((Tensor::from_local(rank, &layout, &own.inputs)?, Tensor::from_local(rank, &layout, &own.targets)?))
 }
 
 /// This rank's part of a scalar, such that the parts of all ranks add up to it.

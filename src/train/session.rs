@@ -1,9 +1,11 @@
 //! One rank's side of a training run: a model, its optimizer, and a step.
 
-use super::{Recipe, share, tokens};
+use super::{Recipe, batch, share};
+use crate::data::Sampler;
 use shardgrad::nn::model::Gpt2;
 use shardgrad::prelude::*;
 use shardgrad::tensor::Context;
+use std::ops::Range;
 
 /// What one step left behind; the same on every rank.
 #[derive(Clone, Copy, Debug)]
@@ -22,18 +24,19 @@ pub(crate) struct Session<'a> {
     pub(crate) plan: &'a Plan,
     pub(crate) model: Model<Gpt2>,
     pub(crate) optim: AdamW,
+    pub(crate) sampler: &'a Sampler,
 }
 
 impl Session<'_> {
-    /// Forward, backward and update on the rows of step `step` (counted from 0). `row` gives `seq + 1` tokens.
+    /// Forward, backward and update on the rows of step `step` (counted from 0).
     ///
     /// # Errors
     /// `Kind::NotFinite` on every rank, before the update, if the loss or a gradient is not finite.
-    pub(crate) fn step(&mut self, step: usize, row: &dyn Fn(u64) -> Vec<i64>, stop: bool) -> Result<StepReport> {
+    pub(crate) fn step(&mut self, step: usize, stop: bool) -> Result<StepReport> {
         let tape = self.model.tape();
         let mut loss_share = 0.0;
         for round in 0..self.recipe.microbatches {
-            let loss = self.loss(&tape, step, round, row)?;
+            let loss = self.loss(&tape, step, round)?;
             loss_share += share(loss.tensor())?;
             loss.backward()?;
         }
@@ -42,32 +45,32 @@ impl Session<'_> {
         let report = self.optim.step(&self.model, tape.gradients(), args)?;
         let (loss, stop) = (report.control[0], report.control[1] > 0.0);
         if !report.applied {
-            return Err(self.explain_not_finite(step, loss, report.grad_norm, row));
+            return Err(self.explain_not_finite(step, loss, report.grad_norm));
         }
         Ok(StepReport { loss, grad_norm: report.grad_norm, lr, stop })
     }
 
     /// The share of round `round` in the mean loss of the global batch.
-    fn loss(&self, tape: &Tape, step: usize, round: usize, row: &dyn Fn(u64) -> Vec<i64>) -> Result<Var> {
-        let Recipe { batch, seq, microbatches, seed, .. } = *self.recipe;
-        let rows = batch / microbatches;
-        let first_row = round * rows;
-        tape.set_noise(Some(Noise { seed, step: step as u64, first_row: first_row as u64 }));
-        let sample = |r: usize| (step * batch + first_row + r) as u64;
-        let ids = tokens(self.rank, self.plan, [rows, seq], |r| row(sample(r))[..seq].to_vec())?;
-        let targets = tokens(self.rank, self.plan, [rows, seq], |r| row(sample(r))[1..].to_vec())?;
+    fn loss(&self, tape: &Tape, step: usize, round: usize) -> Result<Var> {
+        let Recipe { batch: global, seq, microbatches, seed, .. } = *self.recipe;
+        let rows = global / microbatches;
+        let first_row = (round * rows) as u64;
+        tape.set_noise(Some(Noise { seed, step: step as u64, first_row }));
+        let first = Sampler::step(step as u64, global as u64).start + first_row;
+        let read = |own: Range<usize>| self.sampler.batch(first + own.start as u64..first + own.end as u64);
+        let (ids, targets) = batch(self.rank, self.plan, [rows, seq], read)?;
         let loss = self.model.loss(&tape.constant(ids), &tape.constant(targets));
         Ok(if microbatches == 1 { loss } else { loss.scale(1.0 / microbatches as f64) })
     }
 
     /// Replays the step with every op checked, to name the first one whose result is not finite.
-    fn explain_not_finite(&self, step: usize, loss: f64, grad_norm: f64, row: &dyn Fn(u64) -> Vec<i64>) -> Error {
+    fn explain_not_finite(&self, step: usize, loss: f64, grad_norm: f64) -> Error {
         let context = Context::of(self.rank);
         context.set_watched(true);
         let replay = || -> Result<()> {
             let tape = self.model.tape();
             for round in 0..self.recipe.microbatches {
-                self.loss(&tape, step, round, row)?.backward()?;
+                self.loss(&tape, step, round)?.backward()?;
             }
             let _ = tape.gradients();
             Ok(())

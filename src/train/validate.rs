@@ -1,30 +1,28 @@
 //! The mean loss over a list of windows, on any mesh.
 
-use super::{share, tokens};
+use super::{batch, share};
+use crate::data::Sampler;
 use shardgrad::nn::model::Gpt2;
 use shardgrad::prelude::*;
 use shardgrad::tensor::control::world_sum;
+use std::ops::Range;
 use std::panic::Location;
 
-/// Mean next-token loss over all tokens of `num_windows` windows of `seq + 1` tokens, `batch` windows at a time.
-/// Every rank calls this together and gets the same number.
+/// Mean next-token loss over all tokens of all windows of a sampler whose order is sequential, `rows_max` windows at a
+/// time. Every rank calls this together and gets the same number.
 ///
 /// # Errors
 /// What the model and the collectives report.
 #[track_caller]
-pub(crate) fn mean_loss(
-    model: &Model<Gpt2>,
-    plan: &Plan,
-    [num_windows, batch, seq]: [usize; 3],
-    window: impl Fn(usize) -> Vec<i64>,
-) -> Result<f64> {
+pub(crate) fn mean_loss(model: &Model<Gpt2>, plan: &Plan, windows: &Sampler, rows_max: usize) -> Result<f64> {
     let (rank, site) = (model.rank(), Location::caller());
+    let num_windows = windows.num_windows();
     let mut sum = 0.0;
-    for first in (0..num_windows).step_by(batch) {
-        let rows = batch.min(num_windows - first);
+    for first in (0..num_windows).step_by(rows_max) {
+        let rows = rows_max.min((num_windows - first) as usize);
+        let read = |own: Range<usize>| windows.batch(first + own.start as u64..first + own.end as u64);
+        let (ids, targets) = batch(rank, plan, [rows, windows.seq()], read)?;
         let tape = model.inference();
-        let ids = tokens(rank, plan, [rows, seq], |r| window(first + r)[..seq].to_vec())?;
-        let targets = tokens(rank, plan, [rows, seq], |r| window(first + r)[1..].to_vec())?;
         let loss = model.loss(&tape.constant(ids), &tape.constant(targets));
         sum += share(loss.tensor())? * rows as f64;
     }

@@ -125,7 +125,7 @@ impl Tensor {
     /// `Kind::Layout` if no route leads there; what the collectives report.
     pub fn to_layout_at(&self, to: &Layout, site: &'static Location<'static>) -> Result<Tensor> {
         let route = Context::of(self.rank()).routes.route(self.layout(), to, self.dtype().is_float())?;
-        crate::redistribute::run(self, &route.steps, site)
+        crate::redistribute::run(self, &route.steps, to, site)
     }
 
     fn check_readable(&self, site: &'static Location<'static>) -> Result<()> {

@@ -1,9 +1,10 @@
 //! What an op is, and how one is applied: infer or refuse, take the implied steps, run the local piece.
 
 use crate::context::Context;
-use crate::infer::{Inference, Refusal, Rule, infer};
+use crate::infer::{Inference, Rule, infer};
 use crate::layout::Layout;
 use crate::piece::Piece;
+use crate::refusal::Refusal;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::{DType, Kernel, Scalar};
@@ -317,6 +318,39 @@ pub fn apply(
         })
         .collect::<Result<_>>()?;
     run(&**op, &args, &inference, &rank, site)
+}
+
+impl Tensor {
+    /// The visible outputs of an op on plain tensors. Misuse unwinds with the error.
+    #[track_caller]
+    #[must_use]
+    pub fn results(op: Rc<dyn Op>, args: &[&Tensor]) -> SmallVec<[Tensor; 2]> {
+        let mut outputs = unwind(apply(&op, args, &[], Location::caller()));
+        outputs.truncate(outputs.len() - op.num_saved());
+        outputs
+    }
+
+    /// The one visible output of an op on plain tensors.
+    #[track_caller]
+    #[must_use]
+    pub fn result(op: Rc<dyn Op>, args: &[&Tensor]) -> Tensor {
+        Tensor::results(op, args).into_iter().next().expect("the op has an output")
+    }
+
+    /// Applies an op with one visible output whose layout is known beforehand: it decides extent and split of labels
+    /// that no argument has. This is what a vjp calls; the layout is the dual of the argument's.
+    #[track_caller]
+    #[must_use]
+    pub fn apply_with(op: Rc<dyn Op>, args: &[&Tensor], want: Layout) -> Tensor {
+        let outputs = unwind(apply(&op, args, &[Some(want)], Location::caller()));
+        outputs.into_iter().next().expect("the op has an output")
+    }
+}
+
+/// The value, or an unwinding to the rank boundary with the error.
+#[track_caller]
+pub fn unwind<T>(result: Result<T>) -> T {
+    result.unwrap_or_else(|e| e.at(Location::caller()).raise())
 }
 
 /// Adds the fixed lines of a message: signature, arguments, place, rank.

@@ -3,7 +3,7 @@
 use crate::context::Context;
 use crate::layout::Layout;
 use crate::piece::Piece;
-use crate::route::Step;
+use crate::step::Step;
 use crate::state::State;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Axis, AxisSet, Call, Rank, ReduceOp, Result};
@@ -20,16 +20,17 @@ pub fn implied(x: &Tensor, to: &Layout, site: &'static Location<'static>) -> Res
         return Ok(form);
     }
     let route = Context::of(x.rank()).routes.route(x.layout(), to, x.dtype().is_float())?;
-    let form = run(x, &route.steps, site)?;
+    let form = run(x, &route.steps, to, site)?;
     x.keep_form(form.clone());
     Ok(form)
 }
 
-/// Takes the steps one after the other. Every rank of the groups concerned calls this together.
+/// Takes the steps one after the other, to a layout that the last one agrees with. Every rank of the groups concerned
+/// calls this together.
 ///
 /// # Errors
 /// What the collectives report.
-pub fn run(x: &Tensor, steps: &[Step], site: &'static Location<'static>) -> Result<Tensor> {
+pub fn run(x: &Tensor, steps: &[Step], goal: &Layout, site: &'static Location<'static>) -> Result<Tensor> {
     let rank = x.rank();
     let (mut layout, mut piece) = (x.layout().clone(), x.piece().clone());
     for step in steps {
@@ -37,7 +38,21 @@ pub fn run(x: &Tensor, steps: &[Step], site: &'static Location<'static>) -> Resu
         piece = Move { rank, from: &layout, to: &to, axes: step.axes, site }.take(piece, step.to)?;
         layout = to;
     }
-    Ok(Tensor::assemble(rank, layout, piece))
+    debug_assert!(layout.agrees(goal), "the steps lead from {} to {goal}, not to {layout}", x.layout());
+    Ok(Tensor::assemble(rank, goal.clone(), piece))
+}
+
+/// The largest of each element over the ranks of some axes, the same on all of them.
+///
+/// # Errors
+/// What the collective reports.
+pub fn reduce_max(rank: &Rank, x: &Piece, axes: AxisSet, site: &'static Location<'static>) -> Result<Piece> {
+    let flat = x.flat(rank)?;
+    let context = Context::of(rank);
+    let path = context.path();
+    let call = Call { axes, dtype: x.dtype, phase: context.phase(), path: &path, site };
+    let buffer = rank.all_reduce(&call, &flat.buffer, flat.numel(), ReduceOp::Max)?;
+    Ok(Piece { buffer, dtype: x.dtype, view: Strides::contiguous(&x.view.shape) })
 }
 
 /// One step on one rank.

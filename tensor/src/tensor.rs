@@ -57,6 +57,12 @@ impl Tensor {
         &self.0.piece
     }
 
+    /// Whether two handles name the same tensor.
+    #[must_use]
+    pub fn same_as(&self, other: &Tensor) -> bool {
+        Rc::ptr_eq(&self.0, &other.0)
+    }
+
     /// The global shape.
     #[must_use]
     pub fn shape(&self) -> Dims {

@@ -1,16 +1,47 @@
 //! The methods that users see, written once for plain tensors and for recorded variables.
 
 use crate::layout::Layout;
-use crate::op::Op;
+use crate::op::{Op, unwind};
+use crate::ops::add::Add;
+use crate::ops::add_scalar::AddScalar;
+use crate::ops::attention::Attention;
+use crate::ops::cast::Cast;
+use crate::ops::cross_entropy_terms::CrossEntropyTerms;
+use crate::ops::div::Div;
+use crate::ops::dropout::Dropout;
 use crate::ops::einsum;
+use crate::ops::embedding::Embedding;
+use crate::ops::exp::Exp;
+use crate::ops::gelu::Gelu;
+use crate::ops::layer_norm::LayerNorm;
+use crate::ops::log::Log;
+use crate::ops::max_last::MaxLast;
+use crate::ops::mul::Mul;
+use crate::ops::neg::Neg;
+use crate::ops::permute::Permute;
+use crate::ops::reciprocal::Reciprocal;
+use crate::ops::relu::Relu;
+use crate::ops::reshape::Reshape;
+use crate::ops::rms_norm::RmsNorm;
+use crate::ops::scale::Scale;
+use crate::ops::silu::Silu;
+use crate::ops::slice::{Pad, Slice};
+use crate::ops::softmax::Softmax;
+use crate::ops::sqrt::Sqrt;
+use crate::ops::square::Square;
+use crate::ops::sub::Sub;
+use crate::ops::sum::{Expand, Sum};
+use crate::ops::sum_squares::SumSquares;
+use crate::ops::tanh::Tanh;
+use crate::ops::unbind::{Stack, Unbind};
 use crate::tensor::Tensor;
-use shardgrad_dist::{Error, Rank, Result};
+use shardgrad_dist::Rank;
 use shardgrad_kernels::{DType, Dims};
 use smallvec::SmallVec;
-use std::panic::Location;
+use std::ops::Range;
 use std::rc::Rc;
 
-/// A tensor in the eyes of model code. Misuse unwinds with the [`Error`] that names op, layouts and line.
+/// A tensor in the eyes of model code. Misuse unwinds with the [`Error`](shardgrad_dist::Error) that names op, layouts and line.
 pub trait Value: Clone {
     /// The plain tensor behind the value.
     fn tensor(&self) -> &Tensor;
@@ -63,8 +94,303 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn einsum(&self, signature: &str, other: &Self) -> Self {
-        let op = einsum::Einsum::new(signature).unwrap_or_else(|e| e.at(Location::caller()).raise());
-        Self::apply_one(Rc::new(op), &[self, other])
+        Self::apply_one(Rc::new(unwind(einsum::Einsum::new(signature))), &[self, other])
+    }
+
+    /// x + y; the one with fewer dims is repeated along the leading dims of the other.
+    #[track_caller]
+    #[must_use]
+    fn add(&self, other: &Self) -> Self {
+        Self::apply_one(Add::of(self.layout().ndim(), other.layout().ndim()), &[self, other])
+    }
+
+    /// x - y; the one with fewer dims is repeated along the leading dims of the other.
+    #[track_caller]
+    #[must_use]
+    fn sub(&self, other: &Self) -> Self {
+        Self::apply_one(Sub::of(self.layout().ndim(), other.layout().ndim()), &[self, other])
+    }
+
+    /// x y elementwise; the one with fewer dims is repeated along the leading dims of the other.
+    #[track_caller]
+    #[must_use]
+    fn mul(&self, other: &Self) -> Self {
+        Self::apply_one(Mul::of(self.layout().ndim(), other.layout().ndim()), &[self, other])
+    }
+
+    /// x / y; the one with fewer dims is repeated along the leading dims of the other.
+    #[track_caller]
+    #[must_use]
+    fn div(&self, other: &Self) -> Self {
+        Self::apply_one(Div::of(self.layout().ndim(), other.layout().ndim()), &[self, other])
+    }
+
+    /// c x for a number c.
+    #[track_caller]
+    #[must_use]
+    fn scale(&self, factor: f64) -> Self {
+        Self::apply_one(Rc::new(Scale { factor }), &[self])
+    }
+
+    /// x + c for a number c. A pending sum is completed.
+    #[track_caller]
+    #[must_use]
+    fn add_scalar(&self, term: f64) -> Self {
+        Self::apply_one(Rc::new(AddScalar { term }), &[self])
+    }
+
+    /// -x.
+    #[track_caller]
+    #[must_use]
+    fn neg(&self) -> Self {
+        Self::apply_one(Rc::new(Neg), &[self])
+    }
+
+    /// exp(x).
+    #[track_caller]
+    #[must_use]
+    fn exp(&self) -> Self {
+        Self::apply_one(Rc::new(Exp), &[self])
+    }
+
+    /// ln(x).
+    #[track_caller]
+    #[must_use]
+    fn log(&self) -> Self {
+        Self::apply_one(Rc::new(Log), &[self])
+    }
+
+    /// The square root of x.
+    #[track_caller]
+    #[must_use]
+    fn sqrt(&self) -> Self {
+        Self::apply_one(Rc::new(Sqrt), &[self])
+    }
+
+    /// x^2.
+    #[track_caller]
+    #[must_use]
+    fn square(&self) -> Self {
+        Self::apply_one(Rc::new(Square), &[self])
+    }
+
+    /// 1 / x.
+    #[track_caller]
+    #[must_use]
+    fn reciprocal(&self) -> Self {
+        Self::apply_one(Rc::new(Reciprocal), &[self])
+    }
+
+    /// tanh(x).
+    #[track_caller]
+    #[must_use]
+    fn tanh(&self) -> Self {
+        Self::apply_one(Rc::new(Tanh), &[self])
+    }
+
+    /// max(x, 0).
+    #[track_caller]
+    #[must_use]
+    fn relu(&self) -> Self {
+        Self::apply_one(Rc::new(Relu), &[self])
+    }
+
+    /// x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
+    #[track_caller]
+    #[must_use]
+    fn gelu(&self) -> Self {
+        Self::apply_one(Rc::new(Gelu), &[self])
+    }
+
+    /// x / (1 + exp(-x)).
+    #[track_caller]
+    #[must_use]
+    fn silu(&self) -> Self {
+        Self::apply_one(Rc::new(Silu), &[self])
+    }
+
+    /// The sum of all elements, a scalar.
+    #[track_caller]
+    #[must_use]
+    fn sum(&self) -> Self {
+        let dims: Dims = (0..self.layout().ndim()).collect();
+        self.sum_dims(&dims)
+    }
+
+    /// The mean of all elements, a scalar.
+    #[track_caller]
+    #[must_use]
+    fn mean(&self) -> Self {
+        let dims: Dims = (0..self.layout().ndim()).collect();
+        self.mean_dims(&dims)
+    }
+
+    /// The sum over some dims, which disappear.
+    #[track_caller]
+    #[must_use]
+    fn sum_dims(&self, dims: &[usize]) -> Self {
+        Self::apply_one(unwind(Sum::over(self.layout().ndim(), dims, false)), &[self])
+    }
+
+    /// The mean over some dims, which disappear.
+    #[track_caller]
+    #[must_use]
+    fn mean_dims(&self, dims: &[usize]) -> Self {
+        Self::apply_one(unwind(Sum::over(self.layout().ndim(), dims, true)), &[self])
+    }
+
+    /// The sum of all squares in f64, a scalar without gradient.
+    #[track_caller]
+    #[must_use]
+    fn sum_squares(&self) -> Self {
+        Self::apply_one(Rc::new(SumSquares), &[self])
+    }
+
+    /// The largest element along the last dim, in the accumulator dtype, without gradient.
+    #[track_caller]
+    #[must_use]
+    fn max_last(&self) -> Self {
+        Self::apply_one(Rc::new(MaxLast), &[self])
+    }
+
+    /// x repeated `extent` times along a new dim, counted in the result.
+    #[track_caller]
+    #[must_use]
+    fn expand(&self, dim: usize, extent: usize) -> Self {
+        let mut shape = self.shape();
+        shape.insert(dim.min(shape.len()), extent);
+        Self::apply_one(unwind(Expand::to(&shape, &[dim])), &[self])
+    }
+
+    /// x in another dtype.
+    #[track_caller]
+    #[must_use]
+    fn cast(&self, dtype: DType) -> Self {
+        if self.dtype() == dtype {
+            return self.clone();
+        }
+        Self::apply_one(Cast::of(self.dtype(), dtype), &[self])
+    }
+
+    /// The same elements in row-major order under another (global) shape.
+    #[track_caller]
+    #[must_use]
+    fn reshape(&self, shape: &[usize]) -> Self {
+        Self::apply_one(unwind(Reshape::to(&self.shape(), shape)), &[self])
+    }
+
+    /// The dims in another order: dim i of the result is dim `order[i]` of x.
+    #[track_caller]
+    #[must_use]
+    fn permute(&self, order: &[usize]) -> Self {
+        Self::apply_one(unwind(Permute::new(self.layout().ndim(), order)), &[self])
+    }
+
+    /// Two dims exchanged.
+    #[track_caller]
+    #[must_use]
+    fn transpose(&self, first: usize, second: usize) -> Self {
+        let exchange = |d| if d == first { second } else if d == second { first } else { d };
+        let order: Dims = (0..self.layout().ndim().max(first + 1).max(second + 1)).map(exchange).collect();
+        self.permute(&order)
+    }
+
+    /// The slices along a dim, which disappears.
+    #[track_caller]
+    #[must_use]
+    fn unbind(&self, dim: usize) -> SmallVec<[Self; 2]> {
+        let count = self.shape().get(dim).copied().unwrap_or(1);
+        Self::apply(unwind(Unbind::new(self.layout().ndim(), dim, count)), &[self])
+    }
+
+    /// Tensors of one shape side by side along a new dim, counted in the result.
+    ///
+    /// # Panics
+    /// If there is no tensor.
+    #[track_caller]
+    #[must_use]
+    fn stack(parts: &[&Self], dim: usize) -> Self {
+        let ndim = parts.first().expect("a stack of at least one tensor").layout().ndim();
+        Self::apply_one(unwind(Stack::new(ndim, dim, parts.len())), parts)
+    }
+
+    /// A range of a dim that no axis splits.
+    #[track_caller]
+    #[must_use]
+    fn slice(&self, dim: usize, range: Range<usize>) -> Self {
+        let extent = self.shape().get(dim).copied().unwrap_or(0);
+        Self::apply_one(unwind(Slice::new(self.layout().ndim(), extent, dim, range)), &[self])
+    }
+
+    /// One element of a dim that no axis splits; the dim disappears.
+    #[track_caller]
+    #[must_use]
+    fn select(&self, dim: usize, index: usize) -> Self {
+        let mut shape = self.shape();
+        let slice = self.slice(dim, index..index + 1);
+        shape.remove(dim);
+        slice.reshape(&shape)
+    }
+
+    /// Zeros before and behind the elements of a dim that no axis splits.
+    #[track_caller]
+    #[must_use]
+    fn pad(&self, dim: usize, before: usize, after: usize) -> Self {
+        Self::apply_one(unwind(Pad::new(self.layout().ndim(), dim, before, after)), &[self])
+    }
+
+    /// exp(x_i) / sum_j exp(x_j) over the last dim.
+    #[track_caller]
+    #[must_use]
+    fn softmax(&self) -> Self {
+        Self::apply_one(Rc::new(Softmax), &[self])
+    }
+
+    /// (x - mean) / sqrt(var + eps) w + b over the last dim.
+    #[track_caller]
+    #[must_use]
+    fn layer_norm(&self, w: &Self, b: &Self, eps: f64) -> Self {
+        Self::apply_one(Rc::new(LayerNorm { eps }), &[self, w, b])
+    }
+
+    /// x / sqrt(mean(x^2) + eps) w over the last dim.
+    #[track_caller]
+    #[must_use]
+    fn rms_norm(&self, w: &Self, eps: f64) -> Self {
+        Self::apply_one(Rc::new(RmsNorm { eps }), &[self, w])
+    }
+
+    /// Rows of this table, `[v, d]`, by index (i64, any shape): `[.., d]`.
+    #[track_caller]
+    #[must_use]
+    fn embedding(&self, index: &Self) -> Self {
+        Self::apply_one(Rc::new(Embedding), &[self, index])
+    }
+
+    /// Scaled dot-product attention of queries `[b, t, h, c]` on keys and values `[b, s, h, c]`; or of grouped queries
+    /// `[b, t, g, r, c]` on `[b, s, g, c]`. If causal, the last query sees all keys and each one before it one less.
+    #[track_caller]
+    #[must_use]
+    fn attention(&self, k: &Self, v: &Self, causal: bool) -> Self {
+        Self::apply_one(Attention::of(self.layout().ndim(), causal), &[self, k, v])
+    }
+
+    /// Of logits `[.., v]`, given the maximum of each row (see [`Value::max_last`]) and targets (i64, `[..]`):
+    /// sum_j exp(z_j - max) and z_target, in the accumulator dtype. The cross-entropy is max + ln(first) - second.
+    #[track_caller]
+    #[must_use]
+    fn cross_entropy_terms(&self, max: &Self, target: &Self) -> (Self, Self) {
+        let mut outputs = Self::apply(Rc::new(CrossEntropyTerms), &[self, max, target]);
+        let picked = outputs.pop().expect("the op has two outputs");
+        (outputs.pop().expect("the op has two outputs"), picked)
+    }
+
+    /// Zeros with probability p, x / (1 - p) elsewhere, by random numbers of a key and a stream that are counted by global
+    /// element index; dim 0 is counted from `first_row` on.
+    #[track_caller]
+    #[must_use]
+    fn dropout(&self, p: f64, key: u64, stream: u64, first_row: u64) -> Self {
+        Self::apply_one(Rc::new(Dropout { p, key, stream, first_row }), &[self])
     }
 }
 
@@ -75,25 +401,6 @@ impl Value for Tensor {
 
     #[track_caller]
     fn apply(op: Rc<dyn Op>, args: &[&Self]) -> SmallVec<[Self; 2]> {
-        let mut outputs = unwind(crate::op::apply(&op, args, &[], Location::caller()));
-        outputs.truncate(outputs.len() - op.num_saved());
-        outputs
+        Tensor::results(op, args)
     }
-}
-
-impl Tensor {
-    /// Applies an op with one visible output whose layout is known beforehand: it decides the split of labels that
-    /// no argument has. This is what a vjp calls; the layout is the dual of the argument's.
-    #[track_caller]
-    #[must_use]
-    pub fn apply_with(op: Rc<dyn Op>, args: &[&Tensor], want: Layout) -> Tensor {
-        let outputs = unwind(crate::op::apply(&op, args, &[Some(want)], Location::caller()));
-        outputs.into_iter().next().expect("the op has an output")
-    }
-}
-
-/// The value, or an unwinding to the rank boundary with the error.
-#[track_caller]
-pub fn unwind<T>(result: Result<T, Error>) -> T {
-    result.unwrap_or_else(|e| e.at(Location::caller()).raise())
 }

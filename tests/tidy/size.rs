@@ -30,7 +30,8 @@ fn function_length(source: &Source) -> Vec<Finding> {
             let Some(body) = ends else { continue };
             let lines = body.span_close().end().line - line(&level[at]) + 1;
             if lines > FUNCTION_LINES_MAX {
-                let advice = format!("`{name}` has {lines} lines, at most {FUNCTION_LINES_MAX}; name a part of it");
+                let advice =
+                    format!("`{name}` has {lines} lines, at most {FUNCTION_LINES_MAX}; name a part of it");
                 findings.push(source.finding(line(&level[at]), advice));
             }
         }
@@ -63,7 +64,8 @@ fn a_long_function_is_found() {
         assert!(lines_found(function_length, "a.rs", &text(FUNCTION_LINES_MAX)).is_empty(), "{head}");
         assert_eq!(lines_found(function_length, "a.rs", &text(FUNCTION_LINES_MAX + 1)), [2], "{head}");
     }
-    let in_macro = format!("macro_rules! m {{ ($n:ident) => {{\nfn $n() {{\n{}}}\n}} }}", body(FUNCTION_LINES_MAX + 1));
+    let in_macro =
+        format!("macro_rules! m {{ ($n:ident) => {{\nfn $n() {{\n{}}}\n}} }}", body(FUNCTION_LINES_MAX + 1));
     assert_eq!(lines_found(function_length, "a.rs", &in_macro), [2]);
     let method = format!("impl A {{\nfn g(&self);\nfn f(&self) {{\n{}}}\n}}", body(FUNCTION_LINES_MAX + 1));
     assert_eq!(lines_found(function_length, "a.rs", &method), [3]);

@@ -88,7 +88,10 @@ pub(crate) fn without_attributes(tokens: &TokenStream) -> TokenStream {
 }
 
 /// The stream without the runs of tokens whose length `cut` tells at their first token.
-pub(crate) fn rebuild(tokens: &TokenStream, cut: &dyn Fn(&[TokenTree], usize) -> Option<usize>) -> TokenStream {
+pub(crate) fn rebuild(
+    tokens: &TokenStream,
+    cut: &dyn Fn(&[TokenTree], usize) -> Option<usize>,
+) -> TokenStream {
     let level: Vec<TokenTree> = tokens.clone().into_iter().collect();
     let (mut kept, mut at) = (Vec::new(), 0);
     while at < level.len() {
@@ -120,7 +123,8 @@ fn item_length(level: &[TokenTree]) -> usize {
     if is_word(level, name, "pub") {
         name += 1 + usize::from(group(level, name + 1, Delimiter::Parenthesis).is_some());
     }
-    let is_field = word(level, name).is_some() && is_mark(level, name + 1, ':') && !is_path_mark(level, name + 1);
+    let is_field =
+        word(level, name).is_some() && is_mark(level, name + 1, ':') && !is_path_mark(level, name + 1);
     while at < level.len() {
         let ends = group(level, at, Delimiter::Brace).is_some() || is_mark(level, at, ';');
         if (is_field && is_mark(level, at, ',')) || (!is_field && ends) {
@@ -151,6 +155,8 @@ fn test_items_are_cut_and_nothing_else() {
 
 #[test]
 fn attributes_are_cut() {
-    let left = without_attributes(&"#![a(x)] /// doc x\n #[b = \"x\"] fn f(#[x] y: u8) {}".parse().expect("it lexes"));
+    let left = without_attributes(
+        &"#![a(x)] /// doc x\n #[b = \"x\"] fn f(#[x] y: u8) {}".parse().expect("it lexes"),
+    );
     assert_eq!(left.to_string(), "fn f (y : u8) { }");
 }

@@ -22,6 +22,9 @@ use std::time::{Duration, Instant};
 /// Up to this size every member combines all elements itself: a meeting costs more than the reading.
 const DIRECT_BYTES_MAX: usize = 32 << 10;
 
+/// Up to about this many ranks read the whole table every ten milliseconds.
+const LOOKERS_MAX: usize = 32;
+
 /// How often the members of a group have come to each of the three meetings, summed over all of them.
 #[derive(Debug, Default)]
 #[repr(align(128))]
@@ -59,6 +62,13 @@ pub(crate) struct Threads {
     dice: Cell<u64>,
 }
 
+/// How long a rank has slept in one wait.
+#[derive(Debug, Default)]
+struct Watch {
+    since: Option<Instant>,
+    num_naps: usize,
+}
+
 type Peers<'a> = SmallVec<[RwLockReadGuard<'a, Posted>; 8]>;
 
 impl Transport for Threads {
@@ -77,11 +87,16 @@ impl Transport for Threads {
             Op::Recv { from } => self.recv(backend, request, from).map(Some),
             _ => self.collective(backend, request),
         };
-        if let Err(error) = &outcome {
-            // A member that gives up half way would leave the others waiting.
+        outcome.map_err(|error| {
+            let table = &self.shared.table;
+            if table.has_failed() {
+                return error;
+            }
+            // A member that gives up half way (no memory, no kernel) would leave the others waiting.
+            let error = error.at(request.call.site).detail("rank", table.mesh.describe(self.rank));
             self.fail(Failure { error: error.clone(), origin: self.rank, told: vec![self.rank] });
-        }
-        outcome
+            error
+        })
     }
 }
 
@@ -146,6 +161,9 @@ impl Threads {
         self.shake();
         self.meet(&group, &group.left, request, false)?;
         self.entry(self.rank).clear();
+        if matches!(request.op, Op::AllReduce(_)) && is_large(request) {
+            self.entry(self.rank).set_part(None);
+        }
         Ok(y)
     }
 
@@ -190,23 +208,27 @@ impl Threads {
 
     /// Comes to a meeting and waits until every member has come.
     fn meet(&self, group: &Group, count: &AtomicU64, request: &Request<'_>, arriving: bool) -> Result<()> {
-        let all = request.number * request.seat.size() as u64;
-        if count.fetch_add(1, Ordering::SeqCst) + 1 >= all {
+        let size = request.seat.size() as u64;
+        let before = count.fetch_add(1, Ordering::SeqCst);
+        // Nobody comes to the next meeting of a kind before this one is complete.
+        let all = (before / size + 1) * size;
+        if before + 1 == all {
             group.parking.ring();
             return Ok(());
         }
         let done = || count.load(Ordering::SeqCst) >= all;
-        let mut since = None;
-        group.parking.wait(self.shared.spin, done, || {
-            self.look_around(request, *since.get_or_insert_with(Instant::now), arriving)
-        })
+        let mut watch = Watch::default();
+        group.parking.wait(self.shared.spin, done, || self.look_around(request, &mut watch, arriving))
     }
 
     /// What a waiting rank does every ten milliseconds: has the world failed, will nobody come, is it too late?
-    fn look_around(&self, request: &Request<'_>, since: Instant, arriving: bool) -> Result<()> {
+    fn look_around(&self, request: &Request<'_>, watch: &mut Watch, arriving: bool) -> Result<()> {
         let (table, mesh) = (&self.shared.table, &self.shared.table.mesh);
-        let late = since.elapsed() > self.shared.timeout;
-        if !table.has_failed() && (arriving || late) {
+        let late = watch.since.get_or_insert_with(Instant::now).elapsed() > self.shared.timeout;
+        // In large worlds each rank reads the whole table less often, so that reading it stays cheap.
+        let turn = watch.num_naps.is_multiple_of(1 + mesh.num_ranks() / LOOKERS_MAX);
+        watch.num_naps += 1;
+        if !table.has_failed() && (arriving && turn || late) {
             let seen = table.look();
             let error = match examine(&seen, self.rank) {
                 Some(Finding::Cycle(ranks)) => Some((report::cycle(mesh, &seen, &ranks), ranks)),
@@ -218,7 +240,8 @@ impl Threads {
                     Some((error, request.seat.members.clone()))
                 }
                 None if late && !arriving => {
-                    let error = report::unfinished(mesh, self.rank, &seen[self.rank].issued, self.shared.timeout);
+                    let error =
+                        report::unfinished(mesh, self.rank, &seen[self.rank].issued, self.shared.timeout);
                     Some((error, request.seat.members.clone()))
                 }
                 None => None,
@@ -253,11 +276,9 @@ impl Threads {
         let mut y = backend.alloc(numel * dtype.size())?;
         let (me, from) = (self.entry(self.rank), request.seat.members[from]);
         me.post(request, true);
-        let mut since = None;
+        let mut watch = Watch::default();
         let there = || me.has_letter(axes, from);
-        me.parking.wait(self.shared.spin, there, || {
-            self.look_around(request, *since.get_or_insert_with(Instant::now), true)
-        })?;
+        me.parking.wait(self.shared.spin, there, || self.look_around(request, &mut watch, true))?;
         me.met();
         let letter = me.take_letter(axes, from).expect("only its addressee takes a letter");
         let mismatch = report::wrong_letter(&self.shared.table.mesh, &letter, self.rank, &me.posted().issued);

@@ -112,7 +112,10 @@ impl Maths for f32 {
     fn tanh(self) -> f32 {
         let x = self.abs();
         let t = self * self;
-        let p = polynomial(t, [-0.333_333_3, 0.133_332_06, -0.053_946_763, 0.021_700_704, -0.008_177_4, 0.002_142_963]);
+        let p = polynomial(
+            t,
+            [-0.333_333_3, 0.133_332_06, -0.053_946_763, 0.021_700_704, -0.008_177_4, 0.002_142_963],
+        );
         let near = (t * self).mul_add(p, self);
         let far = (1.0 - 2.0 / (Maths::exp(x + x) + 1.0)).copysign(self);
         // Not-a-number takes the second branch, which keeps it.
@@ -127,7 +130,8 @@ mod tests {
 
     /// The largest error in units of the last place over every 1997th f32 of a range.
     fn worst(range: [f32; 2], ours: impl Fn(f32) -> f32, exact: impl Fn(f64) -> f64) -> f64 {
-        let order = |x: f32| if x < 0.0 { -i64::from(x.to_bits() & 0x7fff_ffff) } else { i64::from(x.to_bits()) };
+        let order =
+            |x: f32| if x < 0.0 { -i64::from(x.to_bits() & 0x7fff_ffff) } else { i64::from(x.to_bits()) };
         let value = |i: i64| f32::from_bits(if i < 0 { -i as u32 | 0x8000_0000 } else { i as u32 });
         let mut worst = 0.0f64;
         for i in (order(range[0])..order(range[1])).step_by(1997) {
@@ -170,7 +174,9 @@ mod tests {
             (1e-40, 1.0, 1e-40f32.ln(), 1e-40),
         ] {
             let same = |a: f32, b: f32| {
-                (a.is_nan() && b.is_nan()) || a == b && a.is_sign_negative() == b.is_sign_negative() || (a - b).abs() <= 1e-6 * b.abs()
+                (a.is_nan() && b.is_nan())
+                    || a == b && a.is_sign_negative() == b.is_sign_negative()
+                    || (a - b).abs() <= 1e-6 * b.abs()
             };
             assert!(same(Maths::exp(x), exp), "exp {x}: {}", Maths::exp(x));
             assert!(same(Maths::ln(x), ln), "ln {x}: {}", Maths::ln(x));

@@ -1,9 +1,9 @@
 //! The CPU: a pool of threads, run-time SIMD dispatch, and vector maths.
 
-pub mod gemm;
-pub mod math;
-pub mod pool;
 pub mod simd;
+pub mod pool;
+pub mod math;
+pub mod gemm;
 
 pub use pool::Pool;
 pub use simd::vectorized;

@@ -135,7 +135,8 @@ impl<'a> Case<'a> {
                 for (name, lay) in [("reversed", reversed as fn(&Operand) -> Operand), ("gapped", gapped)] {
                     let inputs = self.inputs.iter().map(lay).collect();
                     let case = Case { inputs, ..self.clone() };
-                    case.verify_on(&pools, dtype).map_err(|e| format!("{} {dtype} {name}: {e}", self.kernel.name))?;
+                    case.verify_on(&pools, dtype)
+                        .map_err(|e| format!("{} {dtype} {name}: {e}", self.kernel.name))?;
                 }
             }
         }
@@ -196,9 +197,12 @@ impl<'a> Case<'a> {
             for &place in &inside {
                 touched[place] = true;
                 let (g, e) = (got[number][place], exact[number][place]);
-                let allowed = self.kernel.bound.ulps * unit(dtype.accumulator(), scale) + 0.5 * unit(dtype, e);
+                let allowed =
+                    self.kernel.bound.ulps * unit(dtype.accumulator(), scale) + 0.5 * unit(dtype, e);
                 if !agrees(dtype, g, e, allowed) {
-                    return Err(format!("{who}, output {number}, element {place}: {g} instead of {e} (+- {allowed:e})"));
+                    return Err(format!(
+                        "{who}, output {number}, element {place}: {g} instead of {e} (+- {allowed:e})"
+                    ));
                 }
             }
             let same = |p: usize| got[number][p].to_bits() == before[p].to_bits();

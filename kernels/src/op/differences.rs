@@ -1,9 +1,9 @@
 //! The proof that every backward kernel owes: its f64 reference agrees with finite differences of the forward's.
 
+use crate::buffer::{Allocator, Buffer};
 use crate::cpu::Pool;
 use crate::dtype::DType;
-use crate::buffer::{Allocator, Buffer};
-use crate::kernel::{Arg, ArgMut, Kernel, Launch, Scalar};
+use crate::kernel::{Arg, ArgMut, HostCode, Kernel, Launch, Scalar};
 use crate::op::check::{load, store};
 use crate::strides::Strides;
 
@@ -29,21 +29,31 @@ impl Value {
 
 /// The outputs (all f64) of a kernel's reference.
 pub(crate) fn evaluate(kernel: &Kernel, inputs: &[Value], outputs: &[&[usize]], scalars: &[Scalar]) -> Vec<Vec<f64>> {
+    evaluate_as(kernel.reference, DType::F64, inputs, outputs, scalars)
+}
+
+/// The outputs (all of one dtype) of some code.
+pub(crate) fn evaluate_as(
+    code: HostCode,
+    dtype: DType,
+    inputs: &[Value],
+    outputs: &[&[usize]],
+    scalars: &[Scalar],
+) -> Vec<Vec<f64>> {
     let allocator = Allocator::default();
     let read: Vec<Buffer> = inputs.iter().map(|v| store(&allocator, v.dtype, &v.data)).collect();
     let views: Vec<Strides> = inputs.iter().map(|v| Strides::contiguous(&v.shape)).collect();
     let written_views: Vec<Strides> = outputs.iter().map(|s| Strides::contiguous(s)).collect();
     let mut written: Vec<Buffer> =
-        written_views.iter().map(|v| store(&allocator, DType::F64, &vec![55.0; v.numel()])).collect();
+        written_views.iter().map(|v| store(&allocator, dtype, &vec![55.0; v.numel()])).collect();
     let args: Vec<Arg<'_>> = (inputs.iter().zip(&read).zip(&views))
         .map(|((v, buffer), view)| Arg { buffer, dtype: v.dtype, view })
         .collect();
-    let mut outs: Vec<ArgMut<'_>> = (written.iter_mut().zip(&written_views))
-        .map(|(buffer, view)| ArgMut { buffer, dtype: DType::F64, view })
-        .collect();
+    let mut outs: Vec<ArgMut<'_>> =
+        (written.iter_mut().zip(&written_views)).map(|(buffer, view)| ArgMut { buffer, dtype, view }).collect();
     let mut launch = Launch { inputs: &args, outputs: &mut outs, scalars };
-    (kernel.reference)(&Pool::new(1), &mut launch).expect("the reference runs");
-    written.iter().map(|b| load(b, DType::F64)).collect()
+    code(&Pool::new(1), &mut launch).expect("the kernel runs");
+    written.iter().map(|b| load(b, dtype)).collect()
 }
 
 /// Compares gradients with central differences of `loss`: `gradients` names, per checked input, its number and

@@ -2,8 +2,95 @@
 
 #[cfg(test)]
 mod check;
+#[cfg(test)]
+mod differences;
+mod rows;
+mod runs;
+pub mod copy;
+pub mod fill;
+pub mod binary;
+pub mod unary;
+pub mod reduce;
+pub mod contract;
+pub mod ranks;
+pub mod softmax;
+pub mod layer_norm;
+pub mod rms_norm;
+pub mod attention;
+pub mod cross_entropy;
+pub mod embedding;
+pub mod adamw;
+pub mod random;
 
 use crate::kernel::Kernel;
 
 /// Every kernel, in the order of the folders.
-pub static KERNELS: &[&Kernel] = &[];
+pub static KERNELS: &[&Kernel] = &[
+    &copy::COPY,
+    &fill::FILL,
+    &binary::ADD,
+    &binary::SUB,
+    &binary::MUL,
+    &binary::DIV,
+    &binary::ACCUMULATE,
+    &unary::NEG,
+    &unary::EXP,
+    &unary::LOG,
+    &unary::SQRT,
+    &unary::TANH,
+    &unary::RELU,
+    &unary::GELU,
+    &unary::SILU,
+    &unary::SQUARE,
+    &unary::RECIPROCAL,
+    &unary::SCALE,
+    &unary::ADD_SCALAR,
+    &unary::GELU_GRAD,
+    &unary::SILU_GRAD,
+    &unary::RELU_GRAD,
+    &unary::TANH_GRAD,
+    &reduce::SUM,
+    &reduce::MAX,
+    &reduce::SUM_SQUARES,
+    &contract::CONTRACT,
+    &ranks::SUM,
+    &ranks::MAX,
+    &ranks::MIN,
+    &unary::NEG,
+    &unary::EXP,
+    &unary::LOG,
+    &unary::SQRT,
+    &unary::TANH,
+    &unary::RELU,
+    &unary::GELU,
+    &unary::SILU,
+    &unary::SQUARE,
+    &unary::RECIPROCAL,
+    &unary::SCALE,
+    &unary::ADD_SCALAR,
+    &unary::RELU_GRAD,
+    &unary::GELU_GRAD,
+    &unary::SILU_GRAD,
+    &unary::TANH_GRAD,
+    &binary::ADD,
+    &binary::SUB,
+    &binary::MUL,
+    &binary::DIV,
+    &binary::ACCUMULATE,
+    &softmax::FORWARD,
+    &softmax::BACKWARD,
+    &layer_norm::FORWARD,
+    &layer_norm::BACKWARD,
+    &rms_norm::FORWARD,
+    &rms_norm::BACKWARD,
+    &attention::FORWARD,
+    &attention::BACKWARD,
+    &cross_entropy::TERMS,
+    &cross_entropy::BACKWARD,
+    &embedding::FORWARD,
+    &embedding::BACKWARD,
+    &adamw::STEP,
+    &random::UNIFORM,
+    &random::NORMAL,
+    &random::DROPOUT,
+];

@@ -2,6 +2,7 @@
 
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Element, Float, Real};
+use crate::error::KernelError;
 use crate::kernel::{Arg, ArgMut, Launch, Scalar};
 
 /// Partial sums that a row is added up in: element i goes to partial sum i mod 16, whatever the vector width is.
@@ -57,6 +58,14 @@ pub(crate) fn write<'s, T: Element>(arg: &'s mut ArgMut<'_>) -> &'s mut [T] {
 /// The extent of the last dim.
 pub(crate) fn width(arg: &Arg<'_>) -> usize {
     *arg.view.shape.last().expect("the contract asks for at least one dim")
+}
+
+/// Refuses the first index that points outside of `0..rows`.
+pub(crate) fn check_indices(kernel: &'static str, indices: &[i64], rows: i64) -> Result<(), KernelError> {
+    match indices.iter().position(|i| !(0..rows).contains(i)) {
+        None => Ok(()),
+        Some(position) => Err(KernelError::Index { kernel, index: indices[position], position, rows: rows as usize }),
+    }
 }
 
 /// Folds the partial results of a row, neighbours at half distance first.

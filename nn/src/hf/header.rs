@@ -4,9 +4,10 @@
 //! `{"dtype", "shape", "data_offsets": [begin, end]}` with offsets into the payload, and `__metadata__` to a map of
 //! strings. The tensors must cover the payload without hole or overlap, so that a file has one reading only.
 
+use super::disk::refuse;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
-use shardgrad_tensor::{DType, Error, Kind, Result};
+use shardgrad_tensor::{DType, Result};
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::ops::Range;
@@ -19,16 +20,18 @@ pub const DIMS_MAX: usize = 8;
 /// The longest tensor name.
 pub const NAME_BYTES_MAX: usize = 1024;
 
-/// The dtypes of the format that shardgrad holds; the text is what stands in files.
-const DTYPES: [(&str, DType); 7] = [
-    ("F64", DType::F64),
-    ("F32", DType::F32),
-    ("BF16", DType::BF16),
-    ("F16", DType::F16),
-    ("I64", DType::I64),
-    ("U8", DType::U8),
-    ("BOOL", DType::Bool),
-];
+/// What stands in files for a dtype.
+const fn word(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F64 => "F64",
+        DType::F32 => "F32",
+        DType::BF16 => "BF16",
+        DType::F16 => "F16",
+        DType::I64 => "I64",
+        DType::U8 => "U8",
+        DType::Bool => "BOOL",
+    }
+}
 
 /// One tensor of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,11 +53,6 @@ pub struct Header {
     pub tensors: Vec<TensorInfo>,
     /// The free text entries of `__metadata__`.
     pub metadata: BTreeMap<String, String>,
-}
-
-/// An error about a file: `path: why`.
-pub(super) fn refuse(path: &Path, why: impl fmt::Display) -> Error {
-    Error::new(Kind::Checkpoint, format!("{}: {why}", path.display()))
 }
 
 /// The bytes that a tensor of this dtype and shape takes; `None` where they exceed 2^63.
@@ -80,10 +78,12 @@ pub fn parse(path: &Path, text: &[u8], payload_bytes: u64) -> Result<Header> {
     let text = std::str::from_utf8(text)
         .map_err(|e| refuse(path, format_args!("the header is not UTF-8 at byte {}", 8 + e.valid_up_to())))?;
     if !text.starts_with('{') {
-        return Err(refuse(path, "the header does not start with `{`").detail("help", "is this a safetensors file?"));
+        return Err(
+            refuse(path, "the header does not start with `{`").detail("help", "is this a safetensors file?")
+        );
     }
-    let raw: RawHeader =
-        serde_json::from_str(text).map_err(|e| refuse(path, format_args!("the header cannot be read: {e}")))?;
+    let raw: RawHeader = serde_json::from_str(text)
+        .map_err(|e| refuse(path, format_args!("the header cannot be read: {e}")))?;
     let mut tensors =
         raw.tensors.into_iter().map(|(name, raw)| raw.check(path, name)).collect::<Result<Vec<_>>>()?;
     tensors.sort_by_key(|t| (t.bytes.start, t.bytes.end));
@@ -97,7 +97,11 @@ pub fn parse(path: &Path, text: &[u8], payload_bytes: u64) -> Result<Header> {
     }
     if end != payload_bytes {
         let why = format!("the tensors take {end} bytes, but {payload_bytes} bytes follow the header");
-        let help = if end > payload_bytes { "the file is cut short; copy it again" } else { "bytes follow the last tensor" };
+        let help = if end > payload_bytes {
+            "the file is cut short; copy it again"
+        } else {
+            "bytes follow the last tensor"
+        };
         return Err(refuse(path, why).detail("help", help));
     }
     Ok(Header { tensors, metadata: raw.metadata })
@@ -123,9 +127,11 @@ pub fn render(path: &Path, tensors: &[(String, DType, Vec<usize>)]) -> Result<(S
             .filter(|_| shape.len() <= DIMS_MAX)
             .and_then(|n| start.checked_add(n))
             .filter(|end| *end <= i64::MAX as u64)
-            .ok_or_else(|| refuse(path, format_args!("tensor `{name}` of shape {shape:?} does not fit a file")))?;
-        let word = DTYPES.iter().find(|d| d.1 == *dtype).map_or("F32", |d| d.0);
-        let entry = serde_json::json!({ "dtype": word, "shape": shape, "data_offsets": [start, end] });
+            .ok_or_else(|| {
+                refuse(path, format_args!("tensor `{name}` of shape {shape:?} does not fit a file"))
+            })?;
+        let entry =
+            serde_json::json!({ "dtype": word(*dtype), "shape": shape, "data_offsets": [start, end] });
         text += &format!(",{}:{entry}", serde_json::json!(name));
         let (name, shape) = (name.clone(), shape.clone());
         header.tensors.push(TensorInfo { name, dtype: *dtype, shape, bytes: start..end });
@@ -141,10 +147,16 @@ pub fn render(path: &Path, tensors: &[(String, DType, Vec<usize>)]) -> Result<(S
 }
 
 fn check_name(path: &Path, name: &str) -> Result<()> {
-    if name.is_empty() || name.len() > NAME_BYTES_MAX || name.chars().any(char::is_control) || name == "__metadata__" {
+    if name.is_empty()
+        || name.len() > NAME_BYTES_MAX
+        || name.chars().any(char::is_control)
+        || name == "__metadata__"
+    {
         let shown: String = name.chars().take(40).collect();
         let why = format!("{shown:?} cannot name a tensor");
-        return Err(refuse(path, why).detail("help", format!("1 to {NAME_BYTES_MAX} bytes, no control characters")));
+        return Err(
+            refuse(path, why).detail("help", format!("1 to {NAME_BYTES_MAX} bytes, no control characters"))
+        );
     }
     Ok(())
 }
@@ -160,8 +172,8 @@ struct RawTensor {
 impl RawTensor {
     fn check(self, path: &Path, name: String) -> Result<TensorInfo> {
         check_name(path, &name)?;
-        let dtype = DTYPES.iter().find(|d| d.0 == self.dtype).map(|d| d.1).ok_or_else(|| {
-            let held: Vec<&str> = DTYPES.iter().map(|d| d.0).collect();
+        let dtype = DType::ALL.into_iter().find(|d| word(*d) == self.dtype).ok_or_else(|| {
+            let held = DType::ALL.map(word);
             let why = format!("tensor `{name}` has the dtype {:?}, which is not held here", self.dtype);
             refuse(path, why).detail("help", format!("held are {}", held.join(", ")))
         })?;
@@ -178,7 +190,10 @@ impl RawTensor {
             }
             (_, need) => {
                 let need = need.map_or("more than 2^63".to_string(), |n| n.to_string());
-                let why = format!("tensor `{name}`: {dtype}{:?} takes {need} bytes, not {start}..{end}", self.shape);
+                let why = format!(
+                    "tensor `{name}`: {dtype}{:?} takes {need} bytes, not {start}..{end}",
+                    self.shape
+                );
                 Err(refuse(path, why))
             }
         }
@@ -251,8 +266,132 @@ impl<'de> Deserialize<'de> for RawHeader {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use shardgrad_tensor::Kind;
+
+    const GOOD: &str = r#"{"__metadata__":{"format":"pt"},"b":{"dtype":"BF16","shape":[3],"data_offsets":[24,30]},
+        "a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},"e":{"dtype":"I64","shape":[0,5],"data_offsets":[24,24]}}  "#;
 
     fn message(text: &str, payload: u64) -> String {
         parse(Path::new("m"), text.as_bytes(), payload).unwrap_err().message().to_string()
+    }
+
+    #[test]
+    fn a_good_header_is_read_in_payload_order() {
+        let header = parse(Path::new("m"), GOOD.as_bytes(), 30).unwrap();
+        let names: Vec<&str> = header.tensors.iter().map(|t| t.name.as_str()).collect();
+        assert_eq!(names, ["a", "e", "b"]);
+        assert_eq!(header.tensors[0].shape, [2, 3]);
+        assert_eq!(header.tensors[2].dtype, DType::BF16);
+        assert_eq!(header.tensors[2].bytes, 24..30);
+        assert_eq!(header.metadata["format"], "pt");
+        assert_eq!(parse(Path::new("m"), b"{}", 0).unwrap(), Header::default());
+    }
+
+    #[test]
+    fn each_rule_refuses_what_breaks_it() {
+        let change = |from: &str, to: &str| {
+            assert!(GOOD.contains(from), "{from}");
+            message(&GOOD.replacen(from, to, 1), 30)
+        };
+        assert_eq!(change("F32", "I32"), "m: tensor `a` has the dtype \"I32\", which is not held here");
+        assert_eq!(change("[24,30]", "[26,32]"), "m: tensor `b` leaves a hole after byte 24 of the payload");
+        assert_eq!(
+            change("[24,30]", "[22,28]"),
+            "m: tensor `b` overlaps the tensor before byte 24 of the payload"
+        );
+        assert_eq!(change("[24,30]", "[24,31]"), "m: tensor `b`: bf16[3] takes 6 bytes, not 24..31");
+        assert_eq!(change("[24,30]", "[30,24]"), "m: tensor `b`: bf16[3] takes 6 bytes, not 30..24");
+        assert_eq!(change("[0,5]", "[0,5,1,1,1,1,1,1,1]"), "m: tensor `e` has 9 dims, at most 8 are held");
+        assert_eq!(
+            change("[0,5]", "[0,4294967296,4294967296]"),
+            "m: tensor `e`: i64[0, 4294967296, 4294967296] takes more than 2^63 bytes, not 24..24"
+        );
+        assert!(change("\"b\":", "\"a\":").contains("`a` stands twice"));
+        assert!(
+            change("\"format\":\"pt\"", "\"x\":\"1\",\"x\":\"2\"").contains("metadata key `x` stands twice")
+        );
+        assert!(change("{\"format\":\"pt\"}", "{\"format\":[]}").contains("expected a string"));
+        assert!(change("\"b\":", "\"__metadata__\":").contains("stands twice"));
+        assert!(change("\"b\":", "\"b\\u0000\":").contains("cannot name a tensor"));
+        assert!(change("\"b\":", "\"\":").contains("cannot name a tensor"));
+        assert!(change("[3]", "[3.0]").contains("expected u64"));
+        assert!(change("[3]", "[-3]").contains("expected u64"));
+        assert!(change("[24,30]", "[\"24\",30]").contains("expected u64"));
+        assert!(change("[24,30]", "[24,30,31]").contains("trailing characters"));
+        assert!(
+            change("\"dtype\":\"F32\"", "\"dtype\":\"F32\",\"dtype\":\"F32\"")
+                .contains("duplicate field `dtype`")
+        );
+        assert!(change("\"dtype\":\"F32\"", "\"dtype\":\"F32\",\"more\":1").contains("unknown field `more`"));
+        assert!(change("\"dtype\":\"F32\",", "").contains("missing field `dtype`"));
+        assert!(change("}}  ", "}} x").contains("trailing characters"));
+        assert_eq!(message(GOOD, 29), "m: the tensors take 30 bytes, but 29 bytes follow the header");
+        assert_eq!(message(GOOD, 31), "m: the tensors take 30 bytes, but 31 bytes follow the header");
+        assert_eq!(message(" {}", 0), "m: the header does not start with `{`");
+        assert!(message(&"[".repeat(200), 0).contains("does not start with `{`"));
+        assert!(message(&format!("{{\"a\":{}", "[".repeat(100_000)), 0).contains("cannot be read"));
+        let error = parse(Path::new("m"), b"{\"\xff\":1}", 0).unwrap_err();
+        assert_eq!(error.message(), "m: the header is not UTF-8 at byte 10");
+        assert_eq!(error.kind(), Kind::Checkpoint);
+    }
+
+    #[test]
+    fn what_is_rendered_is_read_back() {
+        let tensors = vec![
+            ("w \"q\" é".to_string(), DType::F32, vec![2, 3]),
+            ("empty".to_string(), DType::U8, vec![0]),
+            ("one".to_string(), DType::F64, vec![]),
+        ];
+        let (text, header) = render(Path::new("m"), &tensors).unwrap();
+        assert_eq!(text.len() % 8, 0);
+        assert_eq!(parse(Path::new("m"), text.as_bytes(), 32).unwrap(), header);
+        let refused = |name: &str, shape: Vec<usize>| {
+            let tensors = [tensors[0].clone(), (name.to_string(), DType::F32, shape)];
+            render(Path::new("m"), &tensors).unwrap_err().message().to_string()
+        };
+        assert_eq!(refused("w \"q\" é", vec![1]), "m: tensor `w \"q\" é` is given twice");
+        assert_eq!(
+            refused("x", vec![usize::MAX, 2]),
+            format!("m: tensor `x` of shape [{}, 2] does not fit a file", usize::MAX)
+        );
+        assert_eq!(
+            refused("x", vec![1; 9]),
+            "m: tensor `x` of shape [1, 1, 1, 1, 1, 1, 1, 1, 1] does not fit a file"
+        );
+        assert_eq!(refused("__metadata__", vec![1]), "m: \"__metadata__\" cannot name a tensor");
+    }
+
+    #[test]
+    fn every_changed_byte_is_refused_or_read_as_a_whole_file() {
+        // Whatever a changed byte makes of the header, the reader neither panics nor accepts ranges that do not cover
+        // the payload exactly.
+        let mut accepted = 0;
+        for at in 0..GOOD.len() {
+            for byte in (0..=255u8).step_by(5).chain(*b"0123456789[]{},:\"") {
+                let mut text = GOOD.as_bytes().to_vec();
+                text[at] = byte;
+                if let Ok(header) = parse(Path::new("m"), &text, 30) {
+                    accepted += 1;
+                    let mut end = 0;
+                    for t in &header.tensors {
+                        assert_eq!(t.bytes.start, end);
+                        assert_eq!(num_bytes(t.dtype, &t.shape), Some(t.bytes.end - t.bytes.start));
+                        end = t.bytes.end;
+                    }
+                    assert_eq!(end, 30);
+                }
+            }
+            assert!(parse(Path::new("m"), &GOOD.as_bytes()[..at], 30).is_err() || at + 2 >= GOOD.len());
+        }
+        assert!(accepted > 0, "names may change");
+    }
+
+    #[test]
+    fn a_long_header_is_read_in_linear_time() {
+        let tensors: Vec<_> = (0..100_000).map(|i| (format!("t{i}"), DType::U8, vec![1])).collect();
+        let (text, header) = render(Path::new("m"), &tensors).unwrap();
+        let begun = std::time::Instant::now();
+        assert_eq!(parse(Path::new("m"), text.as_bytes(), 100_000).unwrap(), header);
+        assert!(begun.elapsed().as_secs() < 5);
     }
 }

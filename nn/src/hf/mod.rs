@@ -3,10 +3,13 @@
 //! Pure file formats: bytes, names and shapes, but no tensor on a mesh. Files are read by position and never mapped,
 //! so that a file that shrinks under a run is an error and not a signal.
 
+mod disk;
 pub mod header;
 pub mod files;
 pub mod config;
+pub mod folder;
 
 pub use config::Gpt2Config;
 pub use files::{TensorFile, TensorWriter};
+pub use folder::Weights;
 pub use header::TensorInfo;

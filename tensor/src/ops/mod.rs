@@ -1,6 +1,41 @@
-//! The ops, one file each, and the list that tests, documents and benches walk.
+//! The ops, one file each (a linear op and its transpose share one), and the list that tests, documents and benches walk.
 
+mod labels;
+pub mod scale;
+pub mod sum;
+mod broadcast;
+pub mod mul;
+pub mod neg;
+pub mod div;
+pub mod add;
+pub mod sub;
+mod pointwise;
+pub mod add_scalar;
+pub mod attention;
+pub mod cast;
+pub mod embedding;
+pub mod cross_entropy_terms;
+pub mod dropout;
 pub mod einsum;
+pub mod exp;
+pub mod gelu;
+pub mod layer_norm;
+pub mod log;
+pub mod max_last;
+pub mod permute;
+pub mod reciprocal;
+pub mod relu;
+pub mod reshape;
+pub mod rms_norm;
+pub mod silu;
+pub mod slice;
+pub mod softmax;
+pub mod sqrt;
+pub mod square;
+pub mod sum_squares;
+pub mod tanh;
+pub mod unbind;
+pub mod redistribute;
 
 use crate::op::Op;
 use std::rc::Rc;
@@ -51,13 +86,29 @@ pub struct Case {
     pub op: Rc<dyn Op>,
     /// What its arguments look like.
     pub inputs: Vec<Input>,
+    /// Whether the op is made for these extents only.
+    pub is_fixed: bool,
+    /// Whether arithmetic on small binary fractions is exact, so that every layout must give the same bits.
+    pub is_exact: bool,
 }
 
 impl Case {
-    /// A call of an op.
+    /// A call of an op that takes any extents; tests call it with extents of 1 too, where most shards are empty.
     #[must_use]
     pub fn new(op: Rc<dyn Op>, inputs: Vec<Input>) -> Case {
-        Case { op, inputs }
+        Case { op, inputs, is_fixed: false, is_exact: false }
+    }
+
+    /// A call of an op that was made for these extents.
+    #[must_use]
+    pub fn fixed(op: Rc<dyn Op>, inputs: Vec<Input>) -> Case {
+        Case { is_fixed: true, ..Case::new(op, inputs) }
+    }
+
+    /// Says that nothing is rounded.
+    #[must_use]
+    pub fn exact(self) -> Case {
+        Case { is_exact: true, ..self }
     }
 }
 
@@ -78,5 +129,36 @@ macro_rules! list {
 }
 
 list! {
+    add,
+    add_scalar,
+    attention,
+    cast,
+    cross_entropy_terms,
+    div,
+    dropout,
     einsum,
+    embedding,
+    exp,
+    gelu,
+    layer_norm,
+    log,
+    max_last,
+    mul,
+    neg,
+    permute,
+    reciprocal,
+    relu,
+    reshape,
+    rms_norm,
+    scale,
+    silu,
+    slice,
+    softmax,
+    sqrt,
+    square,
+    sub,
+    sum,
+    sum_squares,
+    tanh,
+    unbind,
 }

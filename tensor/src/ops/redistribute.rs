@@ -2,11 +2,12 @@
 
 use super::Case;
 use crate::context::Context;
-use crate::infer::{Inference, Refusal};
+use crate::infer::Inference;
 use crate::layout::Layout;
 use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp};
 use crate::piece::Piece;
-use crate::route::Step;
+use crate::refusal::Refusal;
+use crate::step::{Step, adjoint};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Rank, Result};
 use shardgrad_kernels::DType;
@@ -27,7 +28,7 @@ impl Redistribute {
     /// `Kind::Layout` if the layouts are of different tensors or meshes.
     pub fn new(rank: &Rank, from: &Layout, to: &Layout) -> Result<Rc<dyn Op>> {
         let route = Context::of(rank).routes.route(from, to, from.dtype().is_float())?;
-        Ok(Rc::new(Redistribute { from: from.clone(), to: to.clone(), steps: route.steps.clone() }))
+        Ok(Rc::new(Redistribute { from: from.clone(), to: to.clone(), steps: route.steps.to_vec() }))
     }
 }
 
@@ -50,12 +51,12 @@ impl Op for Redistribute {
 
     fn infer(&self, _: &Context, args: &[&Layout], _: &[DType], _: &[Option<Layout>]) -> Result<Inference, Refusal> {
         debug_assert_eq!(args[0], &self.from, "a route starts where it was planned to start");
-        Ok(Inference::fixed(vec![self.to.clone()], args.len()))
+        Ok(Inference::direct(args.len(), [self.to.clone()]))
     }
 
     fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
         let value = Tensor::assemble(local.rank, self.from.clone(), x[0].clone());
-        let moved = crate::redistribute::run(&value, &self.steps, local.site)?;
+        let moved = crate::redistribute::run(&value, &self.steps, &self.to, local.site)?;
         Ok([moved.piece().clone()].into_iter().collect())
     }
 
@@ -63,7 +64,7 @@ impl Op for Redistribute {
         let mut steps = Vec::with_capacity(self.steps.len());
         let mut layout = self.from.clone();
         for step in &self.steps {
-            steps.push(layout.adjoint(step));
+            steps.push(adjoint(&layout, step));
             layout = layout.after(step);
         }
         steps.reverse();

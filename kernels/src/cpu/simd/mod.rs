@@ -4,6 +4,9 @@
 //! the baseline of the target, and calls the best that this CPU has. A loop that calls `mul_add` gives the same
 //! bits on each of them; loops must not depend on the vector width for the order of a sum.
 
+pub(crate) mod tile;
+pub(crate) mod pack;
+
 /// The instruction sets that a body is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Level {

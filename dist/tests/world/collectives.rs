@@ -1,0 +1,214 @@
+//! Every collective, by value, against the sentence in its documentation. Inputs are small integers, so that
+//! every sum is exact in every dtype.
+
+use crate::support::{axes, down, hash, mesh, over, up};
+use shardgrad_dist::{AxisSet, Call, Rank, ReduceOp, World};
+use shardgrad_kernels::Element;
+
+/// What rank `rank` brings: integers in -5..=5, so that sums over 16 ranks fit into eight bits.
+fn brought<T: Element>(rank: usize, len: usize) -> Vec<T> {
+    (0..len).map(|e| T::from_f64((hash((rank * 100_003 + e) as u64) % 11) as f64 - 5.0)).collect()
+}
+
+/// Element by element over what the members bring.
+fn combined<T: Element>(members: &[usize], len: usize, how: ReduceOp) -> Vec<T> {
+    let all: Vec<Vec<T>> = members.iter().map(|&r| brought(r, len)).collect();
+    let of = |e: usize| all.iter().map(move |x| x[e].to_f64());
+    (0..len)
+        .map(|e| match how {
+            ReduceOp::Sum => of(e).sum(),
+            ReduceOp::Max => of(e).fold(f64::MIN, f64::max),
+            ReduceOp::Min => of(e).fold(f64::MAX, f64::min),
+        })
+        .map(T::from_f64)
+        .collect()
+}
+
+/// Even, uneven and mostly empty parts for a group of k.
+fn all_counts(k: usize) -> Vec<Vec<usize>> {
+    vec![
+        vec![4; k],
+        (0..k).map(|i| (i + 1) * 10 / k - i * 10 / k).collect(),
+        (0..k).map(|i| if i % 3 == 1 { 3 } else { 0 }).collect(),
+        vec![0; k],
+    ]
+}
+
+fn reductions<T: Element>(rank: &Rank, call: &Call<'_>, members: &[usize]) {
+    for how in [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min] {
+        for len in [0, 1, 7, 20_011] {
+            let x = up(rank, &brought::<T>(rank.index(), len));
+            let y = rank.all_reduce(call, &x, len, how).unwrap();
+            assert_eq!(down::<T>(&y, len), combined::<T>(members, len, how), "all_reduce({how}) of {len}");
+            assert_eq!(down::<T>(&x, len), brought::<T>(rank.index(), len), "the argument is left alone");
+        }
+    }
+}
+
+fn gathers<T: Element>(rank: &Rank, call: &Call<'_>, members: &[usize]) {
+    let place = rank.group_index(call.axes);
+    for counts in all_counts(members.len()) {
+        let x = up(rank, &brought::<T>(rank.index(), counts[place]));
+        let total = counts.iter().sum();
+        let y = rank.all_gather(call, &x, &counts).unwrap();
+        let expected: Vec<T> = members.iter().zip(&counts).flat_map(|(&r, &n)| brought::<T>(r, n)).collect();
+        assert_eq!(down::<T>(&y, total), expected, "all_gather of {counts:?}");
+
+        let x = up(rank, &brought::<T>(rank.index(), total));
+        let y = rank.reduce_scatter(call, &x, &counts).unwrap();
+        let start: usize = counts[..place].iter().sum();
+        let expected = &combined::<T>(members, total, ReduceOp::Sum)[start..start + counts[place]];
+        assert_eq!(down::<T>(&y, counts[place]), expected, "reduce_scatter of {counts:?}");
+    }
+}
+
+fn exchanges<T: Element>(rank: &Rank, call: &Call<'_>, members: &[usize]) {
+    let (k, place) = (members.len(), rank.group_index(call.axes));
+    for seed in 0..3usize {
+        // How many elements member i sends to member j; seed 2 sends nothing at all.
+        let sent = |i: usize, j: usize| if seed == 2 { 0 } else { (i * 2 + j * 3 + seed) % 4 };
+        let send: Vec<usize> = (0..k).map(|j| sent(place, j)).collect();
+        let recv: Vec<usize> = (0..k).map(|i| sent(i, place)).collect();
+        let x = up(rank, &brought::<T>(rank.index(), send.iter().sum()));
+        let y = rank.all_to_all(call, &x, &send, &recv).unwrap();
+        let mut expected = Vec::new();
+        for (i, &r) in members.iter().enumerate() {
+            let whole = brought::<T>(r, (0..k).map(|j| sent(i, j)).sum());
+            let start: usize = (0..place).map(|j| sent(i, j)).sum();
+            expected.extend_from_slice(&whole[start..start + sent(i, place)]);
+        }
+        assert_eq!(down::<T>(&y, expected.len()), expected, "all_to_all of {send:?}");
+    }
+    for (root, &source) in members.iter().enumerate() {
+        let x = (root == place).then(|| up(rank, &brought::<T>(rank.index(), 9)));
+        let y = rank.broadcast(call, x.as_ref(), 9, root).unwrap();
+        assert_eq!(down::<T>(&y, 9), brought::<T>(source, 9), "broadcast from {root}");
+    }
+    // Round the ring, and twice, so that order matters.
+    let (next, last) = ((place + 1) % k, (place + k - 1) % k);
+    for len in [5, 0, 3] {
+        rank.send(call, &up(rank, &brought::<T>(rank.index(), len)), len, next).unwrap();
+    }
+    for len in [5, 0, 3] {
+        let y = rank.recv(call, len, last).unwrap();
+        assert_eq!(down::<T>(&y, len), brought::<T>(members[last], len), "recv of {len}");
+    }
+    rank.barrier(call).unwrap();
+}
+
+fn everything<T: Element>(rank: &Rank, axes: AxisSet) {
+    let members = rank.mesh().group(rank.index(), axes);
+    let call = over(axes, T::DTYPE);
+    reductions::<T>(rank, &call, &members);
+    gathers::<T>(rank, &call, &members);
+    exchanges::<T>(rank, &call, &members);
+}
+
+fn on_mesh(text: &str, groups: &[&str]) {
+    World::run(mesh(text), |rank| {
+        for names in groups {
+            let axes = axes(rank.mesh(), names);
+            everything::<f32>(rank, axes);
+            everything::<f64>(rank, axes);
+            everything::<half::bf16>(rank, axes);
+            everything::<i64>(rank, axes);
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn groups_of_one_two_three() {
+    on_mesh("", &[""]);
+    on_mesh("tp=1", &["tp", ""]);
+    on_mesh("tp=2", &["tp", ""]);
+    on_mesh("tp=3", &["tp"]);
+}
+
+#[test]
+fn groups_of_four_and_eight() {
+    on_mesh("tp=4", &["tp"]);
+    on_mesh("tp=8", &["tp"]);
+}
+
+#[test]
+fn two_axes_one_by_one_and_together() {
+    on_mesh("dp=2,tp=2", &["dp", "tp", "dp,tp"]);
+    on_mesh("dp=2,tp=3", &["tp", "dp,tp", "dp"]);
+    on_mesh("dp=1,tp=2", &["dp", "tp", "dp,tp"]);
+}
+
+#[test]
+fn all_ranks_get_the_same_bits_and_chunks_do_not_change_them() {
+    // 1 / (e + 3) does not add up exactly, so another order would show.
+    let value = |rank: usize, e: usize| 1.0 / (hash((rank << 32 | e) as u64) % 1000 + 3) as f32;
+    let len = 30_000;
+    for text in ["tp=3", "tp=5", "tp=8"] {
+        let whole = World::run(mesh(text), |rank| {
+            let call = over(axes(rank.mesh(), "tp"), f32::DTYPE);
+            let x: Vec<f32> = (0..len).map(|e| value(rank.index(), e)).collect();
+            let large = down::<f32>(&rank.all_reduce(&call, &up(rank, &x), len, ReduceOp::Sum)?, len);
+            // Pieces below the border are combined by every rank itself.
+            let mut small = Vec::new();
+            for piece in x.chunks(1000) {
+                let y = rank.all_reduce(&call, &up(rank, piece), piece.len(), ReduceOp::Sum)?;
+                small.extend(down::<f32>(&y, piece.len()));
+            }
+            // Scattered sums are the same sums.
+            let counts: Vec<usize> =
+                (0..rank.mesh().num_ranks()).map(|i| if i == 0 { len } else { 0 }).collect();
+            let y = rank.reduce_scatter(&call, &up(rank, &x), &counts)?;
+            if rank.index() == 0 {
+                assert_eq!(down::<f32>(&y, len), large);
+            }
+            assert_eq!(small, large);
+            Ok(large.iter().map(|v| v.to_bits()).collect::<Vec<u32>>())
+        })
+        .unwrap();
+        assert!(whole.windows(2).all(|w| w[0] == w[1]));
+    }
+}
+
+#[test]
+fn sixteen_ranks_on_few_cores() {
+    World::run(mesh("dp=2,cp=2,tp=4"), |rank| {
+        for names in ["tp", "dp,tp", "dp,cp,tp", "cp"] {
+            everything::<f32>(rank, axes(rank.mesh(), names));
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn no_peer_holds_a_buffer_after_the_call_and_memory_is_used_again() {
+    World::run(mesh("tp=4"), |rank| {
+        let call = over(axes(rank.mesh(), "tp"), f32::DTYPE);
+        let counts = [10_000; 4];
+        let mut settled = 0;
+        for round in 0..20 {
+            let mut x = up(rank, &vec![1f32; 40_000]);
+            let y = rank.all_reduce(&call, &x, 40_000, ReduceOp::Sum)?;
+            assert!(x.is_unique() && y.clone().as_slice::<f32>()[39_999] == 4.0);
+            rank.reduce_scatter(&call, &x, &counts)?;
+            assert!(x.is_unique());
+            rank.all_gather(&call, &x, &counts)?;
+            assert!(x.is_unique());
+            rank.all_to_all(&call, &x, &counts, &counts)?;
+            assert!(x.is_unique());
+            rank.broadcast(&call, Some(&x), 40_000, 2)?;
+            assert!(x.is_unique());
+            rank.send(&call, &x, 100, rank.index() ^ 1)?;
+            assert!(x.is_unique());
+            rank.recv(&call, 100, rank.index() ^ 1)?;
+            let taken = rank.backend().memory().num_system_allocs;
+            if round == 1 {
+                settled = taken;
+            }
+            assert!(round < 1 || taken <= settled + 1, "round {round} took memory from the system: {taken}");
+        }
+        Ok(())
+    })
+    .unwrap();
+}

@@ -1,0 +1,393 @@
+//! Every way to call collectives wrongly, and to leave others waiting: an error that names the calls, on every rank,
+//! soon. Each test plants the fault that a check has to find.
+
+use crate::support::{mesh, on, over, up};
+use shardgrad_dist::{Call, Error, Kind, Phase, Rank, ReduceOp, Result, World};
+use shardgrad_kernels::{Buffer, DType};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+/// Runs a faulty program. Returns the cause, and what each rank ended with.
+fn fault(text: &str, program: impl Fn(&Rank) -> Result<()> + Sync) -> (Error, Vec<Option<Kind>>) {
+    let mesh = mesh(text);
+    let ends = Mutex::new(vec![None; mesh.num_ranks()]);
+    let start = Instant::now();
+    let cause = World::new(mesh).launch(|rank| {
+        let end = program(rank);
+        ends.lock().unwrap()[rank.index()] = end.as_ref().err().map(Error::kind);
+        end
+    });
+    assert!(start.elapsed() < Duration::from_secs(2), "the ranks were released after {:?}", start.elapsed());
+    (cause.unwrap_err(), ends.into_inner().unwrap())
+}
+
+/// Asserts the parts of a message.
+fn names(error: &Error, parts: &[&str]) {
+    let text = error.to_string();
+    assert!(parts.iter().all(|p| text.contains(p)), "{parts:?} in:\n{text}");
+}
+
+/// Asserts that a faulty program ends in a mismatch on all ranks, with these parts in its message.
+fn mismatch(text: &str, parts: &[&str], program: impl Fn(&Rank) -> Result<()> + Sync) {
+    let (error, ends) = fault(text, program);
+    assert_eq!(error.kind(), Kind::Collective, "{error}");
+    names(&error, parts);
+    assert!(ends.iter().all(|end| *end == Some(Kind::Collective)), "{ends:?}");
+}
+
+fn data(rank: &Rank) -> Buffer {
+    up(rank, &[1f32; 64])
+}
+
+fn is_first(rank: &Rank) -> bool {
+    rank.index() == 0
+}
+
+#[test]
+fn another_op() {
+    let parts = [
+        "collective mismatch: rank 0 called #2 all_reduce(sum) f32[8] over tp at ",
+        "rank 1 called #2 all_gather f32[8] over tp at ",
+        "faults.rs:",
+        "differs    op",
+    ];
+    mismatch("tp=2", &parts, |rank| {
+        let (call, x) = (on(rank, "tp"), data(rank));
+        rank.barrier(&call)?;
+        if is_first(rank) {
+            rank.all_reduce(&call, &x, 8, ReduceOp::Sum)?;
+        } else {
+            rank.all_gather(&call, &x, &[4, 4])?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn another_reduction() {
+    let parts =
+        ["ranks 0, 2 called #1 all_reduce(sum) f32[8]", "rank 1 called #1 all_reduce(max)", "reduction"];
+    mismatch("tp=3", &parts, |rank| {
+        let how = if rank.index() == 1 { ReduceOp::Max } else { ReduceOp::Sum };
+        rank.all_reduce(&on(rank, "tp"), &data(rank), 8, how)?;
+        Ok(())
+    });
+}
+
+#[test]
+fn another_root() {
+    let parts = ["broadcast f32[8] from rank 0", "broadcast f32[8] from rank 1", "differs    root"];
+    mismatch("tp=2", &parts, |rank| {
+        rank.broadcast(&on(rank, "tp"), Some(&data(rank)), 8, rank.index())?;
+        Ok(())
+    });
+}
+
+#[test]
+fn another_dtype() {
+    let parts = ["all_reduce(sum) f32[8]", "all_reduce(sum) bf16[8]", "differs    dtype"];
+    mismatch("tp=2", &parts, |rank| {
+        let dtype = if is_first(rank) { DType::F32 } else { DType::BF16 };
+        rank.all_reduce(&over(on(rank, "tp").axes, dtype), &data(rank), 8, ReduceOp::Sum)?;
+        Ok(())
+    });
+}
+
+#[test]
+fn other_counts() {
+    for (a, b) in [(0, 1), (1, 0), (8, 7), (3, 4)] {
+        let parts =
+            [format!("rank 0 called #1 all_reduce(sum) f32[{a}]"), format!("f32[{b}]"), "counts".into()];
+        mismatch("tp=2", &parts.each_ref().map(String::as_str), |rank| {
+            let numel = if is_first(rank) { a } else { b };
+            rank.all_reduce(&on(rank, "tp"), &data(rank), numel, ReduceOp::Sum)?;
+            Ok(())
+        });
+    }
+    mismatch("tp=2", &["reduce_scatter f32[2+4]", "reduce_scatter f32[6]", "differs    counts"], |rank| {
+        let counts = if is_first(rank) { [2, 4] } else { [3, 3] };
+        rank.reduce_scatter(&on(rank, "tp"), &data(rank), &counts)?;
+        Ok(())
+    });
+}
+
+#[test]
+fn splits_that_do_not_pair_up() {
+    let parts = [
+        "rank 1 sends 3 elements to rank 0 in #1 all_to_all f32[3+1 out, 2+1 in] over tp at ",
+        "rank 0 expects 2 from rank 1 in #1 all_to_all f32[1+2 out, 1+2 in]",
+        "differs    splits",
+    ];
+    mismatch("tp=2", &parts, |rank| {
+        let (send, recv) = if is_first(rank) { ([1, 2], [1, 2]) } else { ([3, 1], [2, 1]) };
+        rank.all_to_all(&on(rank, "tp"), &data(rank), &send, &recv)?;
+        Ok(())
+    });
+}
+
+#[test]
+fn other_axes() {
+    // Both sets make groups of the same two ranks; they are different groups all the same.
+    let parts = [
+        "ranks wait in a circle: ",
+        "rank 0 waits for rank 1 in #1 all_reduce(sum) f32[8] over tp at ",
+        "over dp,tp",
+    ];
+    mismatch("dp=1,tp=2", &parts, |rank| {
+        let axes = if is_first(rank) { "tp" } else { "dp,tp" };
+        rank.all_reduce(&on(rank, axes), &data(rank), 8, ReduceOp::Sum)?;
+        Ok(())
+    });
+}
+
+#[test]
+fn order_swapped() {
+    mismatch(
+        "tp=2",
+        &["#1 all_reduce(sum) f32[8]", "#1 all_reduce(sum) f32[16]", "differs    counts"],
+        |rank| {
+            let lens = if is_first(rank) { [8, 16] } else { [16, 8] };
+            for len in lens {
+                rank.all_reduce(&on(rank, "tp"), &data(rank), len, ReduceOp::Sum)?;
+            }
+            Ok(())
+        },
+    );
+}
+
+#[test]
+fn order_swapped_between_values_of_equal_size() {
+    let run = |rank: &Rank, call: Call<'_>| rank.all_reduce(&call, &data(rank), 8, ReduceOp::Sum).map(|_| ());
+    mismatch("tp=2", &["(h.0.w)", "(h.1.w)", "differs    path"], |rank| {
+        let paths = if is_first(rank) { ["h.0.w", "h.1.w"] } else { ["h.1.w", "h.0.w"] };
+        paths.iter().try_for_each(|path| run(rank, Call { path, ..on(rank, "tp") }))
+    });
+    mismatch("tp=2", &["(backward of h.0.w)", "(h.0.w)", "differs    phase"], |rank| {
+        let phase = if is_first(rank) { Phase::Forward } else { Phase::Backward };
+        run(rank, Call { path: "h.0.w", phase, ..on(rank, "tp") })
+    });
+    // A rank without a name for its value agrees with any name.
+    World::run(mesh("tp=2"), |rank| {
+        run(rank, Call { path: if is_first(rank) { "" } else { "h.0.w" }, ..on(rank, "tp") })
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_call_skipped() {
+    let lines = Mutex::new([0, 0]);
+    let (error, ends) = fault("tp=2", |rank| {
+        let skipped = on(rank, "tp");
+        let next = on(rank, "tp");
+        *lines.lock().unwrap() = [skipped.site.line(), next.site.line()];
+        if is_first(rank) {
+            rank.all_reduce(&skipped, &data(rank), 8, ReduceOp::Sum)?;
+        }
+        rank.barrier(&next)
+    });
+    assert_eq!((error.kind(), ends), (Kind::Collective, vec![Some(Kind::Collective); 2]));
+    let [skipped, next] = *lines.lock().unwrap();
+    let file = "dist/tests/world/faults.rs";
+    let first = format!("rank 0 called #1 all_reduce(sum) f32[8] over tp at {file}:{skipped}, ");
+    names(&error, &[&first, &format!("rank 1 called #1 barrier over tp at {file}:{next}")]);
+}
+
+#[test]
+fn a_call_too_many() {
+    let (error, ends) = fault("tp=3", |rank| {
+        rank.barrier(&on(rank, "tp"))?;
+        if rank.index() != 1 {
+            rank.all_reduce(&on(rank, "tp"), &data(rank), 8, ReduceOp::Sum)?;
+        }
+        Ok(())
+    });
+    assert_eq!(error.kind(), Kind::PeerLost);
+    names(
+        &error,
+        &["rank 1 left (returned after its call #1 barrier over tp at", "waits in #2 all_reduce(sum) f32[8]"],
+    );
+    assert_eq!(ends, [Some(Kind::PeerLost), None, Some(Kind::PeerLost)]);
+}
+
+#[test]
+fn a_rank_that_returns_at_once() {
+    let (error, ends) =
+        fault("tp=2", |rank| if is_first(rank) { Ok(()) } else { rank.barrier(&on(rank, "tp")) });
+    assert_eq!(error.kind(), Kind::PeerLost);
+    names(&error, &["rank 0 left (returned without a call) while rank 1 waits in #1 barrier over tp"]);
+    assert_eq!(ends, [None, Some(Kind::PeerLost)]);
+}
+
+#[test]
+fn a_rank_that_returns_an_error() {
+    let (error, ends) = fault("dp=2,tp=2", |rank| {
+        if rank.index() == 2 {
+            return Err(Error::new(Kind::Data, "row 7 is empty"));
+        }
+        rank.barrier(&on(rank, "dp,tp"))
+    });
+    assert_eq!((error.kind(), error.message()), (Kind::Data, "row 7 is empty"));
+    assert_eq!(error.details(), [("rank", "2 (dp=1, tp=0) of mesh(dp=2, tp=2)".to_string())]);
+    assert_eq!(ends, [Some(Kind::PeerLost), Some(Kind::PeerLost), Some(Kind::Data), Some(Kind::PeerLost)]);
+}
+
+#[test]
+fn a_rank_that_unwinds_with_an_error() {
+    let (error, ends) = fault("tp=2", |rank| {
+        if is_first(rank) {
+            Error::new(Kind::Shape, "does not fit").raise();
+        }
+        rank.barrier(&on(rank, "tp"))
+    });
+    assert_eq!((error.kind(), error.message()), (Kind::Shape, "does not fit"));
+    names(&error, &["0 (tp=0) of mesh(tp=2)"]);
+    assert_eq!(ends, [None, Some(Kind::PeerLost)]);
+}
+
+#[test]
+fn a_panic_at_every_point_of_a_program() {
+    for point in 0..5 {
+        let (error, ends) = fault("tp=3", |rank| {
+            for step in 0..4 {
+                if rank.index() == 1 && step == point {
+                    // No hook: the panic of the test itself is not to be printed.
+                    std::panic::resume_unwind(Box::new(format!("index {step} out of range")));
+                }
+                rank.all_reduce(&on(rank, "tp"), &up(rank, &[1f32; 40_000]), 40_000, ReduceOp::Sum)?;
+            }
+            if rank.index() == 1 {
+                std::panic::resume_unwind(Box::new("index 4 out of range"))
+            } else {
+                rank.barrier(&on(rank, "tp"))
+            }
+        });
+        assert_eq!(error.kind(), Kind::Panic);
+        assert_eq!(error.message(), format!("rank 1 panicked: index {point} out of range"));
+        assert_eq!(ends, [Some(Kind::PeerLost), None, Some(Kind::PeerLost)]);
+    }
+}
+
+#[test]
+fn a_lost_peer_is_told_the_cause() {
+    let told = Mutex::new(String::new());
+    fault("tp=2", |rank| {
+        if is_first(rank) {
+            return Err(Error::new(Kind::Data, "row 7 is empty"));
+        }
+        let end = rank.barrier(&on(rank, "tp"));
+        *told.lock().unwrap() = end.as_ref().unwrap_err().to_string();
+        end
+    });
+    let told = told.into_inner().unwrap();
+    assert!(told.starts_with("rank 0 failed while rank 1 "), "{told}");
+    assert!(told.contains("cause      row 7 is empty"), "{told}");
+}
+
+#[test]
+fn a_circle_over_two_groups() {
+    let parts = [
+        "ranks wait in a circle: ",
+        "rank 0 waits for rank 1 in #1 barrier over tp",
+        "rank 1 waits for rank 3 in #1 barrier over dp",
+        "rank 3 waits for rank 2 in #1 barrier over tp",
+        "rank 2 waits for rank 0 in #1 barrier over dp",
+    ];
+    let (error, ends) = fault("dp=2,tp=2", |rank| {
+        let first = if [0, 3].contains(&rank.index()) { "tp" } else { "dp" };
+        rank.barrier(&on(rank, first))
+    });
+    assert_eq!(error.kind(), Kind::Collective);
+    names(&error, &parts);
+    assert_eq!(ends, [Some(Kind::Collective); 4]);
+}
+
+#[test]
+fn a_circle_beside_ranks_that_only_wait() {
+    // Rank 2 waits for the circle of 0 and 1 without being part of it.
+    let (error, ends) = fault("dp=1,tp=3", |rank| match rank.index() {
+        0 => rank.recv(&on(rank, "tp"), 4, 1).map(|_| ()),
+        _ => rank.barrier(&on(rank, "tp")),
+    });
+    assert_eq!(error.kind(), Kind::Collective);
+    names(
+        &error,
+        &["rank 0 waits for rank 1 in #1 recv f32[4] from rank 1 over tp", "in #1 barrier over tp"],
+    );
+    assert!(ends.iter().all(Option::is_some), "{ends:?}");
+}
+
+#[test]
+fn a_computing_rank_is_released_at_its_next_check() {
+    let (error, _) = fault("tp=2", |rank| {
+        if is_first(rank) {
+            return Err(Error::new(Kind::NotFinite, "the loss is not a number"));
+        }
+        loop {
+            rank.check();
+            std::thread::yield_now();
+        }
+    });
+    assert_eq!(error.kind(), Kind::NotFinite);
+}
+
+#[test]
+fn an_error_that_is_swallowed_is_still_the_end_of_the_world() {
+    let (error, _) = fault("tp=2", |rank| {
+        let axes = if is_first(rank) { 4 } else { 5 };
+        let first = rank.all_reduce(&on(rank, "tp"), &data(rank), axes, ReduceOp::Sum);
+        assert!(first.is_err() && rank.barrier(&on(rank, "tp")).is_err());
+        Ok(())
+    });
+    names(&error, &["f32[4]", "f32[5]"]);
+}
+
+#[test]
+fn a_wait_beyond_the_limit_names_who_is_missing_and_where() {
+    let slow = |rank: &Rank| {
+        rank.barrier(&on(rank, "dp,tp"))?;
+        if rank.index() == 2 {
+            std::thread::sleep(Duration::from_millis(900));
+            rank.check();
+        }
+        let axes = if rank.index() == 3 { "tp" } else { "dp,tp" };
+        rank.all_reduce(&on(rank, axes), &data(rank), 8, ReduceOp::Sum).map(|_| ())
+    };
+    let error = World::new(mesh("dp=2,tp=2")).timeout(Duration::from_millis(250)).launch(slow).unwrap_err();
+    assert_eq!(error.kind(), Kind::Timeout, "{error}");
+    names(
+        &error,
+        &["waited more than 250ms in ", "absent     rank 2: computing since #1 barrier over dp,tp at "],
+    );
+    // Whoever notices first waits over both axes (ranks 0, 1) or over tp (rank 3).
+    let over_both = error.message().contains("over dp,tp");
+    names(
+        &error,
+        &[if over_both {
+            "rank 3: waits in #1 all_reduce(sum) f32[8] over tp at"
+        } else {
+            "arrived    rank 3"
+        }],
+    );
+}
+
+#[test]
+fn a_slow_rank_is_no_fault() {
+    World::new(mesh("dp=2,tp=2"))
+        .launch(|rank| {
+            if rank.index() == 3 {
+                std::thread::sleep(Duration::from_millis(150));
+            }
+            rank.barrier(&on(rank, "tp"))?;
+            rank.barrier(&on(rank, "dp"))
+        })
+        .unwrap();
+}
+
+#[test]
+fn a_kernel_that_does_not_exist_ends_all_ranks_alike() {
+    let (error, ends) = fault("tp=2", |rank| {
+        rank.all_reduce(&over(on(rank, "tp").axes, DType::Bool), &data(rank), 8, ReduceOp::Sum).map(|_| ())
+    });
+    assert_eq!(error.kind(), Kind::DType, "{error}");
+    assert!(ends.iter().all(Option::is_some));
+}

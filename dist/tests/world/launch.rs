@@ -1,0 +1,116 @@
+//! What a launch promises besides collectives.
+
+use crate::support::{mesh, on, up};
+use shardgrad_dist::{Error, Kind, Rank, ReduceOp, Result, World};
+use std::cell::Cell;
+use std::rc::Rc;
+
+#[test]
+fn ranks_know_where_they_stand() {
+    let places = World::run(mesh("dp=2,tp=3"), |rank| {
+        let (dp, tp) = (rank.mesh().axis("dp").unwrap(), rank.mesh().axis("tp").unwrap());
+        let both = rank.mesh().all_axes();
+        assert_eq!(rank.mesh().group(rank.index(), both)[rank.group_index(both)], rank.index());
+        assert_eq!(rank.group_index(both.without(dp)), rank.coordinate(tp));
+        assert!(!rank.is_dry() && rank.backend().num_threads() >= 1);
+        Ok((rank.index(), rank.coordinate(dp), rank.coordinate(tp), rank.group_index(both)))
+    })
+    .unwrap();
+    assert_eq!(places[4], (4, 1, 1, 4));
+    assert_eq!(places.len(), 6);
+}
+
+#[test]
+fn threads_are_as_asked_for() {
+    let seen = World::new(mesh("tp=2")).threads(3).launch(|rank| Ok(rank.backend().num_threads())).unwrap();
+    assert_eq!(seen, [3, 3]);
+}
+
+#[test]
+fn extensions_are_one_per_type_and_rank() {
+    #[derive(Default)]
+    struct Count(Cell<usize>);
+    World::run(mesh("tp=2"), |rank| {
+        rank.extension::<Count>().0.set(rank.index() + 7);
+        let again: Rc<Count> = rank.clone().extension();
+        assert_eq!(again.0.get(), rank.index() + 7);
+        assert_eq!(rank.extension::<Cell<u8>>().get(), 0);
+        assert!(rank.clone() == *rank);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn memory_beyond_the_limit_is_an_error_of_the_rank_that_asked() {
+    let error = World::new(mesh("tp=2"))
+        .memory_limit(1 << 20)
+        .launch(|rank| {
+            let x = up(rank, &vec![1f32; if rank.index() == 0 { 200_000 } else { 10 }]);
+            let call = on(rank, "tp");
+            let counts = if rank.index() == 0 { [200_000, 0] } else { [10, 0] };
+            rank.all_gather(&call, &x, &counts)
+        })
+        .unwrap_err();
+    assert_eq!(error.kind(), Kind::OutOfMemory, "{error}");
+    assert!(error.to_string().contains("0 (tp=0) of mesh(tp=2)"), "{error}");
+}
+
+#[test]
+fn a_rank_has_a_deep_stack() {
+    fn deep(n: usize) -> usize {
+        let frame = std::hint::black_box([n; 64]);
+        if n == 0 { frame[0] } else { deep(n - 1) + frame[63] - frame[62] }
+    }
+    World::run(mesh("tp=2"), |_| Ok(deep(4_000))).unwrap();
+}
+
+#[test]
+fn worlds_can_be_nested_and_follow_each_other() {
+    for _ in 0..20 {
+        let sums = World::run(mesh("tp=2"), |outer| {
+            let inner = World::run(mesh("tp=3"), |rank| {
+                let y = rank.all_reduce(&on(rank, "tp"), &up(rank, &[1f32]), 1, ReduceOp::Sum)?;
+                Ok(y.as_slice::<f32>()[0])
+            })?;
+            let y = outer.all_reduce(&on(outer, "tp"), &up(outer, &inner), 3, ReduceOp::Sum)?;
+            Ok(y.as_slice::<f32>().to_vec())
+        });
+        assert_eq!(sums.unwrap(), [[6.0; 3], [6.0; 3]]);
+    }
+}
+
+#[test]
+fn a_world_of_one_returns_its_own_errors() {
+    let fail = |_: &Rank| -> Result<()> { Error::new(Kind::Shape, "does not fit").raise() };
+    let error = World::run(mesh(""), fail).unwrap_err();
+    assert_eq!(error.to_string(), "does not fit");
+}
+
+#[test]
+fn calls_that_cannot_be_are_refused_with_their_line() {
+    World::run(mesh("tp=2"), |rank| {
+        let (call, x) = (on(rank, "tp"), up(rank, &[0f32; 4]));
+        let line = format!("launch.rs:{}", call.site.line());
+        let refused = [
+            rank.all_reduce(&call, &x, 5, ReduceOp::Sum).unwrap_err(),
+            rank.all_gather(&call, &x, &[1]).unwrap_err(),
+            rank.reduce_scatter(&call, &x, &[4, 4]).unwrap_err(),
+            rank.all_to_all(&call, &x, &[1, 1], &[1, 1, 1]).unwrap_err(),
+            rank.broadcast(&call, Some(&x), 4, 2).unwrap_err(),
+            rank.broadcast(&call, None, 4, rank.index()).unwrap_err(),
+            rank.send(&call, &x, 4, 7).unwrap_err(),
+            rank.recv(&call, 4, 2).unwrap_err(),
+        ];
+        for error in refused {
+            assert_eq!(error.kind(), Kind::Collective);
+            assert!(error.to_string().contains(&line), "{error}");
+        }
+        let elsewhere = shardgrad_dist::AxisSet::one(shardgrad_dist::Axis(3));
+        let error = rank.barrier(&shardgrad_dist::Call { axes: elsewhere, ..call }).unwrap_err();
+        assert_eq!(error.kind(), Kind::Mesh);
+        // None of these was issued: the group is still in step.
+        rank.barrier(&call)
+    })
+    .unwrap();
+}

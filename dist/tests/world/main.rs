@@ -1,0 +1,10 @@
+//! Ranks as threads: every collective against a plain specification, every way to misuse them, and the promises
+//! on determinism and dry runs.
+
+mod collectives;
+mod dry;
+mod faults;
+mod launch;
+mod messages;
+mod programs;
+mod support;

@@ -1,0 +1,93 @@
+//! Random programs give the same bits whatever the timing.
+
+use crate::support::{down, hash, mesh, over, up};
+use shardgrad_dist::{AxisSet, Mesh, Rank, ReduceOp, Result, World};
+use shardgrad_kernels::DType;
+use std::time::Duration;
+
+/// Runs a program drawn from a seed and returns the state of the rank as bits. Sums of such numbers are not exact, so
+/// any change of order would show.
+fn program(rank: &Rank, seed: u64) -> Result<Vec<u32>> {
+    let len = if seed.is_multiple_of(8) { 9000 } else { 24 };
+    let mut state: Vec<f32> = (0..len).map(|e| start(rank.index(), e)).collect();
+    for step in 0..6 {
+        let draw = hash(seed * 64 + step);
+        let axes: AxisSet = rank.mesh().axes().filter(|a| draw >> (8 + a.0) & 1 == 1).collect();
+        let call = over(axes, DType::F32);
+        let (k, place) = (rank.mesh().group_size(axes), rank.group_index(axes));
+        let x = up(rank, &state);
+        // A split of the state by the floor rule, shifted by one element for uneven parts.
+        let counts: Vec<usize> = (0..k).map(|i| (i + 1) * len / k - i * len / k).collect();
+        let start: usize = counts[..place].iter().sum();
+        match draw % 6 {
+            0 => state = down(&rank.all_reduce(&call, &x, len, ReduceOp::Sum)?, len),
+            1 => state = down(&rank.all_reduce(&call, &x, len, ReduceOp::Max)?, len),
+            2 => {
+                let part = rank.reduce_scatter(&call, &x, &counts)?;
+                state = down(&rank.all_gather(&call, &part, &counts)?, len);
+                state[start] += 0.1;
+            }
+            3 => {
+                let received = vec![counts[place]; k];
+                let y = rank.all_to_all(&call, &x, &counts, &received)?;
+                let pieces = down::<f32>(&y, counts[place] * k);
+                pieces.iter().enumerate().for_each(|(e, v)| state[e % len] += v);
+            }
+            4 => {
+                let root = (draw >> 20) as usize % k;
+                state = down(&rank.broadcast(&call, Some(&x), len, root)?, len);
+                state[place % len] *= 1.5;
+            }
+            _ => {
+                rank.send(&call, &x, len, (place + 1) % k)?;
+                let y = down::<f32>(&rank.recv(&call, len, (place + k - 1) % k)?, len);
+                state.iter_mut().zip(y).for_each(|(s, y)| *s = 0.7 * *s + 0.3 * y);
+            }
+        }
+        state.iter_mut().for_each(|s| *s = (*s / 3.0).sin());
+    }
+    Ok(state.iter().map(|s| s.to_bits()).collect())
+}
+
+fn start(rank: usize, e: usize) -> f32 {
+    (hash((rank * 10_000 + e) as u64) % 10_007) as f32 / 10_007.0
+}
+
+#[test]
+fn two_hundred_random_programs_have_the_same_bits_under_jitter() {
+    let meshes: Vec<Mesh> = ["tp=2", "tp=3", "dp=2,tp=2", "dp=3,tp=2", "dp=5"].map(mesh).into();
+    for seed in 0..200 {
+        let mesh = &meshes[seed as usize % meshes.len()];
+        let calm = World::new(mesh.clone()).launch(|rank| program(rank, seed)).unwrap();
+        let shaken = World::new(mesh.clone()).jitter(seed).launch(|rank| program(rank, seed)).unwrap();
+        assert!(calm == shaken, "program {seed} on {mesh}");
+    }
+}
+
+#[test]
+fn long_waits_are_no_faults() {
+    // Ranks come tens of milliseconds late, so that waiting ones look into the table while others move on, send
+    // and return.
+    let draw = |rank: usize, step: u64, bound: u64| hash(rank as u64 * 97 + step) % bound;
+    World::new(mesh("dp=2,cp=2,tp=2"))
+        .jitter(3)
+        .launch(|rank| {
+            for step in 0..12 {
+                if draw(rank.index(), step, 4) == 0 {
+                    std::thread::sleep(Duration::from_millis(draw(rank.index(), step + 500, 30)));
+                }
+                let axes = rank.mesh().axes().filter(|a| hash(step) >> a.0 & 1 == 1).collect();
+                let (call, k) = (over(axes, DType::F32), rank.mesh().group_size(axes));
+                let x = up(rank, &[1f32]);
+                if step % 3 == 2 {
+                    let place = rank.group_index(axes);
+                    rank.send(&call, &x, 1, (place + 1) % k)?;
+                    rank.recv(&call, 1, (place + k - 1) % k)?;
+                } else {
+                    assert_eq!(down::<f32>(&rank.all_reduce(&call, &x, 1, ReduceOp::Sum)?, 1), [k as f32]);
+                }
+            }
+            Ok(())
+        })
+        .unwrap();
+}

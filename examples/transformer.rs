@@ -1,0 +1,93 @@
+//! A transformer written by hand that learns to repeat what it read: each row is some random tokens, twice.
+//! `cargo run --release --example transformer -- --mesh dp=2,tp=2`
+
+use shardgrad::nn::cross_entropy;
+use shardgrad::prelude::*;
+
+const VOCAB: usize = 16;
+const HALF: usize = 12;
+const ROWS: usize = 32;
+
+module! {
+    struct Block { ln_1: LayerNorm, q: Linear, k: Linear, v: Linear, o: Linear, ln_2: LayerNorm, up: Linear, down: Linear }
+}
+
+impl Block {
+    fn new(d: usize, heads: usize) -> Block {
+        let split = || Linear::shaped(&[d], &[heads, d / heads]);
+        Block {
+            ln_1: LayerNorm::new(d),
+            q: split(),
+            k: split(),
+            v: split(),
+            o: Linear::shaped(&[heads, d / heads], &[d]),
+            ln_2: LayerNorm::new(d),
+            up: Linear::new(d, 4 * d),
+            down: Linear::new(4 * d, d),
+        }
+    }
+
+    fn forward(&self, x: &Var) -> Var {
+        let y = self.ln_1.forward(x);
+        let (q, k, v) = (self.q.forward(&y), self.k.forward(&y), self.v.forward(&y));
+        let x = x.add(&self.o.forward(&q.attention(&k, &v, true)));
+        let y = self.ln_2.forward(&x);
+        x.add(&self.down.forward(&self.up.forward(&y).gelu()))
+    }
+}
+
+module! {
+    struct Repeater { tokens: Embedding, positions: Embedding, blocks: Vec<Block>, norm: LayerNorm, head: Linear }
+}
+
+impl Repeater {
+    fn forward(&self, ids: &Var) -> Var {
+        let x = self.tokens.forward(ids).add(&self.positions.first(ids, ids.shape()[1]));
+        let x = self.blocks.iter().fold(x, |x, block| block.forward(&x));
+        self.head.forward(&self.norm.forward(&x))
+    }
+}
+
+/// Token `t` of row `row` of a step: the second half of a row repeats the first.
+fn token(step: usize, row: usize, t: usize) -> i64 {
+    let seed = ((step * ROWS + row) * HALF + t % HALF) as u64;
+    ((seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ seed << 7) >> 33) as i64 % VOCAB as i64
+}
+
+fn main() -> Result<()> {
+    let mesh = std::env::args().skip(1).last().unwrap_or("dp=2".into());
+    let tensor = Plan::tensor("tp").column("q").column("k").column("v").row("o").column("up").row("down");
+    let plan = Plan::data("dp").and(tensor.column("head"));
+    World::run(Mesh::parse(&mesh)?, |rank| {
+        let d = 64;
+        let model = Repeater {
+            tokens: Embedding::new(VOCAB, d),
+            positions: Embedding::new(2 * HALF, d),
+            blocks: vec![Block::new(d, 4), Block::new(d, 4)],
+            norm: LayerNorm::new(d),
+            head: Linear::new(d, VOCAB),
+        };
+        let model = Model::new(rank, model, &plan, 1)?;
+        let mut optim = AdamW::new(1e-3);
+        let batch = |step: usize, range: std::ops::Range<usize>| {
+            let layout = plan.batch_layout(rank.mesh(), DType::I64, &[ROWS, range.len()])?;
+            let all = (0..ROWS).flat_map(|row| range.clone().map(move |t| token(step, row, t)));
+            Tensor::from_global(rank, &layout, &all.collect::<Vec<_>>())
+        };
+        for step in 0..=300 {
+            let tape = model.tape();
+            let logits = model.forward(&tape.constant(batch(step, 0..2 * HALF - 1)?));
+            // What is asked for is the second half: each token from those before it.
+            let asked = logits.slice(1, HALF - 1..2 * HALF - 1);
+            let loss = cross_entropy(&asked, &tape.constant(batch(step, HALF..2 * HALF)?));
+            loss.backward()?;
+            optim.update(&model, tape.gradients())?;
+            let loss = loss.item()?;
+            if step % 50 == 0 && rank.index() == 0 {
+                println!("step {step:3}  loss {loss:.4}");
+            }
+        }
+        Ok(())
+    })?;
+    Ok(())
+}

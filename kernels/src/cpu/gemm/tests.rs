@@ -1,0 +1,202 @@
+//! Products against the definition of their bits.
+
+use super::*;
+use half::bf16;
+use proptest::prelude::*;
+
+/// What the module's text says, word for word.
+fn definition<T: Float>(
+    [m, n, k]: [usize; 3],
+    a: Matrix<'_, T>,
+    b: Matrix<'_, T>,
+    c: &mut [T::Acc],
+    add: bool,
+) {
+    for (at, c) in c.iter_mut().enumerate().take(m * n) {
+        let (i, j) = (at / n, at % n);
+        *c = if add { *c } else { T::Acc::ZERO };
+        for first in (0..k).step_by(DEPTH) {
+            let mut sum = T::Acc::ZERO;
+            for p in first..k.min(first + DEPTH) {
+                let x = a.data[i * a.row_stride + p * a.col_stride].widen();
+                sum = x.fma(b.data[p * b.row_stride + j * b.col_stride].widen(), sum);
+            }
+            *c = if first == 0 && !add { sum } else { *c + sum };
+        }
+    }
+}
+
+fn levels() -> Vec<Level> {
+    let best = level();
+    [Level::Baseline, Level::Avx2, Level::Avx512].into_iter().filter(|&l| l as u8 <= best as u8).collect()
+}
+
+fn numbers<T: Float>(seed: usize, len: usize) -> Vec<T> {
+    (0..len).map(|i| T::from_f64((((i + seed) * 7919) % 1000) as f64 / 700.0 - 0.7)).collect()
+}
+
+/// Rows apart, columns side by side; the other way round; both apart.
+fn strides(kind: usize, rows: usize, cols: usize) -> (usize, usize) {
+    [(cols, 1), (1, rows), (2 * cols + 3, 2), (1, rows + 5)][kind]
+}
+
+/// Runs every level, in every direction, into a c of any strides; the first wrong element.
+fn examine<T: Float>(dims: [usize; 3], kinds: [usize; 3], add: bool) -> Result<(), String> {
+    let [m, n, k] = dims;
+    let matrix = |kind, rows, cols, data| {
+        let (row_stride, col_stride) = strides(kind, rows, cols);
+        Matrix { data, row_stride, col_stride }
+    };
+    let (memory_a, memory_b) =
+        (numbers::<T>(1, 2 * m * k + 9 * (m + k) + 9), numbers::<T>(5, 2 * n * k + 9 * (n + k) + 9));
+    let (a, b) = (matrix(kinds[0], m, k, &memory_a[..]), matrix(kinds[1], k, n, &memory_b[..]));
+    let mut right = vec![T::Acc::ONE; m * n];
+    definition(dims, a, b, &mut right, add);
+    let (row_stride, col_stride) = strides(kinds[2], m, n);
+    for level in levels() {
+        let mut memory = vec![T::Acc::ONE; 2 * m * n + 9 * (m + n) + 9];
+        let c = MatrixMut { data: &mut memory[..], row_stride, col_stride };
+        product_at(level, dims, a, b, add, c);
+        for (at, want) in right.iter().enumerate() {
+            let got = memory[at / n * row_stride + at % n * col_stride];
+            if got != *want {
+                return Err(format!(
+                    "{dims:?} {kinds:?} {level:?} {add}, element {at}: {got:?}, not {want:?}"
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(150))]
+    #[test]
+    fn bits_are_those_of_the_definition(
+        dims in [1usize..70, 1usize..70, 0usize..70],
+        kinds in [0usize..4, 0usize..4, 0usize..4],
+        add: bool,
+    ) {
+        examine::<f32>(dims, kinds, add).unwrap();
+        examine::<f64>(dims, kinds, add).unwrap();
+        examine::<bf16>(dims, kinds, add).unwrap();
+    }
+}
+
+#[test]
+fn large_and_thin_products_too() {
+    for dims in [[200, 1040, 30], [1, 130, 700], [130, 1, 700], [3, 5, 1025], [25, 33, 513], [193, 40, 257]] {
+        for kinds in [[0, 0, 0], [0, 1, 0], [1, 0, 1]] {
+            examine::<f32>(dims, kinds, true).unwrap();
+            examine::<f64>(dims, kinds, false).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_part_has_the_bits_of_the_whole() {
+    let (m, n, k) = (61, 67, 300);
+    let (a, b) = (numbers::<f32>(1, m * k), numbers::<f32>(2, k * n));
+    let run = |rows: std::ops::Range<usize>, cols: std::ops::Range<usize>| {
+        let mut c = vec![0f32; rows.len() * cols.len()];
+        let a = Matrix { data: &a[rows.start * k..], row_stride: k, col_stride: 1 };
+        let b = Matrix { data: &b[cols.start..], row_stride: n, col_stride: 1 };
+        let to = MatrixMut { data: &mut c[..], row_stride: cols.len(), col_stride: 1 };
+        product([rows.len(), cols.len(), k], a, b, false, to);
+        c
+    };
+    let whole = run(0..m, 0..n);
+    for (rows, cols) in [(0..1, 0..n), (0..m, 5..6), (7..9, 3..40), (60..61, 66..67), (20..61, 1..18)] {
+        let part = run(rows.clone(), cols.clone());
+        for (i, j) in rows.clone().flat_map(|i| cols.clone().map(move |j| (i, j))) {
+            let at = (i - rows.start) * cols.len() + j - cols.start;
+            assert_eq!(part[at].to_bits(), whole[i * n + j].to_bits(), "{rows:?} {cols:?} {i} {j}");
+        }
+    }
+}
+
+#[test]
+fn the_comparison_sees_another_order() {
+    let (k, b) = (300, numbers::<f32>(2, 300));
+    let differs = |other: &dyn Fn(&[f32]) -> f32| {
+        (0..50).any(|seed| {
+            let a = numbers::<f32>(seed * 31, k);
+            let mut right = [0.0];
+            let row = Matrix { data: &a[..], row_stride: k, col_stride: 1 };
+            let col = Matrix { data: &b[..], row_stride: 1, col_stride: 1 };
+            definition([1, 1, k], row, col, &mut right, false);
+            right[0] != other(&a)
+        })
+    };
+    let in_lanes = |a: &[f32], lanes: usize| {
+        (0..lanes).map(|l| (l..k).step_by(lanes).fold(0.0, |s: f32, p| a[p].mul_add(b[p], s))).sum::<f32>()
+    };
+    assert!(differs(&|a| in_lanes(a, 1)), "one block instead of two");
+    assert!(differs(&|a| in_lanes(a, 8)), "a sum in vector lanes");
+}
+
+#[test]
+#[should_panic(expected = "b lies inside of its memory")]
+fn a_short_memory_is_refused() {
+    let (a, b) = ([0f32; 6], [0f32; 5]);
+    let a = Matrix { data: &a[..], row_stride: 3, col_stride: 1 };
+    let b = Matrix { data: &b[..], row_stride: 2, col_stride: 1 };
+    product([2, 2, 3], a, b, false, MatrixMut { data: &mut [0f32; 4][..], row_stride: 2, col_stride: 1 });
+}
+
+/// Runs a stack of products on pools and compares with one product at a time.
+fn examine_stack<T: Float>(dims: [usize; 4], a_strides: [usize; 3], c_strides: [usize; 3]) {
+    let [g, m, n, k] = dims;
+    let (a, b) = (numbers::<T>(1, 2 * g * m * k), numbers::<T>(7, g * k * n));
+    let b_strides = [k * n, n, 1];
+    let len = reach3([g, m, n], c_strides);
+    let mut right = vec![T::from_f64(9.0); len];
+    for p in 0..g {
+        let mut one = vec![T::Acc::ZERO; m * n];
+        let x = Matrix { data: &a[p * a_strides[0]..], row_stride: a_strides[1], col_stride: a_strides[2] };
+        let y = Matrix { data: &b[p * k * n..], row_stride: n, col_stride: 1 };
+        product([m, n, k], x, y, false, MatrixMut { data: &mut one[..], row_stride: n, col_stride: 1 });
+        for (at, value) in one.into_iter().enumerate() {
+            right[p * c_strides[0] + at / n * c_strides[1] + at % n * c_strides[2]] = T::narrow(value);
+        }
+    }
+    for threads in [1, 2, 3] {
+        let mut c = vec![T::from_f64(9.0); len];
+        let (x, y) = (Stack { data: &a[..], strides: a_strides }, Stack { data: &b[..], strides: b_strides });
+        products(&Pool::new(threads), dims, x, y, StackMut { data: &mut c[..], strides: c_strides });
+        assert!(c == right, "{} {dims:?} {c_strides:?} on {threads} threads", T::DTYPE);
+    }
+}
+
+#[test]
+fn stacks_are_the_products_one_by_one() {
+    for [g, m, n, k] in [[1, 200, 300, 64], [3, 1, 700, 40], [70, 9, 10, 33], [2, 260, 5, 90], [4, 3, 5, 0]] {
+        let (rows, turned, shared) = ([m * k, k, 1], [m * k, 1, m], [0, k, 1]);
+        examine_stack::<f32>([g, m, n, k], rows, [m * n, n, 1]);
+        examine_stack::<f32>([g, m, n, k], turned, [m * n, 1, m]);
+        examine_stack::<f64>([g, m, n, k], shared, [n, g * n, 1]);
+        examine_stack::<bf16>([g, m, n, k], rows, [2 * m * n, 2 * n, 2]);
+    }
+}
+
+#[test]
+fn large_tasks_are_cut_and_small_products_gathered() {
+    assert_eq!(Split::of([1, 64, 64, 64]), Split { rows: 64, cols: 64, together: 2 });
+    assert_eq!(Split::of([1, 1024, 1024, 1024]), Split { rows: 264, cols: 256, together: 1 });
+    assert_eq!(Split::of([1, 1, 50257, 768]).rows, 1);
+    assert!(Split::of([1, 1, 50257, 768]).cols < 10_000);
+    assert!(Split::of([96, 16, 16, 16]).together > 8);
+}
+
+#[test]
+#[should_panic(expected = "elements of c share no memory")]
+fn an_output_that_overlaps_itself_is_refused() {
+    let one = Stack { data: &[0f32; 64][..], strides: [16, 4, 1] };
+    products(
+        &Pool::new(2),
+        [4, 4, 4, 4],
+        one,
+        one,
+        StackMut { data: &mut [0f32; 64][..], strides: [0, 4, 1] },
+    );
+}

@@ -1,0 +1,174 @@
+//! The backward of attention on the CPU: one task per batch element and key head. Probabilities come again from the
+//! scores and the saved logarithms.
+
+use super::tile::{KEYS, QUERIES, columns, mask, row_len, rows, rows_mut, score};
+use super::{BACKWARD, Head, Problem};
+use crate::cpu::gemm::product;
+use crate::cpu::math::Maths;
+use crate::cpu::{Pool, vectorized};
+use crate::dtype::{Float, Real};
+use crate::error::KernelError;
+use crate::kernel::{Arg, Launch};
+use crate::match_float;
+use crate::op::rows::{operands, sum_pairs, write};
+
+/// Where the results of one key head go: a row of channels per query (in the order (t, r)), key and value.
+struct Outputs<'a, T> {
+    dq: Vec<&'a mut [T]>,
+    dk: Vec<&'a mut [T]>,
+    dv: Vec<&'a mut [T]>,
+}
+
+pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let (inputs, [dq, dk, dv], scalars) = operands::<6, 3>(launch);
+    let problem = Problem::new(&inputs[0], &inputs[1], scalars);
+    let c = problem.c;
+    if c == 0 {
+        return Ok(());
+    }
+    match_float!(inputs[0].dtype, T => {
+        let dq = by_key_head(&problem, problem.t * problem.r, problem.r, write::<T>(dq).chunks_exact_mut(c));
+        let dk = by_key_head(&problem, problem.s, 1, write::<T>(dk).chunks_exact_mut(c));
+        let dv = by_key_head(&problem, problem.s, 1, write::<T>(dv).chunks_exact_mut(c));
+        let mut tasks: Vec<_> =
+            dq.into_iter().zip(dk).zip(dv).map(|((dq, dk), dv)| Outputs { dq, dk, dv }).collect();
+        pool.chunks(&mut tasks, 1, |task, outputs| backward_head::<T>(&problem, inputs, task, &mut outputs[0]));
+        Ok(())
+    }, else Err(KernelError::DType { kernel: BACKWARD.name, dtype: inputs[0].dtype }))
+}
+
+/// Hands outputs, which come in the order (b, rows, g, `each`), out to tasks in the order (b, g): `count` each.
+fn by_key_head<O>(problem: &Problem, count: usize, each: usize, outputs: impl Iterator<Item = O>) -> Vec<Vec<O>> {
+    let mut tasks: Vec<Vec<O>> = (0..problem.b * problem.g).map(|_| Vec::with_capacity(count)).collect();
+    for (at, output) in outputs.enumerate() {
+        tasks[at / (count * problem.g) * problem.g + at / each % problem.g].push(output);
+    }
+    tasks
+}
+
+fn backward_head<T: Float<Acc: Maths>>(
+    problem: &Problem,
+    [q, k, v, o, lse, d_out]: &[Arg<'_>; 6],
+    task: usize,
+    outputs: &mut Outputs<'_, T>,
+) {
+    let (b, g) = (task / problem.g, task % problem.g);
+    let (k, v) = (Head::<T>::new(k, b, &[g]), Head::<T>::new(v, b, &[g]));
+    let mut state = State::new(problem);
+    for r in 0..problem.r {
+        let [q, o, d_out] = [q, o, d_out].map(|arg| Head::<T>::new(arg, b, &[g, r]));
+        let lse = Head::<T::Acc>::new(lse, b, &[g, r]);
+        for first in (0..problem.t).step_by(QUERIES) {
+            let queries = QUERIES.min(problem.t - first);
+            vectorized(#[inline(always)] || state.load(problem, [&q, &o, &d_out], &lse, [first, queries]));
+            state.walk(problem, [&k, &v], [first, queries]);
+            for (i, dq) in state.dq.chunks_exact(problem.c).take(queries).enumerate() {
+                store(dq, T::Acc::lit(problem.scale), outputs.dq[(first + i) * problem.r + r]);
+            }
+        }
+    }
+    for (out, sums) in [(&mut outputs.dk, &state.dk), (&mut outputs.dv, &state.dv)] {
+        out.iter_mut().zip(sums.chunks_exact(problem.c)).for_each(|(out, sums)| store(sums, T::Acc::ONE, out));
+    }
+}
+
+fn store<T: Float>(sums: &[T::Acc], factor: T::Acc, out: &mut [T]) {
+    out.iter_mut().zip(sums).for_each(|(out, &sum)| *out = T::narrow(sum * factor));
+}
+
+/// The sums of one key head, and one tile of queries on its way over the keys.
+struct State<R> {
+    dk: Vec<R>,
+    dv: Vec<R>,
+    /// The queries, times the scale.
+    q: Vec<R>,
+    d_out: Vec<R>,
+    dq: Vec<R>,
+    /// Per query, filled up to a full vector: the logarithm of the sum of exponentials, and the product of o and its
+    /// cotangent.
+    lse: Vec<R>,
+    delta: Vec<R>,
+    /// A row per key: the scores, then the probabilities.
+    prob: Vec<R>,
+    /// A row per key: the cotangents of the probabilities, then those of the scores.
+    d_score: Vec<R>,
+}
+
+impl<R: Maths> State<R> {
+    fn new(problem: &Problem) -> State<R> {
+        let queries = QUERIES.min(problem.t);
+        let zeros = |count: usize| vec![R::ZERO; count];
+        State {
+            dk: zeros(problem.s * problem.c),
+            dv: zeros(problem.s * problem.c),
+            q: zeros(queries * problem.c),
+            d_out: zeros(queries * problem.c),
+            dq: zeros(queries * problem.c),
+            lse: zeros(row_len(queries)),
+            delta: zeros(row_len(queries)),
+            prob: zeros(row_len(queries) * KEYS),
+            d_score: zeros(row_len(queries) * KEYS),
+        }
+    }
+
+    /// Takes up a tile of queries.
+    #[inline(always)]
+    fn load<T: Float<Acc = R>>(
+        &mut self,
+        problem: &Problem,
+        [q, o, d_out]: [&Head<'_, T>; 3],
+        lse: &Head<'_, R>,
+        [first, queries]: [usize; 2],
+    ) {
+        let (c, len) = (problem.c, queries * problem.c);
+        q.gather(first, c, R::lit(problem.scale), &mut self.q[..len]);
+        d_out.gather(first, c, R::ONE, &mut self.d_out[..len]);
+        // The place of dq serves for o first.
+        o.gather(first, c, R::ONE, &mut self.dq[..len]);
+        for i in 0..queries {
+            self.delta[i] = sum_pairs(&self.d_out[i * c..][..c], &self.dq[i * c..][..c], |d, o| d * o);
+            self.lse[i] = lse.at(first + i, 0);
+        }
+        self.dq.fill(R::ZERO);
+    }
+
+    /// Takes the tile over the keys that it sees.
+    fn walk<T: Float<Acc = R>>(
+        &mut self,
+        problem: &Problem,
+        [k, v]: [&Head<'_, T>; 2],
+        [first, queries]: [usize; 2],
+    ) {
+        let (c, row_len) = (problem.c, row_len(queries));
+        let limit = problem.visible(first + queries - 1);
+        for first_key in (0..limit).step_by(KEYS) {
+            let keys = KEYS.min(limit - first_key);
+            let (dk, dv) = (&mut self.dk[first_key * c..], &mut self.dv[first_key * c..]);
+            score([queries, keys, c], &self.q, k, first_key, &mut self.prob);
+            score([queries, keys, c], &self.d_out, v, first_key, &mut self.d_score);
+            let (prob, d_score) = (&mut self.prob[..keys * row_len], &mut self.d_score[..keys * row_len]);
+            let (lse, delta) = (&self.lse[..row_len], &self.delta[..row_len]);
+            vectorized(#[inline(always)] || {
+                let pairs = prob.chunks_exact_mut(row_len).zip(d_score.chunks_exact_mut(row_len));
+                for (j, (prob, d_score)) in pairs.enumerate() {
+                    differentiate(prob, d_score, lse, delta);
+                    mask(problem, first, first_key + j, prob, R::ZERO);
+                    mask(problem, first, first_key + j, d_score, R::ZERO);
+                }
+            });
+            product([keys, c, queries], rows(prob, row_len), rows(&self.d_out, c), true, rows_mut(dv, c));
+            product([keys, c, queries], rows(d_score, row_len), rows(&self.q, c), true, rows_mut(dk, c));
+            let d_score = columns(d_score, row_len);
+            product([queries, c, keys], d_score, k.matrix(first_key), true, rows_mut(&mut self.dq, c));
+        }
+    }
+}
+
+/// From scores and cotangents of probabilities to probabilities and cotangents of scores, for one key.
+#[inline(always)]
+fn differentiate<R: Maths>(prob: &mut [R], d_score: &mut [R], lse: &[R], delta: &[R]) {
+    for (((prob, d_score), &lse), &delta) in prob.iter_mut().zip(d_score).zip(lse).zip(delta) {
+        *prob = (*prob - lse).exp();
+        *d_score = *prob * (*d_score - delta);
+    }
+}

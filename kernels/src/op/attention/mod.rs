@@ -1,0 +1,192 @@
+//! Scaled dot-product attention with grouped queries: o_i = sum_j p_ij v_j with p_ij = exp(scale q_i k_j - lse_i) over
+//! the keys j that query i sees, where lse_i is the logarithm of the sum of exp(scale q_i k_j).
+//!
+//! Query head (g, r) reads key and value head g. If causal, key j is visible to query i (both counted on this rank) if
+//! j <= t_start + i, where t_start is the global index of the first query less that of the first key; it may be
+//! negative. A query that sees no key gives zeros and lse = -inf. If all scores of a query are -inf, or one is
+//! not a number or +inf, its row is not a number.
+
+mod backward;
+mod forward;
+mod tile;
+
+use crate::cpu::Pool;
+use crate::dtype::{Element, Float};
+use crate::error::KernelError;
+use crate::kernel::{Arg, ArgMut, Bound, Kernel, Launch, Scalar};
+use crate::match_float;
+use crate::op::rows::{operands, write};
+
+/// Attention.
+///
+/// - in: q `(b, t, g, r, c)`, k `(b, s, g, c)`, v `(b, s, g, c)`, one float dtype, any strides
+/// - out: o `(b, t, g, r, c)` like q, contiguous; lse `(b, t, g, r)` in the accumulator of q, contiguous
+/// - scalars: Real scale, Int causal (0 or 1), Int t_start
+///
+/// No t by s matrix is formed. Keys are taken in tiles that start at multiples of 64, so a row's bits depend on
+/// its own query, its keys and its place only. Counted: 4 c operations per visible pair of query and key.
+pub static FORWARD: Kernel = Kernel {
+    name: "attention",
+    reference: forward,
+    cpu: Some(forward::forward),
+    flops: |launch| 4 * multiply_adds(launch),
+    bound: Bound { ulps: 64.0 },
+};
+
+/// The cotangents of attention: with dp_ij = do_i v_j and D_i = sum_c do_i o_i, dv_j = sum_i p_ij do_i,
+/// dq_i = scale sum_j p_ij (dp_ij - D_i) k_j and dk_j = scale sum_i p_ij (dp_ij - D_i) q_i.
+///
+/// - in: q, k, v as for [`FORWARD`]; o and lse as it gave them; do `(b, t, g, r, c)`; any strides
+/// - out: dq `(b, t, g, r, c)`, dk `(b, s, g, c)`, dv `(b, s, g, c)`, contiguous
+/// - scalars: as for [`FORWARD`]
+///
+/// dk and dv are summed over r, then over queries in tiles of 64, in order.
+/// Counted: 10 c operations per visible pair of query and key.
+pub static BACKWARD: Kernel = Kernel {
+    name: "attention_backward",
+    reference: backward,
+    cpu: Some(backward::backward),
+    flops: |launch| 10 * multiply_adds(launch),
+    bound: Bound { ulps: 256.0 },
+};
+
+/// What both directions know of a launch.
+#[derive(Clone, Copy, Debug)]
+struct Problem {
+    /// Batch, queries, key heads, query heads per key head, channels.
+    b: usize,
+    t: usize,
+    g: usize,
+    r: usize,
+    c: usize,
+    /// Keys.
+    s: usize,
+    scale: f64,
+    causal: bool,
+    t_start: i64,
+}
+
+impl Problem {
+    fn new(q: &Arg<'_>, k: &Arg<'_>, scalars: &[Scalar]) -> Problem {
+        let &[b, t, g, r, c] = &q.view.shape[..] else { panic!("the contract asks for five dims of q") };
+        debug_assert_eq!(k.view.shape[..], [b, k.view.shape[1], g, c], "the contract asks for k like q");
+        let (scale, causal) = (scalars[0].real(), scalars[1].int() != 0);
+        Problem { b, t, g, r, c, s: k.view.shape[1], scale, causal, t_start: scalars[2].int() }
+    }
+
+    /// How many keys, from the first on, query i sees.
+    fn visible(&self, i: usize) -> usize {
+        if self.causal { (self.t_start + i as i64 + 1).clamp(0, self.s as i64) as usize } else { self.s }
+    }
+}
+
+/// Channels times visible pairs.
+fn multiply_adds(launch: &Launch<'_>) -> u64 {
+    let problem = Problem::new(&launch.inputs[0], &launch.inputs[1], launch.scalars);
+    let pairs: usize = (0..problem.t).map(|i| problem.visible(i)).sum();
+    (problem.b * problem.g * problem.r * problem.c * pairs) as u64
+}
+
+/// The vectors of one head: row i, channel c lies at `start + i * step + c * inner`.
+#[derive(Clone, Copy, Debug)]
+struct Head<'a, T> {
+    data: &'a [T],
+    start: usize,
+    step: usize,
+    inner: usize,
+}
+
+impl<'a, T: Element> Head<'a, T> {
+    /// From an operand `(b, rows, heads.., c)`, for one batch element and head.
+    fn new(arg: &Arg<'a>, b: usize, head: &[usize]) -> Head<'a, T> {
+        let strides = &arg.view.strides;
+        let at: usize = head.iter().zip(&strides[2..]).map(|(i, step)| i * step).sum();
+        Head {
+            data: arg.buffer.as_slice(),
+            start: arg.view.offset + b * strides[0] + at,
+            step: strides[1],
+            inner: *strides.last().expect("heads have channels"),
+        }
+    }
+
+    fn at(&self, row: usize, channel: usize) -> T {
+        self.data[self.start + row * self.step + channel * self.inner]
+    }
+
+    fn dot<U: Element>(&self, row: usize, other: &Head<'_, U>, other_row: usize, c: usize) -> f64 {
+        (0..c).map(|i| self.at(row, i).to_f64() * other.at(other_row, i).to_f64()).sum()
+    }
+}
+
+/// Every head of a problem: batch element, key head, query head of it.
+fn heads(problem: Problem) -> impl Iterator<Item = [usize; 3]> {
+    let of_batch = move |b| (0..problem.g).flat_map(move |g| (0..problem.r).map(move |r| [b, g, r]));
+    (0..problem.b).flat_map(of_batch)
+}
+
+fn forward(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([q, k, v], [o, lse], scalars) = operands(launch);
+    let p = Problem::new(q, k, scalars);
+    match_float!(q.dtype, T => {
+        type Acc = <T as Float>::Acc;
+        let (o, lse) = (write::<T>(o), write::<Acc>(lse));
+        for [b, g, r] in heads(p) {
+            let (q, k, v) = (Head::<T>::new(q, b, &[g, r]), Head::<T>::new(k, b, &[g]), Head::<T>::new(v, b, &[g]));
+            for i in 0..p.t {
+                let row = ((b * p.t + i) * p.g + g) * p.r + r;
+                let scores: Vec<f64> = (0..p.visible(i)).map(|j| p.scale * q.dot(i, &k, j, p.c)).collect();
+                let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let max = if max == f64::NEG_INFINITY { 0.0 } else { max };
+                let sum: f64 = scores.iter().map(|x| (x - max).exp()).sum();
+                for channel in 0..p.c {
+                    let terms = scores.iter().enumerate().map(|(j, x)| (x - max).exp() * v.at(j, channel).to_f64());
+                    let average = if scores.is_empty() { 0.0 } else { terms.sum::<f64>() / sum };
+                    o[row * p.c + channel] = T::from_f64(average);
+                }
+                lse[row] = Acc::from_f64(max + sum.ln());
+            }
+        }
+        Ok(())
+    }, else Err(KernelError::DType { kernel: FORWARD.name, dtype: q.dtype }))
+}
+
+fn backward(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([q, k, v, o, lse, d_out], [dq, dk, dv], scalars) = operands(launch);
+    let p = Problem::new(q, k, scalars);
+    match_float!(q.dtype, T => {
+        type Acc = <T as Float>::Acc;
+        let (mut dk_sum, mut dv_sum) = (vec![0.0; p.b * p.s * p.g * p.c], vec![0.0; p.b * p.s * p.g * p.c]);
+        let dq = write::<T>(dq);
+        for [b, g, r] in heads(p) {
+            let (k, v) = (Head::<T>::new(k, b, &[g]), Head::<T>::new(v, b, &[g]));
+            let [q, o, d_out] = [q, o, d_out].map(|arg| Head::<T>::new(arg, b, &[g, r]));
+            let lse = Head::<Acc>::new(lse, b, &[g, r]);
+            for i in 0..p.t {
+                let mut dq_sum = vec![0.0; p.c];
+                let delta = d_out.dot(i, &o, i, p.c);
+                for j in 0..p.visible(i) {
+                    let prob = (p.scale * q.dot(i, &k, j, p.c) - lse.at(i, 0).to_f64()).exp();
+                    let ds = p.scale * prob * (d_out.dot(i, &v, j, p.c) - delta);
+                    let at = ((b * p.s + j) * p.g + g) * p.c;
+                    for channel in 0..p.c {
+                        dq_sum[channel] += ds * k.at(j, channel).to_f64();
+                        dk_sum[at + channel] += ds * q.at(i, channel).to_f64();
+                        dv_sum[at + channel] += prob * d_out.at(i, channel).to_f64();
+                    }
+                }
+                let row = ((b * p.t + i) * p.g + g) * p.r + r;
+                dq[row * p.c..][..p.c].iter_mut().zip(dq_sum).for_each(|(dq, sum)| *dq = T::from_f64(sum));
+            }
+        }
+        store_sums::<T>(dk, &dk_sum);
+        store_sums::<T>(dv, &dv_sum);
+        Ok(())
+    }, else Err(KernelError::DType { kernel: BACKWARD.name, dtype: q.dtype }))
+}
+
+fn store_sums<T: Element>(out: &mut ArgMut<'_>, sums: &[f64]) {
+    write::<T>(out).iter_mut().zip(sums).for_each(|(out, &sum)| *out = T::from_f64(sum));
+}
+
+#[cfg(test)]
+mod tests;

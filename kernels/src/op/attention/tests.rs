@@ -1,0 +1,190 @@
+use super::*;
+use crate::dtype::DType;
+use crate::op::check::{Case, Kind, values};
+use crate::op::differences::{Value, compare, dot, evaluate, evaluate_as};
+use crate::strides::Strides;
+
+fn scalars(scale: f64, causal: bool, t_start: i64) -> [Scalar; 3] {
+    [Scalar::Real(scale), Scalar::Int(i64::from(causal)), Scalar::Int(t_start)]
+}
+
+/// q, k and v for b, t, s, g, r, c.
+fn inputs([b, t, s, g, r, c]: [usize; 6]) -> [Value; 3] {
+    let (of_queries, of_keys) = ([b, t, g, r, c], [b, s, g, c]);
+    let numel = |shape: &[usize]| shape.iter().product();
+    [
+        Value::real(&of_queries, &values(1, numel(&of_queries))),
+        Value::real(&of_keys, &values(2, numel(&of_keys))),
+        Value::real(&of_keys, &values(3, numel(&of_keys))),
+    ]
+}
+
+fn attend(inputs: &[Value], scalars: &[Scalar]) -> Vec<Vec<f64>> {
+    evaluate(&FORWARD, inputs, &[&inputs[0].shape, &inputs[0].shape[..4]], scalars)
+}
+
+#[test]
+fn by_hand() {
+    // One channel; scores ln 1, ln 3 and (second query, second head of the pair) twice that: ln 1, ln 9.
+    let q = Value::real(&[1, 2, 1, 2, 1], &[0.0, 1.0, 1.0, 2.0]);
+    let k = Value::real(&[1, 2, 1, 1], &[0.0, 3f64.ln()]);
+    let v = Value::real(&[1, 2, 1, 1], &[10.0, 20.0]);
+    let inputs = [q, k, v];
+    let causal = attend(&inputs, &scalars(1.0, true, 0));
+    let near = |found: &[f64], expected: [f64; 4]| {
+        assert!(found.iter().zip(expected).all(|(f, e)| f == &e || (f - e).abs() < 1e-14), "{found:?} {expected:?}");
+    };
+    near(&causal[0], [10.0, 10.0, 17.5, 19.0]);
+    near(&causal[1], [0.0, 0.0, 4f64.ln(), 10f64.ln()]);
+    let all = attend(&inputs, &scalars(2.0, false, 0));
+    near(&all[0], [15.0, 19.0, 19.0, 10.0 + 10.0 * 81.0 / 82.0]);
+    let masked = attend(&inputs, &scalars(1.0, true, -1));
+    near(&masked[0], [0.0, 0.0, 10.0, 10.0]);
+    near(&masked[1], [f64::NEG_INFINITY, f64::NEG_INFINITY, 0.0, 0.0]);
+}
+
+fn agree(shape: [usize; 6], scalars: &[Scalar], dtypes: &[DType]) {
+    let [b, t, s, g, r, c] = shape;
+    let (of_queries, of_keys) = ([b, t, g, r, c], [b, s, g, c]);
+    let inputs = inputs(shape);
+    let [q, k, v] = inputs.each_ref().map(|value| &value.data[..]);
+    let case = Case::new(&FORWARD).input(&of_queries, q).input(&of_keys, k).input(&of_keys, v).scalars(scalars);
+    case.output(&of_queries).output_as(Kind::Accumulator, &of_queries[..4]).strided().run_for(dtypes);
+    let saved = attend(&inputs, scalars);
+    let d_out = values(4, q.len());
+    let case = Case::new(&BACKWARD).input(&of_queries, q).input(&of_keys, k).input(&of_keys, v).scalars(scalars);
+    case.input(&of_queries, &saved[0])
+        .input_as(Kind::Accumulator, &of_queries[..4], &saved[1])
+        .input(&of_queries, &d_out)
+        .output(&of_queries)
+        .output(&of_keys)
+        .output(&of_keys)
+        .strided()
+        .scale(4.0)
+        .run_for(dtypes);
+}
+
+#[test]
+fn the_fast_path_agrees() {
+    agree([1, 1, 1, 1, 1, 1], &scalars(1.0, false, 0), &DType::FLOATS);
+    agree([2, 5, 7, 2, 3, 4], &scalars(0.5, true, 1), &DType::FLOATS);
+    agree([1, 70, 70, 2, 1, 16], &scalars(0.25, true, 0), &DType::FLOATS);
+    agree([1, 130, 150, 1, 2, 8], &scalars(0.3, false, 0), &[DType::F32, DType::BF16]);
+    agree([1, 67, 140, 1, 1, 9], &scalars(0.3, true, 73), &[DType::F32, DType::F64]);
+    agree([1, 1, 300, 2, 2, 20], &scalars(0.2, true, 299), &[DType::F32, DType::BF16]);
+}
+
+#[test]
+fn queries_without_keys_and_empty_extents() {
+    agree([1, 9, 6, 1, 2, 3], &scalars(1.0, true, -4), &DType::FLOATS);
+    agree([1, 3, 6, 1, 1, 3], &scalars(1.0, true, -40), &DType::FLOATS);
+    for empty in 0..6 {
+        let mut shape = [2, 3, 3, 2, 2, 4];
+        shape[empty] = 0;
+        agree(shape, &scalars(0.5, false, 0), &[DType::F32]);
+        agree(shape, &scalars(0.5, true, 0), &[DType::F32]);
+    }
+}
+
+#[test]
+fn special_values() {
+    let (inf, nan) = (f64::INFINITY, f64::NAN);
+    for bad in [inf, -inf, nan] {
+        // Query 0 meets the bad key alone, query 1 sees a good one too, query 2 is orthogonal to nothing.
+        let case = Case::new(&FORWARD).input(&[1, 3, 1, 1, 1], &[1.0, 1.0, 2.0]);
+        let case = case.input(&[1, 3, 1, 1], &[bad, 1.0, 0.5]).input(&[1, 3, 1, 1], &[1.0, 2.0, 3.0]);
+        case.output(&[1, 3, 1, 1, 1])
+            .output_as(Kind::Accumulator, &[1, 3, 1, 1])
+            .scalars(&scalars(1.0, true, 0))
+            .run();
+    }
+}
+
+#[test]
+fn views_with_neighbouring_channels_need_no_copy() {
+    // q, k and v as slices of one product (b, t, 3, g, c), the usual layout.
+    let whole = Strides::contiguous(&[2, 66, 3, 2, 8]);
+    let memory = values(9, whole.numel());
+    let [q, k, v] = [0, 1, 2].map(|i| whole.select(2, i));
+    Case::new(&FORWARD)
+        .input_view(Kind::Tested, q.unsqueeze(3), &memory)
+        .input_view(Kind::Tested, k, &memory)
+        .input_view(Kind::Tested, v, &memory)
+        .output(&[2, 66, 2, 1, 8])
+        .output_as(Kind::Accumulator, &[2, 66, 2, 1])
+        .scalars(&scalars(0.35, true, 0))
+        .run();
+}
+
+#[test]
+fn backward_agrees_with_finite_differences() {
+    for (causal, t_start) in [(false, 0), (true, 0), (true, 2), (true, -1)] {
+        let scalars = scalars(0.7, causal, t_start);
+        let inputs = inputs([2, 3, 4, 2, 2, 3]);
+        let d_out = Value::real(&inputs[0].shape, &values(4, inputs[0].data.len()));
+        let saved = attend(&inputs, &scalars);
+        let saved = [
+            Value::real(&inputs[0].shape, &saved[0]),
+            Value::real(&inputs[0].shape[..4], &saved[1]),
+            d_out.clone(),
+        ];
+        let all: Vec<Value> = inputs.iter().chain(&saved).cloned().collect();
+        let shapes = inputs.each_ref().map(|value| &value.shape[..]);
+        let gradients: Vec<_> = evaluate(&BACKWARD, &all, &shapes, &scalars).into_iter().enumerate().collect();
+        compare(&inputs, &gradients, |x| dot(&attend(x, &scalars)[0], &d_out.data)).unwrap();
+    }
+}
+
+/// o, lse, dq, dk and dv of the fast path in f32.
+fn everything(inputs: &[Value], d_out: &[f64], scalars: &[Scalar]) -> Vec<Vec<f64>> {
+    let as_f32 = |value: &Value| Value { dtype: DType::F32, ..value.clone() };
+    let shape = &inputs[0].shape;
+    let mut all: Vec<Value> = inputs.iter().map(as_f32).collect();
+    let mut found = evaluate_as(FORWARD.cpu.unwrap(), DType::F32, &all, &[shape, &shape[..4]], scalars);
+    let more = [Value::real(shape, &found[0]), Value::real(&shape[..4], &found[1]), Value::real(shape, d_out)];
+    all.extend(more.iter().map(as_f32));
+    let shapes = [&shape[..], &inputs[1].shape, &inputs[2].shape];
+    found.extend(evaluate_as(BACKWARD.cpu.unwrap(), DType::F32, &all, &shapes, scalars));
+    found
+}
+
+/// The elements `range` of a dim.
+fn narrowed(value: &Value, dim: usize, range: std::ops::Range<usize>) -> Value {
+    let view = Strides::contiguous(&value.shape).narrow(dim, range.start, range.end);
+    let data: Vec<f64> = crate::op::check::places(&view).into_iter().map(|p| value.data[p]).collect();
+    Value { dtype: value.dtype, shape: view.shape.to_vec(), data }
+}
+
+#[test]
+fn the_bits_of_a_head_depend_on_nothing_else() {
+    let inputs = inputs([2, 100, 100, 3, 2, 20]);
+    let d_out = Value::real(&inputs[0].shape, &values(4, inputs[0].data.len()));
+    let scalars = scalars(0.2, true, 0);
+    let whole = everything(&inputs, &d_out.data, &scalars);
+    let [one, d_one] = [&inputs[..], &[d_out]].map(|values| {
+        values.iter().map(|x| narrowed(&narrowed(x, 0, 1..2), 2, 1..2)).collect::<Vec<_>>()
+    });
+    let alone = everything(&one, &d_one[0].data, &scalars);
+    let shapes = [&inputs[0].shape[..], &inputs[0].shape[..4], &inputs[0].shape, &inputs[1].shape, &inputs[2].shape];
+    for ((whole, alone), shape) in whole.iter().zip(alone).zip(shapes) {
+        let part = narrowed(&narrowed(&Value::real(shape, whole), 0, 1..2), 2, 1..2);
+        assert!(part.data.iter().zip(&alone).all(|(a, b)| a.to_bits() == b.to_bits()));
+    }
+}
+
+#[test]
+fn the_bits_of_a_query_do_not_depend_on_the_other_queries() {
+    let inputs = inputs([1, 150, 150, 1, 2, 20]);
+    let [q, k, v] = &inputs;
+    let d_out = Value::real(&q.shape, &values(4, q.data.len()));
+    let whole = everything(&inputs, &d_out.data, &scalars(0.2, true, 0));
+    for range in [0..1, 37..150, 100..101, 3..70] {
+        let part = [narrowed(q, 1, range.clone()), k.clone(), v.clone()];
+        let d_part = narrowed(&d_out, 1, range.clone());
+        let found = everything(&part, &d_part.data, &scalars(0.2, true, range.start as i64));
+        for (i, shape) in [(0, &q.shape[..]), (1, &q.shape[..4]), (2, &q.shape)] {
+            let expected = narrowed(&Value::real(shape, &whole[i]), 1, range.clone());
+            assert!(expected.data.iter().zip(&found[i]).all(|(a, b)| a.to_bits() == b.to_bits()), "{range:?} {i}");
+        }
+    }
+}

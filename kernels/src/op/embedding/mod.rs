@@ -1,0 +1,147 @@
+//! Rows of a (possibly split) table picked by index, and the sum of cotangents into such rows.
+
+mod cpu;
+
+use crate::cpu::Pool;
+use crate::dtype::Element;
+use crate::error::KernelError;
+use crate::kernel::{Bound, Kernel, Launch};
+use crate::match_float;
+use crate::op::rows::{check_indices, operands, read, width, write};
+
+/// y_n = table_(index_n - v_start), zeros where this rank lacks the row.
+///
+/// - in: table `(v, d)`, any float, contiguous; index `(n..)`, i64, contiguous
+/// - out: y `(n.., d)` like table
+/// - scalars: Int v_start, the global number of the first row here; Int v_global, the rows of the whole table
+///
+/// An index outside of `0..v_global` is [`KernelError::Index`]. Exact. Counted: no operations.
+pub static FORWARD: Kernel = Kernel {
+    name: "embedding",
+    reference: forward,
+    cpu: Some(cpu::forward),
+    flops: |_| 0,
+    bound: Bound { ulps: 0.0 },
+};
+
+/// dtable_i = sum of dy_n over all n with index_n = v_start + i; zeros where there is none.
+///
+/// - in: index `(n..)`, i64; dy `(n.., d)`, any float, contiguous
+/// - out: dtable `(v, d)` like dy
+/// - scalars: as for [`FORWARD`]
+///
+/// A row is summed in the order of n, in the accumulator, and rounded once. An index outside of `0..v_global` is
+/// [`KernelError::Index`]. Counted: 1 operation an element of dy.
+pub static BACKWARD: Kernel = Kernel {
+    name: "embedding_backward",
+    reference: backward,
+    cpu: Some(cpu::backward),
+    flops: |launch| launch.inputs[1].view.numel() as u64,
+    bound: Bound { ulps: 64.0 },
+};
+
+/// Where a global row stands among the `v` rows that start at `v_start`; `None` if it stands on another rank.
+fn local(index: i64, v_start: i64, v: usize) -> Option<usize> {
+    usize::try_from(index - v_start).ok().filter(|&at| at < v)
+}
+
+fn forward(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([table, index], [y], scalars) = operands(launch);
+    let (v, d, v_start) = (table.view.shape[0], width(table), scalars[0].int());
+    let index = read::<i64>(index);
+    check_indices(FORWARD.name, index, scalars[1].int())?;
+    match_float!(table.dtype, T => {
+        let (table, y) = (read::<T>(table), write::<T>(y));
+        for (n, &index) in index.iter().enumerate() {
+            for j in 0..d {
+                y[n * d + j] = local(index, v_start, v).map_or(T::default(), |row| table[row * d + j]);
+            }
+        }
+        Ok(())
+    }, else Err(KernelError::DType { kernel: FORWARD.name, dtype: table.dtype }))
+}
+
+fn backward(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([index, dy], [dtable], scalars) = operands(launch);
+    let (v, d, v_start) = (dtable.view.shape[0], width(dy), scalars[0].int());
+    let index = read::<i64>(index);
+    check_indices(BACKWARD.name, index, scalars[1].int())?;
+    match_float!(dy.dtype, T => {
+        let dy = read::<T>(dy);
+        let mut sums = vec![0.0; v * d];
+        for (n, &index) in index.iter().enumerate() {
+            if let Some(row) = local(index, v_start, v) {
+                (0..d).for_each(|j| sums[row * d + j] += dy[n * d + j].to_f64());
+            }
+        }
+        write::<T>(dtable).iter_mut().zip(sums).for_each(|(out, sum)| *out = T::from_f64(sum));
+        Ok(())
+    }, else Err(KernelError::DType { kernel: BACKWARD.name, dtype: dy.dtype }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::DType;
+    use crate::kernel::Scalar;
+    use crate::op::check::{Case, Kind, values};
+    use crate::op::differences::{Value, compare, dot, evaluate};
+
+    const INDEX: Kind = Kind::Fixed(DType::I64);
+
+    fn shard(v_start: i64, v_global: i64) -> [Scalar; 2] {
+        [Scalar::Int(v_start), Scalar::Int(v_global)]
+    }
+
+    #[test]
+    fn by_hand() {
+        // Rows 1 and 2 of a table of 4.
+        let table = Value::real(&[2, 2], &[1.0, 2.0, 3.0, 4.0]);
+        let index = Value::index(&[4], &[2.0, 0.0, 1.0, 2.0]);
+        let y = evaluate(&FORWARD, &[table, index.clone()], &[&[4, 2]], &shard(1, 4)).remove(0);
+        assert_eq!(y, [3.0, 4.0, 0.0, 0.0, 1.0, 2.0, 3.0, 4.0]);
+        let dy = Value::real(&[4, 2], &[1.0, 2.0, 10.0, 20.0, 100.0, 200.0, 1000.0, 2000.0]);
+        let dtable = evaluate(&BACKWARD, &[index, dy], &[&[2, 2]], &shard(1, 4)).remove(0);
+        assert_eq!(dtable, [100.0, 200.0, 1001.0, 2002.0]);
+    }
+
+    #[test]
+    fn the_fast_path_agrees() {
+        for (v, d, n) in [(1, 1, 1), (5, 3, 40), (300, 70, 50), (7, 0, 3), (0, 4, 3), (4, 4, 0), (2, 3000, 9)] {
+            let index: Vec<f64> = (0..n).map(|i| ((i * i + 1) % (v + 9)) as f64).collect();
+            Case::new(&FORWARD)
+                .input(&[v, d], &values(1, v * d))
+                .input_as(INDEX, &[n], &index)
+                .output(&[n, d])
+                .scalars(&shard(3, 400))
+                .run();
+            Case::new(&BACKWARD)
+                .input_as(INDEX, &[n], &index)
+                .input(&[n, d], &values(2, n * d))
+                .output(&[v, d])
+                .scalars(&shard(3, 400))
+                .run();
+        }
+    }
+
+    #[test]
+    fn an_index_outside_of_the_table_is_an_error() {
+        for bad in [-1.0, 10.0] {
+            let index = [0.0, bad, 9.0];
+            let case = Case::new(&FORWARD).input(&[4, 2], &values(1, 8)).input_as(INDEX, &[3], &index);
+            let error = case.output(&[3, 2]).scalars(&shard(0, 10)).verify(&[DType::BF16]).unwrap_err();
+            assert!(error.contains(&format!("index {bad} at position 1 is outside of 0..10")), "{error}");
+            let case = Case::new(&BACKWARD).input_as(INDEX, &[3], &index).input(&[3, 2], &values(1, 6));
+            case.output(&[4, 2]).scalars(&shard(0, 10)).verify(&[DType::BF16]).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn backward_agrees_with_finite_differences() {
+        let inputs = [Value::real(&[3, 2], &values(5, 6)), Value::index(&[2, 3], &[1.0, 2.0, 0.0, 3.0, 2.0, 4.0])];
+        let dy = Value::real(&[2, 3, 2], &values(6, 12));
+        let dtable = evaluate(&BACKWARD, &[inputs[1].clone(), dy.clone()], &[&[3, 2]], &shard(1, 5)).remove(0);
+        let loss = |x: &[Value]| dot(&evaluate(&FORWARD, x, &[&[2, 3, 2]], &shard(1, 5))[0], &dy.data);
+        compare(&inputs, &[(0, dtable)], loss).unwrap();
+    }
+}

@@ -1,0 +1,159 @@
+//! What the elementwise kernels share: one loop for any strides, one plain loop that says what is right.
+
+use crate::cpu::{Pool, vectorized};
+use crate::dtype::Element;
+use crate::kernel::{Arg, ArgMut};
+use crate::op::rows::write;
+use crate::op::walk::{Walk, place};
+
+/// Elements of one task: it outlasts its hand-over, and its data fit the cache of one core.
+pub(crate) const TASK: usize = 1 << 14;
+
+/// Elements that are gathered at a time from operands that do not lie side by side.
+const GATHERED: usize = 256;
+
+/// y_i = f(x0_i, x1_i, ...) for inputs of any strides and a contiguous y.
+pub(crate) fn map<const N: usize, T: Element, U: Element>(
+    pool: &Pool,
+    inputs: [&Arg<'_>; N],
+    y: &mut ArgMut<'_>,
+    f: impl Fn([T; N]) -> U + Sync,
+) {
+    update(
+        pool,
+        inputs,
+        y,
+        #[inline(always)]
+        |_, x| f(x),
+    );
+}
+
+/// y_i = f(y_i, (x0_i, x1_i, ...)) for inputs of any strides and a contiguous y.
+pub(crate) fn update<const N: usize, T: Element, U: Element>(
+    pool: &Pool,
+    inputs: [&Arg<'_>; N],
+    y: &mut ArgMut<'_>,
+    f: impl Fn(U, [T; N]) -> U + Sync,
+) {
+    debug_assert!(
+        inputs.iter().all(|x| x.dtype == T::DTYPE && x.view.shape == y.view.shape),
+        "as the contract asks"
+    );
+    let memory = inputs.map(|x| x.buffer.as_slice::<T>());
+    let walk = Walk::new(inputs.map(|x| x.view));
+    let steps = walk.steps();
+    let at_once = if steps == [1; N] { usize::MAX } else { GATHERED };
+    pool.chunks(write::<U>(y), TASK, |i, y| {
+        let mut done = 0;
+        walk.runs(i * TASK..i * TASK + y.len(), |mut at, length| {
+            for y in y[done..done + length].chunks_mut(at_once) {
+                let mut gathered = [[T::default(); GATHERED]; N];
+                let mut buffers = gathered.iter_mut();
+                let rows = std::array::from_fn(|n| row(memory[n], at[n], steps[n], y.len(), buffers.next()));
+                (0..N).for_each(|n| at[n] += y.len() * steps[n]);
+                vectorized(
+                    #[inline(always)]
+                    || apply(rows, y, &f),
+                );
+            }
+            done += length;
+        });
+    });
+}
+
+/// Elements of one operand side by side: where they lie, or gathered if they lie apart.
+fn row<'s, T: Element>(
+    memory: &'s [T],
+    at: usize,
+    step: usize,
+    length: usize,
+    buffer: Option<&'s mut [T; GATHERED]>,
+) -> &'s [T] {
+    match (step, buffer) {
+        (0, Some(buffer)) => {
+            buffer[..length].fill(memory[at]);
+            &buffer[..length]
+        }
+        (2.., Some(buffer)) => {
+            let from = memory[at..].iter().step_by(step);
+            buffer[..length].iter_mut().zip(from).for_each(|(to, from)| *to = *from);
+            &buffer[..length]
+        }
+        _ => &memory[at..at + length],
+    }
+}
+
+#[inline(always)]
+fn apply<const N: usize, T: Element, U: Element>(rows: [&[T]; N], y: &mut [U], f: &impl Fn(U, [T; N]) -> U) {
+    let rows = rows.map(|row| &row[..y.len()]);
+    for (i, y) in y.iter_mut().enumerate() {
+        *y = f(*y, rows.map(|x| x[i]));
+    }
+}
+
+/// y_i = f(x0_i, x1_i, ...), element by element.
+pub(crate) fn plain<const N: usize, T: Element>(
+    inputs: [&Arg<'_>; N],
+    y: &mut ArgMut<'_>,
+    f: impl Fn([T; N]) -> T,
+) {
+    let memory = inputs.map(|x| x.buffer.as_slice::<T>());
+    for (i, y) in write::<T>(y).iter_mut().enumerate() {
+        *y = f(std::array::from_fn(|n| memory[n][place(inputs[n].view, i)]));
+    }
+}
+
+/// A table of elementwise kernels, one a line: name, name in messages, operations an element, bound in units of the
+/// last place, inputs and scalar, formula, and the formula for i64 where there is one. The float formula is compiled
+/// for f32 and f64; the reference evaluates it in f64.
+macro_rules! pointwise {
+    ($($(#[$doc:meta])* $name:ident $text:literal $flops:literal $ulps:literal
+        |[$($x:ident),+], $c:pat_param| $formula:expr, $integers:expr;)*) => {$(
+        $(#[$doc])*
+        pub static $name: Kernel = {
+            const INPUTS: usize = [$(stringify!($x)),+].len();
+            const INTEGERS: Option<fn([i64; INPUTS]) -> i64> = $integers;
+            #[inline(always)]
+            fn formula<R: Maths>([$($x),+]: [R; INPUTS], $c: R) -> R {
+                $formula
+            }
+            fn reference(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+                let (inputs, [y], scalars) = operands::<INPUTS, 1>(launch);
+                let (inputs, c) = (inputs.each_ref(), scalars.first().map_or(0.0, |c| c.real()));
+                match (y.dtype, INTEGERS) {
+                    (DType::I64, Some(formula)) => plain::<INPUTS, i64>(inputs, y, formula),
+                    (dtype, _) => match_float!(dtype, T => plain::<INPUTS, T>(inputs, y, |x| {
+                        T::from_f64(formula(x.map(Element::to_f64), c))
+                    }), else return Err(KernelError::DType { kernel: $text, dtype })),
+                }
+                Ok(())
+            }
+            fn cpu(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+                let (inputs, [y], scalars) = operands::<INPUTS, 1>(launch);
+                let (inputs, c) = (inputs.each_ref(), scalars.first().map_or(0.0, |c| c.real()));
+                match (y.dtype, INTEGERS) {
+                    (DType::I64, Some(formula)) => map::<INPUTS, i64, i64>(pool, inputs, y, formula),
+                    (dtype, _) => match_float!(dtype, T => {
+                        let c = <T as Float>::Acc::lit(c);
+                        map::<INPUTS, T, T>(
+                            pool,
+                            inputs,
+                            y,
+                            #[inline(always)]
+                            |x| T::narrow(formula(x.map(Float::widen), c)),
+                        );
+                    }, else return Err(KernelError::DType { kernel: $text, dtype })),
+                }
+                Ok(())
+            }
+            Kernel {
+                name: $text,
+                reference,
+                cpu: Some(cpu),
+                flops: |launch| $flops * launch.outputs[0].view.numel() as u64,
+                bound: Bound { ulps: $ulps },
+            }
+        };
+    )*};
+}
+pub(crate) use pointwise;

@@ -1,0 +1,118 @@
+//! Random numbers on the CPU: 16 blocks of Philox side by side.
+
+use super::normal::normal_pair;
+use super::philox::{philox_lanes, unit_interval, words};
+use super::{DROPOUT, NORMAL, Place, UNIFORM, seed};
+use crate::cpu::{Pool, vectorized};
+use crate::dtype::{Element, Float, Real};
+use crate::error::KernelError;
+use crate::kernel::Launch;
+use crate::match_float;
+use crate::op::rows::{operands, read, rows_per_task, write};
+
+/// Blocks of random bits that are computed together.
+const BLOCKS: usize = 16;
+/// The elements that they serve.
+const BATCH: usize = 4 * BLOCKS;
+
+/// The random bits of 64 neighbours in the global index, from a block on.
+#[inline(always)]
+fn batch((key, stream): (u64, u64), first_block: u64) -> [u32; BATCH] {
+    let mut counters = [[0; BLOCKS]; 4];
+    let [stream_low, stream_high] = words(stream);
+    for n in 0..BLOCKS {
+        let [low, high] = words(first_block.wrapping_add(n as u64));
+        (counters[0][n], counters[1][n]) = (low, high);
+        (counters[2][n], counters[3][n]) = (stream_low, stream_high);
+    }
+    let blocks = philox_lanes(counters, words(key));
+    std::array::from_fn(|i| blocks[i % 4][i / 4])
+}
+
+/// Walks over the local elements from `start` on that `count` counts: hands out the bits of a batch, how many of them to
+/// skip, and which elements (counted from `start`) the next ones are for.
+#[inline(always)]
+fn each_batch(
+    place: &Place,
+    seed: (u64, u64),
+    start: usize,
+    count: usize,
+    mut fill: impl FnMut(&[u32; BATCH], usize, std::ops::Range<usize>),
+) {
+    let mut at = 0;
+    while at < count {
+        let run = (place.run - (start + at) % place.run).min(count - at);
+        let (mut index, end) = (place.global(start + at), at + run);
+        while at < end {
+            let skip = (index % 4) as usize;
+            let taken = (BATCH - skip).min(end - at);
+            fill(&batch(seed, index / 4), skip, at..at + taken);
+            at += taken;
+            index += taken as u64;
+        }
+    }
+}
+
+pub(super) fn uniform(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([], [y], scalars) = operands(launch);
+    let (seed, place) = (seed(scalars), Place::new(&y.view.shape, &scalars[4..]));
+    let (a, b) = (scalars[2].real(), scalars[3].real());
+    let task = rows_per_task(1);
+    match_float!(y.dtype, T => {
+        pool.chunks(write::<T>(y), task, |i, y| {
+            vectorized(#[inline(always)] || {
+                each_batch(&place, seed, i * task, y.len(), #[inline(always)] |bits, skip, range| {
+                    for (y, &bits) in y[range].iter_mut().zip(&bits[skip..]) {
+                        *y = T::from_f64(a + (b - a) * unit_interval(bits));
+                    }
+                });
+            });
+        });
+        Ok(())
+    }, else Err(KernelError::DType { kernel: UNIFORM.name, dtype: y.dtype }))
+}
+
+pub(super) fn normal(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([], [y], scalars) = operands(launch);
+    let (seed, place) = (seed(scalars), Place::new(&y.view.shape, &scalars[4..]));
+    let (a, b) = (scalars[2].real(), scalars[3].real());
+    let task = rows_per_task(1);
+    match_float!(y.dtype, T => {
+        pool.chunks(write::<T>(y), task, |i, y| {
+            vectorized(#[inline(always)] || {
+                each_batch(&place, seed, i * task, y.len(), #[inline(always)] |bits, skip, range| {
+                    let mut numbers = [0.0; BATCH];
+                    for (pair, bits) in numbers.as_chunks_mut::<2>().0.iter_mut().zip(bits.as_chunks::<2>().0) {
+                        (pair[0], pair[1]) = normal_pair(bits[0], bits[1]);
+                    }
+                    for (y, &number) in y[range].iter_mut().zip(&numbers[skip..]) {
+                        *y = T::from_f64(a + b * number);
+                    }
+                });
+            });
+        });
+        Ok(())
+    }, else Err(KernelError::DType { kernel: NORMAL.name, dtype: y.dtype }))
+}
+
+pub(super) fn dropout(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([x], [y], scalars) = operands(launch);
+    let (p, seed, place) = (scalars[0].real(), seed(&scalars[1..]), Place::new(&x.view.shape, &scalars[3..]));
+    let task = rows_per_task(1);
+    // A uniform number is k / 2^24, so that it is at least p exactly if k is at least this.
+    let threshold = (p * 16_777_216.0).ceil() as u32;
+    match_float!(x.dtype, T => {
+        let (x, kept) = (read::<T>(x), <T as Float>::Acc::lit(1.0 - p));
+        pool.chunks(write::<T>(y), task, |i, y| {
+            vectorized(#[inline(always)] || {
+                each_batch(&place, seed, i * task, y.len(), #[inline(always)] |bits, skip, range| {
+                    let x = &x[i * task..][range.clone()];
+                    for ((y, x), &bits) in y[range].iter_mut().zip(x).zip(&bits[skip..]) {
+                        *y = if bits >> 8 >= threshold { T::narrow(x.widen() / kept) } else { T::default() };
+                    }
+                });
+            });
+        });
+        Ok(())
+    }, else Err(KernelError::DType { kernel: DROPOUT.name, dtype: x.dtype }))
+}

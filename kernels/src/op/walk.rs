@@ -1,0 +1,195 @@
+//! Walks over operands with any strides: dims that lie evenly are merged, the innermost is handed out in runs.
+
+use crate::strides::Strides;
+use smallvec::{SmallVec, smallvec};
+use std::ops::Range;
+
+/// The order in which N operands of one shape are visited together.
+#[derive(Clone, Debug)]
+pub(crate) struct Walk<const N: usize> {
+    /// Extent and distance per operand, outermost first; never empty.
+    dims: SmallVec<[(usize, [usize; N]); 6]>,
+    start: [usize; N],
+}
+
+impl<const N: usize> Walk<N> {
+    /// All elements, row-major.
+    #[inline]
+    pub(crate) fn new(views: [&Strides; N]) -> Walk<N> {
+        Walk::over(views, 0..views[0].ndim())
+    }
+
+    /// Only some dims, row-major; the others stand at 0.
+    pub(crate) fn over(views: [&Strides; N], dims: Range<usize>) -> Walk<N> {
+        debug_assert!(views.iter().all(|v| v.shape == views[0].shape), "the contract asks for one shape");
+        let dims = dims.map(|d| (views[0].shape[d], views.map(|v| v.strides[d])));
+        Walk::merged(dims, views.map(|v| v.offset))
+    }
+
+    /// All elements in the order in which they lie in the first operand, whatever the order of its dims.
+    pub(crate) fn in_memory_order(views: [&Strides; N]) -> Walk<N> {
+        debug_assert!(views.iter().all(|v| v.shape == views[0].shape), "the contract asks for one shape");
+        let dims = (0..views[0].ndim()).map(|d| (views[0].shape[d], views.map(|v| v.strides[d])));
+        let mut dims: SmallVec<[(usize, [usize; N]); 6]> = dims.collect();
+        dims.sort_by_key(|(_, steps)| std::cmp::Reverse(steps[0]));
+        Walk::merged(dims.into_iter(), views.map(|v| v.offset))
+    }
+
+    #[inline]
+    fn merged(from: impl Iterator<Item = (usize, [usize; N])>, start: [usize; N]) -> Walk<N> {
+        let mut dims: SmallVec<[(usize, [usize; N]); 6]> = SmallVec::new();
+        for (extent, steps) in from.filter(|&(extent, _)| extent != 1) {
+            match dims.last_mut() {
+                Some((outer, outer_steps)) if (0..N).all(|n| outer_steps[n] == steps[n] * extent) => {
+                    *outer *= extent;
+                    *outer_steps = steps;
+                }
+                _ => dims.push((extent, steps)),
+            }
+        }
+        if dims.is_empty() {
+            dims = smallvec![(1, [1; N])];
+        }
+        Walk { dims, start }
+    }
+
+    /// How many elements there are.
+    #[inline]
+    pub(crate) fn numel(&self) -> usize {
+        self.dims.iter().map(|&(extent, _)| extent).product()
+    }
+
+    /// The merged dims: extent and distance per operand, outermost first.
+    #[inline]
+    pub(crate) fn dims(&self) -> &[(usize, [usize; N])] {
+        &self.dims
+    }
+
+    /// The distances along the innermost dim.
+    #[inline]
+    pub(crate) fn steps(&self) -> [usize; N] {
+        self.dims[self.dims.len() - 1].1
+    }
+
+    /// The same without the innermost merged dim.
+    pub(crate) fn outer(&self) -> Walk<N> {
+        let kept = self.dims[..self.dims.len() - 1].iter().copied();
+        Walk::merged(kept, self.start)
+    }
+
+    /// Where the operands' elements number `position` lie.
+    #[inline]
+    pub(crate) fn at(&self, mut position: usize) -> [usize; N] {
+        let mut at = self.start;
+        for (extent, steps) in self.dims.iter().rev() {
+            let index = position % extent;
+            position /= extent;
+            (0..N).for_each(|n| at[n] += index * steps[n]);
+        }
+        at
+    }
+
+    /// Calls `run(where, length)` for runs along the innermost dim that cover the elements number `range` in order.
+    #[inline(always)]
+    pub(crate) fn runs(&self, range: Range<usize>, mut run: impl FnMut([usize; N], usize)) {
+        let (inner, steps) = self.dims[self.dims.len() - 1];
+        if range.is_empty() {
+            return;
+        }
+        if self.dims.len() == 1 {
+            let at = std::array::from_fn(|n| self.start[n] + range.start * steps[n]);
+            return run(at, range.len());
+        }
+        let outer = &self.dims[..self.dims.len() - 1];
+        let mut indices: SmallVec<[usize; 6]> = smallvec![0; outer.len()];
+        let mut rest = range.start / inner;
+        let mut at = self.start;
+        for (index, (extent, steps)) in indices.iter_mut().zip(outer).rev() {
+            *index = rest % extent;
+            rest /= extent;
+            (0..N).for_each(|n| at[n] += *index * steps[n]);
+        }
+        let (mut left, mut skip) = (range.len(), range.start % inner);
+        loop {
+            let length = (inner - skip).min(left);
+            run(std::array::from_fn(|n| at[n] + skip * steps[n]), length);
+            left -= length;
+            skip = 0;
+            if left == 0 {
+                return;
+            }
+            for (index, (extent, steps)) in indices.iter_mut().zip(outer).rev() {
+                *index += 1;
+                (0..N).for_each(|n| at[n] += steps[n]);
+                if *index < *extent {
+                    break;
+                }
+                *index = 0;
+                (0..N).for_each(|n| at[n] -= extent * steps[n]);
+            }
+        }
+    }
+}
+
+/// Where element number `position` of a view lies: the plain way, for references.
+pub(crate) fn place(view: &Strides, mut position: usize) -> usize {
+    let mut place = view.offset;
+    for (extent, step) in view.shape.iter().zip(&view.strides).rev() {
+        place += position % extent * step;
+        position /= extent;
+    }
+    place
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn visited<const N: usize>(walk: &Walk<N>, range: Range<usize>) -> Vec<[usize; N]> {
+        let (mut all, steps) = (vec![], walk.steps());
+        walk.runs(range, |at, length| {
+            all.extend((0..length).map(|i| std::array::from_fn::<_, N, _>(|n| at[n] + i * steps[n])));
+        });
+        all
+    }
+
+    #[test]
+    fn runs_visit_every_element_in_order() {
+        let plain = Strides::contiguous(&[3, 1, 4, 5]);
+        let views = [
+            plain.clone(),
+            plain.narrow(2, 1, 3),
+            plain.permute(&[3, 0, 2, 1]),
+            plain.select(0, 2).unsqueeze(1),
+        ];
+        for view in &views {
+            let other = Strides::contiguous(&view.shape);
+            let walk = Walk::new([view, &other]);
+            assert_eq!(walk.numel(), view.numel());
+            for range in [0..view.numel(), 0..1, 3..view.numel() - 1, 7..7] {
+                let expected: Vec<_> = range.clone().map(|i| [place(view, i), i]).collect();
+                assert_eq!(visited(&walk, range.clone()), expected);
+                assert!(range.map(|i| walk.at(i)).eq(expected));
+            }
+        }
+    }
+
+    #[test]
+    fn even_dims_are_merged() {
+        let view = Strides::contiguous(&[2, 3, 4, 5]);
+        assert_eq!(Walk::new([&view]).dims(), [(120, [1])]);
+        assert_eq!(Walk::new([&view.narrow(1, 0, 2)]).dims(), [(2, [60]), (40, [1])]);
+        let turned = view.permute(&[3, 2, 1, 0]);
+        assert_eq!(Walk::in_memory_order([&turned]).dims(), [(120, [1])]);
+        let bias = Strides::contiguous(&[5]).broadcast(&[2, 3, 4, 5]).unwrap();
+        assert_eq!(Walk::new([&bias, &view]).dims(), [(24, [0, 5]), (5, [1, 1])]);
+        assert_eq!(Walk::new([&Strides::contiguous(&[])]).numel(), 1);
+        assert_eq!(Walk::new([&Strides::contiguous(&[2, 0])]).numel(), 0);
+    }
+
+    #[test]
+    fn the_outer_walk_drops_the_inner_dim() {
+        let view = Strides::contiguous(&[2, 3, 4]).narrow(2, 0, 2);
+        assert_eq!(visited(&Walk::new([&view]).outer(), 0..6), (0..6).map(|i| [4 * i]).collect::<Vec<_>>());
+    }
+}

@@ -1,0 +1,151 @@
+//! Models in Hugging Face folders: saved from any mesh, loaded on any other.
+
+use crate::hf::config::WEIGHTS_FILE;
+use crate::hf::folder::Weights;
+use crate::hf::{Gpt2Config, TensorWriter};
+use crate::model::Gpt2;
+use crate::module::Module;
+use crate::name::matches;
+use crate::param::Param;
+use crate::placed::Model;
+use shardgrad_tensor::control::world_sum;
+use shardgrad_tensor::{Error, Kind, Result, Tensor};
+use std::collections::HashSet;
+use std::fs;
+use std::panic::Location;
+use std::path::Path;
+
+/// The part of names in files that names here do not have.
+const PREFIX: &str = "transformer.";
+
+/// Buffers that old files hold beside the weights, and the head that a tied model has no use for.
+const PASSED_OVER: [&str; 3] = ["*.attn.bias", "*.attn.masked_bias", "lm_head.weight"];
+
+impl Model<Gpt2> {
+    /// Writes `config.json` and `model.safetensors` into a folder, made if there is none. Weights keep the dtype of the
+    /// model. Tensors are gathered one by one, so every rank calls this together; the first rank writes, and the files
+    /// are whole when any rank returns.
+    ///
+    /// # Errors
+    /// `Kind::Io` if the system refuses; what the collectives report.
+    #[track_caller]
+    pub fn save(&self, dir: &Path) -> Result<()> {
+        if self.rank().index() == 0 {
+            fs::create_dir_all(dir).map_err(|e| {
+                Error::new(Kind::Io, format!("cannot make the folder {}: {e}", dir.display()))
+            })?;
+            Gpt2Config { dtype: self.dtype(), ..self.config().clone() }.write(dir)?;
+        }
+        save_weights(self, &dir.join(WEIGHTS_FILE), &|name| {
+            if name.starts_with("lm_head.") { name.to_string() } else { format!("{PREFIX}{name}") }
+        })
+    }
+
+    /// Fills the parameters from a folder whose config fits this model. Names may lack the prefix `transformer.`. Each
+    /// rank reads for itself; nothing is communicated.
+    ///
+    /// # Errors
+    /// `Kind::Checkpoint` listing all tensors that are missing, of another shape, or unknown; parameters are untouched
+    /// then. `Kind::Io` if the system refuses.
+    pub fn load(&self, dir: &Path) -> Result<()> {
+        load_weights(self, &Weights::open(dir)?, PREFIX, &PASSED_OVER)
+    }
+}
+
+/// Writes the parameters of a model into one safetensors file, in the order of traversal, under the names that
+/// `name_in_file` gives. Every rank calls this together; the first rank writes.
+///
+/// # Errors
+/// `Kind::Io` if the system refuses; `Kind::Checkpoint` for names that no file can hold; what the collectives report.
+#[track_caller]
+pub fn save_weights<M: Module>(
+    model: &Model<M>,
+    path: &Path,
+    name_in_file: &dyn Fn(&str) -> String,
+) -> Result<()> {
+    let entry = |p: &Param| (name_in_file(&p.name()), model.dtype(), p.shape_in_files().to_vec());
+    let entries: Vec<_> = model.params().iter().map(entry).collect();
+    let writes = model.rank().index() == 0;
+    let mut writer = if writes { Some(TensorWriter::create(path, &entries)?) } else { None };
+    for (param, (name, ..)) in model.params().iter().zip(&entries) {
+        let bytes = param.tensor().to_bytes()?;
+        if let Some(writer) = &mut writer {
+            writer.append(name, &bytes)?;
+        }
+    }
+    if let Some(writer) = writer {
+        writer.finish()?;
+    }
+    // Nobody goes on to read before the file is whole.
+    world_sum(model.rank(), &[0.0], Location::caller())?;
+    Ok(())
+}
+
+/// Fills the parameters of a model from files. A parameter `x` is the tensor `{prefix}x`, or `x`; tensors that match a
+/// pattern of `passed_over` may be there for nothing. Values are rounded to the model's dtype.
+///
+/// # Errors
+/// `Kind::Checkpoint` listing all that does not fit, before any parameter is changed; what reading reports.
+pub fn load_weights<M: Module>(
+    model: &Model<M>,
+    weights: &Weights,
+    prefix: &str,
+    passed_over: &[&str],
+) -> Result<()> {
+    let mut misfits = Misfits::default();
+    let mut found = Vec::with_capacity(model.params().len());
+    let mut used = HashSet::new();
+    for param in model.params() {
+        let name = param.name();
+        let candidates = [format!("{prefix}{name}"), name];
+        let Some(tensor) = candidates.iter().find_map(|n| weights.get(n)) else {
+            misfits.missing.push(candidates[0].clone());
+            continue;
+        };
+        used.insert(tensor.name.as_str());
+        if tensor.shape != param.shape_in_files() || !tensor.dtype.is_float() {
+            let (name, wanted) = (&tensor.name, param.shape_in_files());
+            misfits
+                .other
+                .push(format!("{name} is {}{:?}, the model has {wanted:?}", tensor.dtype, tensor.shape));
+        }
+        found.push((param, tensor));
+    }
+    let known = |name: &str| used.contains(name) || passed_over.iter().any(|p| matches(p, name));
+    misfits.unknown.extend(weights.tensors().map(|t| t.name.clone()).filter(|name| !known(name)));
+    misfits.check(weights.path())?;
+    for (param, tensor) in found {
+        let bytes = weights.read(&tensor.name)?;
+        let layout = param.tensor().layout().clone();
+        param.set_tensor(Tensor::from_bytes(model.rank(), &layout, tensor.dtype, &bytes)?)?;
+    }
+    Ok(())
+}
+
+/// What does not fit between files and model.
+#[derive(Default)]
+struct Misfits {
+    missing: Vec<String>,
+    other: Vec<String>,
+    unknown: Vec<String>,
+}
+
+impl Misfits {
+    fn check(self, path: &Path) -> Result<()> {
+        let kinds = [("missing", self.missing), ("unlike", self.other), ("unknown", self.unknown)];
+        let count: usize = kinds.iter().map(|(_, names)| names.len()).sum();
+        if count == 0 {
+            return Ok(());
+        }
+        let text = format!("{}: {count} tensor(s) do not fit the model", path.display());
+        let error = Error::new(Kind::Checkpoint, text);
+        let tell = |e: Error, (label, names): (&'static str, Vec<String>)| match names.len() {
+            0 => e,
+            _ => e.detail(label, names.join(", ")),
+        };
+        Err(kinds
+            .into_iter()
+            .fold(error, tell)
+            .detail("help", "check config.json; it must describe these weights"))
+    }
+}

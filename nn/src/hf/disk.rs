@@ -1,0 +1,221 @@
+//! Files of a model folder on disk: opened with suspicion, written whole or not at all.
+
+use shardgrad_tensor::{Error, Kind, Result};
+use std::fmt;
+use std::fs::{self, File, OpenOptions};
+use std::io::{BufWriter, ErrorKind, Write};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// An error about a file: `path: why`.
+pub(super) fn refuse(path: &Path, why: impl fmt::Display) -> Error {
+    Error::new(Kind::Checkpoint, format!("{}: {why}", path.display()))
+}
+
+/// An error of the operating system about a file.
+pub(super) fn failed(path: &Path, doing: &str, e: &std::io::Error) -> Error {
+    match e.kind() {
+        ErrorKind::UnexpectedEof => refuse(path, "the file became shorter while it was read"),
+        ErrorKind::NotFound => refuse(path, "there is no such file"),
+        _ => Error::new(Kind::Io, format!("cannot {doing} {}: {e}", path.display())),
+    }
+}
+
+/// Opens a regular file and tells its length. Anything else (a folder, a pipe that would block for ever, a device
+/// without end) is refused before it is opened.
+pub(super) fn open_regular(path: &Path) -> Result<(File, u64)> {
+    let kind = fs::metadata(path).map_err(|e| failed(path, "open", &e))?;
+    if !kind.is_file() {
+        let what = if kind.is_dir() { "a folder" } else { "a pipe or a device" };
+        return Err(refuse(path, format_args!("is {what}, not a file")));
+    }
+    let file = File::open(path).map_err(|e| failed(path, "open", &e))?;
+    let length = file.metadata().map_err(|e| failed(path, "open", &e))?.len();
+    Ok((file, length))
+}
+
+/// A buffer of zeros, or an error instead of an abort where the memory is not to be had.
+pub(super) fn zeros(path: &Path, len: u64) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let reserved = usize::try_from(len).ok().and_then(|n| bytes.try_reserve_exact(n).ok().map(|()| n));
+    let n = reserved.ok_or_else(|| {
+        Error::new(Kind::OutOfMemory, format!("{}: no memory for {len} bytes at once", path.display()))
+    })?;
+    bytes.resize(n, 0);
+    Ok(bytes)
+}
+
+/// The text of a small file, such as `config.json`.
+///
+/// # Errors
+/// `Kind::Checkpoint` if it is missing, no regular file, longer than `bytes_max`, or not UTF-8; `Kind::Io` if the system
+/// refuses.
+pub(super) fn read_text(path: &Path, bytes_max: u64) -> Result<String> {
+    let (file, length) = open_regular(path)?;
+    if length > bytes_max {
+        return Err(refuse(path, format_args!("has {length} bytes, at most {bytes_max} are read")));
+    }
+    let mut bytes = zeros(path, length)?;
+    file.read_exact_at(&mut bytes, 0).map_err(|e| failed(path, "read", &e))?;
+    String::from_utf8(bytes)
+        .map_err(|e| refuse(path, format_args!("is not UTF-8 at byte {}", e.utf8_error().valid_up_to())))
+}
+
+/// A file that takes its name only when it is whole: written under another name beside it, synced, then renamed.
+/// Dropped unfinished, it leaves nothing behind.
+#[derive(Debug)]
+pub(super) struct Pending {
+    pub(super) path: PathBuf,
+    temporary: PathBuf,
+    file: Option<BufWriter<File>>,
+}
+
+impl Pending {
+    pub(super) fn create(path: &Path) -> Result<Pending> {
+        let mut name =
+            path.file_name().ok_or_else(|| refuse(path, "is not the name of a file"))?.to_os_string();
+        name.push(format!(".tmp-{}", std::process::id()));
+        let temporary = path.with_file_name(name);
+        // A dead process may have left one of the same number; never write through what stands there.
+        if temporary.symlink_metadata().is_ok() {
+            fs::remove_file(&temporary).map_err(|e| failed(&temporary, "remove", &e))?;
+        }
+        let file =
+            OpenOptions::new().write(true).create_new(true).open(&temporary).map_err(|e| match e.kind() {
+                ErrorKind::NotFound => Error::new(
+                    Kind::Io,
+                    format!("cannot write {}: its folder does not exist", path.display()),
+                ),
+                _ => failed(path, "write", &e),
+            })?;
+        Ok(Pending {
+            path: path.to_path_buf(),
+            temporary,
+            file: Some(BufWriter::with_capacity(1 << 20, file)),
+        })
+    }
+
+    pub(super) fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        match &mut self.file {
+            Some(file) => file.write_all(bytes).map_err(|e| failed(&self.path, "write", &e)),
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn commit(mut self) -> Result<()> {
+        let fail = |e: &std::io::Error| failed(&self.path, "write", e);
+        if let Some(mut buffered) = self.file.take() {
+            buffered.flush().map_err(|e| fail(&e))?;
+            buffered.get_ref().sync_all().map_err(|e| fail(&e))?;
+            fs::rename(&self.temporary, &self.path).map_err(|e| fail(&e))?;
+            let folder = self.path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            File::open(folder).and_then(|folder| folder.sync_all()).map_err(|e| fail(&e))?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Pending {
+    fn drop(&mut self) {
+        // After a commit there is nothing of this name; otherwise nobody is left to tell of a failure.
+        let _ = fs::remove_file(&self.temporary);
+    }
+}
+
+/// Writes a small file whole or not at all.
+pub(super) fn write_text(path: &Path, text: &str) -> Result<()> {
+    let mut pending = Pending::create(path)?;
+    pending.write(text.as_bytes())?;
+    pending.commit()
+}
+
+#[cfg(test)]
+pub(super) mod scratch {
+    //! A folder for one test, removed at its end.
+
+    use std::path::PathBuf;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    pub(crate) struct Scratch(PathBuf);
+
+    impl Scratch {
+        pub(crate) fn new() -> Scratch {
+            static COUNT: AtomicUsize = AtomicUsize::new(0);
+            let name =
+                format!("shardgrad-nn-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+            let dir = std::env::temp_dir().join(name);
+            std::fs::create_dir_all(&dir).unwrap();
+            Scratch(dir)
+        }
+
+        pub(crate) fn path(&self, name: &str) -> PathBuf {
+            self.0.join(name)
+        }
+
+        pub(crate) fn file(&self, name: &str, bytes: &[u8]) -> PathBuf {
+            std::fs::write(self.path(name), bytes).unwrap();
+            self.path(name)
+        }
+
+        pub(crate) fn names(&self) -> Vec<String> {
+            let entries = std::fs::read_dir(&self.0).unwrap();
+            let mut names: Vec<String> =
+                entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+            names.sort();
+            names
+        }
+    }
+
+    impl Drop for Scratch {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::scratch::Scratch;
+    use super::*;
+
+    #[test]
+    fn text_is_read_within_its_limit() {
+        let dir = Scratch::new();
+        let path = dir.path("config.json");
+        write_text(&path, "{}").unwrap();
+        write_text(&path, "{\n}").unwrap();
+        assert_eq!(read_text(&path, 3).unwrap(), "{\n}");
+        let told =
+            |result: Result<String>| result.unwrap_err().message().rsplit_once(": ").unwrap().1.to_string();
+        assert_eq!(told(read_text(&path, 2)), "has 3 bytes, at most 2 are read");
+        assert_eq!(told(read_text(&dir.file("x", b"ab\xffcd"), 9)), "is not UTF-8 at byte 2");
+        assert_eq!(told(read_text(&dir.path("y"), 9)), "there is no such file");
+        assert_eq!(dir.names(), ["config.json", "x"]);
+    }
+
+    #[test]
+    fn a_full_disk_is_an_error_that_names_the_file() {
+        let mut full = Pending {
+            path: PathBuf::from("model.safetensors"),
+            temporary: PathBuf::from("/nonexistent/x"),
+            file: Some(BufWriter::with_capacity(
+                4,
+                OpenOptions::new().write(true).open("/dev/full").unwrap(),
+            )),
+        };
+        let error = full.write(b"more than four").unwrap_err();
+        assert_eq!(error.kind(), Kind::Io);
+        assert!(error.message().starts_with("cannot write model.safetensors: No space left"), "{error}");
+    }
+
+    #[test]
+    fn a_stale_temporary_is_replaced_and_a_link_in_its_place_is_not_followed() {
+        let dir = Scratch::new();
+        let victim = dir.file("victim", b"keep");
+        let name = format!("m.tmp-{}", std::process::id());
+        std::os::unix::fs::symlink(&victim, dir.path(&name)).unwrap();
+        write_text(&dir.path("m"), "new").unwrap();
+        assert_eq!(fs::read(&victim).unwrap(), b"keep");
+        assert_eq!(dir.names(), ["m", "victim"]);
+    }
+}

@@ -1,0 +1,116 @@
+//! y = x w + b, over one dim or several.
+
+use crate::module;
+use crate::param::{Init, Param};
+use crate::point::Point;
+use shardgrad_autograd::Var;
+use shardgrad_tensor::Value;
+
+module! {
+    /// y = x w + b. The weight is `[in.., out..]`, the bias `[out..]`.
+    ///
+    /// Two points: `input`, where x arrives, and `out`, before the bias is added: a product whose inputs are split leaves a
+    /// pending sum there, and a plan that states a layout at `out` says into what it is completed.
+    #[derive(Debug)]
+    pub struct Linear {
+        /// `[in.., out..]`.
+        pub weight: Param,
+        /// `[out..]`.
+        pub bias: Option<Param>,
+        input: Point,
+        out: Point;
+        signature: Option<String>,
+    }
+}
+
+impl Linear {
+    /// From `[.., d_in]` to `[.., d_out]`, with a bias. Weights are uniform within 1 / sqrt(d_in), biases zero.
+    #[must_use]
+    pub fn new(d_in: usize, d_out: usize) -> Linear {
+        Linear::shaped(&[d_in], &[d_out])
+    }
+
+    /// From `[.., from..]` to `[.., to..]`: `Linear::shaped(&[d], &[h, c])` makes heads, its converse joins them. Dims that
+    /// are kept apart can be split apart. In files the weight is the matrix `[product of from, product of to]`.
+    #[must_use]
+    pub fn shaped(from: &[usize], to: &[usize]) -> Linear {
+        let (rows, columns): (usize, usize) = (from.iter().product(), to.iter().product());
+        let weight = Param::new(&[from, to].concat())
+            .file_shape(&[rows, columns])
+            .init(Init::Uniform(1.0 / (rows.max(1) as f64).sqrt()));
+        let plain = from.len() == 1 && to.len() == 1;
+        Linear {
+            weight,
+            bias: Some(Param::new(to).file_shape(&[columns])),
+            input: Point::default(),
+            out: Point::default(),
+            signature: (!plain).then(|| signature(from.len(), to.len())),
+        }
+    }
+
+    /// The same layer with other initial weights.
+    #[must_use]
+    pub fn init(self, init: Init) -> Linear {
+        Linear { weight: self.weight.init(init), ..self }
+    }
+
+    /// The same layer without a bias.
+    #[must_use]
+    pub fn without_bias(self) -> Linear {
+        Linear { bias: None, ..self }
+    }
+
+    /// The same layer, whose weight dim `dim` counts `things` of which every rank must have one at least.
+    #[must_use]
+    pub fn never_empty(self, dim: usize, things: &'static str) -> Linear {
+        Linear { weight: self.weight.never_empty(dim, things), ..self }
+    }
+
+    /// `[.., from..]` to `[.., to..]`.
+    ///
+    /// # Panics
+    /// Unwinds with an error if the last dims of x are not `from`, or the plan splits the layer in a way that x does not
+    /// allow.
+    #[track_caller]
+    #[must_use]
+    pub fn forward(&self, x: &Var) -> Var {
+        let bias = self.bias.as_ref().map(|b| b.on(x));
+        let x = self.input.at(x);
+        let weight = self.weight.on(&x);
+        let y = match &self.signature {
+            None => x.matmul(&weight),
+            Some(signature) => x.einsum(signature, &weight),
+        };
+        let y = self.out.at(&y);
+        match bias {
+            Some(bias) => y.add(&bias),
+            None => y,
+        }
+    }
+}
+
+/// `..m i0 i1, i0 i1 o0 -> ..m o0` for two dims in and one out.
+fn signature(num_in: usize, num_out: usize) -> String {
+    let labels = |letter: char, n: usize| (0..n).map(|i| format!(" {letter}{i}")).collect::<String>();
+    let (from, to) = (labels('i', num_in), labels('o', num_out));
+    format!("..m{from},{from}{to} -> ..m{to}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shapes_and_signatures_by_hand() {
+        let heads = Linear::shaped(&[10], &[3, 2, 5]);
+        assert_eq!(heads.signature.as_deref(), Some("..m i0, i0 o0 o1 o2 -> ..m o0 o1 o2"));
+        assert_eq!(
+            (heads.weight.shape(), heads.weight.shape_in_files()),
+            (&[10, 3, 2, 5][..], &[10, 30][..])
+        );
+        let bias = heads.bias.unwrap();
+        assert_eq!((bias.shape(), bias.shape_in_files(), bias.decays()), (&[3, 2, 5][..], &[30][..], false));
+        assert!(Linear::new(4, 6).signature.is_none());
+        assert_eq!(Linear::shaped(&[2, 5], &[10]).weight.initial(), Init::Uniform(1.0 / 10f64.sqrt()));
+    }
+}

@@ -1,0 +1,134 @@
+//! GPT-2: a decoder with learned positions. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
+
+use crate::hf::Gpt2Config;
+use crate::layer::{Attention, Block, Dropout, Embedding, LayerNorm, Mlp};
+use crate::loss::cross_entropy;
+use crate::module;
+use crate::param::Init;
+use crate::plan::Plan;
+use shardgrad_autograd::Var;
+use shardgrad_tensor::{Error, Kind, Value, unwind};
+
+module! {
+    /// Token and position embeddings, blocks, a norm, and an output layer: the token table transposed, or one of its own.
+    /// Parameters are named as in `transformers`.
+    #[derive(Debug)]
+    pub struct Gpt2 {
+        /// Tokens: `[vocab_size, n_embd]`.
+        pub wte: Embedding,
+        /// Positions: `[n_positions, n_embd]`.
+        pub wpe: Embedding,
+        drop: Dropout,
+        /// The blocks.
+        pub h: Vec<Block>,
+        /// The norm before the output layer.
+        pub ln_f: LayerNorm,
+        /// The output layer where it is not tied: `[vocab_size, n_embd]`.
+        pub lm_head: Option<Embedding>;
+        config: Gpt2Config,
+        recompute: bool,
+    }
+}
+
+impl Gpt2 {
+    /// A model of this shape. Fresh weights are normal with standard deviation `initializer_range`, those that end in the
+    /// residual stream by a factor sqrt(2 n_layer) narrower; biases are zero, norms one.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` if the heads do not divide the width, or a dropout probability is not in `0..1`.
+    #[track_caller]
+    #[must_use]
+    pub fn new(config: &Gpt2Config) -> Gpt2 {
+        let d = config.n_embd;
+        let std = Init::Normal(config.initializer_range);
+        let residual = Init::Normal(config.initializer_range / (2.0 * config.n_layer as f64).sqrt());
+        let block = |_| {
+            let attn = Attention::new(d, config.n_head).init(std, residual);
+            let mlp = Mlp::new(d, config.hidden()).init(std, residual);
+            Block::new(d, attn, mlp, config.layer_norm_epsilon, config.resid_pdrop)
+        };
+        let table = |rows| Embedding::new(rows, d).init(std);
+        Gpt2 {
+            wte: table(config.vocab_size),
+            wpe: table(config.n_positions),
+            drop: Dropout::new(config.embd_pdrop),
+            h: (0..config.n_layer).map(block).collect(),
+            ln_f: LayerNorm::new(d).eps(config.layer_norm_epsilon),
+            lm_head: (!config.tie_word_embeddings).then(|| table(config.vocab_size)),
+            config: config.clone(),
+            recompute: false,
+        }
+    }
+
+    /// The same model, which keeps only the inputs of its blocks for the backward pass and computes the rest again there.
+    #[must_use]
+    pub fn recompute(self, recompute: bool) -> Gpt2 {
+        Gpt2 { recompute, ..self }
+    }
+
+    /// The table of splits for this family: rows of the batch; heads, hidden units and vocabulary.
+    #[must_use]
+    pub fn plan(_: &Gpt2Config) -> Plan {
+        Plan::gpt2()
+    }
+
+    /// The shape of the model.
+    #[must_use]
+    pub fn config(&self) -> &Gpt2Config {
+        &self.config
+    }
+
+    /// Logits of the next token: `[b, t]` (i64) to `[b, t, vocab_size]`.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Shape` if `t` exceeds `n_positions`, and with `Kind::Unsupported` on a tape with noise if the
+    /// config asks for dropout on attention weights.
+    #[track_caller]
+    #[must_use]
+    pub fn forward(&self, ids: &Var) -> Var {
+        self.check(ids);
+        let tokens = self.wte.forward(ids);
+        let positions = self.wpe.first(ids, ids.shape()[1]);
+        let mut x = self.drop.forward(&tokens.add(&positions));
+        for block in &self.h {
+            x = if self.recompute {
+                let tape = x.tape().clone();
+                let made = tape.checkpoint(&[x], |x| Ok(vec![block.forward(&x[0])]));
+                unwind(made).swap_remove(0)
+            } else {
+                block.forward(&x)
+            };
+        }
+        self.lm_head.as_ref().unwrap_or(&self.wte).scores(&self.ln_f.forward(&x))
+    }
+
+    /// Mean next-token cross-entropy over all tokens: ids and targets `[b, t]` (i64), a scalar in the accumulator type.
+    ///
+    /// # Panics
+    /// As [`Gpt2::forward`], and if a target is outside of the vocabulary.
+    #[track_caller]
+    #[must_use]
+    pub fn loss(&self, ids: &Var, targets: &Var) -> Var {
+        cross_entropy(&self.forward(ids), targets)
+    }
+
+    #[track_caller]
+    fn check(&self, ids: &Var) {
+        let (shape, most) = (ids.shape(), self.config.n_positions);
+        let site = std::panic::Location::caller();
+        if shape.len() != 2 || shape[1] > most {
+            let text = format!("ids of shape {:?} for a model of at most {most} positions", shape.as_slice());
+            Error::new(Kind::Shape, text)
+                .detail("help", "give [batch, tokens]; shorten the rows")
+                .at(site)
+                .raise();
+        }
+        if self.config.attn_pdrop > 0.0 && ids.tape().noise().is_some() {
+            let text = format!("dropout of {} on attention weights (attn_pdrop)", self.config.attn_pdrop);
+            Error::new(Kind::Unsupported, text)
+                .detail("help", "set attn_pdrop to 0 to train")
+                .at(site)
+                .raise();
+        }
+    }
+}

@@ -1,0 +1,9 @@
+//! Optimizers: a step in place on what each rank stores, the global gradient norm, learning-rate schedules.
+
+mod norm;
+mod schedule;
+mod adamw;
+
+pub use adamw::{AdamW, Group, Report, StepArgs};
+pub use norm::{Norm, grad_norm};
+pub use schedule::Schedule;

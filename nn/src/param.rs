@@ -1,0 +1,316 @@
+//! A parameter: declared by a layer, named and placed by a model.
+
+use shardgrad_autograd::{Key, Tape, Var};
+use shardgrad_tensor::{Context, DType, Error, Kind, Layout, Result, Tensor};
+use std::cell::{Cell, RefCell};
+use std::fmt;
+use std::panic::Location;
+use std::rc::Rc;
+
+/// How fresh values are drawn. They depend on seed, name and global element index only, so not on the mesh.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Init {
+    /// 0 everywhere.
+    Zeros,
+    /// 1 everywhere.
+    Ones,
+    /// Normal numbers of mean 0 and this standard deviation.
+    Normal(f64),
+    /// Uniform numbers between plus and minus this bound.
+    Uniform(f64),
+}
+
+/// A parameter. Cloning copies the handle: two layers that hold clones of one parameter share it, and it has the name
+/// under which it is met first.
+#[derive(Clone)]
+pub struct Param(Rc<Inner>);
+
+struct Inner {
+    declared: Declared,
+    placed: RefCell<Option<Placed>>,
+    frozen: Cell<bool>,
+}
+
+#[derive(Clone, Debug)]
+struct Declared {
+    shape: Vec<usize>,
+    file_shape: Option<Vec<usize>>,
+    init: Init,
+    /// Dims of which no rank may be left without a part, and what they count.
+    never_empty: Vec<(usize, &'static str)>,
+}
+
+struct Placed {
+    name: Rc<str>,
+    key: Key,
+    /// Only an update that fails leaves nothing here.
+    stored: Option<Tensor>,
+    computed: Option<Layout>,
+}
+
+impl Param {
+    /// A parameter of a global shape, initially zero.
+    #[must_use]
+    pub fn new(shape: &[usize]) -> Param {
+        Param::declare(Declared {
+            shape: shape.to_vec(),
+            file_shape: None,
+            init: Init::Zeros,
+            never_empty: Vec::new(),
+        })
+    }
+
+    fn declare(declared: Declared) -> Param {
+        Param(Rc::new(Inner { declared, placed: RefCell::default(), frozen: Cell::new(false) }))
+    }
+
+    fn change(self, change: impl FnOnce(&mut Declared)) -> Param {
+        let mut declared = self.0.declared.clone();
+        change(&mut declared);
+        Param::declare(declared)
+    }
+
+    /// The same declaration with other initial values.
+    #[must_use]
+    pub fn init(self, init: Init) -> Param {
+        self.change(|d| d.init = init)
+    }
+
+    /// The same declaration with another shape in files (as many elements in the same order).
+    #[must_use]
+    pub fn file_shape(self, shape: &[usize]) -> Param {
+        debug_assert_eq!(
+            shape.iter().product::<usize>(),
+            self.shape().iter().product::<usize>(),
+            "a file shape has as many elements as the parameter"
+        );
+        self.change(|d| d.file_shape = Some(shape.to_vec()))
+    }
+
+    /// The same declaration, whose dim `dim` counts `things` (heads) of which every rank must have one at least.
+    #[must_use]
+    pub fn never_empty(self, dim: usize, things: &'static str) -> Param {
+        self.change(|d| d.never_empty.push((dim, things)))
+    }
+
+    /// The global shape.
+    #[must_use]
+    pub fn shape(&self) -> &[usize] {
+        &self.0.declared.shape
+    }
+
+    /// The shape in files.
+    #[must_use]
+    pub fn shape_in_files(&self) -> &[usize] {
+        self.0.declared.file_shape.as_deref().unwrap_or(self.shape())
+    }
+
+    /// The global number of elements.
+    #[must_use]
+    pub fn numel(&self) -> usize {
+        self.shape().iter().product()
+    }
+
+    /// Whether weight decay applies: to what has two or more dims in files.
+    #[must_use]
+    pub fn decays(&self) -> bool {
+        self.shape_in_files().len() >= 2
+    }
+
+    /// How fresh values are drawn.
+    #[must_use]
+    pub fn initial(&self) -> Init {
+        self.0.declared.init
+    }
+
+    /// Whether gradients pass it by.
+    #[must_use]
+    pub fn is_frozen(&self) -> bool {
+        self.0.frozen.get()
+    }
+
+    /// Takes the parameter out of training, or back in.
+    pub fn set_frozen(&self, frozen: bool) {
+        self.0.frozen.set(frozen);
+    }
+
+    /// Whether two handles name one parameter.
+    #[must_use]
+    pub fn same_as(&self, other: &Param) -> bool {
+        Rc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// The parameter on the tape of a variable, in the layout in which it is computed with.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` if no model has placed it.
+    #[track_caller]
+    #[must_use]
+    pub fn on(&self, x: &Var) -> Var {
+        self.on_tape(x.tape())
+    }
+
+    /// The parameter on a tape, as [`Param::on`].
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` if no model has placed it.
+    #[track_caller]
+    #[must_use]
+    pub fn on_tape(&self, tape: &Tape) -> Var {
+        let site = Location::caller();
+        let (leaf, computed) = self.with(site, |placed| {
+            Context::of(tape.rank()).set_path(&placed.name);
+            let stored = placed.held();
+            let frozen = self.is_frozen();
+            let leaf = if frozen { tape.constant(stored.clone()) } else { tape.leaf(placed.key, stored) };
+            (leaf, placed.computed.clone())
+        });
+        match computed {
+            Some(layout) => leaf.to_layout(&layout),
+            None => leaf,
+        }
+    }
+
+    /// The dotted name.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` if no model has placed it; so do the methods below.
+    #[track_caller]
+    #[must_use]
+    pub fn name(&self) -> String {
+        self.with(Location::caller(), |placed| placed.name.to_string())
+    }
+
+    /// What it is called on tapes and in [`Gradients`](shardgrad_autograd::Gradients): counted over all models of the
+    /// rank, in the order of traversal.
+    #[track_caller]
+    #[must_use]
+    pub fn key(&self) -> Key {
+        self.with(Location::caller(), |placed| placed.key)
+    }
+
+    /// The stored tensor.
+    #[track_caller]
+    #[must_use]
+    pub fn tensor(&self) -> Tensor {
+        self.with(Location::caller(), |placed| placed.held().clone())
+    }
+
+    /// The layout in which it is computed with, where that is not the stored one.
+    #[track_caller]
+    #[must_use]
+    pub fn computed(&self) -> Option<Layout> {
+        self.with(Location::caller(), |placed| placed.computed.clone())
+    }
+
+    /// Puts another value in the place of the stored tensor.
+    ///
+    /// # Errors
+    /// `Kind::Layout` if it lies otherwise than the stored tensor.
+    #[track_caller]
+    pub fn set_tensor(&self, tensor: Tensor) -> Result<()> {
+        let (name, layout) = self.with(Location::caller(), |p| (p.name.clone(), p.held().layout().clone()));
+        if layout != *tensor.layout() {
+            let text = format!("parameter `{name}` is stored as {layout} but was given {}", tensor.layout());
+            return Err(Error::new(Kind::Layout, text).at(Location::caller()));
+        }
+        self.update(|_| Ok(tensor))
+    }
+
+    /// Replaces the stored tensor by a function of it; the function gets the only handle that the model has.
+    pub(crate) fn update(&self, change: impl FnOnce(Tensor) -> Result<Tensor>) -> Result<()> {
+        let mut placed = self.0.placed.borrow_mut();
+        let placed = placed.as_mut().ok_or_else(unplaced)?;
+        let stored = placed.stored.take().ok_or_else(|| lost(&placed.name))?;
+        placed.stored = Some(change(stored).map_err(|e| e.detail("parameter", &*placed.name))?);
+        Ok(())
+    }
+
+    /// Names the parameter and gives it its first value.
+    ///
+    /// # Errors
+    /// `Kind::Config` if a model has it already.
+    pub(crate) fn place(&self, name: &str, key: Key, stored: Tensor, computed: Option<Layout>) -> Result<()> {
+        let mut placed = self.0.placed.borrow_mut();
+        if let Some(before) = placed.as_ref() {
+            let text = format!("parameter `{name}` is `{}` of another model already", before.name);
+            return Err(
+                Error::new(Kind::Config, text).detail("help", "build each model from layers of its own")
+            );
+        }
+        *placed = Some(Placed { name: name.into(), key, stored: Some(stored), computed });
+        Ok(())
+    }
+
+    /// Refuses a layout that leaves a rank without a part of what it must have.
+    pub(crate) fn check_parts(&self, layout: &Layout) -> Result<()> {
+        for &(dim, things) in &self.0.declared.never_empty {
+            let split = layout.dims()[dim];
+            if split.axes.ways(layout.mesh()) > split.extent {
+                let mesh = layout.mesh();
+                let axes: Vec<String> =
+                    split.axes.iter().map(|a| format!("{}={}", mesh.name(a), mesh.size(a))).collect();
+                let text = format!("{} {things} cannot be split over {}", split.extent, axes.join(","));
+                let help = format!("use a mesh that splits them over at most {} ranks", split.extent);
+                return Err(Error::new(Kind::Config, text).detail("help", help));
+            }
+        }
+        Ok(())
+    }
+
+    fn with<T>(&self, site: &'static Location<'static>, read: impl FnOnce(&Placed) -> T) -> T {
+        match self.0.placed.borrow().as_ref() {
+            Some(placed) => read(placed),
+            None => unplaced().at(site).raise(),
+        }
+    }
+}
+
+impl Placed {
+    fn held(&self) -> &Tensor {
+        self.stored.as_ref().unwrap_or_else(|| lost(&self.name).raise())
+    }
+}
+
+fn unplaced() -> Error {
+    Error::new(Kind::Config, "a parameter is used that no model has placed")
+        .detail("help", "make the layers, then Model::new(rank, layers, &plan, seed), and call the model")
+}
+
+fn lost(name: &str) -> Error {
+    Error::new(Kind::Config, format!("parameter `{name}` was lost in an update that failed"))
+}
+
+impl fmt::Debug for Param {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0.placed.borrow().as_ref() {
+            Some(placed) => {
+                write!(f, "Param({}: {:?})", placed.name, placed.stored.as_ref().map(Tensor::layout))
+            }
+            None => write!(f, "Param({:?})", self.shape()),
+        }
+    }
+}
+
+/// Fresh values of a parameter.
+pub(crate) fn draw(
+    param: &Param,
+    layout: &Layout,
+    rank: &shardgrad_tensor::Rank,
+    key: u64,
+) -> Result<Tensor> {
+    match param.initial() {
+        Init::Zeros => Tensor::zeros(rank, layout),
+        Init::Ones => Tensor::full(rank, layout, 1.0),
+        Init::Normal(std) => Tensor::normal(rank, layout, key, 0, std),
+        Init::Uniform(bound) => Tensor::uniform(rank, layout, key, 0, -bound, bound),
+    }
+}
+
+/// Refuses a dtype that no parameter can have.
+pub(crate) fn check_dtype(dtype: DType) -> Result<()> {
+    if dtype.is_float() {
+        return Ok(());
+    }
+    Err(Error::new(Kind::DType, format!("parameters of {dtype}")).detail("help", "use f32, f64, bf16 or f16"))
+}

@@ -1,0 +1,10 @@
+//! Models on meshes of threads: same names, same first values, same losses, gradients and steps as on one rank; and the
+//! collectives that they cost, counted.
+
+mod support;
+mod names;
+mod parity;
+mod rounds;
+mod traces;
+mod steps;
+mod folders;

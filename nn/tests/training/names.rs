@@ -1,0 +1,172 @@
+//! Names, sharing, first values, and plans that do not fit.
+
+use crate::support::{MESHES, Setup, config, run};
+use shardgrad_nn::{Attention, Embedding, Gpt2, Leaf, Linear, Model, Module, Plan, module};
+use shardgrad_tensor::{DType, Error, Kind, Mesh, Value, World};
+use std::collections::HashSet;
+
+#[test]
+fn names_are_those_of_the_files() {
+    run("", |rank| {
+        let model = Setup::new().model(rank)?;
+        let names: Vec<String> = model.params().iter().map(|p| p.name()).collect();
+        assert_eq!(names[..4], ["wte.weight", "wpe.weight", "h.0.ln_1.weight", "h.0.ln_1.bias"]);
+        assert!(
+            names.contains(&"h.1.attn.c_attn.bias".to_string())
+                && !names.iter().any(|n| n.starts_with("lm_head"))
+        );
+        assert_eq!(names.len(), 2 + 2 * 12 + 2);
+        assert_eq!(names.iter().collect::<HashSet<_>>().len(), names.len());
+        let shape = |name: &str| Ok::<_, Error>(model.param(name)?.shape_in_files().to_vec());
+        assert_eq!(shape("h.0.attn.c_attn.weight")?, [15, 45]);
+        assert_eq!(shape("h.0.attn.c_attn.bias")?, [45]);
+        assert_eq!(shape("h.0.attn.c_proj.weight")?, [15, 15]);
+        assert_eq!(shape("h.0.mlp.c_fc.weight")?, [15, 60]);
+        let block = 4 * 15 + 15 * 45 + 45 + 15 * 15 + 15 + 15 * 60 + 60 + 60 * 15 + 15;
+        assert_eq!(model.num_params(), 11 * 15 + 8 * 15 + 2 * block + 30);
+        let decays: Vec<String> = model.params().iter().filter(|p| p.decays()).map(|p| p.name()).collect();
+        assert!(decays.iter().all(|n| n.ends_with("weight") && !n.contains("ln_")), "{decays:?}");
+        assert_eq!(decays.len(), 2 + 2 * 4);
+        assert!(model.param("h.0.ln1.weight").unwrap_err().to_string().contains("h.0.ln_1.weight"));
+        Ok(())
+    });
+}
+
+module! {
+    struct Pair { first: Linear, second: Linear }
+}
+
+#[test]
+fn a_shared_parameter_is_one() {
+    run("", |rank| {
+        let shared = || {
+            let first = Linear::new(3, 3);
+            let second = Linear { weight: first.weight.clone(), ..Linear::new(3, 3).without_bias() };
+            Pair { first, second }
+        };
+        let model = Model::with_dtype(rank, shared(), &Plan::new(), 1, DType::F64)?;
+        let names: Vec<String> = model.params().iter().map(|p| p.name()).collect();
+        assert_eq!(names, ["first.weight", "first.bias"]);
+        assert!(model.second.weight.same_as(&model.first.weight));
+        // The gradient of x w w is that of both uses.
+        let tape = model.tape();
+        let w = model.first.weight.tensor();
+        let x = tape.constant(shardgrad_tensor::Tensor::from_host(rank, &[1, 3], &[1.0, 2.0, -1.0])?);
+        model.second.forward(&model.first.forward(&x)).sum().backward()?;
+        let got = tape.gradients().remove(&model.first.weight.key()).unwrap().to_f64()?;
+        let tape = model.tape();
+        let (a, b) = (tape.leaf(1000, &w), tape.leaf(1001, &w));
+        x.tape();
+        let x = tape.constant(x.tensor().clone());
+        x.matmul(&a).matmul(&b).sum().backward()?;
+        let both = tape.gradients();
+        let want: Vec<f64> =
+            both[&1000].to_f64()?.iter().zip(both[&1001].to_f64()?).map(|(a, b)| a + b).collect();
+        assert!(got.iter().zip(&want).all(|(a, b)| (a - b).abs() < 1e-14), "{got:?} {want:?}");
+        Ok(())
+    });
+}
+
+struct Twice(Linear, Linear);
+
+impl Module for Twice {
+    fn children(&self, visit: &mut dyn FnMut(&str, &dyn Module)) {
+        visit("layer", &self.0);
+        visit("layer", &self.1);
+    }
+
+    fn leaf(&self) -> Option<Leaf<'_>> {
+        None
+    }
+}
+
+/// The error that making a model gives.
+fn refused<M: Module>(mesh: &str, plan: &Plan, module: impl Fn() -> M + Sync) -> Error {
+    let made = World::run(Mesh::parse(mesh).unwrap(), |rank| Model::new(rank, module(), plan, 1).map(|_| ()));
+    made.expect_err("the model must be refused")
+}
+
+#[test]
+fn names_must_differ_and_models_do_not_share() {
+    let error = refused("", &Plan::new(), || Twice(Linear::new(1, 1), Linear::new(1, 1)));
+    assert_eq!(error.kind(), Kind::Config);
+    assert!(error.message().contains("`layer.weight`"), "{error}");
+    run("", |rank| {
+        let linear = Linear::new(1, 1);
+        let other = Linear { weight: linear.weight.clone(), ..Linear::new(1, 1) };
+        let first = Model::new(rank, linear, &Plan::new(), 1)?;
+        let error = Model::new(rank, other, &Plan::new(), 1).unwrap_err();
+        assert!(error.message().contains("`weight` of another model"), "{error}");
+        let second = Model::new(rank, Linear::new(1, 1), &Plan::new(), 1)?;
+        assert_ne!(first.weight.key(), second.weight.key());
+        Ok(())
+    });
+    let unplaced = World::run(Mesh::single(), |rank| {
+        let tape = shardgrad_autograd::Tape::new(rank);
+        let x = tape.constant(shardgrad_tensor::Tensor::from_host(rank, &[1, 1], &[1.0f32])?);
+        let _ = Linear::new(1, 1).forward(&x);
+        Ok(())
+    });
+    assert_eq!(unplaced.unwrap_err().kind(), Kind::Config);
+}
+
+#[test]
+fn plans_that_do_not_fit_are_refused() {
+    let gpt = || Gpt2::new(&config());
+    let lost = refused("tp=2", &Plan::gpt2().store("c_atn.weight", "tp@2").point("wte.uot", "tp@1"), gpt);
+    assert_eq!(
+        (lost.kind(), lost.message()),
+        (Kind::Config, "2 rule(s) of the plan match nothing in the model")
+    );
+    let text = lost.to_string();
+    assert!(text.contains("nearest: h.0.attn.c_attn.weight") && text.contains("nearest: wte.out"), "{text}");
+    // The rule is looked for even where the mesh has no such axis.
+    assert_eq!(refused("", &Plan::new().store("x", "cp@0"), gpt).kind(), Kind::Config);
+    let heads = refused("tp=4", &Plan::gpt2(), gpt);
+    assert_eq!((heads.kind(), heads.message()), (Kind::Config, "3 heads cannot be split over tp=4"));
+    assert!(heads.to_string().contains("h.0.attn.c_attn.weight [15, 3, 3, 5]"), "{heads}");
+    let joined =
+        refused("dp=2,tp=2", &Plan::new().store("c_proj.weight", "tp@0 dp@0"), || Attention::new(15, 3));
+    assert_eq!(joined.message(), "3 heads cannot be split over tp=2,dp=2");
+    let dim = refused("tp=2", &Plan::new().store("bias", "tp@1"), || Linear::new(2, 2));
+    assert_eq!(dim.kind(), Kind::Layout);
+    assert_eq!(refused("", &Plan::new().store("bias", "tp!"), || Linear::new(2, 2)).kind(), Kind::Config);
+    // A vocabulary with fewer rows than ranks leaves some ranks empty, which is lawful.
+    run("tp=3", |rank| {
+        let plan = Plan::new().store("weight", "tp@0");
+        let model = Model::new(rank, Embedding::new(2, 3), &plan, 1)?;
+        assert_eq!(model.weight.tensor().layout().to_string(), "f32[2@tp, 3]");
+        Ok(())
+    });
+}
+
+#[test]
+fn first_values_depend_on_seed_and_name_only() {
+    let drawn = |mesh: &str, seed: u64| {
+        run(mesh, |rank| {
+            let model = Model::new(rank, Gpt2::new(&config()), &Plan::gpt2(), seed)?;
+            model
+                .params()
+                .iter()
+                .map(|p| Ok((p.name(), p.tensor().to_host::<f32>()?)))
+                .collect::<Result<Vec<_>, Error>>()
+        })
+        .swap_remove(0)
+    };
+    let alone = drawn("", 1);
+    for mesh in MESHES {
+        assert!(drawn(mesh, 1) == alone, "{mesh}");
+    }
+    let other = drawn("", 2);
+    for ((name, a), (_, b)) in alone.iter().zip(&other) {
+        assert_eq!(a == b, name.ends_with("bias") || name.contains("ln_"), "{name}");
+    }
+    let of = |name: &str| &alone.iter().find(|(n, _)| n == name).unwrap().1;
+    assert_ne!(of("h.0.mlp.c_fc.weight"), of("h.1.mlp.c_fc.weight"));
+    let std = |name: &str| (of(name).iter().map(|x| x * x).sum::<f32>() / of(name).len() as f32).sqrt();
+    assert!((std("h.0.mlp.c_fc.weight") - 0.3).abs() < 0.03);
+    assert!(
+        (std("h.0.mlp.c_proj.weight") - 0.15).abs() < 0.015,
+        "residual weights are narrower by sqrt(2 n_layer)"
+    );
+}

@@ -1,0 +1,55 @@
+//! Microbatches, recomputation and dropout change nothing that they should not change.
+
+use crate::support::Setup;
+use shardgrad_nn::{Gpt2, Gpt2Config, Model, Plan};
+use shardgrad_tensor::{Kind, Mesh, World};
+
+#[test]
+fn rounds_on_one_tape_equal_one_batch() {
+    let whole = Setup::new().outcome("");
+    for (mesh, rounds) in [("", 2), ("", 4), ("dp=2", 2), ("dp=2,tp=2", 2), ("tp=3", 4)] {
+        Setup { rounds, ..Setup::new() }
+            .outcome(mesh)
+            .assert_near(&whole, &format!("{rounds} rounds on {mesh}"));
+    }
+}
+
+#[test]
+fn recomputed_blocks_give_the_same_bits_and_keep_less() {
+    for (mesh, noise) in [("", false), ("dp=2,tp=2", true)] {
+        let kept = Setup { config: Setup::new().config.with_dropout(0.2), noise, ..Setup::new() };
+        let kept = Setup { config: Gpt2Config { attn_pdrop: 0.0, ..kept.config.clone() }, ..kept };
+        let again = Setup { recompute: true, ..kept.clone() };
+        let (kept, again) = (kept.outcome(mesh), again.outcome(mesh));
+        assert_eq!(kept.loss, again.loss);
+        assert_eq!(kept.gradients, again.gradients);
+        assert!(again.kept_bytes * 2 < kept.kept_bytes, "{} of {} bytes", again.kept_bytes, kept.kept_bytes);
+    }
+}
+
+#[test]
+fn dropout_depends_neither_on_mesh_nor_on_rounds() {
+    let config = Gpt2Config { embd_pdrop: 0.1, resid_pdrop: 0.3, ..Setup::new().config };
+    let noisy = Setup { config, noise: true, ..Setup::new() };
+    let alone = noisy.outcome("");
+    for (mesh, rounds) in [("", 2), ("dp=2", 1), ("dp=2,tp=2", 2), ("tp=3", 1)] {
+        Setup { rounds, ..noisy.clone() }
+            .outcome(mesh)
+            .assert_near(&alone, &format!("{rounds} rounds on {mesh}"));
+    }
+    let quiet = Setup { noise: false, ..noisy.clone() }.outcome("");
+    quiet.assert_near(&Setup::new().outcome(""), "a tape without noise");
+    assert!((quiet.loss - alone.loss).abs() > 1e-3, "dropout does something");
+}
+
+#[test]
+fn dropout_on_attention_weights_is_refused_in_training_only() {
+    let config = Gpt2Config { attn_pdrop: 0.1, ..Setup::new().config };
+    let setup = Setup { config, ..Setup::new() };
+    setup.outcome("");
+    let train = World::run(Mesh::single(), |rank| {
+        let model = Model::new(rank, Gpt2::new(&setup.config), &Plan::new(), 1)?;
+        Setup { noise: true, ..setup.clone() }.backward(&model, &model.tape())
+    });
+    assert_eq!(train.unwrap_err().kind(), Kind::Unsupported);
+}

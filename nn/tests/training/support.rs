@@ -1,0 +1,139 @@
+//! A tiny GPT-2 whose extents no axis divides, and what a step of it gives on some mesh.
+
+use shardgrad_autograd::{Gradients, Noise, Tape};
+use shardgrad_nn::optim::grad_norm;
+use shardgrad_nn::{Gpt2, Gpt2Config, Model, Module, Plan};
+use shardgrad_tensor::{DType, Layout, Mesh, Rank, Result, Tensor, World};
+use std::collections::BTreeMap;
+
+pub(crate) const ROWS: usize = 4;
+pub(crate) const SEQ: usize = 6;
+pub(crate) const VOCAB: usize = 11;
+
+/// Every mesh on which results are compared with those of one rank. The axes of size 3 divide neither the width nor
+/// the vocabulary, nor the rows of the batch.
+pub(crate) const MESHES: [&str; 6] = ["tp=2", "dp=2", "dp=2,tp=2", "tp=3", "dp=3", "tp=2,dp=2"];
+
+/// Three heads of 5 channels, 11 tokens, 2 blocks.
+pub(crate) fn config() -> Gpt2Config {
+    Gpt2Config { initializer_range: 0.3, ..Gpt2Config::new(VOCAB, 8, 15, 2, 3) }
+}
+
+pub(crate) fn run<T: Send>(mesh: &str, f: impl Fn(&Rank) -> Result<T> + Sync) -> Vec<T> {
+    World::run(Mesh::parse(mesh).unwrap(), f).unwrap_or_else(|e| panic!("{mesh}: {e}"))
+}
+
+/// Token `t` of row `row`, where targets are the tokens one further.
+fn token(row: usize, t: usize) -> i64 {
+    ((row * 7 + t * 5 + row * t * 3 + t * t) % VOCAB) as i64
+}
+
+/// Rows `rows` of the batch, `SEQ` tokens from `first` on, laid out as the plan says.
+pub(crate) fn batch(rank: &Rank, plan: &Plan, rows: std::ops::Range<usize>, first: usize) -> Result<Tensor> {
+    let layout: Layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), SEQ])?;
+    let all: Vec<i64> = rows.flat_map(|r| (first..first + SEQ).map(move |t| token(r, t))).collect();
+    Tensor::from_global(rank, &layout, &all)
+}
+
+/// What is run.
+#[derive(Clone)]
+pub(crate) struct Setup {
+    pub(crate) config: Gpt2Config,
+    pub(crate) plan: Plan,
+    /// Microbatches.
+    pub(crate) rounds: usize,
+    pub(crate) recompute: bool,
+    pub(crate) noise: bool,
+}
+
+impl Setup {
+    pub(crate) fn new() -> Setup {
+        Setup { config: config(), plan: Plan::gpt2(), rounds: 1, recompute: false, noise: false }
+    }
+
+    pub(crate) fn model(&self, rank: &Rank) -> Result<Model<Gpt2>> {
+        let module = Gpt2::new(&self.config).recompute(self.recompute);
+        Model::with_dtype(rank, module, &self.plan, 5, DType::F64)
+    }
+
+    /// Forward and backward of all rounds: loss, and bytes kept in a round.
+    pub(crate) fn backward(&self, model: &Model<Gpt2>, tape: &Tape) -> Result<(f64, usize)> {
+        let (mut sum, mut kept) = (0.0, 0);
+        let rows = ROWS / self.rounds;
+        for round in 0..self.rounds {
+            let range = round * rows..(round + 1) * rows;
+            let first_row = range.start as u64;
+            tape.set_noise(self.noise.then_some(Noise { seed: 3, step: 7, first_row }));
+            let ids = tape.constant(batch(model.rank(), &self.plan, range.clone(), 0)?);
+            let targets = tape.constant(batch(model.rank(), &self.plan, range, 1)?);
+            let loss = shardgrad_tensor::Value::scale(&model.loss(&ids, &targets), 1.0 / self.rounds as f64);
+            sum += loss.item()?;
+            kept = tape.saved_bytes();
+            loss.backward()?;
+        }
+        Ok((sum, kept))
+    }
+
+    /// The outcome on a mesh; all ranks must agree on it to the last bit.
+    pub(crate) fn outcome(&self, mesh: &str) -> Outcome {
+        let mut outcomes = run(mesh, |rank| {
+            let model = self.model(rank)?;
+            let tape = model.tape();
+            let (loss, kept_bytes) = self.backward(&model, &tape)?;
+            let gradients = tape.gradients();
+            let norm = grad_norm(rank, model.params(), &gradients, &[])?.grad_norm;
+            Ok(Outcome { loss, norm, gradients: values(&model, &gradients)?, kept_bytes })
+        });
+        let first = outcomes.swap_remove(0);
+        for other in outcomes {
+            assert!(other.loss == first.loss && other.norm == first.norm, "{mesh}: ranks disagree");
+            assert!(other.gradients == first.gradients, "{mesh}: ranks disagree on gradients");
+        }
+        first
+    }
+}
+
+/// What a step leaves, whole, as one rank would see it.
+pub(crate) struct Outcome {
+    pub(crate) loss: f64,
+    pub(crate) norm: f64,
+    pub(crate) gradients: BTreeMap<String, Vec<f64>>,
+    pub(crate) kept_bytes: usize,
+}
+
+impl Outcome {
+    /// Fails unless everything agrees to about the rounding of f64.
+    pub(crate) fn assert_near(&self, other: &Outcome, what: &str) {
+        assert!(near(self.loss, other.loss), "{what}: loss {} and {}", self.loss, other.loss);
+        assert!(near(self.norm, other.norm), "{what}: norm {} and {}", self.norm, other.norm);
+        assert_eq!(
+            self.gradients.keys().collect::<Vec<_>>(),
+            other.gradients.keys().collect::<Vec<_>>(),
+            "{what}: other parameters have gradients"
+        );
+        for (name, gradient) in &self.gradients {
+            let others = &other.gradients[name];
+            let worst = gradient.iter().zip(others).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+            assert!(gradient.len() == others.len() && worst < 1e-10, "{what}: {name} differs by {worst:e}");
+        }
+    }
+}
+
+pub(crate) fn near(a: f64, b: f64) -> bool {
+    (a - b).abs() <= 1e-10 * a.abs().max(1.0)
+}
+
+/// Gradients by name, gathered.
+pub(crate) fn values<M: Module>(
+    model: &Model<M>,
+    gradients: &Gradients,
+) -> Result<BTreeMap<String, Vec<f64>>> {
+    let mut values = BTreeMap::new();
+    for param in model.params() {
+        if let Some(gradient) = gradients.get(&param.key()) {
+            assert_eq!(gradient.layout(), param.tensor().layout(), "a gradient lies as its parameter");
+            values.insert(param.name(), gradient.to_f64()?);
+        }
+    }
+    Ok(values)
+}

@@ -1,0 +1,273 @@
+//! Which rows a step reads: a pure function of the seed and the number of the row in the whole run.
+
+use super::text::{Corpus, Split};
+use super::tokens::TokenFile;
+use shardgrad_dist::Result;
+use shardgrad_kernels::op::random::philox;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The stream of random numbers that the data order is drawn from: the letters of its name.
+const STREAM: u64 = u64::from_be_bytes(*b"\0\0\0\0data");
+
+/// How rows are chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// Each row is drawn anew, uniformly: from a text any window, from a file of tokens any row.
+    Shuffled {
+        /// The seed of the run.
+        seed: u64,
+    },
+    /// Windows that follow each other without overlap (or the rows of the file), over and over.
+    InFileOrder,
+}
+
+/// Rows of token numbers, row major.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Batch {
+    /// i64 [rows, seq]: what the model reads.
+    pub inputs: Vec<i64>,
+    /// i64 [rows, seq]: the token after each of them.
+    pub targets: Vec<i64>,
+}
+
+#[derive(Clone, Debug)]
+enum Source {
+    Text { corpus: Arc<Corpus>, split: Split, seq: usize },
+    Tokens(Arc<TokenFile>),
+}
+
+/// Hands out rows by their number in the run. Cheap to clone; ranks that are threads share the data.
+///
+/// Row r of step s of a run with `batch` rows a step has the number `s * batch + r`, wherever in the mesh it is read and
+/// however the batch is cut into microbatches.
+#[derive(Clone, Debug)]
+pub struct Sampler {
+    source: Source,
+    order: Order,
+}
+
+impl Sampler {
+    /// Rows of `seq` tokens of one split of a text.
+    ///
+    /// # Errors
+    /// `Kind::Data` if the split is too short for one row ([`Corpus::require`]).
+    pub fn of_text(corpus: Arc<Corpus>, split: Split, seq: usize, order: Order) -> Result<Sampler> {
+        corpus.require(split, seq)?;
+        Ok(Sampler { source: Source::Text { corpus, split, seq }, order })
+    }
+
+    /// The rows of a file of tokens.
+    #[must_use]
+    pub fn of_tokens(file: Arc<TokenFile>, order: Order) -> Sampler {
+        Sampler { source: Source::Tokens(file), order }
+    }
+
+    /// The numbers of the rows of one step (counted from 0) of a run with `batch` rows a step.
+    #[must_use]
+    pub fn step(step: u64, batch: u64) -> Range<u64> {
+        step * batch..(step + 1) * batch
+    }
+
+    /// The tokens of a row that the model reads.
+    #[must_use]
+    pub fn seq(&self) -> usize {
+        match &self.source {
+            Source::Text { seq, .. } => *seq,
+            Source::Tokens(file) => file.seq(),
+        }
+    }
+
+    /// The number of windows that do not overlap, or of rows in the file: what [`Order::InFileOrder`] goes through before
+    /// it begins again. A last window that is not full is dropped.
+    #[must_use]
+    pub fn num_windows(&self) -> u64 {
+        match &self.source {
+            Source::Text { corpus, split, seq } => ((corpus.tokens(*split).len() - 1) / seq) as u64,
+            Source::Tokens(file) => file.num_rows(),
+        }
+    }
+
+    /// Where a row stands: the position of its first token in the split, or its row number in the file.
+    #[must_use]
+    pub fn start(&self, row: u64) -> u64 {
+        match (&self.source, self.order) {
+            (Source::Text { seq, .. }, Order::InFileOrder) => row % self.num_windows() * *seq as u64,
+            (Source::Text { corpus, split, seq }, Order::Shuffled { seed }) => {
+                below((corpus.tokens(*split).len() - seq) as u64, seed, row)
+            }
+            (Source::Tokens(file), Order::InFileOrder) => row % file.num_rows(),
+            (Source::Tokens(file), Order::Shuffled { seed }) => below(file.num_rows(), seed, row),
+        }
+    }
+
+    /// Reads rows by their numbers in the run: those of a step, or the part of them that a rank has.
+    ///
+    /// # Errors
+    /// `Kind::Data` or `Kind::Io` if a file of tokens has changed or cannot be read any more; a text never fails.
+    pub fn batch(&self, rows: Range<u64>) -> Result<Batch> {
+        let mut batch = Batch::default();
+        let mut row_tokens = Vec::new();
+        for row in rows {
+            let start = self.start(row);
+            row_tokens.clear();
+            match &self.source {
+                Source::Text { corpus, split, seq } => {
+                    let window = &corpus.tokens(*split)[start as usize..][..seq + 1];
+                    row_tokens.extend(window.iter().copied().map(i64::from));
+                }
+                Source::Tokens(file) => file.row(start, &mut row_tokens)?,
+            }
+            let seq = row_tokens.len() - 1;
+            batch.inputs.extend_from_slice(&row_tokens[..seq]);
+            batch.targets.extend_from_slice(&row_tokens[1..]);
+        }
+        Ok(batch)
+    }
+}
+
+/// A number in 0..n, uniform to within n / 2^64: the upper half of n times 64 random bits.
+fn below(n: u64, seed: u64, row: u64) -> u64 {
+    let words = |x: u64| [x as u32, (x >> 32) as u32];
+    let ([row_low, row_high], [stream_low, stream_high]) = (words(row), words(STREAM));
+    let [low, high, ..] = philox([row_low, row_high, stream_low, stream_high], words(seed));
+    let bits = u64::from(high) << 32 | u64::from(low);
+    ((u128::from(bits) * u128::from(n)) >> 64) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::scratch::Scratch;
+    use super::*;
+    use shardgrad_dist::Kind;
+    use shardgrad_kernels::DType;
+    use shardgrad_nn::hf::TensorWriter;
+
+    fn corpus(n: usize) -> Arc<Corpus> {
+        Arc::new(Corpus::new("t".into(), (0..n).map(|i| (i % 251) as u8).collect()))
+    }
+
+    fn shuffled(n: usize, seq: usize, seed: u64) -> Sampler {
+        Sampler::of_text(corpus(n), Split::All, seq, Order::Shuffled { seed }).unwrap()
+    }
+
+    fn tokens(dir: &Scratch) -> Arc<TokenFile> {
+        let path = dir.path("t");
+        let mut writer = TensorWriter::create(&path, &[("input_ids".into(), DType::I64, vec![3, 3])]).unwrap();
+        let bytes: Vec<u8> = (0..9i64).flat_map(i64::to_le_bytes).collect();
+        writer.append("input_ids", &bytes).unwrap();
+        writer.finish().unwrap();
+        Arc::new(TokenFile::open(&path, 9).unwrap())
+    }
+
+    #[test]
+    fn a_row_is_a_window_and_the_next_tokens() {
+        let sampler = shuffled(200, 5, 7);
+        let batch = sampler.batch(0..4).unwrap();
+        for row in 0..4 {
+            let start = sampler.start(row as u64) as i64;
+            assert_eq!(batch.inputs[row * 5..][..5], (start..start + 5).collect::<Vec<_>>());
+            assert_eq!(batch.targets[row * 5..][..5], (start + 1..start + 6).collect::<Vec<_>>());
+        }
+        assert_eq!(sampler.batch(4..4).unwrap(), Batch::default());
+    }
+
+    #[test]
+    fn rows_do_not_depend_on_how_a_step_is_cut() {
+        let sampler = shuffled(1000, 8, 3);
+        let whole = sampler.batch(Sampler::step(5, 12)).unwrap();
+        assert_eq!(Sampler::step(5, 12), 60..72);
+        for cuts in [vec![60, 66, 72], vec![60, 61, 70, 72], vec![60, 60, 72]] {
+            let mut joined = Batch::default();
+            for part in cuts.windows(2) {
+                let part = sampler.batch(part[0]..part[1]).unwrap();
+                joined.inputs.extend(part.inputs);
+                joined.targets.extend(part.targets);
+            }
+            assert_eq!(joined, whole);
+        }
+        // Two steps of 6 rows are one step of 12.
+        assert_eq!(sampler.batch(Sampler::step(10, 6)).unwrap().inputs, whole.inputs[..48]);
+    }
+
+    #[test]
+    fn starts_are_fixed_by_seed_and_row() {
+        // From a second implementation, in Python. A change of these numbers changes every run.
+        for (seed, first, far) in [
+            (0, [201, 22, 268, 295, 0], 213),
+            (1, [186, 715, 184, 113, 138], 167),
+            (0xdead_beef_cafe_f00d, [473, 517, 140, 529, 815], 565),
+        ] {
+            let sampler = shuffled(1000, 10, seed);
+            assert_eq!([0, 1, 2, 3, 4].map(|row| sampler.start(row)), first);
+            assert_eq!(sampler.start((1 << 40) + 7), far);
+        }
+    }
+
+    #[test]
+    fn starts_reach_every_place_equally_often() {
+        // 100 places, 100 draws each on average: chi squared of 99 degrees is below 160 but once in 10^4 seeds.
+        for seed in [0, 1, u64::MAX] {
+            let sampler = shuffled(109, 9, seed);
+            let mut counts = [0f64; 100];
+            for row in 0..10_000 {
+                counts[sampler.start(row) as usize] += 1.0;
+            }
+            let chi: f64 = counts.iter().map(|c| (c - 100.0) * (c - 100.0) / 100.0).sum();
+            assert!(chi < 160.0, "{chi}");
+            // The same test finds a generator that repeats itself with a period of 50.
+            let mut poor = [0f64; 100];
+            (0..10_000u64).for_each(|row| poor[sampler.start(row % 50) as usize] += 1.0);
+            assert!(poor.iter().map(|c| (c - 100.0) * (c - 100.0) / 100.0).sum::<f64>() > 160.0);
+        }
+    }
+
+    #[test]
+    fn numbers_stay_below_their_bound() {
+        for n in [1, 2, 3, u64::MAX] {
+            for row in 0..100 {
+                assert!(below(n, 1, row) < n);
+            }
+        }
+        assert_eq!(shuffled(6, 5, 1).start(u64::MAX), 0);
+    }
+
+    #[test]
+    fn windows_cover_the_held_out_split_once() {
+        for n in 6..40 {
+            let held_out = Arc::new(Corpus::new("t".into(), (0..n * 10).map(|i| (i % 250) as u8).collect()));
+            let sampler = Sampler::of_text(held_out.clone(), Split::Val, 5, Order::InFileOrder).unwrap();
+            let val = held_out.tokens(Split::Val);
+            assert_eq!(sampler.num_windows(), (n as u64 - 1) / 5);
+            let batch = sampler.batch(0..sampler.num_windows()).unwrap();
+            let covered = batch.inputs.len();
+            assert!(covered < n && n <= covered + 5);
+            let wide: Vec<i64> = val.iter().copied().map(i64::from).collect();
+            assert_eq!(batch.inputs, wide[..covered]);
+            assert_eq!(batch.targets, wide[1..=covered]);
+            assert_eq!(sampler.start(sampler.num_windows()), 0, "wraps");
+        }
+    }
+
+    #[test]
+    fn rows_of_a_file_of_tokens() {
+        let dir = Scratch::new();
+        let file = tokens(&dir);
+        let in_order = Sampler::of_tokens(file.clone(), Order::InFileOrder);
+        assert_eq!((in_order.seq(), in_order.num_windows()), (2, 3));
+        let batch = in_order.batch(2..4).unwrap();
+        assert_eq!(batch, Batch { inputs: vec![6, 7, 0, 1], targets: vec![7, 8, 1, 2] });
+        let shuffled = Sampler::of_tokens(file, Order::Shuffled { seed: 0 });
+        let mut seen: Vec<u64> = (0..30).map(|row| shuffled.start(row)).collect();
+        seen.sort_unstable();
+        seen.dedup();
+        assert_eq!(seen, [0, 1, 2]);
+    }
+
+    #[test]
+    fn a_text_that_is_too_short_is_refused() {
+        let error = Sampler::of_text(corpus(20), Split::Val, 5, Order::InFileOrder).unwrap_err();
+        assert_eq!(error.kind(), Kind::Data);
+        assert_eq!(error.message(), "t: the held-out last tenth has 2 bytes, but --seq 5 needs 6");
+    }
+}

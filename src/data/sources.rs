@@ -1,0 +1,187 @@
+//! The text that is always at hand: the Rust and Markdown sources of a working directory.
+
+use super::text::{Corpus, failed, read_whole};
+use ignore::{DirEntry, WalkBuilder};
+use shardgrad_dist::{Error, Kind, Result};
+use std::path::Path;
+
+/// The text is cut after this many bytes.
+pub const SOURCES_BYTES_MAX: usize = 16 << 20;
+
+/// Folders that programs fill, left out wherever they stand.
+const BUILD_FOLDERS: [&str; 4] = ["build", "node_modules", "runs", "target"];
+
+impl Corpus {
+    /// Joins the Rust and Markdown files (`*.rs`, `*.md`) under a folder in the order of their paths, each followed by a
+    /// newline, and cuts the text after [`SOURCES_BYTES_MAX`] bytes.
+    ///
+    /// Left out are hidden files, what `.gitignore` names (in a repository or not), folders of build products, what
+    /// stands behind symbolic links, and (counted in the description) what is not UTF-8 or cannot be read.
+    ///
+    /// # Errors
+    /// `Kind::Data` if the folder holds no such file; `Kind::Io` if it cannot be entered.
+    pub fn from_sources(dir: &Path) -> Result<Corpus> {
+        Corpus::from_sources_up_to(dir, SOURCES_BYTES_MAX)
+    }
+
+    fn from_sources_up_to(dir: &Path, bytes_max: usize) -> Result<Corpus> {
+        let root = dir.canonicalize().map_err(|e| failed(dir, &e))?;
+        let (mut text, mut num_files, mut num_skipped, mut cut) = (String::new(), 0, 0, "");
+        for entry in walk(&root) {
+            match entry.map(|entry| source(&entry)) {
+                Ok(Found::Text(source)) => {
+                    num_files += 1;
+                    text.push_str(&source);
+                    text.push('\n');
+                }
+                Ok(Found::Other) => {}
+                Ok(Found::Unreadable) | Err(_) => num_skipped += 1,
+            }
+            if text.len() > bytes_max {
+                text.truncate(text.floor_char_boundary(bytes_max));
+                cut = ", cut at the limit";
+                break;
+            }
+        }
+        if num_files == 0 {
+            let why = format!("{}: there are no Rust or Markdown files to train on", dir.display());
+            let help = "give a text with --data FILE, or start where such files are (ignored ones do not count)";
+            return Err(Error::new(Kind::Data, why).detail("help", help));
+        }
+        let skipped = match num_skipped {
+            0 => String::new(),
+            n => format!(", {n} skipped that are not readable UTF-8"),
+        };
+        let origin = format!("{num_files} Rust and Markdown files of {}{skipped}{cut}", root.display());
+        Ok(Corpus::new(origin, text.into_bytes()))
+    }
+}
+
+/// What an entry of the walk gives.
+enum Found {
+    Text(String),
+    Unreadable,
+    Other,
+}
+
+fn source(entry: &DirEntry) -> Found {
+    let wanted = entry.path().extension().is_some_and(|e| e == "rs" || e == "md");
+    if !wanted || !entry.file_type().is_some_and(|t| t.is_file()) {
+        return Found::Other;
+    }
+    // One bad file among hundreds must not stop the first run somebody tries.
+    match read_whole(entry.path()).map(String::from_utf8) {
+        Ok(Ok(text)) => Found::Text(text),
+        _ => Found::Unreadable,
+    }
+}
+
+/// The entries under a folder, sorted by path.
+fn walk(root: &Path) -> ignore::Walk {
+    // Rules of the folders above hold only inside of a repository: a stray `.gitignore` in a home folder must not hide
+    // a project that has none. The user's global rules never hold, so that two people get the same text.
+    let in_repository = root.ancestors().any(|above| above.join(".git").exists());
+    WalkBuilder::new(root)
+        .require_git(false)
+        .parents(in_repository)
+        .git_global(false)
+        .sort_by_file_name(std::ffi::OsStr::cmp)
+        .filter_entry(|entry| entry.depth() == 0 || !is_build_folder(entry))
+        .build()
+}
+
+fn is_build_folder(entry: &DirEntry) -> bool {
+    let is_dir = entry.file_type().is_some_and(|t| t.is_dir());
+    let named = entry.file_name().to_str().is_some_and(|name| BUILD_FOLDERS.contains(&name));
+    // Cargo and other builders mark folders of products by such a file, whatever they are called.
+    is_dir && (named || entry.path().join("CACHEDIR.TAG").exists())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::scratch::Scratch;
+    use super::super::text::Split;
+    use super::*;
+
+    fn text(dir: &Scratch) -> String {
+        let corpus = Corpus::from_sources(&dir.path("")).unwrap();
+        String::from_utf8(corpus.tokens(Split::All).to_vec()).unwrap()
+    }
+
+    #[test]
+    fn files_are_joined_in_path_order() {
+        let dir = Scratch::new();
+        for name in ["b.md", "a/z.rs", "a.rs", "a/b/c.rs", "B.md", "a-b.rs"] {
+            dir.file(name, name);
+        }
+        dir.file("c.txt", "not this one");
+        dir.file("rs", "nor this one");
+        assert_eq!(text(&dir), "B.md\na/b/c.rs\na/z.rs\na-b.rs\na.rs\nb.md\n");
+        let corpus = Corpus::from_sources(&dir.path("")).unwrap();
+        let root = dir.path("").canonicalize().unwrap();
+        assert_eq!(corpus.to_string(), format!("6 Rust and Markdown files of {}, 38 bytes", root.display()));
+    }
+
+    #[test]
+    fn hidden_ignored_built_and_linked_files_are_left_out() {
+        let dir = Scratch::new();
+        dir.file(".gitignore", "secret.md\n/gen/\n");
+        for name in ["secret.md", "gen/a.rs", ".hidden.md", ".cache/a.md", "target/a.rs", "x/node_modules/a.md"] {
+            dir.file(name, "left out");
+        }
+        dir.file("runs/a.md", "left out");
+        dir.file("products/CACHEDIR.TAG", "");
+        dir.file("products/a.rs", "left out");
+        let outside = Scratch::new();
+        std::os::unix::fs::symlink(outside.file("a.md", "left out"), dir.path("link.md")).unwrap();
+        std::os::unix::fs::symlink(outside.path(""), dir.path("links")).unwrap();
+        std::os::unix::fs::symlink(dir.path(""), dir.path("circle")).unwrap();
+        dir.file("kept/gen/a.rs", "kept");
+        assert_eq!(text(&dir), "kept\n");
+    }
+
+    #[test]
+    fn rules_from_above_hold_only_inside_of_a_repository() {
+        let dir = Scratch::new();
+        dir.file(".gitignore", "*.md\n");
+        dir.file("project/a.md", "a");
+        let project = dir.path("project");
+        assert_eq!(Corpus::from_sources(&project).unwrap().tokens(Split::All), b"a\n");
+        dir.file(".git/HEAD", "");
+        let error = Corpus::from_sources(&project).unwrap_err();
+        assert!(error.message().ends_with("there are no Rust or Markdown files to train on"), "{error}");
+    }
+
+    #[test]
+    fn nothing_found_is_explained() {
+        let dir = Scratch::new();
+        let error = Corpus::from_sources(&dir.path("")).unwrap_err();
+        assert_eq!(error.kind(), Kind::Data);
+        assert!(error.message().ends_with("there are no Rust or Markdown files to train on"), "{error}");
+        assert!(error.details()[0].1.starts_with("give a text with --data FILE"));
+        assert_eq!(Corpus::from_sources(&dir.path("absent")).unwrap_err().kind(), Kind::Io);
+    }
+
+    #[test]
+    fn the_text_is_cut_between_letters() {
+        let dir = Scratch::new();
+        dir.file("a.md", "éé");
+        dir.file("b.md", "unread");
+        let corpus = Corpus::from_sources_up_to(&dir.path(""), 3).unwrap();
+        assert_eq!(corpus.tokens(Split::All), "é".as_bytes());
+        assert!(corpus.to_string().starts_with("1 Rust and Markdown files"), "{corpus}");
+        assert!(corpus.to_string().ends_with(", cut at the limit, 2 bytes"), "{corpus}");
+        let corpus = Corpus::from_sources_up_to(&dir.path(""), 12).unwrap();
+        assert!(!corpus.to_string().contains("cut"), "{corpus}");
+    }
+
+    #[test]
+    fn files_that_are_not_utf8_are_counted() {
+        let dir = Scratch::new();
+        dir.file("a.rs", b"\xff");
+        dir.file("b.rs", "b");
+        assert_eq!(text(&dir), "b\n");
+        let shown = Corpus::from_sources(&dir.path("")).unwrap().to_string();
+        assert!(shown.ends_with(", 1 skipped that are not readable UTF-8, 2 bytes"), "{shown}");
+    }
+}

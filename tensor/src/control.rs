@@ -1,0 +1,106 @@
+//! The one control word of a step: a few numbers that all ranks add up.
+
+use crate::context::Context;
+use crate::piece::{Piece, launch};
+use crate::tensor::Tensor;
+use shardgrad_dist::{Call, Error, Kind, Phase, Rank, ReduceOp, Result};
+use shardgrad_kernels::DType;
+use shardgrad_kernels::op::reduce::SUM_SQUARES;
+use std::panic::Location;
+
+/// The sums of each number over all ranks of the world, the same bits on every rank: one all_reduce over all axes, none
+/// on a mesh of one rank. Every rank calls this together with as many numbers. On the null back end, which has no
+/// numbers, the call is recorded and the rank's own come back.
+///
+/// # Errors
+/// What the collective reports.
+pub fn world_sum(rank: &Rank, values: &[f64], site: &'static Location<'static>) -> Result<Vec<f64>> {
+    let mesh = rank.mesh();
+    if mesh.num_ranks() == 1 {
+        return Ok(values.to_vec());
+    }
+    let axes = mesh.axes().filter(|a| mesh.size(*a) > 1).collect();
+    let own = Piece::upload(rank, &[values.len()], values)?;
+    let context = Context::of(rank);
+    let path = context.path();
+    let call = Call { axes, dtype: DType::F64, phase: Phase::Control, path: &path, site };
+    let sums = rank.all_reduce(&call, &own.buffer, values.len(), ReduceOp::Sum)?;
+    Ok(if sums.has_memory() { sums.as_slice::<f64>()[..values.len()].to_vec() } else { values.to_vec() })
+}
+
+impl Tensor {
+    /// This rank's share of the sum of squares, in f64: added up over the world, every global element counts once.
+    /// Copies count where this rank stands at 0 on every axis that does not split the tensor. No communication; 0 on the
+    /// null back end.
+    ///
+    /// # Errors
+    /// `Kind::Layout` for a pending sum, whose squares are not known before it is completed.
+    pub fn local_sum_squares_once(&self) -> Result<f64> {
+        let (rank, layout) = (self.rank(), self.layout());
+        if !layout.partial().is_empty() {
+            return Err(Error::new(Kind::Layout, format!("the squares of a pending sum, {layout}"))
+                .detail("help", "complete it first, or bring a gradient to its stored layout"));
+        }
+        let split = layout.sharded_axes();
+        if layout.mesh().axes().any(|a| !split.contains(a) && rank.coordinate(a) != 0) {
+            return Ok(0.0);
+        }
+        let mut sum = Piece::alloc(rank, DType::F64, &[])?;
+        launch(rank, &SUM_SQUARES, &[self.piece()], &mut [&mut sum], &[])?;
+        Ok(sum.buffer.as_slice::<f64>().first().copied().unwrap_or(0.0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::Layout;
+    use shardgrad_dist::{Mesh, World};
+
+    #[test]
+    fn every_element_counts_once_on_every_layout() {
+        let data: Vec<f32> = (0..15).map(|i| i as f32).collect();
+        let expected: f64 = data.iter().map(|x| f64::from(*x).powi(2)).sum();
+        for mesh in ["", "a=1", "a=3", "a=2,b=2"] {
+            for text in ["f32[5, 3]", "f32[5@a, 3]", "f32[5, 3@a]", "f32[5, 3] ~a", "f32[5@a, 3@b]", "f32[5@b@a, 3]"] {
+                let mesh = Mesh::parse(mesh).unwrap();
+                let Ok(layout) = Layout::parse(text, &mesh) else { continue };
+                World::run(mesh, |rank| {
+                    let x = Tensor::from_global(rank, &layout, &data)?;
+                    let sums = world_sum(rank, &[x.local_sum_squares_once()?, 1.0], Location::caller())?;
+                    assert_eq!(sums, [expected, rank.mesh().num_ranks() as f64], "{layout}");
+                    Ok(())
+                })
+                .unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn a_pending_sum_has_no_squares_yet() {
+        World::run(Mesh::parse("a=2").unwrap(), |rank| {
+            let x = Tensor::zeros(rank, &Layout::parse("f32[4] +a", rank.mesh())?)?;
+            assert_eq!(x.local_sum_squares_once().unwrap_err().kind(), Kind::Layout);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn a_world_of_one_does_not_call() {
+        World::run(Mesh::parse("a=1").unwrap(), |rank| {
+            rank.trace().enable();
+            assert_eq!(world_sum(rank, &[2.5], Location::caller())?, [2.5]);
+            assert!(rank.trace().records().is_empty());
+            Ok(())
+        })
+        .unwrap();
+        World::new(Mesh::parse("a=2").unwrap())
+            .dry_run(1, |rank| {
+                assert_eq!(world_sum(rank, &[2.5], Location::caller())?, [2.5]);
+                assert_eq!(rank.trace().records().len(), 1);
+                Ok(())
+            })
+            .unwrap();
+    }
+}

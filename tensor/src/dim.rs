@@ -1,0 +1,252 @@
+//! One dim of a layout: its extent, the axes that split it, and the one rule that says who holds what.
+//!
+//! With axes `a_1 .. a_m` of sizes `k_j` and coordinates `c_j`, `K` the product of the sizes,
+//! `i = ((c_1 k_2 + c_2) k_3 + c_3) ..` and `G = extent / grain`, a rank holds
+//! `grain * floor(i G / K) .. grain * floor((i + 1) G / K)`.
+
+use shardgrad_dist::{Axis, Mesh};
+use std::fmt;
+use std::ops::Range;
+
+/// The axes that split one dim, outer first. At most [`Mesh::MAX_AXES`], each once.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub struct AxisList(u64);
+
+impl AxisList {
+    /// No axis: the dim is whole.
+    pub const EMPTY: AxisList = AxisList(0);
+
+    /// The number of axes.
+    #[must_use]
+    pub const fn len(self) -> usize {
+        // One byte an axis, its number plus one; the list ends at the first zero byte.
+        8 - (self.0.leading_zeros() / 8) as usize
+    }
+
+    /// Whether no axis splits the dim.
+    #[must_use]
+    pub const fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    /// The axes, outer first.
+    pub fn iter(self) -> impl DoubleEndedIterator<Item = Axis> + ExactSizeIterator {
+        (0..self.len()).map(move |i| Axis((self.0 >> (8 * i)) as u8 - 1))
+    }
+
+    /// Where an axis stands in the list (0 is the outermost).
+    #[must_use]
+    pub fn position(self, axis: Axis) -> Option<usize> {
+        self.iter().position(|a| a == axis)
+    }
+
+    /// Whether the axis is in the list.
+    #[must_use]
+    pub fn contains(self, axis: Axis) -> bool {
+        self.position(axis).is_some()
+    }
+
+    /// The innermost axis.
+    #[must_use]
+    pub fn last(self) -> Option<Axis> {
+        self.iter().next_back()
+    }
+
+    /// The first `len` axes.
+    #[must_use]
+    pub const fn prefix(self, len: usize) -> AxisList {
+        if len >= 8 { self } else { AxisList(self.0 & ((1 << (8 * len)) - 1)) }
+    }
+
+    /// Whether this list is how the other one begins.
+    #[must_use]
+    pub const fn is_prefix_of(self, other: AxisList) -> bool {
+        other.prefix(self.len()).0 == self.0
+    }
+
+    /// The list with an axis added as the innermost.
+    #[must_use]
+    pub const fn with(self, axis: Axis) -> AxisList {
+        debug_assert!(self.len() < Mesh::MAX_AXES, "a mesh has no more axes than a list holds");
+        AxisList(self.0 | ((axis.0 as u64 + 1) << (8 * self.len())))
+    }
+
+    /// The list with an axis taken out, wherever it stands.
+    #[must_use]
+    pub fn without(self, axis: Axis) -> AxisList {
+        self.iter().filter(|a| *a != axis).collect()
+    }
+
+    /// The number of shards: the product of the sizes of the axes.
+    #[must_use]
+    pub fn ways(self, mesh: &Mesh) -> usize {
+        self.iter().map(|a| mesh.size(a)).product()
+    }
+}
+
+impl FromIterator<Axis> for AxisList {
+    fn from_iter<I: IntoIterator<Item = Axis>>(axes: I) -> AxisList {
+        axes.into_iter().fold(AxisList::EMPTY, AxisList::with)
+    }
+}
+
+impl fmt::Debug for AxisList {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.iter().map(|a| a.0)).finish()
+    }
+}
+
+/// One dim of a layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Dim {
+    /// The global extent.
+    pub extent: usize,
+    /// The unit the dim is counted in (a head, a block): at least 1, divides the extent. Kept on whole dims too.
+    pub grain: usize,
+    /// The axes that split it, outer first.
+    pub axes: AxisList,
+}
+
+impl Dim {
+    /// A dim that every rank holds in full, in grains of 1.
+    #[must_use]
+    pub const fn whole(extent: usize) -> Dim {
+        Dim { extent, grain: 1, axes: AxisList::EMPTY }
+    }
+
+    /// A dim in grains of 1 that some axes split, outer first.
+    #[must_use]
+    pub fn split(extent: usize, axes: impl IntoIterator<Item = Axis>) -> Dim {
+        Dim { extent, grain: 1, axes: axes.into_iter().collect() }
+    }
+
+    /// The same dim counted in grains.
+    #[must_use]
+    pub const fn in_grains(self, grain: usize) -> Dim {
+        Dim { grain, ..self }
+    }
+
+    /// Where shard `i` of `ways` begins.
+    #[must_use]
+    pub fn cut(&self, i: usize, ways: usize) -> usize {
+        let grains = self.extent / self.grain;
+        let begin = match i.checked_mul(grains) {
+            Some(product) => product / ways,
+            None => (i as u128 * grains as u128 / ways as u128) as usize,
+        };
+        begin * self.grain
+    }
+
+    /// The mixed-radix index of a coordinate over the axes of this dim, and the number of shards.
+    #[must_use]
+    pub fn index(&self, mesh: &Mesh, coordinate: &[usize]) -> (usize, usize) {
+        self.axes.iter().fold((0, 1), |(i, ways), a| {
+            let size = mesh.size(a);
+            (i * size + coordinate[a.0 as usize], ways * size)
+        })
+    }
+
+    /// What the rank at a coordinate holds.
+    #[must_use]
+    pub fn range(&self, mesh: &Mesh, coordinate: &[usize]) -> Range<usize> {
+        if self.axes.is_empty() {
+            return 0..self.extent;
+        }
+        let (i, ways) = self.index(mesh, coordinate);
+        self.cut(i, ways)..self.cut(i + 1, ways)
+    }
+
+    /// The largest number of indices that any rank holds.
+    #[must_use]
+    pub fn most(&self, mesh: &Mesh) -> usize {
+        (self.extent / self.grain).div_ceil(self.axes.ways(mesh)) * self.grain
+    }
+
+    /// Whether counting in another grain cuts this dim at the same places, so that renaming the grain moves nothing.
+    #[must_use]
+    pub fn same_cuts(&self, grain: usize, mesh: &Mesh) -> bool {
+        if self.grain == grain || self.axes.is_empty() {
+            return true;
+        }
+        let (other, ways) = (self.in_grains(grain), self.axes.ways(mesh));
+        (1..ways).all(|i| self.cut(i, ways) == other.cut(i, ways))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn axes(list: &[u8]) -> AxisList {
+        list.iter().map(|&a| Axis(a)).collect()
+    }
+
+    #[test]
+    fn lists_keep_their_order() {
+        let list = axes(&[3, 0, 7]);
+        assert_eq!(list.iter().map(|a| a.0).collect::<Vec<_>>(), [3, 0, 7]);
+        assert_eq!((list.len(), list.last(), list.position(Axis(0))), (3, Some(Axis(7)), Some(1)));
+        assert_eq!(list.without(Axis(3)), axes(&[0, 7]));
+        assert!(axes(&[3, 0]).is_prefix_of(list) && AxisList::EMPTY.is_prefix_of(list) && list.is_prefix_of(list));
+        assert!(!axes(&[0]).is_prefix_of(list) && !list.is_prefix_of(axes(&[3, 0])));
+        let full = axes(&[0, 1, 2, 3, 4, 5, 6, 7]);
+        assert_eq!((full.len(), full.prefix(8), full.prefix(2)), (8, full, axes(&[0, 1])));
+    }
+
+    #[test]
+    fn ranges_by_hand() {
+        let mesh = Mesh::new(&[("a", 2), ("b", 3)]).unwrap();
+        let dim = Dim::split(7, [Axis(0), Axis(1)]);
+        let starts: Vec<usize> = (0..6).map(|r| dim.range(&mesh, &mesh.coordinate(r)).start).collect();
+        assert_eq!(starts, [0, 1, 2, 3, 4, 5]);
+        assert_eq!(dim.range(&mesh, &[1, 2]), 5..7);
+        assert_eq!(Dim::split(12, [Axis(0)]).in_grains(4).range(&mesh, &[0, 0]), 0..4);
+        assert_eq!((dim.most(&mesh), Dim::whole(7).most(&mesh)), (2, 7));
+    }
+
+    #[test]
+    fn products_beyond_64_bits_do_not_wrap() {
+        let dim = Dim::whole(usize::MAX / 2);
+        assert_eq!(dim.cut(1 << 31, 1 << 31), usize::MAX / 2);
+        assert_eq!(dim.cut(1 << 30, 1 << 31), usize::MAX / 4);
+    }
+
+    #[test]
+    fn grains_with_the_same_cuts() {
+        let mesh = Mesh::new(&[("a", 2)]).unwrap();
+        assert!(Dim::split(8, [Axis(0)]).same_cuts(4, &mesh));
+        assert!(!Dim::split(12, [Axis(0)]).same_cuts(4, &mesh));
+        assert!(Dim::whole(12).same_cuts(4, &mesh));
+    }
+
+    #[test]
+    fn inner_shards_unite_to_the_outer_one_and_folding_moves_nothing() {
+        for (ka, kb, extent, grain) in combinations(&[1, 2, 3, 4], &[1, 2, 3, 4], 25, &[1, 2, 3]) {
+            let mesh = Mesh::new(&[("a", ka), ("b", kb)]).unwrap();
+            let folded = mesh.fold(Axis(0), "ab").unwrap();
+            let both = Dim::split(extent, [Axis(0), Axis(1)]).in_grains(grain);
+            let outer = Dim::split(extent, [Axis(0)]).in_grains(grain);
+            for a in 0..ka {
+                let inner: Vec<_> = (0..kb).map(|b| both.range(&mesh, &[a, b])).collect();
+                assert_eq!(inner[0].start..inner[kb - 1].end, outer.range(&mesh, &[a, 0]));
+                assert!(inner.windows(2).all(|w| w[0].end == w[1].start));
+                for (b, range) in inner.iter().enumerate() {
+                    assert_eq!(*range, outer.range(&folded, &[a * kb + b]), "{extent}:{grain} over {ka} x {kb}");
+                }
+            }
+        }
+    }
+
+    /// Every combination in which the grain divides the extent.
+    fn combinations(ka: &[usize], kb: &[usize], extents: usize, grains: &[usize]) -> Vec<(usize, usize, usize, usize)> {
+        let mut all = Vec::new();
+        for &a in ka {
+            for &b in kb {
+                for n in 0..extents {
+                    all.extend(grains.iter().filter(|g| n % **g == 0).map(|&g| (a, b, n, g)));
+                }
+            }
+        }
+        all
+    }
+}

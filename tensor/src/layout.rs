@@ -1,0 +1,346 @@
+//! How a global tensor lies on a mesh: which axes split which dim, which axes hold a pending sum, and which of the
+//! rest hold a copy of their own.
+
+use crate::dim::Dim;
+use crate::state::State;
+use shardgrad_dist::{Axis, AxisSet, Error, Kind, Mesh, Result};
+use shardgrad_kernels::{DType, Dims};
+use smallvec::SmallVec;
+use std::hash::{Hash, Hasher};
+use std::ops::Range;
+
+/// The layout of a tensor. Axes of size 1 never stand in one, so a world of one rank has one layout per shape.
+///
+/// Its text form (`Display` and [`Layout::parse`]) is `f32[32@dp, 1024, 4096:128@tp] +cp`: per dim the extent, the
+/// grain where it is not 1, and the axes that split it, outer first; then the pending and the replicated axes.
+#[derive(PartialEq, Eq)]
+pub struct Layout {
+    mesh: Mesh,
+    dtype: DType,
+    partial: AxisSet,
+    replicate: AxisSet,
+    dims: SmallVec<[Dim; 6]>,
+}
+
+impl Clone for Layout {
+    fn clone(&self) -> Layout {
+        // Dims are plain numbers: one copy instead of one push per dim.
+        Layout { mesh: self.mesh.clone(), dims: SmallVec::from_slice(&self.dims), ..*self }
+    }
+}
+
+impl Hash for Layout {
+    fn hash<H: Hasher>(&self, hasher: &mut H) {
+        // The mesh is left out: its names are long to hash, and one program has few meshes.
+        (self.dtype, self.partial, self.replicate).hash(hasher);
+        self.dims.hash(hasher);
+    }
+}
+
+impl Layout {
+    /// A layout. Axes of size 1 are dropped; axes that are not named are invariant.
+    ///
+    /// # Errors
+    /// `Kind::Layout` (code `create`) for an axis that is named twice or is not on the mesh, a grain that does not
+    /// divide its extent, and more elements than memory has addresses; the help line gives the nearest layout.
+    pub fn new(
+        mesh: &Mesh,
+        dtype: DType,
+        dims: impl IntoIterator<Item = Dim>,
+        partial: AxisSet,
+        replicate: AxisSet,
+    ) -> Result<Layout> {
+        let mut layout =
+            Layout { mesh: mesh.clone(), dtype, partial, replicate, dims: dims.into_iter().collect() };
+        let named = layout.dims.iter().flat_map(|d| d.axes.iter()).chain(partial.iter()).chain(replicate.iter());
+        if let Some(axis) = named.into_iter().find(|a| a.0 as usize >= mesh.num_axes()) {
+            let text = format!("a layout names axis number {}, but there is none on {mesh}", axis.0);
+            return Err(Error::new(Kind::Layout, text));
+        }
+        let fault = layout.mend();
+        layout.drop_trivial_axes();
+        if let Some(fault) = fault {
+            return Err(Error::new(Kind::Layout, fault).detail("help", format!("the nearest layout is {layout}")));
+        }
+        let bytes = layout.dims.iter().try_fold(dtype.size(), |n, d| n.checked_mul(d.extent.max(1)));
+        match bytes {
+            Some(bytes) if bytes <= isize::MAX as usize => Ok(layout),
+            _ => Err(Error::new(Kind::Layout, format!("{layout} has more elements than memory has addresses"))),
+        }
+    }
+
+    /// The layout of a tensor that every rank holds in full, invariant on every axis.
+    #[must_use]
+    pub fn invariant(mesh: &Mesh, dtype: DType, shape: &[usize]) -> Layout {
+        let dims = shape.iter().map(|&n| Dim::whole(n)).collect();
+        Layout { mesh: mesh.clone(), dtype, partial: AxisSet::EMPTY, replicate: AxisSet::EMPTY, dims }
+    }
+
+    /// Makes the layout legal and says what was wrong with it first.
+    fn mend(&mut self) -> Option<String> {
+        let mut faults = Vec::new();
+        let (mut seen, mesh) = (AxisSet::EMPTY, self.mesh.clone());
+        let mut first_time = |axis: Axis, faults: &mut Vec<String>| {
+            let fresh = !seen.contains(axis);
+            if !fresh {
+                faults.push(format!("axis `{}` is named twice in a layout", mesh.name(axis)));
+            }
+            seen = seen.with(axis);
+            fresh
+        };
+        for dim in &mut self.dims {
+            if dim.grain == 0 || dim.extent % dim.grain != 0 {
+                faults.push(format!("a grain of {} does not divide the extent {}", dim.grain, dim.extent));
+                dim.grain = gcd(dim.extent, dim.grain).max(1);
+            }
+            dim.axes = dim.axes.iter().filter(|a| first_time(*a, &mut faults)).collect();
+        }
+        self.partial = self.partial.iter().filter(|a| first_time(*a, &mut faults)).collect();
+        self.replicate = self.replicate.iter().filter(|a| first_time(*a, &mut faults)).collect();
+        faults.into_iter().next()
+    }
+
+    fn drop_trivial_axes(&mut self) {
+        let mesh = self.mesh.clone();
+        for dim in &mut self.dims {
+            dim.axes = dim.axes.iter().filter(|a| mesh.size(*a) > 1).collect();
+        }
+        self.partial = self.partial.iter().filter(|a| mesh.size(*a) > 1).collect();
+        self.replicate = self.replicate.iter().filter(|a| mesh.size(*a) > 1).collect();
+    }
+
+    /// The mesh.
+    #[must_use]
+    pub fn mesh(&self) -> &Mesh {
+        &self.mesh
+    }
+
+    /// The dtype.
+    #[must_use]
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The number of dims.
+    #[must_use]
+    pub fn ndim(&self) -> usize {
+        self.dims.len()
+    }
+
+    /// The dims.
+    #[must_use]
+    pub fn dims(&self) -> &[Dim] {
+        &self.dims
+    }
+
+    /// The global extent of a dim.
+    #[must_use]
+    pub fn extent(&self, d: usize) -> usize {
+        self.dims[d].extent
+    }
+
+    /// The global shape.
+    #[must_use]
+    pub fn shape(&self) -> Dims {
+        self.dims.iter().map(|d| d.extent).collect()
+    }
+
+    /// The global number of elements.
+    #[must_use]
+    pub fn numel(&self) -> usize {
+        self.dims.iter().map(|d| d.extent).product()
+    }
+
+    /// The axes that hold a pending sum.
+    #[must_use]
+    pub fn partial(&self) -> AxisSet {
+        self.partial
+    }
+
+    /// The axes whose copies are each rank's own.
+    #[must_use]
+    pub fn replicate(&self) -> AxisSet {
+        self.replicate
+    }
+
+    /// The axes that split some dim.
+    #[must_use]
+    pub fn sharded_axes(&self) -> AxisSet {
+        self.dims.iter().flat_map(|d| d.axes.iter()).collect()
+    }
+
+    /// The shape of what the rank at a coordinate holds.
+    #[must_use]
+    pub fn local_shape(&self, coordinate: &[usize]) -> Dims {
+        self.dims.iter().map(|d| d.range(&self.mesh, coordinate).len()).collect()
+    }
+
+    /// What the rank at a coordinate holds of dim `d`.
+    #[must_use]
+    pub fn range(&self, d: usize, coordinate: &[usize]) -> Range<usize> {
+        self.dims[d].range(&self.mesh, coordinate)
+    }
+
+    /// The state of an axis. Axes of size 1 are invariant.
+    #[must_use]
+    pub fn state(&self, axis: Axis) -> State {
+        if self.partial.contains(axis) {
+            State::Partial
+        } else if self.replicate.contains(axis) {
+            State::Replicate
+        } else {
+            self.dims.iter().position(|d| d.axes.contains(axis)).map_or(State::Invariant, State::Shard)
+        }
+    }
+
+    /// The layout with an axis in another state; a shard becomes the innermost of its dim. That the axis was the
+    /// innermost of the dim it leaves is the caller's word.
+    #[must_use]
+    pub fn with_state(&self, axis: Axis, state: State) -> Layout {
+        let mut layout = self.clone();
+        layout.set_state(axis, state);
+        layout
+    }
+
+    /// [`Layout::with_state`] in place.
+    pub(crate) fn set_state(&mut self, axis: Axis, state: State) {
+        if self.mesh.size(axis) == 1 {
+            return;
+        }
+        self.partial = self.partial.without(axis);
+        self.replicate = self.replicate.without(axis);
+        for dim in &mut self.dims {
+            if dim.axes.contains(axis) {
+                dim.axes = dim.axes.without(axis);
+            }
+        }
+        match state {
+            State::Invariant => {}
+            State::Replicate => self.replicate = self.replicate.with(axis),
+            State::Partial => self.partial = self.partial.with(axis),
+            State::Shard(d) => self.dims[d].axes = self.dims[d].axes.with(axis),
+        }
+    }
+
+    /// Counts a dim in another grain. That its cuts stay where they are is the caller's word.
+    pub(crate) fn set_grain(&mut self, d: usize, grain: usize) {
+        debug_assert!(self.dims[d].same_cuts(grain, &self.mesh), "a new grain of dim {d} of {self} moves no cut");
+        self.dims[d].grain = grain;
+    }
+
+    /// The layout with other dims, whose legality is the caller's word.
+    pub(crate) fn with_dims(&self, dims: SmallVec<[Dim; 6]>) -> Layout {
+        Layout { mesh: self.mesh.clone(), dims, ..*self }
+    }
+
+    /// A layout from parts whose legality is the caller's word.
+    pub(crate) fn assemble(
+        mesh: &Mesh,
+        dtype: DType,
+        dims: SmallVec<[Dim; 6]>,
+        partial: AxisSet,
+        replicate: AxisSet,
+    ) -> Layout {
+        Layout { mesh: mesh.clone(), dtype, partial, replicate, dims }
+    }
+
+    /// The layout of the gradient: pending and replicated axes change places.
+    #[must_use]
+    pub fn dual(&self) -> Layout {
+        Layout { partial: self.replicate, replicate: self.partial, ..self.clone() }
+    }
+
+    /// The same layout of another dtype.
+    #[must_use]
+    pub fn with_dtype(&self, dtype: DType) -> Layout {
+        Layout { dtype, ..self.clone() }
+    }
+
+    /// Whether every rank holds the same elements under both layouts, so that one may be renamed to the other: they
+    /// are equal but for grains that cut at the same places.
+    #[must_use]
+    pub fn agrees(&self, other: &Layout) -> bool {
+        let same = |a: &Dim, b: &Dim| a.extent == b.extent && a.axes == b.axes && a.same_cuts(b.grain, &self.mesh);
+        (self.dtype, self.partial, self.replicate) == (other.dtype, other.partial, other.replicate)
+            && self.dims.len() == other.dims.len()
+            && self.dims.iter().zip(&other.dims).all(|(a, b)| same(a, b))
+            && self.mesh == other.mesh
+    }
+
+    /// Whether tensors that live beyond a step may lie so: only shards and invariant copies, then the layout of the
+    /// gradient is that of the value and replicas stay bit-equal.
+    #[must_use]
+    pub fn is_storable(&self) -> bool {
+        self.partial.is_empty() && self.replicate.is_empty()
+    }
+
+    /// Refuses a layout that is not storable.
+    ///
+    /// # Errors
+    /// `Kind::Layout` (code `create`); the help line gives the nearest layout.
+    pub fn check_storable(&self) -> Result<()> {
+        if self.is_storable() {
+            return Ok(());
+        }
+        let nearest = Layout { partial: AxisSet::EMPTY, replicate: AxisSet::EMPTY, ..self.clone() };
+        let text = format!("a stored tensor holds only shards and invariant copies, got {self}");
+        Err(Error::new(Kind::Layout, text).detail("help", format!("the nearest layout is {nearest}")))
+    }
+}
+
+pub(crate) fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mesh() -> Mesh {
+        Mesh::new(&[("a", 2), ("one", 1), ("b", 3)]).unwrap()
+    }
+
+    #[test]
+    fn axes_of_size_one_vanish() {
+        let (mesh, one) = (mesh(), Axis(1));
+        let dims = [Dim::split(4, [one, Axis(0)]), Dim::whole(3)];
+        let layout = Layout::new(&mesh, DType::F32, dims, AxisSet::one(Axis(2)), AxisSet::EMPTY).unwrap();
+        assert_eq!(layout.to_string(), "f32[4@a, 3] +b");
+        assert_eq!(layout.with_state(one, State::Partial), layout);
+        assert_eq!(layout.state(one), State::Invariant);
+        assert_eq!(layout.sharded_axes(), AxisSet::one(Axis(0)));
+    }
+
+    #[test]
+    fn local_shapes_and_duals_by_hand() {
+        let layout = Layout::parse("f32[7@a@b, 5] ", &mesh());
+        assert!(layout.is_err(), "a blank at the end is no layout");
+        let layout = Layout::parse("f32[7@b, 5] +a", &mesh()).unwrap();
+        assert_eq!(layout.local_shape(&[0, 0, 2]).as_slice(), [3, 5]);
+        assert_eq!((layout.range(0, &[1, 0, 1]), layout.numel()), (2..4, 35));
+        assert_eq!(layout.dual().to_string(), "f32[7@b, 5] ~a");
+        assert!(!layout.is_storable() && layout.with_state(Axis(0), State::Invariant).is_storable());
+        assert!(layout.check_storable().unwrap_err().to_string().contains("f32[7@b, 5]"));
+    }
+
+    #[test]
+    fn faults_are_named_with_the_nearest_layout() {
+        let make = |dims: [Dim; 2], p| Layout::new(&mesh(), DType::F32, dims, p, AxisSet::EMPTY);
+        let twice = make([Dim::split(4, [Axis(0)]), Dim::split(3, [Axis(0)])], AxisSet::EMPTY).unwrap_err();
+        assert_eq!(twice.message(), "axis `a` is named twice in a layout");
+        assert_eq!(twice.details(), [("help", "the nearest layout is f32[4@a, 3]".to_string())]);
+        let grain = make([Dim::whole(6).in_grains(4), Dim::whole(3)], AxisSet::EMPTY).unwrap_err();
+        assert_eq!(grain.message(), "a grain of 4 does not divide the extent 6");
+        assert_eq!(grain.details()[0].1, "the nearest layout is f32[6:2, 3]");
+        assert!(make([Dim::split(4, [Axis(3)]), Dim::whole(3)], AxisSet::EMPTY).is_err());
+        assert!(make([Dim::whole(usize::MAX), Dim::whole(3)], AxisSet::EMPTY).is_err());
+    }
+
+    #[test]
+    fn grains_that_cut_alike_agree() {
+        let parse = |t| Layout::parse(t, &mesh()).unwrap();
+        assert!(parse("f32[8:4@a, 6:2]").agrees(&parse("f32[8@a, 6]")));
+        assert!(!parse("f32[12:4@a, 6]").agrees(&parse("f32[12@a, 6]")));
+        assert!(!parse("f32[8@a] +b").agrees(&parse("f32[8@a]")));
+    }
+}

@@ -1,0 +1,210 @@
+//! The escape hatch: a function of local pieces as an op, with all layouts stated.
+
+use crate::context::Context;
+use crate::infer::Inference;
+use crate::layout::Layout;
+use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, unwind};
+use crate::piece::Piece;
+use crate::refusal::Refusal;
+use crate::tensor::Tensor;
+use crate::value::Value;
+use shardgrad_dist::{Error, Kind, Rank, Result};
+use shardgrad_kernels::DType;
+use smallvec::SmallVec;
+use std::fmt;
+use std::rc::Rc;
+
+/// What a local map says of its tensors. Nothing is derived, so everything is stated.
+#[derive(Clone, Copy, Debug)]
+pub struct MapLayouts<'a> {
+    /// Of the arguments; one that lies otherwise is refused.
+    pub inputs: &'a [Layout],
+    /// Of the results.
+    pub outputs: &'a [Layout],
+    /// Of the arguments' cotangents as the backward function leaves them. By the gradient law they are the duals of
+    /// `inputs`: an argument of which each rank makes its own use is `~`, and its cotangent pending.
+    pub cotangents: &'a [Layout],
+}
+
+/// Local results from local arguments.
+pub type MapForward = dyn Fn(&Rank, &[Piece]) -> Result<Pieces>;
+/// Local cotangents of all arguments from the local arguments and the local cotangents of all results.
+pub type MapBackward = dyn Fn(&Rank, &[Piece], &[Piece]) -> Result<Pieces>;
+
+/// Applies a function of local pieces: `forward` gets this rank's pieces of the arguments and gives its pieces of the
+/// results; `backward` gets the arguments and the cotangents of the results and gives those of all arguments (any piece
+/// of the right shape for integers). That the functions mean what the layouts say is the caller's word.
+///
+/// # Panics
+/// Unwinds with the error (`Kind::Layout`) if an argument lies otherwise than stated, or a stated cotangent is not the
+/// dual of its argument.
+#[track_caller]
+#[must_use]
+pub fn local_map<V: Value>(
+    name: &'static str,
+    inputs: &[&V],
+    layouts: MapLayouts<'_>,
+    forward: impl Fn(&Rank, &[Piece]) -> Result<Pieces> + 'static,
+    backward: impl Fn(&Rank, &[Piece], &[Piece]) -> Result<Pieces> + 'static,
+) -> SmallVec<[V; 2]> {
+    let op = LocalMap {
+        name,
+        signature: signature(layouts.inputs, layouts.outputs),
+        inputs: layouts.inputs.to_vec(),
+        outputs: layouts.outputs.to_vec(),
+        forward: Box::new(forward),
+        backward: Rc::new(backward),
+    };
+    unwind(check(name, inputs.len(), layouts));
+    V::apply(Rc::new(op), inputs)
+}
+
+/// At most so many arguments.
+const INPUTS_MAX: usize = 6;
+
+fn check(name: &str, count: usize, layouts: MapLayouts<'_>) -> Result<()> {
+    let MapLayouts { inputs, cotangents, .. } = layouts;
+    let refuse = |text: String| Err(Error::new(Kind::Layout, format!("local_map {name}: {text}")));
+    if count != inputs.len() || count != cotangents.len() || count > INPUTS_MAX {
+        let (i, c) = (inputs.len(), cotangents.len());
+        return refuse(format!("{count} arguments (at most {INPUTS_MAX}), but {i} layouts and {c} of cotangents"));
+    }
+    for (i, (input, cotangent)) in inputs.iter().zip(cotangents).enumerate() {
+        if input.dtype().is_float() && *cotangent != input.dual() {
+            let dual = input.dual();
+            return refuse(format!("argument {i} is {input}, whose cotangent is {dual}, not {cotangent}")).map_err(
+                |e| e.detail("help", "a pending cotangent belongs to an argument that is ~ on that axis"),
+            );
+        }
+    }
+    Ok(())
+}
+
+/// A label for each dim of each tensor: no two dims need be the same thing.
+fn signature(inputs: &[Layout], outputs: &[Layout]) -> String {
+    let mut next = 0;
+    let mut side = |layouts: &[Layout]| {
+        let tensor = |l: &Layout| {
+            next += l.ndim();
+            (next - l.ndim()..next).map(|d| format!("x{d}")).collect::<Vec<_>>().join(" ")
+        };
+        layouts.iter().map(tensor).collect::<Vec<_>>().join(", ")
+    };
+    format!("{} -> {}", side(inputs), side(outputs))
+}
+
+struct LocalMap {
+    name: &'static str,
+    signature: String,
+    inputs: Vec<Layout>,
+    outputs: Vec<Layout>,
+    forward: Box<MapForward>,
+    backward: Rc<MapBackward>,
+}
+
+/// The arguments of the forward, then the cotangents of its results.
+struct LocalMapBackward {
+    name: &'static str,
+    signature: String,
+    num_inputs: usize,
+    outputs: Vec<Layout>,
+    backward: Rc<MapBackward>,
+}
+
+impl fmt::Debug for LocalMap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "LocalMap({}, {:?} -> {:?})", self.name, self.inputs, self.outputs)
+    }
+}
+
+impl fmt::Debug for LocalMapBackward {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "LocalMapBackward({}, {:?})", self.name, self.outputs)
+    }
+}
+
+impl Op for LocalMap {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn signature(&self) -> &str {
+        &self.signature
+    }
+
+    fn keeps(&self) -> Keeps {
+        const ALL: &[usize] = &[0, 1, 2, 3, 4, 5];
+        Keeps { inputs: ALL.split_at(self.inputs.len()).0, outputs: &[] }
+    }
+
+    fn dtypes(&self, _: &[DType], _: usize) -> Result<DTypes> {
+        Ok(self.outputs.iter().map(Layout::dtype).collect())
+    }
+
+    fn infer(
+        &self,
+        _: &Context,
+        args: &[&Layout],
+        _: &[DType],
+        _: &[Option<Layout>],
+    ) -> Result<Inference, Refusal> {
+        match args.iter().zip(&self.inputs).position(|(arg, stated)| *arg != stated) {
+            None => Ok(Inference::direct(args.len(), self.outputs.iter().cloned())),
+            Some(i) => {
+                let text = format!("argument {i} is {}, but the map was stated for {}", args[i], self.inputs[i]);
+                let hint = format!("bring argument {i} to the layout {} first", self.inputs[i]);
+                Err(Refusal::new("stated", text, &[(i, 0)]).hint(hint))
+            }
+        }
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        (self.forward)(local.rank, x)
+    }
+
+    fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
+        let grads: Vec<Tensor> = (0..self.outputs.len()).map(|i| cx.grad(i)).collect();
+        let kept = (0..self.inputs.len()).map(|i| cx.input(i));
+        let args: Vec<&Tensor> = kept.chain(&grads).collect();
+        let layouts: Vec<Layout> = args.iter().map(|t| t.layout().clone()).collect();
+        let outputs: Vec<Layout> = self.inputs.iter().map(Layout::dual).collect();
+        let op = LocalMapBackward {
+            name: self.name,
+            signature: signature(&layouts, &outputs),
+            num_inputs: self.inputs.len(),
+            outputs,
+            backward: self.backward.clone(),
+        };
+        let cotangents = Tensor::results(Rc::new(op), &args);
+        cx.each(|i| cotangents[i].clone())
+    }
+}
+
+impl Op for LocalMapBackward {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn signature(&self) -> &str {
+        &self.signature
+    }
+
+    fn dtypes(&self, _: &[DType], _: usize) -> Result<DTypes> {
+        Ok(self.outputs.iter().map(Layout::dtype).collect())
+    }
+
+    fn infer(
+        &self,
+        _: &Context,
+        args: &[&Layout],
+        _: &[DType],
+        _: &[Option<Layout>],
+    ) -> Result<Inference, Refusal> {
+        Ok(Inference::direct(args.len(), self.outputs.iter().cloned()))
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        let (inputs, grads) = x.split_at(self.num_inputs);
+        (self.backward)(local.rank, inputs, grads)
+    }
+}

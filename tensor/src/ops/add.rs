@@ -1,0 +1,78 @@
+//! z = x + y, elementwise; the argument with fewer dims is repeated along the leading dims of the other.
+
+use super::broadcast::Broadcast;
+use super::{Case, Input};
+use crate::op::{Cotangents, Local, Op, Pieces, Vjp};
+use crate::piece::Piece;
+use shardgrad_dist::Result;
+use shardgrad_kernels::op::binary::ADD;
+use std::rc::Rc;
+
+/// `..m, ..m -> ..m`, or `..m d, d -> ..m d` (a bias), `..m d e, d e -> ..m d e`, ... One float dtype.
+///
+/// dx = g, dy = g; summed over the leading dims for the repeated argument. Pending sums of both are added up later.
+#[derive(Debug)]
+pub struct Add {
+    shape: Broadcast,
+}
+
+impl Add {
+    /// The sum of tensors with so many dims.
+    #[must_use]
+    pub fn of(first: usize, second: usize) -> Rc<dyn Op> {
+        Rc::new(Add { shape: Broadcast::of(first, second) })
+    }
+}
+
+impl Op for Add {
+    fn name(&self) -> &'static str {
+        "add"
+    }
+
+    fn signature(&self) -> &str {
+        self.shape.signature()
+    }
+
+    fn linear_in(&self) -> &'static [&'static [usize]] {
+        &[&[0, 1]]
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        Broadcast::launch(local, &ADD, x)
+    }
+
+    fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
+        cx.each(|i| self.shape.reduced(cx.grad(0), i))
+    }
+}
+
+pub(super) fn cases() -> Vec<Case> {
+    let real = Input::real;
+    vec![
+        Case::new(Add::of(2, 2), vec![real(&[5, 3]), real(&[5, 3])]).exact(),
+        Case::new(Add::of(2, 1), vec![real(&[5, 8]), real(&[8])]).exact(),
+        Case::new(Add::of(3, 2), vec![real(&[2, 5, 3]), real(&[5, 3])]).exact(),
+        Case::new(Add::of(1, 3), vec![real(&[5]), real(&[2, 3, 5])]).exact(),
+        Case::new(Add::of(1, 0), vec![real(&[5]), real(&[])]).exact(),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::tensor::Tensor;
+    use crate::value::Value;
+    use shardgrad_dist::{Mesh, World};
+
+    #[test]
+    fn sums_by_hand() {
+        World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[2, 2], &[1.0f32, 2.0, 3.0, 4.0])?;
+            let b = Tensor::from_host(rank, &[2], &[10.0f32, 20.0])?;
+            assert_eq!(x.add(&x).to_host::<f32>()?, [2.0, 4.0, 6.0, 8.0]);
+            assert_eq!(x.add(&b).to_host::<f32>()?, [11.0, 22.0, 13.0, 24.0]);
+            assert_eq!(b.add(&x).to_host::<f32>()?, [11.0, 22.0, 13.0, 24.0]);
+            Ok(())
+        })
+        .unwrap();
+    }
+}

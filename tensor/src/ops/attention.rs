@@ -1,0 +1,173 @@
+//! o_i = sum_j p_ij v_j with p_ij = exp(scale q_i k_j) / sum over the visible j, scale = 1 / sqrt(channels).
+//!
+//! If causal, query i of t sees the keys j <= i + s - t of s: the last query sees all keys, whether it stands at the end
+//! of the same sequence (t = s) or continues one (t < s).
+
+use super::{Case, Input};
+use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float};
+use crate::piece::{Piece, launch};
+use crate::tensor::Tensor;
+use shardgrad_dist::Result;
+use shardgrad_kernels::op::attention::{BACKWARD, FORWARD};
+use shardgrad_kernels::{DType, Kernel, Scalar};
+use smallvec::SmallVec;
+use std::rc::Rc;
+
+/// `b t h c!, b s! h c!, b s! h c! -> b t h c!` on q, k and v, or `b t g r c!, b s! g c!, b s! g c! -> b t g r c!` where r query
+/// heads share each of g key heads. One float dtype. The logarithms of the denominators (`b t h`, in the accumulator)
+/// are kept for the backward; no t by s matrix is. Keys and channels must be whole; queries may be split.
+///
+/// With dp_ij = g_i v_j and D_i = sum_c g_i o_i: dv_j = sum_i p_ij g_i, dq_i = scale sum_j p_ij (dp_ij - D_i) k_j,
+/// dk_j = scale sum_i p_ij (dp_ij - D_i) q_i; dk and dv are pending over what splits t or r.
+#[derive(Debug)]
+pub struct Attention {
+    causal: bool,
+    grouped: bool,
+}
+
+/// All three cotangents, linear in g.
+#[derive(Debug)]
+struct AttentionBackward {
+    causal: bool,
+    grouped: bool,
+}
+
+impl Attention {
+    /// Attention of q with 4 dims (batch, query, head, channel) or 5 (batch, query, group, head, channel).
+    #[must_use]
+    pub fn of(ndim: usize, causal: bool) -> Rc<dyn Op> {
+        Rc::new(Attention { causal, grouped: ndim == 5 })
+    }
+}
+
+/// Runs a kernel that knows five dims only: tensors of query heads without groups get r = 1 heads each.
+fn launch_grouped(
+    local: &Local<'_>,
+    kernel: &Kernel,
+    x: &[Piece],
+    causal: bool,
+    per_query: impl Fn(usize) -> bool,
+    written_per_query: impl Fn(usize) -> bool,
+) -> Result<Pieces> {
+    let grouped = x[0].view.ndim() == 5;
+    let with_r = |piece: &Piece| piece.viewed(piece.view.unsqueeze(3));
+    let inputs: SmallVec<[Piece; 6]> =
+        x.iter().enumerate().map(|(i, p)| if grouped || !per_query(i) { p.clone() } else { with_r(p) }).collect();
+    let inputs: SmallVec<[&Piece; 6]> = inputs.iter().collect();
+    let mut outputs: Pieces =
+        (0..local.inference.outputs.len()).map(|i| local.output(i)).collect::<Result<_>>()?;
+    let views: Vec<_> = outputs.iter().map(|p| p.view.clone()).collect();
+    for (i, piece) in outputs.iter_mut().enumerate() {
+        if !grouped && written_per_query(i) {
+            piece.view = piece.view.unsqueeze(3);
+        }
+    }
+    let ((t, range), (s, _), (c, _)) = (local.label("t"), local.label("s"), local.label("c"));
+    let first = range.start as i64 + s as i64 - t as i64;
+    let scalars = [Scalar::Real(1.0 / (c as f64).sqrt()), Scalar::Int(i64::from(causal)), Scalar::Int(first)];
+    launch(local.rank, kernel, &inputs, &mut outputs.iter_mut().collect::<SmallVec<[&mut Piece; 3]>>(), &scalars)?;
+    for (piece, view) in outputs.iter_mut().zip(views) {
+        piece.view = view;
+    }
+    Ok(outputs)
+}
+
+impl Op for Attention {
+    fn name(&self) -> &'static str {
+        "attention"
+    }
+
+    fn signature(&self) -> &str {
+        if self.grouped {
+            "b t g r c!, b s! g c!, b s! g c! -> b t g r c!, b t g r"
+        } else {
+            "b t h c!, b s! h c!, b s! h c! -> b t h c!, b t h"
+        }
+    }
+
+    fn num_saved(&self) -> usize {
+        1
+    }
+
+    fn keeps(&self) -> Keeps {
+        Keeps { inputs: &[0, 1, 2], outputs: &[0, 1] }
+    }
+
+    fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
+        let dtype = common_float(inputs)?;
+        Ok(SmallVec::from_slice(&[dtype, dtype.accumulator()]))
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        launch_grouped(local, &FORWARD, x, self.causal, |i| i == 0, |_| true)
+    }
+
+    fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
+        let op = Rc::new(AttentionBackward { causal: self.causal, grouped: self.grouped });
+        let args = [cx.input(0), cx.input(1), cx.input(2), cx.output(0), cx.output(1), &cx.grad(0)];
+        let grads = Tensor::results(op, &args);
+        cx.each(|i| grads[i].clone())
+    }
+}
+
+impl Op for AttentionBackward {
+    fn name(&self) -> &'static str {
+        "attention_backward"
+    }
+
+    fn signature(&self) -> &str {
+        if self.grouped {
+            "b t g r c!, b s! g c!, b s! g c!, b t g r c!, b t g r, b t g r c! -> b t g r c!, b s! g c!, b s! g c!"
+        } else {
+            "b t h c!, b s! h c!, b s! h c!, b t h c!, b t h, b t h c! -> b t h c!, b s! h c!, b s! h c!"
+        }
+    }
+
+    fn linear_in(&self) -> &'static [&'static [usize]] {
+        &[&[5]]
+    }
+
+    fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
+        Ok(SmallVec::from_elem(inputs[0], num_outputs))
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        launch_grouped(local, &BACKWARD, x, self.causal, |i| i != 1 && i != 2, |i| i == 0)
+    }
+}
+
+pub(super) fn cases() -> Vec<Case> {
+    let case = |causal, q: &[usize], k: &[usize]| {
+        let inputs = vec![Input::real(q), Input::real(k), Input::real(k)];
+        Case::new(Attention::of(q.len(), causal), inputs)
+    };
+    vec![
+        case(true, &[2, 5, 3, 2], &[2, 5, 3, 2]),
+        case(false, &[2, 3, 2, 3], &[2, 5, 2, 3]),
+        case(true, &[2, 3, 2, 3, 2], &[2, 4, 2, 2]),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::value::Value;
+    use shardgrad_dist::{Mesh, World};
+
+    #[test]
+    fn two_queries_by_hand() {
+        World::run(Mesh::single(), |rank| {
+            // One head of one channel: scores are products. Query 1 sees both keys with weights 1/4 and 3/4.
+            let tensor = |x: &[f64]| Tensor::from_host(rank, &[1, 2, 1, 1], x);
+            let (q, k, v) = (tensor(&[1.0, 1.0])?, tensor(&[0.0, 3f64.ln()])?, tensor(&[4.0, 8.0])?);
+            let causal = q.attention(&k, &v, true).to_host::<f64>()?;
+            let full = q.attention(&k, &v, false).to_host::<f64>()?;
+            assert!(causal.iter().zip([4.0, 7.0]).all(|(o, e)| (o - e).abs() < 1e-12), "{causal:?}");
+            assert!(full.iter().zip([7.0, 7.0]).all(|(o, e)| (o - e).abs() < 1e-12), "{full:?}");
+            let last = q.slice(1, 1..2).attention(&k, &v, true).to_host::<f64>()?;
+            assert!((last[0] - 7.0).abs() < 1e-12, "the one query that continues two keys sees both: {last:?}");
+            Ok(())
+        })
+        .unwrap();
+    }
+}

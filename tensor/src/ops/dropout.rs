@@ -1,0 +1,84 @@
+//! y_i = x_i / (1 - p) where a random number in 0..1 is at least p, else 0.
+
+use super::{Case, Input};
+use crate::op::{Cotangents, Local, Op, Pieces, Vjp};
+use crate::piece::Piece;
+use crate::tensor::{Tensor, box_scalars};
+use shardgrad_dist::Result;
+use shardgrad_kernels::Scalar;
+use shardgrad_kernels::op::random::DROPOUT;
+use std::rc::Rc;
+
+/// `..m -> ..m`, any float. Linear. dx = the same op on g.
+///
+/// The random number is a function of the key, the stream and the global index of the element, so neither the layout
+/// nor the number of ranks matters. Dim 0 counts rows of the global batch from `first_row` on, so neither do microbatches.
+#[derive(Clone, Debug)]
+pub struct Dropout {
+    /// The share of elements that become zero, 0 to 1.
+    pub p: f64,
+    /// Which random numbers: seed, name, step in one word.
+    pub key: u64,
+    /// Which stream of that key.
+    pub stream: u64,
+    /// Row of the global batch with which dim 0 begins.
+    pub first_row: u64,
+}
+
+impl Op for Dropout {
+    fn name(&self) -> &'static str {
+        "dropout"
+    }
+
+    fn signature(&self) -> &str {
+        "..m -> ..m"
+    }
+
+    fn linear_in(&self) -> &'static [&'static [usize]] {
+        &[&[0]]
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        let mut scalars =
+            vec![Scalar::Real(self.p), Scalar::Int(self.key as i64), Scalar::Int(self.stream as i64)];
+        let mut places = box_scalars(&local.inference.outputs[0], local.rank);
+        if let Some(start) = places.get_mut(1) {
+            *start = Scalar::Int(start.int() + self.first_row as i64);
+        }
+        scalars.append(&mut places);
+        local.launch(&DROPOUT, &[&x[0].contiguous(local.rank)?], &scalars)
+    }
+
+    fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
+        let op: Rc<dyn Op> = Rc::new(self.clone());
+        cx.each(|_| Tensor::results(op.clone(), &[&cx.grad(0)]).remove(0))
+    }
+}
+
+pub(super) fn cases() -> Vec<Case> {
+    let case = |p, first_row, input| {
+        Case::new(Rc::new(Dropout { p, key: 11, stream: 3, first_row }), vec![input]).exact()
+    };
+    vec![case(0.5, 0, Input::real(&[5, 8])), case(0.5, 6, Input::real(&[2, 5, 3])), case(0.5, 0, Input::real(&[]))]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::value::Value;
+    use shardgrad_dist::{Mesh, World};
+
+    #[test]
+    fn rows_are_counted_in_the_global_batch() {
+        World::run(Mesh::single(), |rank| {
+            let ones = |n: usize| Tensor::from_host(rank, &[n, 4], &vec![1.0f64; 4 * n]);
+            let whole = ones(6)?.dropout(0.25, 7, 1, 0).to_host::<f64>()?;
+            assert!(whole.iter().all(|y| *y == 0.0 || *y == 1.0 / 0.75));
+            assert!(whole.contains(&0.0) && whole.contains(&(1.0 / 0.75)), "{whole:?}");
+            assert_eq!(ones(4)?.dropout(0.25, 7, 1, 2).to_host::<f64>()?, whole[8..]);
+            assert_ne!(ones(6)?.dropout(0.25, 8, 1, 0).to_host::<f64>()?, whole, "another key");
+            Ok(())
+        })
+        .unwrap();
+    }
+}

@@ -1,0 +1,84 @@
+//! Signature texts of ops whose labels depend on their parameters, and checks of such parameters.
+
+use crate::layout::Layout;
+use shardgrad_dist::{Error, Kind, Result};
+use shardgrad_kernels::DType;
+
+/// The most dims that ops with built signatures take.
+pub(super) const DIMS_MAX: usize = 12;
+
+const LETTERS: [&str; DIMS_MAX] = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l"];
+
+/// The label of a dim.
+pub(super) fn letter(dim: usize) -> &'static str {
+    LETTERS[dim]
+}
+
+/// The labels of some dims, side by side.
+pub(super) fn letters(dims: impl IntoIterator<Item = usize>) -> String {
+    dims.into_iter().map(letter).collect::<Vec<_>>().join(" ")
+}
+
+/// The labels of `ndim` dims with one dim written as `other` (nothing: left out).
+pub(super) fn letters_with(ndim: usize, dim: usize, other: &str) -> String {
+    let label = |d| if d == dim { other } else { letter(d) };
+    (0..ndim).map(label).filter(|l| !l.is_empty()).collect::<Vec<_>>().join(" ")
+}
+
+/// A tensor of `ndim` dims, and what is left of it without some dims (ascending): `..m d` and `d` without the
+/// leading ones, `..m d` and `..m` without the trailing ones, `a b c` and `a c` otherwise.
+pub(super) fn full_and_kept(ndim: usize, dims: &[usize]) -> [String; 2] {
+    let count = dims.len();
+    let named = |n: usize| (0..n).map(|i| LETTERS[(i + 3) % DIMS_MAX]).collect::<Vec<_>>().join(" ");
+    let join = |lead: &str, rest: String| format!("{lead} {rest}").trim().to_string();
+    if count > 0 && dims[count - 1] == count - 1 {
+        [join("..m", named(ndim - count)), named(ndim - count)]
+    } else if count > 0 && dims[0] == ndim - count {
+        [join("..m", named(count)), "..m".to_string()]
+    } else {
+        [letters(0..ndim), letters((0..ndim).filter(|d| !dims.contains(d)))]
+    }
+}
+
+/// `[0, 1, .., n - 1]`: the arguments of an op that is linear in all of them jointly.
+pub(super) const fn all(n: usize) -> &'static [usize] {
+    const ALL: &[usize] = &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
+    ALL.split_at(n).0
+}
+
+/// The layout that gives labels without argument their extents and leaves them whole.
+pub(super) fn whole(like: &Layout, dtype: DType, shape: &[usize]) -> Option<Layout> {
+    Some(Layout::invariant(like.mesh(), dtype, shape))
+}
+
+/// Refuses what is no dim of a tensor.
+pub(super) fn check_dim(name: &str, ndim: usize, dim: usize) -> Result<()> {
+    if ndim > DIMS_MAX {
+        return misuse(format!("{name}: a tensor of {ndim} dims; at most {DIMS_MAX} are possible"));
+    }
+    if dim >= ndim {
+        return misuse(format!("{name}: there is no dim {dim} in a tensor of {ndim} dims"));
+    }
+    Ok(())
+}
+
+/// Parameters of an op that fit no tensor.
+pub(super) fn misuse<T>(why: impl Into<String>) -> Result<T> {
+    Err(Error::new(Kind::Shape, why))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn texts_by_hand() {
+        assert_eq!(full_and_kept(3, &[1]), ["a b c", "a c"]);
+        assert_eq!(full_and_kept(3, &[0]), ["..m d e", "d e"]);
+        assert_eq!(full_and_kept(3, &[2]), ["..m d", "..m"]);
+        assert_eq!(full_and_kept(2, &[0, 1]), ["..m", ""]);
+        assert_eq!(letters_with(3, 1, "b!"), "a b! c");
+        assert_eq!(letters_with(3, 1, ""), "a c");
+        assert!(check_dim("op", 2, 2).is_err() && check_dim("op", 2, 1).is_ok() && check_dim("op", 13, 0).is_err());
+    }
+}

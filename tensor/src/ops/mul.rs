@@ -1,0 +1,88 @@
+//! z = x y, elementwise; the argument with fewer dims is repeated along the leading dims of the other.
+
+use super::broadcast::Broadcast;
+use super::{Case, Input};
+use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
+use crate::piece::Piece;
+use crate::tensor::Tensor;
+use shardgrad_dist::Result;
+use shardgrad_kernels::op::binary::MUL;
+use std::rc::Rc;
+
+/// Shapes and dtypes as [`Add`](super::add::Add).
+///
+/// dx = g y, dy = g x; summed over the leading dims for the repeated argument.
+#[derive(Debug)]
+pub struct Mul {
+    shape: Broadcast,
+}
+
+impl Mul {
+    /// The product of tensors with so many dims.
+    #[must_use]
+    pub fn of(first: usize, second: usize) -> Rc<dyn Op> {
+        Rc::new(Mul { shape: Broadcast::of(first, second) })
+    }
+}
+
+/// x y of plain tensors.
+pub(super) fn mul(x: &Tensor, y: &Tensor) -> Tensor {
+    Tensor::result(Mul::of(x.layout().ndim(), y.layout().ndim()), &[x, y])
+}
+
+impl Op for Mul {
+    fn name(&self) -> &'static str {
+        "mul"
+    }
+
+    fn signature(&self) -> &str {
+        self.shape.signature()
+    }
+
+    fn linear_in(&self) -> &'static [&'static [usize]] {
+        &[&[0], &[1]]
+    }
+
+    fn keeps(&self) -> Keeps {
+        Keeps { inputs: &[0, 1], outputs: &[] }
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        Broadcast::launch(local, &MUL, x)
+    }
+
+    fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
+        cx.each(|i| {
+            self.shape.reduced(mul(&cx.grad(0), cx.input(1 - i)), i)
+        })
+    }
+}
+
+pub(super) fn cases() -> Vec<Case> {
+    let real = Input::real;
+    vec![
+        Case::new(Mul::of(2, 2), vec![real(&[5, 3]), real(&[5, 3])]).exact(),
+        Case::new(Mul::of(2, 1), vec![real(&[5, 8]), real(&[8])]).exact(),
+        Case::new(Mul::of(2, 3), vec![real(&[5, 3]), real(&[2, 5, 3])]).exact(),
+        Case::new(Mul::of(1, 0), vec![real(&[5]), real(&[])]).exact(),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::tensor::Tensor;
+    use crate::value::Value;
+    use shardgrad_dist::{Mesh, World};
+
+    #[test]
+    fn products_by_hand() {
+        World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[2, 2], &[1.0f32, 2.0, 3.0, 4.0])?;
+            let w = Tensor::from_host(rank, &[2], &[10.0f32, 20.0])?;
+            assert_eq!(x.mul(&w).to_host::<f32>()?, [10.0, 40.0, 30.0, 80.0]);
+            assert_eq!(w.mul(&x).to_host::<f32>()?, [10.0, 40.0, 30.0, 80.0]);
+            Ok(())
+        })
+        .unwrap();
+    }
+}

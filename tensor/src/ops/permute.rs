@@ -1,0 +1,103 @@
+//! The same elements with the dims in another order; transposition is the case of two.
+
+use super::labels::{check_dim, letters, misuse};
+use super::{Case, Input};
+use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp};
+use crate::piece::Piece;
+use crate::tensor::Tensor;
+use shardgrad_dist::Result;
+use shardgrad_kernels::{DType, Dims};
+use std::rc::Rc;
+
+/// `a b -> b a`, `a b c -> c a b`, ...: a view, no element moves. Any dtype. Linear. dx = g in the old order.
+#[derive(Debug)]
+pub struct Permute {
+    signature: String,
+    order: Dims,
+}
+
+impl Permute {
+    /// Dim i of the result is dim `order[i]` of the argument.
+    ///
+    /// # Errors
+    /// Of kind `Kind::Shape` if `order` does not name every dim of a tensor of `ndim` dims once.
+    pub fn new(ndim: usize, order: &[usize]) -> Result<Rc<dyn Op>> {
+        for &d in order {
+            check_dim("permute", ndim, d)?;
+        }
+        if order.len() != ndim || (0..ndim).any(|d| !order.contains(&d)) {
+            return misuse(format!("permute: {order:?} does not name each of {ndim} dims once"));
+        }
+        Ok(Permute::of(order.into()))
+    }
+
+    fn of(order: Dims) -> Rc<dyn Op> {
+        let signature = format!("{} -> {}", letters(0..order.len()), letters(order.iter().copied()));
+        Rc::new(Permute { signature, order })
+    }
+}
+
+impl Op for Permute {
+    fn name(&self) -> &'static str {
+        "permute"
+    }
+
+    fn signature(&self) -> &str {
+        &self.signature
+    }
+
+    fn linear_in(&self) -> &'static [&'static [usize]] {
+        &[&[0]]
+    }
+
+    fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
+        Ok(inputs.into())
+    }
+
+    fn forward(&self, _: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        Ok([x[0].viewed(x[0].view.permute(&self.order))].into_iter().collect())
+    }
+
+    fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
+        let mut back = Dims::from_elem(0, self.order.len());
+        for (to, &from) in self.order.iter().enumerate() {
+            back[from] = to;
+        }
+        let op = Permute::of(back);
+        cx.each(|_| Tensor::result(op.clone(), &[&cx.grad(0)]))
+    }
+}
+
+pub(super) fn cases() -> Vec<Case> {
+    let case = |order: &[usize], input| Case::new(Permute::of(order.into()), vec![input]).exact();
+    vec![
+        case(&[1, 0], Input::real(&[7, 3])),
+        case(&[2, 0, 1], Input::real(&[2, 5, 3])),
+        case(&[0, 2, 1], Input::index(&[2, 5, 3], 9)),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::value::Value;
+    use shardgrad_dist::{Mesh, World};
+
+    #[test]
+    fn orders_by_hand() {
+        World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[2, 3], &[1i64, 2, 3, 4, 5, 6])?;
+            assert_eq!(x.transpose(0, 1).to_host::<i64>()?, [1, 4, 2, 5, 3, 6]);
+            assert_eq!(x.permute(&[1, 0]).permute(&[1, 0]).to_host::<i64>()?, [1, 2, 3, 4, 5, 6]);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn orders_that_are_none_are_refused() {
+        assert!(Permute::new(2, &[0, 0]).is_err());
+        assert!(Permute::new(2, &[0, 2]).is_err());
+        assert!(Permute::new(3, &[0, 1]).is_err());
+    }
+}

@@ -1,0 +1,39 @@
+//! The backward of the pointwise functions that have a kernel of their own for it.
+
+use crate::op::{Local, Op, Pieces};
+use crate::piece::Piece;
+use crate::tensor::Tensor;
+use shardgrad_dist::Result;
+use shardgrad_kernels::Kernel;
+use std::rc::Rc;
+
+/// dx = f(kept) g: `..m, ..m -> ..m` on the kept argument (or result) and the cotangent, linear in the cotangent.
+#[derive(Debug)]
+pub(super) struct PointwiseBackward {
+    kernel: &'static Kernel,
+}
+
+impl PointwiseBackward {
+    /// The cotangent of the argument.
+    pub(super) fn of(kernel: &'static Kernel, kept: &Tensor, g: &Tensor) -> Tensor {
+        Tensor::result(Rc::new(PointwiseBackward { kernel }), &[kept, g])
+    }
+}
+
+impl Op for PointwiseBackward {
+    fn name(&self) -> &'static str {
+        self.kernel.name
+    }
+
+    fn signature(&self) -> &str {
+        "..m, ..m -> ..m"
+    }
+
+    fn linear_in(&self) -> &'static [&'static [usize]] {
+        &[&[1]]
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        local.launch(self.kernel, &[&x[0], &x[1]], &[])
+    }
+}

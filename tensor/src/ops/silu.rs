@@ -1,0 +1,57 @@
+//! y = x / (1 + exp(-x)).
+
+use super::pointwise::PointwiseBackward;
+use super::{Case, Input};
+use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
+use crate::piece::Piece;
+use shardgrad_dist::Result;
+use shardgrad_kernels::op::unary::{SILU, SILU_GRAD};
+use std::rc::Rc;
+
+/// `..m -> ..m`, any float. dx = g y'(x).
+#[derive(Debug)]
+pub struct Silu;
+
+impl Op for Silu {
+    fn name(&self) -> &'static str {
+        "silu"
+    }
+
+    fn signature(&self) -> &str {
+        "..m -> ..m"
+    }
+
+    fn keeps(&self) -> Keeps {
+        Keeps { inputs: &[0], outputs: &[] }
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        local.launch(&SILU, &[&x[0]], &[])
+    }
+
+    fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
+        cx.each(|_| PointwiseBackward::of(&SILU_GRAD, cx.input(0), &cx.grad(0)))
+    }
+}
+
+pub(super) fn cases() -> Vec<Case> {
+    vec![Case::new(Rc::new(Silu), vec![Input::real(&[5, 3])])]
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::tensor::Tensor;
+    use crate::value::Value;
+    use shardgrad_dist::{Mesh, World};
+
+    #[test]
+    fn by_hand() {
+        World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[2], &[0.0f64, 1.0])?;
+            assert_eq!(x.silu().to_host::<f64>()?[0], 0.0);
+            assert!((x.silu().to_host::<f64>()?[1] - 0.731_058_578_630_004_9).abs() < 1e-15);
+            Ok(())
+        })
+        .unwrap();
+    }
+}

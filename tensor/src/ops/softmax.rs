@@ -1,0 +1,81 @@
+//! y_i = exp(x_i - max x) / sum_j exp(x_j - max x) over the last dim.
+
+use super::{Case, Input};
+use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
+use crate::piece::Piece;
+use crate::tensor::Tensor;
+use shardgrad_dist::Result;
+use shardgrad_kernels::op::softmax::{BACKWARD, FORWARD};
+use std::rc::Rc;
+
+/// `..m d! -> ..m d!`: the last dim must be whole. Any float. dx = y (g - sum_j y_j g_j).
+#[derive(Debug)]
+pub struct Softmax;
+
+/// The cotangent of the argument from the result and its cotangent, in which it is linear.
+#[derive(Debug)]
+struct SoftmaxBackward;
+
+impl Op for Softmax {
+    fn name(&self) -> &'static str {
+        "softmax"
+    }
+
+    fn signature(&self) -> &str {
+        "..m d! -> ..m d!"
+    }
+
+    fn keeps(&self) -> Keeps {
+        Keeps { inputs: &[], outputs: &[0] }
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        local.launch(&FORWARD, &[&x[0].contiguous(local.rank)?], &[])
+    }
+
+    fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
+        cx.each(|_| Tensor::result(Rc::new(SoftmaxBackward), &[cx.output(0), &cx.grad(0)]))
+    }
+}
+
+impl Op for SoftmaxBackward {
+    fn name(&self) -> &'static str {
+        "softmax_backward"
+    }
+
+    fn signature(&self) -> &str {
+        "..m d!, ..m d! -> ..m d!"
+    }
+
+    fn linear_in(&self) -> &'static [&'static [usize]] {
+        &[&[1]]
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        let x = local.contiguous(x)?;
+        local.launch(&BACKWARD, &[&x[0], &x[1]], &[])
+    }
+}
+
+pub(super) fn cases() -> Vec<Case> {
+    let op = Rc::new(Softmax);
+    vec![Case::new(op.clone(), vec![Input::real(&[5, 8])]), Case::new(op, vec![Input::real(&[2, 3, 4])])]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::value::Value;
+    use shardgrad_dist::{Mesh, World};
+
+    #[test]
+    fn rows_by_hand() {
+        World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[2, 2], &[0.0f64, 3f64.ln(), 800.0, 800.0])?;
+            let y = x.softmax().to_host::<f64>()?;
+            assert!(y.iter().zip([0.25, 0.75, 0.5, 0.5]).all(|(y, e)| (y - e).abs() < 1e-15), "{y:?}");
+            Ok(())
+        })
+        .unwrap();
+    }
+}

@@ -1,0 +1,230 @@
+//! Which layout a reshape ends in: merging dims, splitting dims, extents of 1 that come and go.
+//!
+//! Both shapes are cut into the smallest groups of dims with equal products; each group is merged into one dim and that
+//! one is split. Merge (A, B): a split of A in grains of a stays, in grains of a B. A split of B passes only if A has
+//! extent 1, or if the axes of A leave one index a rank. Split AB in grains of g: the axes land on A, in grains of g / B if B
+//! divides g, else in grains of 1 if that cuts at the same places; else, if the first axes have exactly A members
+//! and g divides B, those land on A and the rest on B. No data moves.
+
+use crate::dim::{AxisList, Dim};
+use crate::layout::Layout;
+use crate::refusal::Refusal;
+use shardgrad_dist::Mesh;
+use smallvec::SmallVec;
+use std::ops::Range;
+
+/// The layout of a tensor seen in another shape of as many elements. Pending and replicated axes stay as they are.
+///
+/// # Errors
+/// Code `shape` if the numbers of elements differ, code `reshape` if a cut would fall inside a row.
+pub fn reshape_layout(from: &Layout, shape: &[usize]) -> Result<Layout, Refusal> {
+    let fits = shape.iter().try_fold(1usize, |n, &extent| n.checked_mul(extent.max(1))).is_some();
+    if !fits || shape.iter().product::<usize>() != from.numel() {
+        let text = format!("{from} has {} elements, which do not fill the shape {shape:?}", from.numel());
+        return Err(Refusal::new("shape", text, &[]));
+    }
+    let mut dims = SmallVec::new();
+    for (old, new) in groups(&from.shape(), shape) {
+        let target = &shape[new];
+        let source = &from.dims()[old.clone()];
+        match regroup(source, target, from.mesh()) {
+            Some(group) => dims.extend(group),
+            None => return Err(refusal(from, old, target)),
+        }
+    }
+    Ok(from.with_dims(dims))
+}
+
+/// The smallest groups of neighbouring dims with equal products, old and new. Dims of extent 1 that end a shape, and
+/// what is left over of shapes without elements, form a last group.
+fn groups(old: &[usize], new: &[usize]) -> Vec<(Range<usize>, Range<usize>)> {
+    let mut groups = Vec::new();
+    let (mut i, mut j) = (0, 0);
+    while i < old.len() && j < new.len() {
+        let (first_i, first_j) = (i, j);
+        let (mut m, mut n) = (old[i], new[j]);
+        (i, j) = (i + 1, j + 1);
+        while m != n {
+            if m < n && i < old.len() {
+                m *= old[i];
+                i += 1;
+            } else if n < m && j < new.len() {
+                n *= new[j];
+                j += 1;
+            } else {
+                // Only without elements can the products differ to the end.
+                (m, n, i, j) = (0, 0, old.len(), new.len());
+            }
+        }
+        groups.push((first_i..i, first_j..j));
+    }
+    if i < old.len() || j < new.len() {
+        groups.push((i..old.len(), j..new.len()));
+    }
+    groups
+}
+
+fn regroup(old: &[Dim], new: &[usize], mesh: &Mesh) -> Option<SmallVec<[Dim; 4]>> {
+    if let ([dim], [extent]) = (old, new)
+        && dim.extent == *extent
+    {
+        return Some(SmallVec::from_slice(&[*dim]));
+    }
+    let whole = old.iter().all(|d| d.axes.is_empty());
+    let empty = old.iter().any(|d| d.extent == 0) || new.contains(&0);
+    if whole && (empty || new.is_empty() || old.is_empty()) {
+        return Some(new.iter().map(|&n| Dim::whole(n)).collect());
+    }
+    if empty || new.is_empty() {
+        return None;
+    }
+    let merged = old[1..].iter().try_fold(old[0], |a, b| merge(&a, b, mesh))?;
+    split(merged, new, mesh)
+}
+
+/// (A, B) seen as one dim.
+fn merge(a: &Dim, b: &Dim, mesh: &Mesh) -> Option<Dim> {
+    let extent = a.extent * b.extent;
+    let (grain, axes) = if b.axes.is_empty() {
+        match (a.axes.is_empty(), a.grain) {
+            // Nobody has declared a unit of A, so that of B may stay.
+            (true, 1) => (b.grain, AxisList::EMPTY),
+            (_, grain) => (grain * b.extent, a.axes),
+        }
+    } else if a.extent == 1 && a.axes.is_empty() {
+        (b.grain, b.axes)
+    } else if !a.axes.is_empty() && a.axes.ways(mesh) == a.extent && a.grain == 1 {
+        (b.grain, a.axes.iter().chain(b.axes.iter()).collect())
+    } else {
+        return None;
+    };
+    Some(Dim { extent, grain, axes })
+}
+
+/// One dim seen as several.
+fn split(dim: Dim, shape: &[usize], mesh: &Mesh) -> Option<SmallVec<[Dim; 4]>> {
+    let (first, rest) = shape.split_first().expect("a group has at least one new dim");
+    if rest.is_empty() {
+        return Some(SmallVec::from_slice(&[dim]));
+    }
+    let row: usize = rest.iter().product();
+    let mut dims: SmallVec<[Dim; 4]> = SmallVec::new();
+    if let Some(a) = onto_first(&dim, *first, row, mesh) {
+        dims.push(a);
+        // Of a dim that nothing splits, the inner part keeps the unit if that fits into a row.
+        let grain = if dim.axes.is_empty() && row % dim.grain == 0 { dim.grain } else { 1 };
+        let inner = Dim { extent: row, grain, axes: AxisList::EMPTY };
+        dims.extend(split(inner, rest, mesh)?);
+        return Some(dims);
+    }
+    let filled = (0..=dim.axes.len()).find(|n| dim.axes.prefix(*n).ways(mesh) == *first)?;
+    if row % dim.grain != 0 {
+        return None;
+    }
+    dims.push(Dim { extent: *first, grain: 1, axes: dim.axes.prefix(filled) });
+    let inner = Dim { extent: row, grain: dim.grain, axes: dim.axes.iter().skip(filled).collect() };
+    dims.extend(split(inner, rest, mesh)?);
+    Some(dims)
+}
+
+/// The first of two dims with all axes on it, if no cut falls inside a row.
+fn onto_first(dim: &Dim, extent: usize, row: usize, mesh: &Mesh) -> Option<Dim> {
+    let ways = dim.axes.ways(mesh);
+    let fits = |a: &Dim| (0..=ways).all(|i| dim.cut(i, ways) == row * a.cut(i, ways));
+    let grains = [dim.grain / row, 1].into_iter().skip(usize::from(dim.grain % row != 0));
+    grains.map(|grain| Dim { extent, grain, axes: dim.axes }).find(|a| dim.axes.is_empty() || fits(a))
+}
+
+fn refusal(from: &Layout, old: Range<usize>, new: &[usize]) -> Refusal {
+    let places: Vec<(usize, usize)> = old.clone().map(|d| (0, d)).collect();
+    let text = format!("reshaping dims {old:?} of {from} to {new:?} would cut inside a row");
+    let refusal = Refusal::new("reshape", text, &places);
+    let row: usize = new.iter().skip(1).product();
+    match &from.dims()[old] {
+        [dim] if new.len() > 1 && row > 1 && dim.grain % row != 0 && dim.extent > 0 => {
+            refusal.hint(format!("declare the unit where the tensor is made, as in {}:{row}", dim.extent))
+        }
+        _ => refusal,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reshape(from: &str, shape: &[usize]) -> Result<String, &'static str> {
+        let mesh = Mesh::parse("a=2,b=3").unwrap();
+        let from = Layout::parse(from, &mesh).unwrap();
+        match reshape_layout(&from, shape) {
+            Ok(to) => {
+                // A cut at the same element everywhere: the numbers of elements of all ranks agree, and so does the way back.
+                for rank in 0..mesh.num_ranks() {
+                    let at = mesh.coordinate(rank);
+                    let numel = |l: &Layout| l.local_shape(&at).iter().product::<usize>();
+                    assert_eq!(numel(&from), numel(&to), "{from} -> {to}");
+                }
+                if from.numel() > 0 {
+                    assert!(reshape_layout(&to, &from.shape()).unwrap().agrees(&from), "{from} -> {to}");
+                }
+                Ok(to.to_string())
+            }
+            Err(refusal) => Err(refusal.code),
+        }
+    }
+
+    #[test]
+    fn heads_and_flat_features() {
+        assert_eq!(reshape("f32[8, 12:4@b]", &[8, 3, 4]).unwrap(), "f32[8, 3@b, 4]");
+        assert_eq!(reshape("f32[8, 3@b, 4]", &[8, 12]).unwrap(), "f32[8, 12:4@b]");
+        assert_eq!(reshape("f32[8, 20:4@a]", &[8, 5, 4]).unwrap(), "f32[8, 5@a, 4]");
+        assert_eq!(reshape("f32[8, 20@a]", &[8, 5, 4]).unwrap_err(), "reshape");
+        assert_eq!(reshape("f32[8, 20:4]", &[8, 5, 4]).unwrap(), "f32[8, 5, 4:4]");
+    }
+
+    #[test]
+    fn batch_and_time_become_tokens() {
+        assert_eq!(reshape("f32[4@a, 5, 6] +b", &[20, 6]).unwrap(), "f32[20:5@a, 6] +b");
+        assert_eq!(reshape("f32[20:5@a, 6] ~b", &[4, 5, 6]).unwrap(), "f32[4@a, 5, 6] ~b");
+        assert_eq!(reshape("f32[4, 5@a, 6]", &[20, 6]).unwrap_err(), "reshape");
+        assert_eq!(reshape("f32[2@a, 7@b]", &[14]).unwrap(), "f32[14@a@b]");
+        assert_eq!(reshape("f32[14@a@b]", &[2, 7]).unwrap(), "f32[2@a, 7@b]");
+    }
+
+    #[test]
+    fn ones_come_and_go() {
+        assert_eq!(reshape("f32[1, 5@a, 1, 4@b, 1]", &[5, 4]).unwrap(), "f32[5@a, 4@b]");
+        assert_eq!(reshape("f32[5@a, 4@b]", &[1, 5, 1, 1, 4, 1]).unwrap(), "f32[1, 5@a, 1, 1, 4@b, 1]");
+        assert_eq!(reshape("f32[1, 1]", &[]).unwrap(), "f32[]");
+        assert_eq!(reshape("f32[] +a", &[1, 1]).unwrap(), "f32[1, 1] +a");
+        assert_eq!(reshape("f32[5, 1@a]", &[5]).unwrap_err(), "reshape");
+        assert_eq!(reshape("f32[1@a, 5]", &[5]).unwrap(), "f32[5:5@a]");
+    }
+
+    #[test]
+    fn several_dims_to_several() {
+        assert_eq!(reshape("f32[4@a, 6]", &[6, 4]).unwrap(), "f32[6@a, 4]");
+        assert_eq!(reshape("f32[4@a, 9]", &[3, 12]).unwrap_err(), "reshape");
+        assert_eq!(reshape("f32[6@b, 4, 5]", &[3, 2, 20]).unwrap(), "f32[3@b, 2, 20]");
+    }
+
+    #[test]
+    fn tensors_without_elements() {
+        assert_eq!(reshape("f32[0@a, 12:4]", &[0, 3, 4]).unwrap(), "f32[0@a, 3, 4:4]");
+        assert_eq!(reshape("f32[0, 3]", &[5, 0]).unwrap(), "f32[5, 0]");
+        assert_eq!(reshape("f32[4@a, 0]", &[0]).unwrap_err(), "reshape");
+        assert_eq!(reshape("f32[0@a, 5]", &[0]).unwrap(), "f32[0@a]");
+    }
+
+    #[test]
+    fn other_numbers_of_elements_are_refused() {
+        assert_eq!(reshape("f32[4, 6]", &[5, 5]).unwrap_err(), "shape");
+        assert_eq!(reshape("f32[4, 6]", &[usize::MAX, 2]).unwrap_err(), "shape");
+    }
+
+    #[test]
+    fn the_hint_names_the_unit() {
+        let mesh = Mesh::parse("a=2").unwrap();
+        let refusal = reshape_layout(&Layout::parse("f32[12@a]", &mesh).unwrap(), &[3, 4]).unwrap_err();
+        assert_eq!(refusal.hint.unwrap(), "declare the unit where the tensor is made, as in 12:4");
+    }
+}

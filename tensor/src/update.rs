@@ -1,0 +1,175 @@
+//! Optimizer steps in place: on what each rank stores, without communication.
+
+use crate::layout::Layout;
+use crate::piece::{Piece, launch};
+use crate::tensor::Tensor;
+use shardgrad_dist::{Error, Kind, Rank, Result};
+use shardgrad_kernels::Scalar;
+use shardgrad_kernels::op::adamw::STEP;
+
+/// The numbers of one AdamW step; see [`STEP`] for the formula.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdamWRates {
+    /// Learning rate.
+    pub lr: f64,
+    /// Weight of the past in the mean of gradients.
+    pub beta1: f64,
+    /// Weight of the past in the mean of their squares.
+    pub beta2: f64,
+    /// Added to the root in the divisor.
+    pub eps: f64,
+    /// Decay: lr times this is taken off a parameter.
+    pub weight_decay: f64,
+    /// 1 - beta1^t at step t, counted from 1.
+    pub correction1: f64,
+    /// 1 - beta2^t.
+    pub correction2: f64,
+    /// The factor of a gradient clip, or 1.
+    pub grad_scale: f64,
+}
+
+/// The running means that AdamW keeps for one parameter: this rank's part, in the accumulator of its dtype. It holds
+/// no handle of a rank, so it may cross threads with the optimizer that owns it.
+#[derive(Clone, Debug)]
+pub struct Moments {
+    layout: Layout,
+    m: Piece,
+    v: Piece,
+}
+
+impl Moments {
+    /// Zeros for a parameter that is stored so.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`; `Kind::Layout` for a layout that nothing can be stored in.
+    pub fn zeros(rank: &Rank, param: &Layout) -> Result<Moments> {
+        param.check_storable()?;
+        let layout = param.with_dtype(param.dtype().accumulator());
+        let zeros = || Piece::filled(rank, layout.dtype(), &layout.local_shape(rank.coordinates()), 0.0);
+        let (m, v) = (zeros()?, zeros()?);
+        Ok(Moments { layout, m, v })
+    }
+
+    /// The two means as they were saved, for a parameter that is stored so.
+    ///
+    /// # Errors
+    /// `Kind::Layout` if they lie otherwise, or are not of the accumulator of its dtype.
+    pub fn from_tensors(param: &Layout, [m, v]: [Tensor; 2]) -> Result<Moments> {
+        let layout = param.with_dtype(param.dtype().accumulator());
+        match [&m, &v].into_iter().find(|t| *t.layout() != layout) {
+            None => Ok(Moments { layout, m: m.piece().clone(), v: v.piece().clone() }),
+            Some(other) => {
+                let text = format!("moments of {} for a parameter whose moments are {layout}", other.layout());
+                Err(Error::new(Kind::Layout, text))
+            }
+        }
+    }
+
+    /// The two means, mean of gradients first.
+    #[must_use]
+    pub fn tensors(&self, rank: &Rank) -> [Tensor; 2] {
+        [&self.m, &self.v].map(|piece| Tensor::assemble(rank, self.layout.clone(), piece.clone()))
+    }
+
+    /// The parameter after a step. It is changed in place where nobody else holds its memory, and so are the means.
+    ///
+    /// # Errors
+    /// `Kind::Layout` if parameter or gradient lie otherwise than the means; `Kind::OutOfMemory`.
+    pub fn step(&mut self, param: Tensor, grad: &Tensor, rates: &AdamWRates) -> Result<Tensor> {
+        let layout = param.layout().clone();
+        if layout.with_dtype(self.layout.dtype()) != self.layout || *grad.layout() != layout {
+            let text = format!("an AdamW step of {layout} with a gradient of {} and moments of {}", grad.layout(), self.layout);
+            return Err(Error::new(Kind::Layout, text));
+        }
+        let rank = param.rank().clone();
+        let grad = grad.piece().contiguous(&rank)?;
+        own(&rank, &mut self.m)?;
+        own(&rank, &mut self.v)?;
+        let AdamWRates { lr, beta1, beta2, eps, weight_decay, correction1, correction2, grad_scale } = *rates;
+        let scalars = [lr, beta1, beta2, eps, weight_decay, correction1, correction2, grad_scale].map(Scalar::Real);
+        param.update(|p| launch(&rank, &STEP, &[&grad], &mut [p, &mut self.m, &mut self.v], &scalars))
+    }
+}
+
+/// Copies a piece that somebody else holds, or that has gaps, so that it can be written.
+fn own(rank: &Rank, piece: &mut Piece) -> Result<()> {
+    if !(piece.view.is_contiguous() && piece.buffer.is_unique()) {
+        *piece = piece.converted(rank, piece.dtype)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shardgrad_dist::{Mesh, World};
+    use shardgrad_kernels::DType;
+
+    const RATES: AdamWRates = AdamWRates {
+        lr: 0.1,
+        beta1: 0.5,
+        beta2: 0.75,
+        eps: 2.0,
+        weight_decay: 0.5,
+        correction1: 0.5,
+        correction2: 0.25,
+        grad_scale: 0.5,
+    };
+
+    #[test]
+    fn a_step_by_hand_on_split_parameters() {
+        // g = 2: m = 0/2 + 2/2 = 1, v = 0 + 4/4 = 1; the update is (1 / 0.5) / (sqrt(1 / 0.25) + 2) = 0.5.
+        World::run(Mesh::parse("tp=2").unwrap(), |rank| {
+            let layout = Layout::parse("f64[3@tp]", rank.mesh())?;
+            let param = Tensor::from_global(rank, &layout, &[8.0f64, 4.0, 0.0])?;
+            let kept = param.clone();
+            let grad = Tensor::full(rank, &layout, 4.0)?;
+            let mut moments = Moments::zeros(rank, &layout)?;
+            let stepped = moments.step(param, &grad, &RATES)?;
+            assert_eq!(stepped.to_f64()?, [8.0 - 0.4 - 0.05, 4.0 - 0.2 - 0.05, -0.05]);
+            assert_eq!(kept.to_f64()?, [8.0, 4.0, 0.0], "a value that somebody holds does not change");
+            for mean in moments.tensors(rank) {
+                assert_eq!(mean.to_f64()?, [1.0; 3]);
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn steps_happen_in_place_and_clones_do_not_share() {
+        World::run(Mesh::single(), |rank| {
+            let layout = Layout::invariant(rank.mesh(), DType::F32, &[5]);
+            let param = Tensor::zeros(rank, &layout)?;
+            let grad = Tensor::full(rank, &layout, 1.0)?;
+            let address = param.piece().buffer.address();
+            let mut moments = Moments::zeros(rank, &layout)?;
+            let param = moments.step(param, &grad, &RATES)?;
+            assert_eq!(param.piece().buffer.address(), address);
+            let mut other = moments.clone();
+            let before = moments.tensors(rank)[0].to_f64()?;
+            let _ = other.step(param, &grad, &RATES)?;
+            assert_eq!(moments.tensors(rank)[0].to_f64()?, before);
+            assert_ne!(other.tensors(rank)[0].to_f64()?, before);
+            let saved = Moments::from_tensors(&layout, moments.tensors(rank))?;
+            assert_eq!(saved.tensors(rank)[1].to_f64()?, moments.tensors(rank)[1].to_f64()?);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        World::run(Mesh::parse("tp=2").unwrap(), |rank| {
+            let parse = |text| Layout::parse(text, rank.mesh());
+            let (split, whole) = (parse("f32[4@tp]")?, parse("f32[4]")?);
+            assert!(Moments::zeros(rank, &parse("f32[4] ~tp")?).is_err());
+            let mut moments = Moments::zeros(rank, &split)?;
+            let wrong = moments.step(Tensor::zeros(rank, &split)?, &Tensor::zeros(rank, &whole)?, &RATES);
+            assert_eq!(wrong.unwrap_err().kind(), Kind::Layout);
+            assert!(Moments::from_tensors(&whole, moments.tensors(rank)).is_err());
+            Ok(())
+        })
+        .unwrap();
+    }
+}

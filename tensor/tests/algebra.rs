@@ -1,0 +1,445 @@
+//! The layout algebra against its golden data: every case of every section, and counts so that none is left out.
+//!
+//! The data was written by a brute-force model that runs each accepted row on simulated ranks, forward and backward.
+//! The checks themselves are tried on planted bugs that they must find.
+
+use serde_json::Value;
+use shardgrad_dist::{Axis, AxisSet, Mesh};
+use shardgrad_kernels::DType;
+use shardgrad_tensor::{
+    AxisList, Dim, Inference, Layout, Refusal, RouteCache, Rule, Signature, State, Step, adjoint, infer, moved,
+    moved_back, repairs, reshape_layout, route,
+};
+use std::collections::BTreeMap;
+
+fn golden() -> Value {
+    serde_json::from_str(include_str!("data/algebra_cases.json")).unwrap()
+}
+
+fn list<'a>(value: &'a Value, key: &str) -> &'a [Value] {
+    value[key].as_array().unwrap_or_else(|| panic!("`{key}` is a list"))
+}
+
+fn number(value: &Value, key: &str) -> usize {
+    value[key].as_u64().unwrap_or_else(|| panic!("`{key}` is a number in {value}")) as usize
+}
+
+fn text<'a>(value: &'a Value, key: &str) -> &'a str {
+    value[key].as_str().unwrap_or_else(|| panic!("`{key}` is a text in {value}"))
+}
+
+fn texts<'a>(value: &'a Value, key: &str) -> Vec<&'a str> {
+    list(value, key).iter().map(|t| t.as_str().expect("a list of texts")).collect()
+}
+
+fn mesh_of(case: &Value) -> Mesh {
+    let axes = case["mesh"].as_object().expect("a mesh is an object");
+    let axes: Vec<(&str, usize)> = axes.iter().map(|(a, n)| (a.as_str(), n.as_u64().unwrap() as usize)).collect();
+    Mesh::new(&axes).unwrap()
+}
+
+fn state_of(value: &Value) -> State {
+    match value.as_str() {
+        Some("=") => State::Invariant,
+        Some("~") => State::Replicate,
+        Some("+") => State::Partial,
+        Some(other) => panic!("`{other}` is no state"),
+        None => State::Shard(value.as_u64().expect("a dim") as usize),
+    }
+}
+
+/// A state as the golden data writes it.
+fn written(state: State) -> String {
+    state.to_string().trim_start_matches('@').to_string()
+}
+
+fn written_step((i, axis, state): (usize, Axis, State), mesh: &Mesh) -> String {
+    format!("{i} {} {}", mesh.name(axis), written(state))
+}
+
+#[test]
+fn texts_survive_reading_and_printing() {
+    let golden = golden();
+    let (ok, bad) = (texts(&golden["texts"], "ok"), texts(&golden["texts"], "bad"));
+    for form in &ok {
+        let names = form.split(|c: char| !c.is_ascii_alphanumeric()).filter(|w| w.starts_with(char::is_alphabetic));
+        let axes: Vec<(&str, usize)> = names.skip(1).map(|name| (name, 2)).collect();
+        let layout = Layout::parse(form, &Mesh::new(&axes).unwrap()).unwrap();
+        assert_eq!(layout.to_string(), *form);
+        assert_eq!(layout.dual().dual(), layout);
+    }
+    let mesh = Mesh::parse("a=2,dp=2").unwrap();
+    for form in &bad {
+        assert!(Layout::parse(form, &mesh).is_err(), "`{form}` is no layout");
+    }
+    assert_eq!((ok.len(), bad.len()), (7, 15));
+}
+
+#[test]
+fn ranges() {
+    let golden = golden();
+    let check = |case: &Value, resplit: bool| {
+        let sizes: Vec<usize> = list(case, "sizes").iter().map(|n| n.as_u64().unwrap() as usize).collect();
+        let at: Vec<usize> = list(case, "coordinate").iter().map(|n| n.as_u64().unwrap() as usize).collect();
+        let named: Vec<(&str, usize)> = ["a", "b", "c"].into_iter().zip(sizes.iter().copied()).collect();
+        let mesh = Mesh::new(&named).unwrap();
+        let (extent, grain) = (number(case, "extent"), number(case, "grain"));
+        let range = if resplit {
+            // The rule that looks as good and is wrong: each axis splits the range that the outer ones leave.
+            sizes.iter().zip(&at).fold(0..extent, |r, (k, c)| r.start + r.len() * c / k..r.start + r.len() * (c + 1) / k)
+        } else {
+            Dim { extent, grain, axes: mesh.axes().collect() }.range(&mesh, &at)
+        };
+        [range.start, range.end] == [0, 1].map(|i| case["range"][i].as_u64().unwrap() as usize)
+    };
+    let cases = list(&golden, "ranges");
+    assert!(cases.iter().all(|c| check(c, false)));
+    assert!(cases.iter().any(|c| !check(c, true)), "the planted rule is found");
+    assert_eq!(cases.len(), 160);
+}
+
+#[test]
+fn single_steps_with_costs_and_adjoints() {
+    let golden = golden();
+    let cases = list(&golden, "steps");
+    let mut planted = 0;
+    for case in cases {
+        let mesh = mesh_of(case);
+        let from = Layout::parse(text(case, "src"), &mesh).unwrap();
+        let axes: AxisSet = texts(case, "axes").iter().map(|a| mesh.axis(a).unwrap()).collect();
+        let step = Step { axes, to: state_of(&case["to"]), grain: None };
+        let to = from.after(&step);
+        assert_eq!(to.to_string(), text(case, "dst"), "{case}");
+        assert_eq!(moved(&from, &step) as usize, number(case, "forward"), "{case}");
+        assert_eq!(moved_back(&from, &step) as usize, number(case, "backward"), "{case}");
+        let back = adjoint(&from, &step);
+        assert_eq!([to.dual().to_string(), to.dual().after(&back).to_string()].to_vec(), texts(case, "adjoint"));
+        planted += usize::from(moved(&from, &step) as usize != number(case, "backward"));
+    }
+    assert!(planted > 100, "an adjoint priced as its forward step is found");
+    assert_eq!(cases.len(), 360);
+}
+
+#[test]
+fn routes_are_as_cheap_and_as_short() {
+    let golden = golden();
+    let cases = list(&golden, "routes");
+    let mut planted = 0;
+    for case in cases {
+        let mesh = mesh_of(case);
+        let (from, to) = (Layout::parse(text(case, "src"), &mesh).unwrap(), Layout::parse(text(case, "dst"), &mesh).unwrap());
+        let found = route(&from, &to, true).unwrap();
+        let expected = (number(case, "elements") as u64, number(case, "steps"));
+        assert_eq!((found.elements(), found.steps.len()), expected, "{case}: {:?}", found.steps);
+        assert_eq!(found.steps.iter().fold(from.clone(), |l, s| l.after(s)), to);
+        let blind = route(&from, &to, false).unwrap();
+        assert!(blind.forward <= found.forward && blind.backward == 0, "{case}");
+        let mut at = from.clone();
+        let mut cost = blind.forward;
+        for step in &blind.steps {
+            cost += moved_back(&at, step);
+            at = at.after(step);
+        }
+        planted += usize::from(cost > found.elements());
+    }
+    assert!(planted > 0, "a search that forgets the adjoints is found");
+    assert_eq!(cases.len(), 240);
+}
+
+#[test]
+fn reshapes_that_split_a_dim() {
+    let golden = golden();
+    let cases = list(&golden, "reshape_split");
+    let (mut legal, mut filled) = (0, 0);
+    for case in cases {
+        let mesh = Mesh::new(&[("a", number(case, "axis"))]).unwrap();
+        let (a, b, grain) = (number(case, "A"), number(case, "B"), number(case, "grain"));
+        let dim = Dim::split(a * b, [Axis(0)]).in_grains(grain);
+        let from = Layout::new(&mesh, DType::F32, [dim], AxisSet::EMPTY, AxisSet::EMPTY).unwrap();
+        let got = reshape_layout(&from, &[a, b]);
+        match (case["grain_on_a"].as_u64(), got) {
+            (Some(grain), Ok(to)) => {
+                let on_a = Dim::split(a, [Axis(0)]).in_grains(grain as usize);
+                assert_eq!(to.dims(), [on_a, Dim::whole(b)], "{case}");
+                legal += 1;
+            }
+            // With A of extent 1 no axis is needed to fill it, so all of them land on B.
+            (None, Ok(to)) => {
+                assert_eq!((a, to.dims()), (1, &[Dim::whole(1), Dim { extent: b, ..dim }][..]), "{case}");
+                filled += 1;
+            }
+            (None, Err(refusal)) => assert_eq!(refusal.code, "reshape", "{case}"),
+            (Some(_), Err(refusal)) => panic!("{case}: {refusal}"),
+        }
+    }
+    assert_eq!((cases.len(), legal, filled), (136, 87, 9));
+}
+
+/// One op of the golden data, ready to be asked.
+struct Op<'a> {
+    mesh: Mesh,
+    signature: Signature,
+    linear_in: Vec<Vec<usize>>,
+    differentiable: Vec<bool>,
+    group: &'a Value,
+}
+
+impl<'a> Op<'a> {
+    fn new(group: &'a Value) -> Op<'a> {
+        let numbers = |v: &Value| v.as_array().unwrap().iter().map(|i| i.as_u64().unwrap() as usize).collect();
+        Op {
+            mesh: mesh_of(group),
+            signature: Signature::parse(text(group, "signature")).unwrap(),
+            linear_in: list(group, "linear_in").iter().map(numbers).collect(),
+            differentiable: list(group, "differentiable").iter().map(|d| d.as_bool().unwrap()).collect(),
+            group,
+        }
+    }
+
+    /// For labels that no argument has: whole layouts of the right extents.
+    fn want(&self, args: &[&Layout]) -> Vec<Layout> {
+        let leading = number(self.group, "leading_dims");
+        let shape = |terms: &Vec<shardgrad_tensor::Term>| {
+            let mut shape = Vec::new();
+            for term in terms {
+                let name = self.signature.name(*term);
+                let of = |name: &str| number(&self.group["extents"], name);
+                match term.mark {
+                    shardgrad_tensor::Mark::Spread => shape.extend((0..leading).map(|i| of(&format!("{name}{i}")))),
+                    shardgrad_tensor::Mark::One => shape.push(1),
+                    _ => shape.push(of(name)),
+                }
+            }
+            shape
+        };
+        let outputs = self.signature.outputs().iter();
+        outputs.map(|t| Layout::invariant(args[0].mesh(), DType::F32, &shape(t))).collect()
+    }
+
+    fn infer(&self, args: &[&Layout]) -> Result<Inference, Refusal> {
+        let groups: Vec<&[usize]> = self.linear_in.iter().map(Vec::as_slice).collect();
+        let rule = Rule { signature: &self.signature, linear_in: &groups, differentiable: &self.differentiable };
+        let dtypes = vec![DType::F32; self.signature.num_outputs()];
+        match infer(&rule, args, &dtypes, &[]) {
+            Err(refusal) if refusal.code == "shape" => {
+                let want = self.want(args);
+                infer(&rule, args, &dtypes, &want.iter().map(Some).collect::<Vec<_>>())
+            }
+            other => other,
+        }
+    }
+
+    fn args(&self, case: &Value) -> Vec<Layout> {
+        texts(case, "in").iter().map(|t| Layout::parse(t, &self.mesh).unwrap()).collect()
+    }
+
+    /// What we say about a case, in the words of the golden data.
+    fn answer(&self, case: &Value) -> Value {
+        let layouts = self.args(case);
+        let args: Vec<&Layout> = layouts.iter().collect();
+        let mut answer = serde_json::json!({ "in": case["in"] });
+        match self.infer(&args) {
+            Ok(inference) => {
+                let (mut now, mut paid, mut forward, mut backward) = (layouts.clone(), false, 0, 0);
+                for &(i, axis, state) in &inference.steps {
+                    let step = Step::new(axis, state);
+                    paid |= now[i].state(axis) == State::Partial;
+                    forward += moved(&now[i], &step);
+                    backward += if self.differentiable[i] { moved_back(&now[i], &step) } else { 0 };
+                    now[i] = now[i].after(&step);
+                }
+                for ((before, after), target) in layouts.iter().zip(&now).zip(&inference.targets) {
+                    assert_eq!(target.as_ref(), (before != after).then_some(after), "targets follow from steps");
+                }
+                let steps: Vec<String> = inference.steps.iter().map(|s| written_step(*s, &self.mesh)).collect();
+                let kind = if paid { "complete" } else if steps.is_empty() { "direct" } else { "cast" };
+                let out: Vec<String> = inference.outputs.iter().map(Layout::to_string).collect();
+                for (key, value) in [("kind", kind.into()), ("steps", steps.into()), ("out", out.into())] {
+                    answer[key] = value;
+                }
+                (answer["forward"], answer["backward"]) = (forward.into(), backward.into());
+            }
+            Err(refusal) => {
+                answer["refuse"] = refusal.code.into();
+                if case.get("repairs").is_some() {
+                    answer["repairs"] = self.repairs(&args, &refusal);
+                }
+                if refusal.code == "conflict" {
+                    answer["why"] = why(&refusal.message).into();
+                } else {
+                    answer["why"] = case["why"].clone();
+                }
+            }
+        }
+        answer
+    }
+
+    fn repairs(&self, args: &[&Layout], refusal: &Refusal) -> Value {
+        let found = repairs(args, &self.differentiable, refusal, &RouteCache::default(), &|args| self.infer(args));
+        let one = |repair: &shardgrad_tensor::Repair| {
+            let steps: Vec<String> = repair
+                .changes
+                .iter()
+                .map(|(i, to)| match to {
+                    shardgrad_tensor::Move::Exchange(axis, d) => written_step((*i, *axis, State::Shard(*d)), &self.mesh),
+                    shardgrad_tensor::Move::Gather(axis) => written_step((*i, *axis, State::Replicate), &self.mesh),
+                    shardgrad_tensor::Move::Adopt(..) => panic!("on one axis no list differs from another"),
+                })
+                .collect();
+            let out: Vec<String> = repair.outputs.iter().map(Layout::to_string).collect();
+            serde_json::json!({ "steps": steps, "elements": repair.elements, "out": out })
+        };
+        found.iter().map(one).collect()
+    }
+}
+
+/// Axis and labels of a conflict, out of our message, in the words of the golden data.
+fn why(message: &str) -> String {
+    let quoted: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
+    let (axis, mut labels) = (quoted[0], [quoted[1], quoted[2]]);
+    labels.sort_unstable();
+    format!("axis {axis} splits labels {} and {}", labels[0], labels[1])
+}
+
+/// Every case of the `ops` section whose answer is another one, and how many there are of each kind.
+fn disagreements(golden: &Value, plant: impl Fn(&mut Op<'_>)) -> (Vec<String>, BTreeMap<String, usize>) {
+    let (mut wrong, mut count) = (Vec::new(), BTreeMap::new());
+    for group in list(golden, "ops") {
+        let mut op = Op::new(group);
+        plant(&mut op);
+        for case in list(group, "cases") {
+            let kind = case.get("kind").or(case.get("refuse")).and_then(Value::as_str).expect("accepted or refused");
+            *count.entry(kind.to_string()).or_default() += 1;
+            *count.entry("repairs".to_string()).or_default() += case.get("repairs").map_or(0, |r| r.as_array().unwrap().len());
+            let answer = op.answer(case);
+            if answer != *case {
+                wrong.push(format!("{} on {}: expected {case}, got {answer}", text(group, "op"), op.mesh));
+            }
+        }
+    }
+    (wrong, count)
+}
+
+#[test]
+fn every_row_of_every_op() {
+    let golden = golden();
+    let (wrong, count) = disagreements(&golden, |_| {});
+    assert!(wrong.is_empty(), "{} cases differ, the first: {}", wrong.len(), wrong[0]);
+    let expected = [
+        ("cast", 835),
+        ("complete", 999),
+        ("conflict", 651),
+        ("direct", 598),
+        ("one", 32),
+        ("order", 276),
+        ("repairs", 1423),
+        ("whole", 461),
+    ];
+    assert_eq!(count, expected.map(|(k, n)| (k.to_string(), n)).into());
+    assert_eq!(list(&golden, "ops").len(), 82);
+}
+
+#[test]
+fn wrong_declarations_are_found() {
+    let golden = golden();
+    let is = |op: &Op<'_>, name: &str| text(op.group, "op") == name;
+    let joint_mul = |op: &mut Op<'_>| {
+        if is(op, "mul") {
+            op.linear_in = vec![vec![0, 1]];
+        }
+    };
+    let split_softmax = |op: &mut Op<'_>| {
+        if is(op, "softmax") {
+            op.signature = Signature::parse("..m d -> ..m d").unwrap();
+        }
+    };
+    let linear_silu = |op: &mut Op<'_>| {
+        if is(op, "silu") {
+            op.linear_in = vec![vec![0]];
+        }
+    };
+    let real_indices = |op: &mut Op<'_>| {
+        if is(op, "where") {
+            op.differentiable = vec![true; 3];
+        }
+    };
+    assert!(!disagreements(&golden, joint_mul).0.is_empty());
+    assert!(!disagreements(&golden, split_softmax).0.is_empty());
+    assert!(!disagreements(&golden, linear_silu).0.is_empty());
+    // The mask is an integer tensor, and those never have a cotangent: what is declared makes no difference to states.
+    assert!(disagreements(&golden, real_indices).0.iter().all(|w| w.starts_with("where")));
+}
+
+#[test]
+fn wanted_layouts_decide_created_labels() {
+    let golden = golden();
+    let cases = list(&golden, "want");
+    for case in cases {
+        let mesh = mesh_of(case);
+        let layouts: Vec<Layout> = texts(case, "in").iter().map(|t| Layout::parse(t, &mesh).unwrap()).collect();
+        let args: Vec<&Layout> = layouts.iter().collect();
+        let want = Layout::parse(text(case, "want"), &mesh).unwrap();
+        let signature = Signature::parse(text(case, "signature")).unwrap();
+        let (linear, differentiable): (&[&[usize]], &[bool]) = match text(case, "op") {
+            "embedding_bwd" => (&[&[1]], &[false, true]),
+            "expand" => (&[&[0]], &[true]),
+            other => panic!("no declaration is known for {other}"),
+        };
+        let rule = Rule { signature: &signature, linear_in: linear, differentiable };
+        let got = infer(&rule, &args, &[DType::F32], &[Some(&want)]).unwrap();
+        let steps: Vec<String> = got.steps.iter().map(|s| written_step(*s, &mesh)).collect();
+        assert_eq!((steps, got.outputs[0].to_string().as_str()), (texts(case, "steps").iter().map(|s| s.to_string()).collect(), text(case, "out")));
+    }
+    assert_eq!(cases.len(), 6);
+}
+
+mod random {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Extents and grains, and for each of six axes of sizes 1 to 3 a place: a dim, `+`, `~` or nothing.
+    fn layout() -> impl Strategy<Value = Layout> {
+        let dims = prop::collection::vec((0usize..5, 1usize..4), 0..4);
+        let sizes = prop::collection::vec(1usize..4, 6);
+        (dims, sizes, prop::collection::vec(0usize..7, 6), Just([5, 2, 0, 3, 1, 4]).prop_shuffle()).prop_map(
+            |(dims, sizes, places, order)| {
+                let names = ["zeta", "b", "tp", "a_1", "dp", "_x"];
+                let named: Vec<(&str, usize)> = names.into_iter().zip(sizes).collect();
+                let mesh = Mesh::new(&named).unwrap();
+                let mut lists = vec![AxisList::EMPTY; dims.len()];
+                let mut marks = [AxisSet::EMPTY; 2];
+                for i in order {
+                    let axis = Axis(i as u8);
+                    match places[i] {
+                        place if place < lists.len() => lists[place] = lists[place].with(axis),
+                        place @ (5 | 6) => marks[place - 5] = marks[place - 5].with(axis),
+                        _ => {}
+                    }
+                }
+                let dims = dims.iter().zip(lists).map(|((n, grain), axes)| Dim { extent: n * grain, grain: *grain, axes });
+                Layout::new(&mesh, DType::BF16, dims, marks[0], marks[1]).unwrap()
+            },
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn printing_and_reading_gives_the_layout(layout in layout()) {
+            prop_assert_eq!(Layout::parse(&layout.to_string(), layout.mesh()).unwrap(), layout);
+        }
+
+        #[test]
+        fn ranges_tile_every_dim(layout in layout()) {
+            let mesh = layout.mesh().clone();
+            for (d, dim) in layout.dims().iter().enumerate() {
+                let mut seen = vec![0; dim.extent];
+                for rank in 0..mesh.num_ranks() {
+                    let at = mesh.coordinate(rank);
+                    prop_assert!(layout.range(d, &at).len() <= dim.most(&mesh));
+                    layout.range(d, &at).for_each(|i| seen[i] += 1);
+                }
+                prop_assert!(seen.iter().all(|n| *n == mesh.num_ranks() / dim.axes.ways(&mesh)));
+            }
+        }
+    }
+}

@@ -1,0 +1,216 @@
+//! Random models under random plans: a stack of products, norms, non-linearities and residuals, with an embedding at
+//! the bottom and a tied head at the top. With `integers` every step is exact in f64.
+
+use super::planted;
+use proptest::prelude::*;
+use shardgrad::nn::Init;
+use shardgrad::prelude::*;
+use std::collections::BTreeMap;
+
+/// What is wrong with a run, on purpose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Bug {
+    None,
+    /// The hidden activation passes a pending sum through a non-linear op.
+    PendingThroughRelu,
+    /// A mean divides by the local extent.
+    LocalMean,
+    /// A vjp scales by the size of the world.
+    WorldScaledVjp,
+    /// A vjp gives zeros.
+    ZeroVjp,
+    /// A layer reads a cut-off copy of its input.
+    Detached,
+    /// A parameter is multiplied by a mask of zeros.
+    Masked,
+    /// Each rank updates with a rate of its own.
+    RankRate,
+    /// A parameter that should be replicated is initialised by rank.
+    RankInit,
+    /// One rank leaves a parameter out of its update.
+    RankSkips,
+}
+
+/// One random case.
+#[derive(Clone, Debug)]
+pub(crate) struct Sample {
+    pub(crate) dp: usize,
+    pub(crate) tp: usize,
+    pub(crate) width: usize,
+    pub(crate) hidden: usize,
+    pub(crate) vocabulary: usize,
+    pub(crate) rows: usize,
+    pub(crate) columns: usize,
+    pub(crate) num_blocks: usize,
+    pub(crate) split_hidden: bool,
+    pub(crate) split_vocabulary: bool,
+    pub(crate) store_sharded: bool,
+    pub(crate) rounds: usize,
+    pub(crate) seed: u64,
+    pub(crate) integers: bool,
+}
+
+/// Random cases, uneven and empty shards among them.
+pub(crate) fn strategy() -> impl Strategy<Value = Sample> {
+    let sizes = (1usize..=3, 1usize..=3, 2usize..=6, 1usize..=7, 2usize..=9);
+    let data = (1usize..=5, 1usize..=4, 1usize..=2, 1usize..=2, any::<u64>());
+    let flags = (any::<bool>(), any::<bool>(), any::<bool>());
+    (sizes, data, flags).prop_map(|((dp, tp, width, hidden, vocabulary), (rows, columns, num_blocks, rounds, seed), flags)| {
+        Sample {
+            dp,
+            tp,
+            width,
+            hidden,
+            vocabulary,
+            rows,
+            columns,
+            num_blocks,
+            rounds,
+            seed,
+            split_hidden: flags.0,
+            split_vocabulary: flags.1,
+            store_sharded: flags.2,
+            integers: false,
+        }
+    })
+}
+
+/// What a run left: gathered gradients and losses of the first step, and the parameters' bits after two steps.
+#[derive(Clone, Debug)]
+pub(crate) struct Trained {
+    pub(crate) loss: f64,
+    pub(crate) gradients: BTreeMap<String, Vec<f64>>,
+    pub(crate) replicas: BTreeMap<String, Vec<(Vec<std::ops::Range<usize>>, Vec<u64>)>>,
+}
+
+module! {
+    struct Block { norm: LayerNorm, up: Linear, gain: Param, down: Linear; bug: Bug, integers: bool }
+}
+
+module! {
+    struct Net { table: Param, blocks: Vec<Block>; bug: Bug, integers: bool }
+}
+
+impl Block {
+    fn forward(&self, x: &Var) -> Var {
+        let h = if self.integers { x.clone() } else { self.norm.forward(x) };
+        let h = if self.bug == Bug::Detached { h.detach() } else { h };
+        let gain = self.gain.on(&h);
+        let gain = if self.bug == Bug::Masked { gain.scale(0.0) } else { gain };
+        let h = self.up.forward(&h.mul(&gain));
+        let h = if self.integers { h.relu() } else { h.gelu() };
+        let y = self.down.forward(&planted::forward(&h, self.bug));
+        x.add(&planted::residual(&y, self.bug))
+    }
+}
+
+impl Net {
+    fn loss(&self, ids: &Var, targets: &Var) -> Var {
+        let table = self.table.on(ids);
+        let mut x = table.embedding(ids);
+        for block in &self.blocks {
+            x = block.forward(&x);
+        }
+        let logits = x.matmul_nt(&table);
+        if self.integers {
+            return logits.mul(&logits).sum();
+        }
+        planted::mean(&shardgrad::nn::loss::cross_entropy(&logits, targets), self.bug)
+    }
+}
+
+impl Sample {
+    pub(crate) fn mesh(&self) -> Mesh {
+        Mesh::new(&[("dp", self.dp), ("tp", self.tp)]).expect("a small mesh")
+    }
+
+    fn init(&self) -> Init {
+        if self.integers { Init::Integers(1) } else { Init::Normal(0.5) }
+    }
+
+    fn net(&self, bug: Bug) -> Net {
+        let (d, f) = (self.width, self.hidden);
+        let block = |_| Block {
+            norm: LayerNorm::new(d),
+            up: Linear::new(d, f).init(self.init()),
+            gain: Param::new(&[d]).init(if self.integers { Init::Integers(1) } else { Init::Uniform(1.0) }),
+            down: Linear::new(f, d).init(self.init()),
+            bug,
+            integers: self.integers,
+        };
+        Net {
+            table: Param::new(&[self.vocabulary, d]).init(self.init()),
+            blocks: (0..self.num_blocks).map(block).collect(),
+            bug,
+            integers: self.integers,
+        }
+    }
+
+    fn plan(&self) -> Plan {
+        let mut plan = Plan::data("dp");
+        if self.split_hidden {
+            plan = plan.and(Plan::tensor("tp").column("*.up").row("*.down"));
+        }
+        if self.split_vocabulary {
+            plan = plan.store("table", "tp@0");
+        }
+        if self.store_sharded {
+            plan = plan.store("*.gain", "dp@0").compute("*.gain", "dp~");
+        }
+        plan
+    }
+
+    /// Two steps of training; the gradients are those of the first.
+    pub(crate) fn train(&self, mesh: &Mesh, bug: Bug) -> Result<Trained> {
+        let ranks = World::new(mesh.clone()).threads(1).launch(|rank| self.on_rank(rank, bug))?;
+        let mut first = ranks[0].clone();
+        for other in &ranks[1..] {
+            for (name, pieces) in &other.replicas {
+                first.replicas.get_mut(name).expect("all ranks hold all names").extend(pieces.clone());
+            }
+        }
+        Ok(first)
+    }
+
+    fn on_rank(&self, rank: &Rank, bug: Bug) -> Result<Trained> {
+        let plan = self.plan();
+        let model = Model::with_dtype(rank, self.net(bug), &plan, self.seed, DType::F64)?;
+        planted::initialise(&model, bug)?;
+        let mut optim = AdamW::new(0.05);
+        let mut seen: Option<(f64, BTreeMap<String, Vec<f64>>)> = None;
+        for step in 0..2 {
+            let tape = model.tape();
+            let mut loss_sum = 0.0;
+            for round in 0..self.rounds {
+                let loss = model.loss(&self.tokens(&tape, &plan, 2 * step + round, 0)?, &self.tokens(&tape, &plan, 2 * step + round, 1)?);
+                loss_sum += loss.item()?;
+                loss.backward()?;
+            }
+            let gradients = tape.gradients();
+            if seen.is_none() {
+                let gathered = model.params().iter().filter_map(|p| Some((p, gradients.get(&p.key())?)));
+                let gathered = gathered.map(|(p, g)| Ok((p.name(), g.to_f64()?))).collect::<Result<_>>()?;
+                seen = Some((loss_sum, gathered));
+            }
+            let lr = planted::rate(rank, 0.05, bug);
+            let gradients = planted::skip(rank, &model, gradients, bug);
+            optim.step(&model, gradients, StepArgs { lr, clip: None, control: &[] })?;
+        }
+        let (loss, gradients) = seen.expect("two steps were taken");
+        let bits = |p: &Param| -> Result<_> {
+            let t = p.tensor();
+            let shard = (0..t.layout().ndim()).map(|d| t.layout().range(d, rank.coordinates())).collect();
+            Ok((p.name(), vec![(shard, t.to_local_f64()?.iter().map(|x| x.to_bits()).collect())]))
+        };
+        let replicas = model.params().iter().map(bits).collect::<Result<_>>()?;
+        Ok(Trained { loss, gradients, replicas })
+    }
+
+    fn tokens(&self, tape: &Tape, plan: &Plan, draw: usize, shift: usize) -> Result<Var> {
+        let rank = tape.rank();
+        let layout = plan.batch_layout(rank.mesh(), DType::I64, &[self.rows, self.columns])?;
+        let token = |i: usize| ((i + shift + 7 * draw) * 5 + i * i + self.seed as usize % 11) % self.vocabulary;
+        let all: Vec<i64> = (0..self.rows * self.columns).map(|i| token(i) as i64).collect();
+        Ok(tape.constant(Tensor::from_global(rank, &layout, &all)?))
+    }
+}

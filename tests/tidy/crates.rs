@@ -1,0 +1,96 @@
+//! The crates form a list, and each imports only what stands before it.
+
+use super::source::{Finding, Source, every_file_keeps, lines_found, nothing_in, texts};
+use super::tokens::{each_level, line};
+use proc_macro2::TokenTree;
+
+/// Each crate's folder, and the crates of ours that it may import. The root package may import all.
+const IMPORTS: [(&str, &[&str]); 5] = [
+    ("kernels", &[]),
+    ("dist", &["kernels"]),
+    ("tensor", &["kernels", "dist"]),
+    ("autograd", &["dist", "tensor"]),
+    ("nn", &["tensor", "autograd"]),
+];
+
+/// What a crate may import, if it is one with a limit.
+fn allowed(package: &str) -> Option<&'static [&'static str]> {
+    IMPORTS.iter().find(|(name, _)| *name == package).map(|(_, allowed)| *allowed)
+}
+
+/// The advice for a forbidden import, if it is one.
+fn refusal(package: &str, imported: &str) -> Option<String> {
+    let allowed = allowed(package)?;
+    let fine = imported == package || allowed.contains(&imported);
+    let may = if allowed.is_empty() { "no crate of ours".to_string() } else { allowed.join(", ") };
+    (!fine).then(|| {
+        format!("`{package}` may import {may}, not `{imported}`; move the code to the room that knows both")
+    })
+}
+
+/// A source names only the crates that its own crate may import.
+fn crate_order(source: &Source) -> Vec<Finding> {
+    let Some(package) = source.package() else { return Vec::new() };
+    let mut findings = Vec::new();
+    each_level(&source.tokens, &mut |level| {
+        for tree in level {
+            let TokenTree::Ident(ident) = tree else { continue };
+            let name = ident.to_string();
+            let Some(imported) = name.strip_prefix("shardgrad_") else { continue };
+            if let Some(advice) = refusal(package, imported) {
+                findings.push(source.finding(line(tree), advice));
+            }
+        }
+    });
+    findings
+}
+
+/// A manifest lists only the crates that its crate may import, for tests too.
+fn manifest_order(path: &str, text: &str) -> Vec<Finding> {
+    let package = path.strip_suffix("/Cargo.toml").unwrap_or("");
+    let mut findings = Vec::new();
+    let mut lists = false;
+    for (at, row) in text.lines().enumerate() {
+        if row.starts_with('[') {
+            lists = row.trim_end().ends_with("dependencies]");
+        }
+        let Some(name) = row.strip_prefix("shardgrad-").filter(|_| lists) else { continue };
+        let imported = name.split(['.', '=', ' ']).next().unwrap_or_default();
+        if let Some(advice) = refusal(package, imported) {
+            findings.push(Finding { path: path.to_string(), line: at + 1, advice });
+        }
+    }
+    findings
+}
+
+#[test]
+fn crates_import_downwards() {
+    every_file_keeps(crate_order);
+}
+
+#[test]
+fn manifests_import_downwards() {
+    let manifests = texts().into_iter().filter(|(path, _)| path.ends_with("Cargo.toml"));
+    nothing_in(manifests.flat_map(|(path, text)| manifest_order(&path, &text)).collect());
+}
+
+#[test]
+fn an_upward_import_is_found() {
+    let text = "//! A crate.\nuse shardgrad_tensor::Tensor;\nfn f() { shardgrad_nn::g() }";
+    assert_eq!(lines_found(crate_order, "kernels/src/a.rs", text), [2, 3]);
+    assert_eq!(lines_found(crate_order, "dist/src/a/b.rs", text), [2, 3]);
+    assert_eq!(lines_found(crate_order, "autograd/src/a.rs", text), [3]);
+    assert_eq!(lines_found(crate_order, "nn/src/a.rs", "use shardgrad_kernels::DType;"), [1]);
+    assert!(lines_found(crate_order, "nn/src/a.rs", text).is_empty());
+    assert!(lines_found(crate_order, "src/a.rs", text).is_empty());
+}
+
+#[test]
+fn an_upward_dependency_is_found() {
+    let text = "[package]\nname = \"x\"\n[dependencies]\nshardgrad-nn.workspace = true\n[dev-dependencies]\n\
+                shardgrad-kernels = { path = \"x\" }\n[features]\nshardgrad-nn = []";
+    let lines = |path: &str| manifest_order(path, text).iter().map(|f| f.line).collect::<Vec<_>>();
+    assert_eq!(lines("tensor/Cargo.toml"), [4]);
+    assert_eq!(lines("autograd/Cargo.toml"), [4, 6]);
+    assert!(lines("Cargo.toml").is_empty());
+}

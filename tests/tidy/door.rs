@@ -1,0 +1,63 @@
+//! Collectives have one door: outside of `dist`, bytes move between ranks in the listed places only.
+
+use super::source::{Finding, Source, every_file_keeps, lines_found, nothing_in, sources};
+use super::tokens::{each_level, group, is_mark, line, word};
+use proc_macro2::Delimiter;
+
+/// Files, and folders that end in `/`, that may call a collective. A new one needs a reason in ADR 11.
+const DOORS: [&str; 2] = ["tensor/src/redistribute.rs", "tensor/src/control.rs"];
+const COLLECTIVES: [&str; 6] = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "recv"];
+
+/// A collective is called on something that is not the caller itself, outside of `dist` and of tests, in a door only.
+fn one_door(source: &Source) -> Vec<Finding> {
+    let is_door = DOORS.iter().any(|d| source.path == *d || (d.ends_with('/') && source.path.starts_with(d)));
+    if is_door || source.package().is_none_or(|package| package == "dist") {
+        return Vec::new();
+    }
+    let mut findings = Vec::new();
+    each_level(&source.product, &mut |level| {
+        for at in 1..level.len() {
+            let called =
+                is_mark(level, at - 1, '.') && group(level, at + 1, Delimiter::Parenthesis).is_some();
+            let name = word(level, at).filter(|w| called && COLLECTIVES.contains(&w.as_str()));
+            if let Some(name) = name {
+                let advice = format!(
+                    "`{name}` outside of the door; state a layout and let `redistribute` move the bytes, or add the \
+                     file to DOORS in tests/tidy/door.rs and its reason to ADR 11"
+                );
+                findings.push(source.finding(line(&level[at]), advice));
+            }
+        }
+    });
+    findings
+}
+
+#[test]
+fn collectives_have_one_door() {
+    every_file_keeps(one_door);
+}
+
+#[test]
+fn the_doors_exist() {
+    let tree = sources();
+    let stale = DOORS.iter().filter(|d| !tree.iter().any(|s| s.path.starts_with(*d)));
+    let advice = |d: &&str| format!("the door `{d}` does not exist; take it off the list");
+    nothing_in(
+        stale.map(|d| Finding { path: "tests/tidy/door.rs".into(), line: 1, advice: advice(d) }).collect(),
+    );
+}
+
+#[test]
+fn a_collective_outside_of_the_door_is_found() {
+    for name in COLLECTIVES {
+        let text = format!(
+            "//! x.{name}()\nfn f(r: &Rank) {{\n    r.{name}(1)?;\n}}\n#[cfg(test)] fn g() {{ r.{name}(1) }}"
+        );
+        for path in ["nn/src/optim/adamw.rs", "autograd/src/tape.rs", "src/train/mod.rs"] {
+            assert_eq!(lines_found(one_door, path, &text), [3], "{path}");
+        }
+        for path in ["dist/src/rank.rs", "tensor/src/redistribute.rs", "tests/comm.rs"] {
+            assert!(lines_found(one_door, path, &text).is_empty(), "{path}");
+        }
+    }
+}

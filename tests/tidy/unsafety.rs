@@ -1,0 +1,146 @@
+//! `unsafe` lives in a few files, and each use says why it is sound.
+
+use super::source::{Finding, Source, every_file_keeps, lines_found, nothing_in, sources};
+use super::tokens::{each_level, group, is_mark, is_word, line};
+use proc_macro2::Delimiter;
+
+/// The only places where `unsafe` may stand: files, and folders that end in `/`.
+const ALLOWED: [&str; 4] =
+    ["kernels/src/buffer.rs", "kernels/src/cpu/pool.rs", "kernels/src/cpu/simd/", "kernels/src/cpu/gemm.rs"];
+
+/// Whether a file may hold `unsafe`.
+fn is_allowed(path: &str) -> bool {
+    ALLOWED.iter().any(|a| path == *a || (a.ends_with('/') && path.starts_with(a)))
+}
+
+/// Outside of the list there is no `unsafe` of any kind.
+fn unsafe_place(source: &Source) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    each_level(&source.tokens, &mut |level| {
+        let words = (0..level.len()).filter(|&at| is_word(level, at, "unsafe") && !is_allowed(&source.path));
+        let advice = "`unsafe` outside of the list in tests/tidy/unsafety.rs; write it safely, or argue for the file in an ADR";
+        findings.extend(words.map(|at| source.finding(line(&level[at]), advice)));
+    });
+    findings
+}
+
+/// A crate root other than that of `kernels` forbids `unsafe`.
+fn forbids_unsafe(source: &Source) -> Vec<Finding> {
+    let is_root = ["src/lib.rs", "src/main.rs"].iter().any(|r| source.path.ends_with(r));
+    if !is_root || source.package().is_none_or(|package| package == "kernels") {
+        return Vec::new();
+    }
+    let mut forbidden = false;
+    each_level(&source.tokens, &mut |level| {
+        forbidden |= (0..level.len()).any(|at| {
+            let inside =
+                group(level, at + 2, Delimiter::Bracket).map(|g| g.stream().to_string().replace(' ', ""));
+            is_mark(level, at, '#')
+                && is_mark(level, at + 1, '!')
+                && inside.as_deref() == Some("forbid(unsafe_code)")
+        });
+    });
+    if forbidden {
+        Vec::new()
+    } else {
+        vec![source.finding(1, "add `#![forbid(unsafe_code)]` below the crate's doc")]
+    }
+}
+
+/// A block or an impl that is `unsafe` has a `SAFETY:` note: a comment on the line, or right above the statement.
+fn safety_note(source: &Source) -> Vec<Finding> {
+    let lines: Vec<&str> = source.text.lines().map(str::trim).collect();
+    let mut findings = Vec::new();
+    each_level(&source.tokens, &mut |level| {
+        for at in 0..level.len() {
+            let promises = group(level, at + 1, Delimiter::Brace).is_some() || is_word(level, at + 1, "impl");
+            if is_word(level, at, "unsafe") && promises && !has_note(&lines, line(&level[at])) {
+                let advice = "add `// SAFETY: ...` right above: which rule is at stake and why it holds here";
+                findings.push(source.finding(line(&level[at]), advice));
+            }
+        }
+    });
+    findings
+}
+
+/// Whether the line (from 1), or the comment above the statement that it belongs to, holds a note.
+fn has_note(lines: &[&str], line: usize) -> bool {
+    let marks = |text: &str| text.contains("// SAFETY:");
+    if marks(lines[line - 1]) {
+        return true;
+    }
+    let above = lines[..line - 1].iter().rev();
+    let ends_statement = |text: &str| text.is_empty() || text.ends_with([';', '{', '}']);
+    let rest = above.skip_while(|t| !t.starts_with("//") && !ends_statement(t));
+    rest.take_while(|t| t.starts_with("//")).any(|t| marks(t))
+}
+
+#[test]
+fn unsafe_stays_in_its_files() {
+    every_file_keeps(unsafe_place);
+}
+
+#[test]
+fn the_other_crates_forbid_unsafe() {
+    every_file_keeps(forbids_unsafe);
+}
+
+#[test]
+fn unsafe_is_argued_for() {
+    every_file_keeps(safety_note);
+}
+
+#[test]
+fn the_list_names_existing_places() {
+    let tree = sources();
+    let stale = ALLOWED.iter().filter(|a| !tree.iter().any(|s| s.path.starts_with(*a)));
+    let advice = |a: &&str| format!("`{a}` does not exist; take it off the list");
+    nothing_in(
+        stale
+            .map(|a| Finding { path: "tests/tidy/unsafety.rs".into(), line: 1, advice: advice(a) })
+            .collect(),
+    );
+}
+
+#[test]
+fn unsafe_elsewhere_is_found() {
+    let text =
+        "//! unsafe in words\nfn f() { unsafe { g() } }\nunsafe impl Send for A {}\nm!(unsafe fn h() {});";
+    assert_eq!(lines_found(unsafe_place, "tensor/src/a.rs", text), [3, 2, 4]);
+    assert_eq!(lines_found(unsafe_place, "kernels/src/cpu/mod.rs", text).len(), 3);
+    assert!(lines_found(unsafe_place, "kernels/src/cpu/simd/avx2.rs", text).is_empty());
+    assert!(lines_found(unsafe_place, "nn/src/lib.rs", "#![forbid(unsafe_code)]").is_empty());
+}
+
+#[test]
+fn a_crate_that_does_not_forbid_unsafe_is_found() {
+    assert_eq!(lines_found(forbids_unsafe, "nn/src/lib.rs", "//! #![forbid(unsafe_code)]\n"), [1]);
+    assert_eq!(lines_found(forbids_unsafe, "src/main.rs", "#![deny(unsafe_code)]"), [1]);
+    assert!(lines_found(forbids_unsafe, "nn/src/lib.rs", "//! Doc.\n#![forbid(unsafe_code)]").is_empty());
+    assert!(lines_found(forbids_unsafe, "kernels/src/lib.rs", "").is_empty());
+}
+
+#[test]
+fn a_missing_note_is_found() {
+    let bad = [
+        "fn f() {\n    unsafe { g() }\n}",
+        "fn f() {\n    // It is fine.\n    unsafe { g() }\n}",
+        "fn f() {\n    // SAFETY: of another line.\n    g();\n    unsafe { g() }\n}",
+        "fn f() {\n    // SAFETY: too far.\n\n    unsafe { g() }\n}",
+        "unsafe impl Send for A {}",
+        "fn f() {\n    let s = \"SAFETY:\";\n    unsafe { g() }\n}",
+    ];
+    for text in bad {
+        assert_eq!(lines_found(safety_note, "a.rs", text).len(), 1, "{text}");
+    }
+    let good = [
+        "fn f() {\n    // SAFETY: g has no precondition.\n    unsafe { g() }\n}",
+        "fn f() {\n    // SAFETY: two lines\n    // of reasons.\n    let x = a\n        .b(unsafe { g() });\n}",
+        "fn f() {\n    unsafe { g() } // SAFETY: none needed.\n}",
+        "// SAFETY: A holds no pointer.\n#[cfg(unix)]\nunsafe impl Send for A {}",
+        "unsafe fn f() {}\n",
+    ];
+    for text in good {
+        assert!(lines_found(safety_note, "a.rs", text).is_empty(), "{text}");
+    }
+}
