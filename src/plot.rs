@@ -64,6 +64,7 @@ fn failed(e: impl Display) -> Error {
     Error::new(Kind::Io, format!("cannot draw the loss plot: {e}"))
 }
 
+/// Text of so many pixels, anchored at its left, centre or right.
 fn text(size: f64, color: RGBColor, h: HPos, v: VPos) -> TextStyle<'static> {
     // The library asks for a size in points of a font it does not have and shrinks it by 1.24 for the file.
     let font = (FONT, size * 1.24 * f64::from(FINE)).into_font();
@@ -78,39 +79,37 @@ fn at(x: i32, y: i32) -> (i32, i32) {
     (x * FINE, y * FINE)
 }
 
-/// What is drawn: points (step, loss) that are finite.
+/// What is drawn: points (step, loss) that are finite, in runs of steps without a gap between them.
 struct Series {
-    /// Runs of steps without a gap between them.
-    runs: Vec<Vec<Point>>,
-    smooth: Vec<Point>,
+    each_step: Vec<Vec<Point>>,
+    smooth: Vec<Vec<Point>>,
     held_out: Vec<Point>,
-    last_step: f64,
+    last_step: u64,
 }
 
 impl Series {
     fn of(steps: &[StepMetrics]) -> Series {
         let good = |loss: f64| loss.is_finite() && loss.abs() < LOSS_MAX;
         let point = |s: &StepMetrics| (s.step as f64, s.loss);
-        let runs: Vec<Vec<Point>> = steps
+        let each_step: Vec<Vec<Point>> = steps
             .split(|s| !good(s.loss))
             .filter(|run| !run.is_empty())
             .map(|run| run.iter().map(point).collect())
             .collect();
-        let all = runs.concat();
+        let reach = (steps.len() / 50).max(3);
         // Fewer points are no trend.
-        let smooth = if all.len() < 20 { Vec::new() } else { running_mean(&all) };
+        let smooth = each_step.iter().filter(|run| run.len() >= 20).map(|run| running_mean(run, reach)).collect();
         let held_out = steps
             .iter()
             .filter_map(|s| s.val_loss.map(|loss| (s.step as f64, loss)))
             .filter(|p| good(p.1))
             .collect();
-        let last_step = steps.last().map_or(1.0, |s| s.step as f64).max(1.0);
-        Series { runs, smooth, held_out, last_step }
+        Series { each_step, smooth, held_out, last_step: steps.last().map_or(0, |s| s.step) }
     }
 
     /// The losses that the picture has to show, with a little air around them.
     fn losses(&self) -> Range<f64> {
-        let losses = self.runs.iter().flatten().chain(&self.held_out).map(|p| p.1);
+        let losses = self.each_step.iter().flatten().chain(&self.held_out).map(|p| p.1);
         let (low, high) = losses.fold((f64::MAX, f64::MIN), |(low, high), x| (low.min(x), high.max(x)));
         if low > high {
             return 0.0..1.0;
@@ -122,29 +121,28 @@ impl Series {
     /// One line of what the picture comes to.
     fn summary(&self) -> String {
         let mut parts = Vec::new();
-        if let Some(last) = self.smooth.last().or(self.runs.last().and_then(|run| run.last())) {
+        if let Some(last) = self.smooth.last().or(self.each_step.last()).and_then(|run| run.last()) {
             parts.push(format!("train {:.4}", last.1));
         }
         if let Some(last) = self.held_out.last() {
-            parts.push(format!("held out {:.4}", last.1));
+            parts.push(format!("validation {:.4}", last.1));
         }
-        parts.push(format!("after {} steps", self.last_step));
+        parts.push(format!("after {} step{}", self.last_step, if self.last_step == 1 { "" } else { "s" }));
         parts.join("  ·  ")
     }
 }
 
-/// The mean over a window around each point, at most a fiftieth of all points to either side; it shrinks towards the ends
-/// so that it stays centred and a steep beginning is not smeared.
-fn running_mean(points: &[Point]) -> Vec<Point> {
-    let n = points.len();
-    let reach = (n / 50).max(3);
-    let mut sums = vec![0.0; n + 1];
+/// The mean over a window of `reach` points to either side. It shrinks towards the beginning, so that it stays centred and
+/// a steep descent is not smeared, and looks back at the end, so that the last value is a mean too.
+fn running_mean(points: &[Point], reach: usize) -> Vec<Point> {
+    let mut sums = vec![0.0; points.len() + 1];
     for (i, p) in points.iter().enumerate() {
         sums[i + 1] = sums[i] + p.1;
     }
     let mean = |i: usize| {
-        let reach = reach.min(i).min(n - 1 - i);
-        (sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1) as f64
+        let back = reach.min(i);
+        let ahead = back.min(points.len() - 1 - i);
+        (sums[i + ahead + 1] - sums[i - back]) / (back + ahead + 1) as f64
     };
     points.iter().enumerate().map(|(i, p)| (p.0, mean(i))).collect()
 }
@@ -172,20 +170,26 @@ fn draw_title(area: &Area<'_>, title: &str, series: &Series) -> Result<()> {
         title.truncate(cut);
         title.push('…');
     }
-    area.draw(&Text::new(title, at(64, 20), text(17.0, INK, HPos::Left, VPos::Top))).map_err(failed)?;
-    area.draw(&Text::new(series.summary(), at(64, 45), text(12.5, GREY, HPos::Left, VPos::Top))).map_err(failed)
+    let mut bold = text(16.0, INK, HPos::Left, VPos::Center);
+    bold.font = bold.font.style(FontStyle::Bold);
+    area.draw(&Text::new(title, at(70, 28), bold)).map_err(failed)?;
+    let style = text(12.5, GREY, HPos::Left, VPos::Center);
+    area.draw(&Text::new(series.summary(), at(70, 53), style)).map_err(failed)
 }
 
 fn draw_series(area: &Area<'_>, series: &Series) -> Result<()> {
     let px = |n: i32| n * FINE;
+    let losses = series.losses();
+    // As many decimals as tell one grid line from the next.
+    let decimals = (-((losses.end - losses.start) / 5.0).log10().floor()).clamp(0.0, 9.0) as usize;
     let mut chart = ChartBuilder::on(area)
         .margin_top(px(76))
         .margin_right(px(28))
         .margin_bottom(px(12))
         .margin_left(px(10))
         .x_label_area_size(px(46))
-        .y_label_area_size(px(54))
-        .build_cartesian_2d(0.0..series.last_step, series.losses())
+        .y_label_area_size(px(60))
+        .build_cartesian_2d(0.0..series.last_step.max(10) as f64, losses)
         .map_err(failed)?;
     chart
         .configure_mesh()
@@ -198,18 +202,22 @@ fn draw_series(area: &Area<'_>, series: &Series) -> Result<()> {
         .axis_desc_style(text(13.0, INK, HPos::Center, VPos::Top))
         .x_labels(9)
         .y_labels(9)
+        .x_label_formatter(&|step| format!("{step}"))
+        .y_label_formatter(&|loss| format!("{loss:.decimals$}"))
         .x_desc("step")
         .y_desc("nats per token")
         .draw()
         .map_err(failed)?;
-    for run in &series.runs {
+    for run in &series.each_step {
         match run.as_slice() {
             [one] => chart.draw_series([Circle::new(*one, px(2), EACH_STEP.filled())]).map(|_| ()),
             more => chart.draw_series(LineSeries::new(thin(more), line(EACH_STEP, 1.0))).map(|_| ()),
         }
         .map_err(failed)?;
     }
-    chart.draw_series(LineSeries::new(thin(&series.smooth), line(SMOOTHED, 2.0))).map_err(failed)?;
+    for run in &series.smooth {
+        chart.draw_series(LineSeries::new(thin(run), line(SMOOTHED, 2.0))).map_err(failed)?;
+    }
     chart.draw_series(LineSeries::new(thin(&series.held_out), line(HELD_OUT, 1.2))).map_err(failed)?;
     for (radius, color) in [(px(5), WHITE), (px(4) - FINE / 2, HELD_OUT)] {
         let dots = series.held_out.iter().map(|p| Circle::new(*p, radius, color.filled()));
@@ -219,10 +227,9 @@ fn draw_series(area: &Area<'_>, series: &Series) -> Result<()> {
 }
 
 fn draw_legend(area: &Area<'_>, series: &Series) -> Result<()> {
-    let mut right = 872;
+    let mut right = SIZE.0 - 28;
     let mut entry = |word: &str, color: RGBColor, width: f64, dot: bool| {
-        let left = right - 7 * word.len() as i32 - 30;
-        let y = 60;
+        let (left, y) = (right - 7 * word.len() as i32 - 30, 53);
         let stroke = PathElement::new(vec![at(left, y), at(left + 22, y)], line(color, width));
         area.draw(&stroke).map_err(failed)?;
         if dot {
@@ -230,14 +237,112 @@ fn draw_legend(area: &Area<'_>, series: &Series) -> Result<()> {
         }
         let style = text(12.5, INK, HPos::Left, VPos::Center);
         area.draw(&Text::new(word.to_string(), at(left + 28, y), style)).map_err(failed)?;
-        right = left - 14;
+        right = left - 16;
         Ok(())
     };
     if !series.held_out.is_empty() {
-        entry("held out", HELD_OUT, 1.2, true)?;
+        entry("validation", HELD_OUT, 1.2, true)?;
     }
     if !series.smooth.is_empty() {
         entry("running mean", SMOOTHED, 2.0, false)?;
     }
     entry("train", EACH_STEP, 1.4, false)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::scratch::Scratch;
+
+    fn steps(losses: impl IntoIterator<Item = f64>) -> Vec<StepMetrics> {
+        let step = |(i, loss): (usize, f64)| StepMetrics {
+            step: i as u64 + 1,
+            loss,
+            grad_norm: 1.0,
+            lr: 1e-3,
+            tokens_per_s: 1e3,
+            seconds: i as f64,
+            val_loss: (i % 10 == 9).then_some(loss + 0.1),
+        };
+        losses.into_iter().enumerate().map(step).collect()
+    }
+
+    fn count(svg: &str, what: &str) -> usize {
+        svg.matches(what).count()
+    }
+
+    #[test]
+    fn a_run_shows_three_series_axes_and_a_legend() {
+        let svg = loss_plot("tiny <on> a & b\u{1}", &steps((0..100).map(|i| 5.0 / (1.0 + i as f64)))).unwrap();
+        assert!(svg.starts_with("<svg width=\"900\" height=\"540\" stroke-linejoin=\"round\" viewBox=\"0 0 9000 5400\""));
+        assert!(svg.trim_end().ends_with("</svg>"));
+        for word in ["step", "nats per token", "train", "running mean", "validation", "tiny &lt;on&gt; a &amp; b"] {
+            assert_eq!(count(&svg, &format!("\n{word}\n")), 1, "{word}");
+        }
+        assert_eq!(count(&svg, "<circle"), 2 * 10 + 1, "ten dots with a rim, and one in the legend");
+        assert!(svg.contains("validation 0.1500  ·  after 100 steps"), "{svg}");
+        for color in [EACH_STEP, SMOOTHED, HELD_OUT] {
+            let hex = format!("stroke=\"#{:02X}{:02X}{:02X}\"", color.0, color.1, color.2);
+            assert_eq!(count(&svg, &hex), 2, "one line and one in the legend: {hex}");
+        }
+    }
+
+    #[test]
+    fn odd_runs_are_drawn_without_a_fault() {
+        let odd: [Vec<f64>; 8] = [
+            vec![],
+            vec![5.5],
+            vec![f64::NAN],
+            vec![3.0; 50],
+            vec![0.0; 3],
+            vec![1e300, -1e300, f64::INFINITY, 2.0],
+            vec![1e5, -1e5, 1e-9],
+            vec![1e-300; 40],
+        ];
+        for losses in odd {
+            let svg = loss_plot("odd", &steps(losses.clone())).unwrap();
+            assert!(!svg.contains("NaN") && !svg.contains("inf"), "{losses:?}");
+            assert!(svg.len() < 20_000, "{losses:?}: {} bytes", svg.len());
+        }
+        let late = StepMetrics { step: u64::MAX, ..steps([1.0]).remove(0) };
+        loss_plot("late", &[late]).unwrap();
+        assert!(loss_plot(&"x".repeat(1000), &[]).unwrap().contains(&format!("\n{}…\n", "x".repeat(85))));
+    }
+
+    #[test]
+    fn a_gap_stays_a_gap() {
+        let losses = (0..100).map(|i| if (40..60).contains(&i) { f64::NAN } else { 3.0 });
+        let series = Series::of(&steps(losses));
+        assert_eq!(series.each_step.iter().map(Vec::len).collect::<Vec<_>>(), [40, 40]);
+        assert_eq!(series.smooth.len(), 2);
+        assert_eq!(series.held_out.len(), 8);
+    }
+
+    #[test]
+    fn the_running_mean_is_centred_and_ends_in_a_mean() {
+        let points: Vec<Point> = (0..40).map(|i| (f64::from(i), f64::from(i))).collect();
+        let mean = running_mean(&points, 3);
+        assert!(mean[..37].iter().all(|p| p.0 == p.1), "of a straight line it is the line");
+        assert_eq!(mean[39].1, (36.0 + 37.0 + 38.0 + 39.0) / 4.0);
+    }
+
+    #[test]
+    fn a_long_run_is_thinned_and_keeps_its_extremes() {
+        let mut losses = vec![2.0; 300_000];
+        (losses[123_456], losses[200_000]) = (9.0, 1.0);
+        let series = Series::of(&steps(losses));
+        let few = thin(&series.each_step[0]);
+        assert!(few.len() <= POINTS_MAX + 2, "{}", few.len());
+        assert!(few.contains(&(123_457.0, 9.0)) && few.contains(&(200_001.0, 1.0)));
+        assert!(few.windows(2).all(|p| p[0].0 <= p[1].0));
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_written_is_named() {
+        let dir = Scratch::new();
+        write_loss_plot(&dir.path("loss.svg"), "t", &steps([1.0])).unwrap();
+        let error = write_loss_plot(&dir.path("no/loss.svg"), "t", &[]).unwrap_err();
+        assert_eq!(error.kind(), Kind::Io);
+        assert!(error.message().starts_with("cannot write ") && error.message().contains("loss.svg"), "{error}");
+    }
 }

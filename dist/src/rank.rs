@@ -5,7 +5,7 @@ use crate::error::{Error, Kind, Result};
 use crate::mesh::{Axis, AxisSet, Mesh};
 use crate::trace::Trace;
 use crate::transport::Transport;
-use shardgrad_kernels::{Backend, Buffer, Device};
+use shardgrad_kernels::{Backend, Buffer, DType, Device};
 use std::any::{Any, TypeId};
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -22,7 +22,8 @@ use std::sync::Arc;
 ///   ranks wait for each other in a circle;
 /// - `PeerLost` if a rank that is waited for has returned, or any rank has failed;
 /// - `Timeout` after [`World::timeout`](crate::World::timeout);
-/// - `OutOfMemory` or `DType` if the back end says so.
+/// - `DType` for a sum of truth values;
+/// - `OutOfMemory`, or whatever else the back end says.
 ///
 /// Arguments that do not fit are refused before the call is issued. Every other error ends the world: all ranks
 /// get an error from the call they wait in, and from every later one.
@@ -288,6 +289,10 @@ impl Rank {
                 call,
                 format!("{name}: a buffer of {bytes} bytes cannot hold {dtype}[{held}]"),
             ));
+        }
+        if call.dtype == DType::Bool && matches!(op, Op::AllReduce(ReduceOp::Sum) | Op::ReduceScatter) {
+            let why = format!("{}: truth values have no sum; reduce with max (any) or min (all)", op.name());
+            return Err(Error::new(Kind::DType, why).at(call.site));
         }
         if seat.size() == 1 && op == Op::AllToAll && counts != received {
             return Err(refuse(

@@ -91,14 +91,14 @@ mod tests {
         World::run(Mesh::parse("a=1").unwrap(), |rank| {
             rank.trace().enable();
             assert_eq!(world_sum(rank, &[2.5], Location::caller())?, [2.5]);
-            assert!(rank.trace().records().is_empty());
+            assert!(rank.trace().take().is_empty());
             Ok(())
         })
         .unwrap();
         World::new(Mesh::parse("a=2").unwrap())
             .dry_run(1, |rank| {
                 assert_eq!(world_sum(rank, &[2.5], Location::caller())?, [2.5]);
-                assert_eq!(rank.trace().records().len(), 1);
+                assert_eq!(rank.trace().take().len(), 1);
                 Ok(())
             })
             .unwrap();

@@ -16,6 +16,7 @@ use shardgrad_dist::{Axis, AxisSet, Mesh};
 use shardgrad_kernels::DType;
 use smallvec::SmallVec;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// What an op declares of itself.
 #[derive(Clone, Copy, Debug)]
@@ -44,10 +45,10 @@ pub struct Inference {
     /// The implied steps, in the order in which the rule finds them.
     pub steps: SmallVec<[Implied; 4]>,
     /// Per argument its layout after its steps; `None` where it stays as it is.
-    pub targets: SmallVec<[Option<Layout>; 4]>,
+    pub targets: SmallVec<[Option<Layout>; 2]>,
     /// The layouts of the outputs.
-    pub outputs: SmallVec<[Layout; 2]>,
-    labels: Option<(Labels, SmallVec<[Dim; 8]>)>,
+    pub outputs: SmallVec<[Layout; 1]>,
+    labels: Option<(Arc<Labels>, SmallVec<[Dim; 8]>)>,
 }
 
 impl Inference {
@@ -114,8 +115,8 @@ pub fn infer(
         rule,
         args,
         result: Inference::direct(args.len(), []),
-        partial: SmallVec::from_elem(AxisSet::EMPTY, join.outputs.len()),
-        replicate: SmallVec::from_elem(AxisSet::EMPTY, join.outputs.len()),
+        partial: SmallVec::from_elem(AxisSet::EMPTY, join.labels.outputs().len()),
+        replicate: SmallVec::from_elem(AxisSet::EMPTY, join.labels.outputs().len()),
         join: &join,
     };
     for (label, axis) in join.split_axes() {
@@ -125,8 +126,8 @@ pub fn infer(
         work.axis_of_nothing(axis);
     }
     let Work { mut result, partial, replicate, .. } = work;
-    assert_eq!(out_dtypes.len(), join.outputs.len(), "bug in shardgrad: one dtype per output of `{}`", rule.signature);
-    for (k, (places, &dtype)) in join.outputs.iter().zip(out_dtypes).enumerate() {
+    assert_eq!(out_dtypes.len(), join.labels.outputs().len(), "bug in shardgrad: one dtype per output of `{}`", rule.signature);
+    for (k, (places, &dtype)) in join.labels.outputs().iter().zip(out_dtypes).enumerate() {
         let dims = places.iter().map(|&x| join.dim(x)).collect();
         // Without a gradient there is nothing to tell `~` from `=`.
         let replicate = if dtype.is_float() { replicate[k] } else { AxisSet::EMPTY };
@@ -150,7 +151,7 @@ struct Work<'a> {
 impl Work<'_> {
     fn step(&mut self, i: usize, axis: Axis, state: State) {
         let grain = match state {
-            State::Shard(d) => Some(self.join.dim(self.join.inputs[i][d]).grain),
+            State::Shard(d) => Some(self.join.dim(self.join.labels.inputs()[i][d]).grain),
             _ => None,
         };
         self.result.push(i, self.args[i], axis, state, grain);
@@ -159,7 +160,7 @@ impl Work<'_> {
     /// An axis that splits a label.
     fn axis_of_label(&mut self, axis: Axis, label: u8) {
         for (i, layout) in self.args.iter().enumerate() {
-            if let Some(d) = self.join.inputs[i].iter().position(|x| *x == label) {
+            if let Some(d) = self.join.labels.inputs()[i].iter().position(|x| *x == label) {
                 if !layout.dims()[d].axes.contains(axis) {
                     self.step(i, axis, State::Shard(d));
                 }
@@ -172,7 +173,7 @@ impl Work<'_> {
                 self.step(i, axis, State::Replicate);
             }
         }
-        for (k, places) in self.join.outputs.iter().enumerate() {
+        for (k, places) in self.join.labels.outputs().iter().enumerate() {
             if !places.contains(&label) {
                 self.partial[k] = self.partial[k].with(axis);
             }
@@ -200,7 +201,7 @@ impl Work<'_> {
         for &i in grads.iter().filter(|i| !replicated(i) && !(stays && pending.contains(i))) {
             self.step(i, axis, State::Replicate);
         }
-        for (k, places) in self.join.outputs.iter().enumerate() {
+        for (k, places) in self.join.labels.outputs().iter().enumerate() {
             let splits = created && places.iter().any(|&x| self.join.dim(x).axes.contains(axis));
             if stays {
                 self.partial[k] = self.partial[k].with(axis);

@@ -6,11 +6,21 @@ use crate::refusal::Refusal;
 use crate::signature::{Labels, Signature};
 use shardgrad_dist::{Axis, AxisSet, Mesh};
 use smallvec::SmallVec;
+use std::sync::Arc;
 
-/// The labels of the dims of one tensor.
-pub(crate) type Places = SmallVec<[u8; 8]>;
 /// Stands for an axis that splits no label.
 const NOBODY: u8 = u8::MAX;
+
+/// An argument and one of its dims.
+type Place = (u16, u16);
+
+fn place(i: usize, d: usize) -> Place {
+    (i as u16, d as u16)
+}
+
+fn wide((i, d): Place) -> (usize, usize) {
+    (usize::from(i), usize::from(d))
+}
 
 /// One label, as joined so far.
 #[derive(Clone, Copy)]
@@ -18,20 +28,16 @@ struct Label {
     /// The extent, the longest list of axes and the grain.
     dim: Dim,
     /// The argument and dim that gave the extent; `None` while the extent is unknown.
-    at: Option<(usize, usize)>,
+    at: Option<Place>,
     /// The argument and dim that gave the list of axes.
-    split_at: (usize, usize),
+    split_at: Place,
     /// Whether an argument has it; otherwise it is created, and `at` counts outputs.
     given: bool,
 }
 
 /// The joined labels of an op on some arguments.
 pub(crate) struct Join {
-    pub(crate) labels: Labels,
-    /// Per argument the labels of its dims.
-    pub(crate) inputs: SmallVec<[Places; 4]>,
-    /// Per output the labels of its dims.
-    pub(crate) outputs: SmallVec<[Places; 2]>,
+    pub(crate) labels: Arc<Labels>,
     /// Per axis of the mesh the label that it splits in the arguments.
     owners: [u8; Mesh::MAX_AXES],
     /// Axes that split a created label in the wanted outputs.
@@ -55,8 +61,6 @@ impl Join {
         let labels = signature.bind(|i| args[i].ndim(), wanted_ndim)?;
         let unknown = Label { dim: Dim::whole(0), at: None, split_at: (0, 0), given: false };
         let mut join = Join {
-            inputs: signature.inputs().iter().map(|t| labels.of(t)).collect(),
-            outputs: signature.outputs().iter().map(|t| labels.of(t)).collect(),
             owners: [NOBODY; Mesh::MAX_AXES],
             wanted: AxisSet::EMPTY,
             all: SmallVec::from_elem(unknown, labels.count()),
@@ -89,12 +93,12 @@ impl Join {
     }
 
     /// All labels, for those who run the op.
-    pub(crate) fn into_labels(self) -> (Labels, SmallVec<[Dim; 8]>) {
+    pub(crate) fn into_labels(self) -> (Arc<Labels>, SmallVec<[Dim; 8]>) {
         (self.labels, self.all.iter().map(|l| l.dim).collect())
     }
 
     fn extents(&mut self, args: &[&Layout]) -> Result<(), Refusal> {
-        for (i, (places, layout)) in self.inputs.iter().zip(args).enumerate() {
+        for (i, (places, layout)) in self.labels.inputs().iter().zip(args).enumerate() {
             for (d, (&x, dim)) in places.iter().zip(layout.dims()).enumerate() {
                 if x == Labels::ONE {
                     if dim.extent != 1 {
@@ -107,7 +111,7 @@ impl Join {
                 let label = &mut self.all[x as usize];
                 match label.at {
                     None => {
-                        (label.at, label.given) = (Some((i, d)), true);
+                        (label.at, label.given) = (Some(place(i, d)), true);
                         label.dim = Dim { extent: dim.extent, grain: dim.grain, ..label.dim };
                     }
                     Some((j, e)) if label.dim.extent != dim.extent => {
@@ -115,7 +119,7 @@ impl Join {
                         let text = format!(
                             "label `{x}` has extent {m} in argument {j} (dim {e}) but {n} in argument {i} (dim {d})"
                         );
-                        return Err(Refusal::new("shape", text, &[(j, e), (i, d)]));
+                        return Err(Refusal::new("shape", text, &[wide((j, e)), (i, d)]));
                     }
                     Some(_) => {}
                 }
@@ -126,7 +130,7 @@ impl Join {
 
     fn axes(&mut self, args: &[&Layout]) -> Result<(), Refusal> {
         let mut check_cuts = false;
-        for (i, (places, layout)) in self.inputs.iter().zip(args).enumerate() {
+        for (i, (places, layout)) in self.labels.inputs().iter().zip(args).enumerate() {
             for (d, (&x, dim)) in places.iter().zip(layout.dims()).enumerate() {
                 if x == Labels::ONE {
                     if let Some(axis) = dim.axes.iter().next() {
@@ -137,7 +141,7 @@ impl Join {
                 let label = &mut self.all[x as usize];
                 let (old, new) = (label.dim, *dim);
                 if !old.axes.is_prefix_of(new.axes) && !new.axes.is_prefix_of(old.axes) {
-                    return Err(order(&self.labels.name(x), args, label.split_at, (i, d)));
+                    return Err(order(&self.labels.name(x), args, wide(label.split_at), (i, d)));
                 }
                 check_cuts |= !old.axes.is_empty() && !new.axes.is_empty() && old.grain != new.grain;
                 label.dim.grain = match new.axes.len().cmp(&old.axes.len()) {
@@ -148,7 +152,7 @@ impl Join {
                     std::cmp::Ordering::Equal => old.grain / gcd(old.grain, new.grain) * new.grain,
                 };
                 if new.axes.len() > old.axes.len() {
-                    (label.dim.axes, label.split_at) = (new.axes, (i, d));
+                    (label.dim.axes, label.split_at) = (new.axes, place(i, d));
                 }
             }
         }
@@ -157,12 +161,13 @@ impl Join {
 
     /// Checks that every split dim is cut where the grain of its label cuts.
     fn same_cuts(&self, args: &[&Layout]) -> Result<(), Refusal> {
-        for (i, (places, layout)) in self.inputs.iter().zip(args).enumerate() {
+        for (i, (places, layout)) in self.labels.inputs().iter().zip(args).enumerate() {
             for (d, (&x, dim)) in places.iter().zip(layout.dims()).enumerate() {
                 if x == Labels::ONE || dim.same_cuts(self.dim(x).grain, layout.mesh()) {
                     continue;
                 }
-                let (x, (j, e), grain) = (self.labels.name(x), self.all[x as usize].split_at, self.dim(x).grain);
+                let (x, (j, e), grain) =
+                    (self.labels.name(x), wide(self.all[x as usize].split_at), self.dim(x).grain);
                 let text = format!(
                     "label `{x}` is split in grains of {grain} in argument {j} (dim {e}) \
                      but of {} in argument {i} (dim {d}), which cuts it elsewhere",
@@ -180,8 +185,8 @@ impl Join {
             for axis in label.dim.axes.iter() {
                 let owner = &mut self.owners[axis.0 as usize];
                 if *owner != NOBODY {
-                    let (i, d) = self.all[*owner as usize].split_at;
-                    let (j, e) = label.split_at;
+                    let (i, d) = wide(self.all[*owner as usize].split_at);
+                    let (j, e) = wide(label.split_at);
                     let text = format!(
                         "axis `{}` splits label `{}` in argument {i} (dim {d}) and label `{}` in argument {j} (dim {e})",
                         args[i].mesh().name(axis),
@@ -199,8 +204,9 @@ impl Join {
     fn whole(&self, signature: &Signature, args: &[&Layout]) -> Result<(), Refusal> {
         for terms in signature.inputs() {
             for x in self.labels.whole(terms) {
-                let Label { dim, split_at: (i, d), .. } = self.all[x as usize];
+                let Label { dim, split_at, .. } = self.all[x as usize];
                 if let Some(axis) = dim.axes.iter().next() {
+                    let (i, d) = wide(split_at);
                     let (x, axis) = (self.labels.name(x), args[i].mesh().name(axis));
                     let text = format!("label `{x}` must be whole, but axis `{axis}` splits it in argument {i} (dim {d})");
                     return Err(Refusal::new("whole", text, &[(i, d)]));
@@ -212,7 +218,7 @@ impl Join {
 
     /// Takes extents and axes of created labels from the wanted outputs, and checks the extents of the others.
     fn created(&mut self, signature: &Signature, want: &[Option<&Layout>]) -> Result<(), Refusal> {
-        for (k, places) in self.outputs.iter().enumerate() {
+        for (k, places) in self.labels.outputs().iter().enumerate() {
             let Some(layout) = want.get(k).copied().flatten() else { continue };
             for (d, (&x, dim)) in places.iter().zip(layout.dims()).enumerate() {
                 let name = || self.labels.name(x);
@@ -240,7 +246,7 @@ impl Join {
                     }
                     self.wanted = self.wanted.with(axis);
                 }
-                self.all[x as usize] = Label { dim: *dim, at: Some((k, d)), split_at: (k, d), given: false };
+                self.all[x as usize] = Label { dim: *dim, at: Some(place(k, d)), split_at: place(k, d), given: false };
             }
         }
         self.created_are_known(signature)

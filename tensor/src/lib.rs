@@ -1,4 +1,10 @@
-//! Layouts, signatures and redistribution plans: what a tensor is on a mesh, and what that costs.
+//! The living room of shardgrad: layouts, signatures, redistribution, and the ops.
+//!
+//! This crate owns every sentence in which a shape or a placement occurs. It knows no tape and no parameter. Every op is
+//! one file that states its index signature, its dtype rule, its forward and its vjp; the layout rule, the shape check,
+//! the error text and the exhaustive tests are derived from them. Collectives have one general door,
+//! [`redistribute::run`]; ops that override [`Op::infer`] and [`control`] are the others.
+
 #![forbid(unsafe_code)]
 
 pub mod state;
@@ -13,14 +19,35 @@ pub mod step;
 pub mod route;
 pub mod reshape_rule;
 pub mod repair;
+pub mod context;
+pub mod piece;
+pub mod tensor;
+pub mod redistribute;
+pub mod host;
+pub mod bytes;
+pub mod control;
+pub mod update;
+pub mod op;
+pub mod ops;
+pub mod value;
+pub mod local_map;
+pub mod check;
 
+pub use context::Context;
 pub use dim::{AxisList, Dim};
 pub use infer::{Implied, Inference, Rule, infer};
 pub use layout::Layout;
+pub use local_map::{MapLayouts, local_map};
+pub use op::{Cotangents, Keeps, Local, Op, Pieces, Vjp, unwind};
+pub use piece::{Piece, launch};
 pub use refusal::Refusal;
 pub use repair::{Infer, Move, Repair, repairs};
 pub use reshape_rule::reshape_layout;
 pub use route::{Route, RouteCache, route};
+pub use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Mesh, Phase, Rank, Result, World};
+pub use shardgrad_kernels::{DType, Dims, Element};
 pub use signature::{Labels, Mark, Signature, Term};
 pub use state::State;
 pub use step::{Step, adjoint, moved, moved_back};
+pub use tensor::Tensor;
+pub use value::Value;

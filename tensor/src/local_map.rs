@@ -208,3 +208,58 @@ impl Op for LocalMapBackward {
         (self.backward)(local.rank, inputs, grads)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::piece::launch;
+    use shardgrad_dist::{Mesh, World};
+    use shardgrad_kernels::Scalar;
+    use shardgrad_kernels::op::reduce::SUM;
+
+    /// The sum of a split vector, written as a local sum that leaves a pending one.
+    fn total(x: &Tensor, cotangents: &[Layout]) -> Tensor {
+        let (rank, layout) = (x.rank().clone(), x.layout().clone());
+        let scalar = Layout::parse("f64[] +a", rank.mesh()).unwrap();
+        let layouts = MapLayouts { inputs: &[layout], outputs: &[scalar], cotangents };
+        let forward = |rank: &Rank, x: &[Piece]| {
+            let mut y = Piece::alloc(rank, x[0].dtype, &[])?;
+            launch(rank, &SUM, &[&x[0]], &mut [&mut y], &[Scalar::Int(1), Scalar::Real(1.0)])?;
+            Ok([y].into_iter().collect())
+        };
+        let backward = |_: &Rank, x: &[Piece], g: &[Piece]| {
+            let view = g[0].view.broadcast(&x[0].view.shape).expect("a scalar repeats to any shape");
+            Ok([g[0].viewed(view)].into_iter().collect())
+        };
+        local_map("total", &[x], layouts, forward, backward).remove(0)
+    }
+
+    #[test]
+    fn a_local_sum_is_a_pending_sum() {
+        World::run(Mesh::parse("a=2").unwrap(), |rank| {
+            let layout = Layout::parse("f64[5@a]", rank.mesh())?;
+            let x = Tensor::from_global(rank, &layout, &[1.0, 2.0, 3.0, 4.0, 5.0])?;
+            let y = total(&x, &[layout]);
+            assert_eq!(y.layout().to_string(), "f64[] +a");
+            assert_eq!(y.item()?, 15.0);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn layouts_that_do_not_fit_are_refused() {
+        let refused = |x: &'static str, cotangent: &'static str| {
+            World::run(Mesh::parse("a=2").unwrap(), |rank| {
+                let x = Tensor::zeros(rank, &Layout::parse(x, rank.mesh())?)?;
+                let _ = total(&x, &[Layout::parse(cotangent, rank.mesh())?]);
+                Ok(())
+            })
+            .unwrap_err()
+            .to_string()
+        };
+        let error = refused("f64[5@a]", "f64[5] +a");
+        assert!(error.contains("argument 0 is f64[5@a], whose cotangent is f64[5@a], not f64[5] +a"), "{error}");
+        assert!(refused("f64[5] ~a", "f64[5]").contains("whose cotangent is f64[5] +a"), "{error}");
+    }
+}

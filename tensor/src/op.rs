@@ -5,6 +5,7 @@ use crate::infer::{Inference, Rule, infer};
 use crate::layout::Layout;
 use crate::piece::Piece;
 use crate::refusal::Refusal;
+use crate::repair::repairs;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::{DType, Kernel, Scalar};
@@ -166,7 +167,7 @@ impl Local<'_> {
     /// What the kernel reports.
     pub fn launch(&self, kernel: &Kernel, inputs: &[&Piece], scalars: &[Scalar]) -> Result<Pieces> {
         let mut outputs: Pieces = (0..self.inference.outputs.len()).map(|i| self.output(i)).collect::<Result<_>>()?;
-        let mut slots: SmallVec<[&mut Piece; 4]> = outputs.iter_mut().collect();
+        let mut slots: Vec<&mut Piece> = outputs.iter_mut().collect();
         crate::piece::launch(self.rank, kernel, inputs, &mut slots, scalars)?;
         Ok(outputs)
     }
@@ -371,8 +372,18 @@ fn describe(error: Error, op: &dyn Op, rank: &Rank, args: &[&Layout], site: &'st
 fn refused(op: &dyn Op, rank: &Rank, args: &[&Layout], refusal: &Refusal, site: &'static Location<'static>) -> Error {
     let kind = if refusal.code == "shape" { Kind::Shape } else { Kind::Layout };
     let mut error = describe(Error::new(kind, format!("{}: {}", op.name(), refusal.message)), op, rank, args, site);
-    for help in crate::repair::help(op, &Context::of(rank), args, refusal) {
-        error = error.detail("help", help);
+    if let Some(hint) = &refusal.hint {
+        error = error.detail("help", hint.as_str());
+    }
+    let context = Context::of(rank);
+    let signature = context.signature(op.signature());
+    let infer = |args: &[&Layout]| {
+        let dtypes: DTypes = args.iter().map(|l| l.dtype()).collect();
+        let outputs = op.dtypes(&dtypes, signature.num_outputs()).expect("layouts change, dtypes stay");
+        op.infer(&context, args, &outputs, &[])
+    };
+    for repair in repairs(args, &differentiable_args(op, args), refusal, &context.routes, &infer) {
+        error = error.detail("help", repair.to_string());
     }
     error
 }

@@ -121,11 +121,14 @@ pub fn launch(
 ) -> Result<()> {
     let inputs: SmallVec<[Arg<'_>; 6]> =
         inputs.iter().map(|p| Arg { buffer: &p.buffer, dtype: p.dtype, view: &p.view }).collect();
-    let mut outputs: SmallVec<[ArgMut<'_>; 4]> = outputs
+    let mut outputs: Vec<ArgMut<'_>> = outputs
         .iter_mut()
         .map(|p| ArgMut { buffer: &mut p.buffer, dtype: p.dtype, view: &p.view })
         .collect();
     rank.backend()
         .launch(kernel, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars })
-        .map_err(|e| Error::from(e).detail("at", Context::of(rank).path().to_string()))
+        .map_err(|e| match &*Context::of(rank).path() {
+            "" => Error::from(e),
+            path => Error::from(e).detail("at", path),
+        })
 }

@@ -44,7 +44,7 @@ pub struct Repair {
     /// The same in bytes.
     pub bytes: u64,
     /// The layouts of the outputs.
-    pub outputs: SmallVec<[Layout; 2]>,
+    pub outputs: SmallVec<[Layout; 1]>,
 }
 
 /// What an op does to layouts: its inference, overrides included.

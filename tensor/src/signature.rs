@@ -49,7 +49,12 @@ pub struct Signature {
     symbols: Arc<[Symbol]>,
     inputs: Vec<Vec<Term>>,
     outputs: Vec<Vec<Term>>,
+    /// The numbered labels for widths of the one `..m` from 0 on (or for no width, without a `..m`).
+    ready: Vec<Arc<Labels>>,
 }
+
+/// For so many widths of `..m` the labels are numbered when the signature is read.
+const NUM_READY: usize = 6;
 
 impl Signature {
     /// Reads a signature such as `..m d!, d! -> ..m d!`.
@@ -72,7 +77,30 @@ impl Signature {
                 return Err(refuse(format!("`..{}` stands for labels like `{}`", spread.name, same.name)));
             }
         }
-        Ok(Signature { text: text.into(), symbols: symbols.into(), inputs, outputs })
+        let mut signature =
+            Signature { text: text.into(), symbols: symbols.into(), inputs, outputs, ready: Vec::new() };
+        let num_spread = signature.symbols.iter().filter(|s| s.spread).count();
+        let num_ready = [1, NUM_READY].into_iter().nth(num_spread).unwrap_or(0);
+        let ready = (0..num_ready).map(|width| signature.number(|_| width)).collect::<Result<_, _>>();
+        signature.ready = ready.map_err(|e| refuse(e.message))?;
+        Ok(signature)
+    }
+
+    /// Numbers the labels, given the width of each spread symbol.
+    fn number(&self, width: impl Fn(usize) -> usize) -> Result<Arc<Labels>, Refusal> {
+        let mut starts = vec![0];
+        let mut next = 0;
+        for (s, symbol) in self.symbols.iter().enumerate() {
+            next += if symbol.spread { width(s) } else { 1 };
+            if next > usize::from(Labels::ONE) {
+                return Err(Refusal::new("shape", format!("`{self}` has more than {} labels", Labels::ONE), &[]));
+            }
+            starts.push(next as u8);
+        }
+        let mut labels = Labels { symbols: self.symbols.clone(), starts, inputs: Vec::new(), outputs: Vec::new() };
+        labels.inputs = self.inputs.iter().map(|t| labels.of(t)).collect();
+        labels.outputs = self.outputs.iter().map(|t| labels.of(t)).collect();
+        Ok(Arc::new(labels))
     }
 
     /// The number of arguments.
@@ -119,32 +147,27 @@ impl Signature {
         &self,
         inputs: impl Fn(usize) -> usize,
         outputs: impl Fn(usize) -> Option<usize>,
-    ) -> Result<Labels, Refusal> {
-        let mut width: SmallVec<[Option<usize>; 12]> =
-            self.symbols.iter().map(|s| (!s.spread).then_some(1)).collect();
+    ) -> Result<Arc<Labels>, Refusal> {
+        let mut widths: SmallVec<[(u8, usize); 2]> = SmallVec::new();
         for (i, terms) in self.inputs.iter().enumerate() {
-            self.solve(terms, inputs(i), &mut width, || format!("argument {i}"), &[(i, 0)])?;
+            self.solve(terms, inputs(i), &mut widths, || format!("argument {i}"), &[(i, 0)])?;
         }
         for (k, terms) in self.outputs.iter().enumerate() {
             if let Some(ndim) = outputs(k) {
-                self.solve(terms, ndim, &mut width, || format!("the wanted output {k}"), &[])?;
+                self.solve(terms, ndim, &mut widths, || format!("the wanted output {k}"), &[])?;
             }
         }
-        let mut starts: SmallVec<[u8; 12]> = SmallVec::new();
-        let mut next = 0;
-        starts.push(0);
-        for (symbol, width) in self.symbols.iter().zip(&width) {
-            let width = width.ok_or_else(|| {
-                let text = format!("no layout says how many dims `..{}` stands for", symbol.name);
-                Refusal::new("shape", text, &[])
-            })?;
-            next += width;
-            if next > usize::from(Labels::ONE) {
-                return Err(Refusal::new("shape", format!("`{self}` has more than {} labels", Labels::ONE), &[]));
-            }
-            starts.push(next as u8);
+        let known = |s: usize| widths.iter().find(|(known, _)| usize::from(*known) == s).map(|(_, width)| *width);
+        let spread = self.symbols.iter().enumerate().filter(|(_, symbol)| symbol.spread);
+        if let Some((_, symbol)) = spread.clone().find(|(s, _)| known(*s).is_none()) {
+            let text = format!("no layout says how many dims `..{}` stands for", symbol.name);
+            return Err(Refusal::new("shape", text, &[]));
         }
-        Ok(Labels { symbols: self.symbols.clone(), starts })
+        let width = widths.first().map_or(0, |(_, width)| *width);
+        match self.ready.get(width) {
+            Some(labels) => Ok(labels.clone()),
+            None => self.number(|s| known(s).unwrap_or_default()),
+        }
     }
 
     /// Finds the width of the spread of a tensor, or checks the one that is known.
@@ -152,30 +175,29 @@ impl Signature {
         &self,
         terms: &[Term],
         ndim: usize,
-        width: &mut [Option<usize>],
+        widths: &mut SmallVec<[(u8, usize); 2]>,
         whose: impl Fn() -> String,
         places: &[(usize, usize)],
     ) -> Result<(), Refusal> {
         let spread = terms.first().filter(|t| t.mark == Mark::Spread);
         let fixed = terms.len() - usize::from(spread.is_some());
-        let known = spread.map(|t| &mut width[t.symbol as usize]);
-        match known {
-            None if ndim == fixed => Ok(()),
-            Some(known) if ndim >= fixed && known.is_none_or(|w| w == ndim - fixed) => {
-                *known = Some(ndim - fixed);
-                Ok(())
+        let known = spread.and_then(|t| widths.iter().find(|(s, _)| *s == t.symbol)).map(|(_, width)| *width);
+        match (spread, known) {
+            (None, _) if ndim == fixed => return Ok(()),
+            (Some(_), Some(width)) if ndim == fixed + width => return Ok(()),
+            (Some(term), None) if ndim >= fixed => {
+                widths.push((term.symbol, ndim - fixed));
+                return Ok(());
             }
-            other => {
-                let wanted = match other.and_then(|w| *w) {
-                    Some(width) => (fixed + width).to_string(),
-                    None if spread.is_some() => format!("at least {fixed}"),
-                    None => fixed.to_string(),
-                };
-                let terms = self.spell(terms);
-                let text = format!("{} has ndim {ndim}, but `{terms}` asks for {wanted}", whose());
-                Err(Refusal::new("shape", text, places))
-            }
+            _ => {}
         }
+        let wanted = match (spread, known) {
+            (Some(_), None) => format!("at least {fixed}"),
+            (_, width) => (fixed + width.unwrap_or(0)).to_string(),
+        };
+        let terms = self.spell(terms);
+        let text = format!("{} has ndim {ndim}, but `{terms}` asks for {wanted}", whose());
+        Err(Refusal::new("shape", text, places))
     }
 
     fn spell(&self, terms: &[Term]) -> String {
@@ -204,7 +226,9 @@ impl fmt::Display for Signature {
 pub struct Labels {
     symbols: Arc<[Symbol]>,
     /// Where the labels of each symbol begin; one entry more than there are symbols.
-    starts: SmallVec<[u8; 12]>,
+    starts: Vec<u8>,
+    inputs: Vec<Vec<u8>>,
+    outputs: Vec<Vec<u8>>,
 }
 
 impl Labels {
@@ -217,10 +241,20 @@ impl Labels {
         *self.starts.last().expect("there is one entry more than symbols") as usize
     }
 
-    /// Per dim of a tensor the number of its label, or [`Labels::ONE`].
+    /// Per argument and dim the number of its label, or [`Labels::ONE`].
     #[must_use]
-    pub fn of(&self, terms: &[Term]) -> SmallVec<[u8; 8]> {
-        let mut labels = SmallVec::new();
+    pub fn inputs(&self) -> &[Vec<u8>] {
+        &self.inputs
+    }
+
+    /// Per output and dim the number of its label, or [`Labels::ONE`].
+    #[must_use]
+    pub fn outputs(&self) -> &[Vec<u8>] {
+        &self.outputs
+    }
+
+    fn of(&self, terms: &[Term]) -> Vec<u8> {
+        let mut labels = Vec::new();
         for term in terms {
             match term.mark {
                 Mark::One => labels.push(Labels::ONE),
@@ -307,7 +341,7 @@ fn terms(tensor: &str, symbols: &mut Vec<Symbol>) -> Result<Vec<Term>, String> {
 mod tests {
     use super::*;
 
-    fn bound(text: &str, inputs: &[usize], outputs: &[usize]) -> Result<Labels, Refusal> {
+    fn bound(text: &str, inputs: &[usize], outputs: &[usize]) -> Result<Arc<Labels>, Refusal> {
         Signature::parse(text).unwrap().bind(|i| inputs[i], |k| outputs.get(k).copied())
     }
 
@@ -317,7 +351,7 @@ mod tests {
         let labels = bound("[v] d, ..m -> ..m d", &[2, 3], &[]).unwrap();
         assert_eq!(labels.count(), 5);
         assert_eq!((0..5).map(|l| labels.name(l)).collect::<Vec<_>>(), ["v", "d", "m0", "m1", "m2"]);
-        assert_eq!(labels.of(&signature.outputs()[0]).as_slice(), [2, 3, 4, 1]);
+        assert_eq!(labels.outputs(), [vec![2, 3, 4, 1]]);
         assert_eq!((labels.number("m1"), labels.number("d"), labels.number("m3")), (Some(3), Some(1), None));
         assert_eq!(signature.labels().collect::<Vec<_>>(), ["v", "d", "..m"]);
     }
@@ -328,10 +362,14 @@ mod tests {
         assert_eq!((scalar.num_inputs(), scalar.inputs()[1].len()), (2, 0));
         let keep = Signature::parse("..m d!, ..m 1 -> ..m d!").unwrap();
         let labels = bound("..m d!, ..m 1 -> ..m d!", &[2, 2], &[]).unwrap();
-        assert_eq!(labels.of(&keep.inputs()[1]).as_slice(), [0, Labels::ONE]);
+        assert_eq!(labels.inputs()[1], [0, Labels::ONE]);
         assert_eq!(labels.whole(&keep.inputs()[0]).collect::<Vec<_>>(), [1]);
         assert_eq!(bound("d -> ..m d", &[1], &[3]).unwrap().count(), 3);
         assert_eq!(bound("d -> ..m d", &[1], &[]).unwrap_err().code, "shape");
+        let wide = bound("..m d -> ..m", &[NUM_READY + 3], &[]).unwrap();
+        assert_eq!((wide.count(), wide.number("d")), (NUM_READY + 3, Some(NUM_READY as u8 + 2)));
+        let two = bound("..m a, ..n a -> ..m", &[3, 2], &[]).unwrap();
+        assert_eq!((0..4).map(|x| two.name(x)).collect::<Vec<_>>(), ["m0", "m1", "a", "n0"]);
     }
 
     #[test]

@@ -172,7 +172,7 @@ fn reshapes_that_split_a_dim() {
             (Some(_), Err(refusal)) => panic!("{case}: {refusal}"),
         }
     }
-    assert_eq!((cases.len(), legal, filled), (136, 87, 9));
+    assert_eq!((cases.len(), legal, filled), (136, 107, 8));
 }
 
 /// One op of the golden data, ready to be asked.
@@ -245,7 +245,8 @@ impl<'a> Op<'a> {
                     let step = Step::new(axis, state);
                     paid |= now[i].state(axis) == State::Partial;
                     forward += moved(&now[i], &step);
-                    backward += if self.differentiable[i] { moved_back(&now[i], &step) } else { 0 };
+                    let counts = self.differentiable[i] && now[i].dtype().is_float();
+                    backward += if counts { moved_back(&now[i], &step) } else { 0 };
                     now[i] = now[i].after(&step);
                 }
                 for ((before, after), target) in layouts.iter().zip(&now).zip(&inference.targets) {
@@ -366,8 +367,8 @@ fn wrong_declarations_are_found() {
     assert!(!disagreements(&golden, joint_mul).0.is_empty());
     assert!(!disagreements(&golden, split_softmax).0.is_empty());
     assert!(!disagreements(&golden, linear_silu).0.is_empty());
-    // The mask is an integer tensor, and those never have a cotangent: what is declared makes no difference to states.
-    assert!(disagreements(&golden, real_indices).0.iter().all(|w| w.starts_with("where")));
+    // The mask is an integer tensor, and those never have a cotangent, whatever is declared.
+    assert!(disagreements(&golden, real_indices).0.is_empty());
 }
 
 #[test]

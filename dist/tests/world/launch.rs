@@ -1,7 +1,8 @@
 //! What a launch promises besides collectives.
 
-use crate::support::{mesh, on, up};
+use crate::support::{mesh, on, over, up};
 use shardgrad_dist::{Error, Kind, Rank, ReduceOp, Result, World};
+use shardgrad_kernels::DType;
 use std::cell::Cell;
 use std::rc::Rc;
 
@@ -106,6 +107,11 @@ fn calls_that_cannot_be_are_refused_with_their_line() {
             assert_eq!(error.kind(), Kind::Collective);
             assert!(error.to_string().contains(&line), "{error}");
         }
+        let truths = over(call.axes, DType::Bool);
+        let error = rank.all_reduce(&truths, &x, 4, ReduceOp::Sum).unwrap_err();
+        assert_eq!(error.kind(), Kind::DType);
+        let any = up(rank, &[rank.index() as u8, 0]);
+        assert_eq!(rank.all_reduce(&truths, &any, 2, ReduceOp::Max)?.as_slice::<u8>(), [1, 0]);
         let elsewhere = shardgrad_dist::AxisSet::one(shardgrad_dist::Axis(3));
         let error = rank.barrier(&shardgrad_dist::Call { axes: elsewhere, ..call }).unwrap_err();
         assert_eq!(error.kind(), Kind::Mesh);

@@ -134,18 +134,15 @@ pub(super) mod scratch {
     //! A folder for one test, removed at its end.
 
     use std::path::PathBuf;
-    use std::sync::atomic::{AtomicUsize, Ordering};
 
     pub(crate) struct Scratch(PathBuf);
 
     impl Scratch {
         pub(crate) fn new() -> Scratch {
-            static COUNT: AtomicUsize = AtomicUsize::new(0);
-            let name =
-                format!("shardgrad-nn-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
-            let dir = std::env::temp_dir().join(name);
-            std::fs::create_dir_all(&dir).unwrap();
-            Scratch(dir)
+            let folder = |i| std::env::temp_dir().join(format!("shardgrad-nn-{}-{}", std::process::id(), i));
+            // The first name that no other test has taken.
+            let free = |dir: &PathBuf| std::fs::create_dir(dir).is_ok();
+            Scratch((0..10_000).map(folder).find(free).unwrap())
         }
 
         pub(crate) fn path(&self, name: &str) -> PathBuf {

@@ -65,7 +65,7 @@ fn launch_grouped(
     let ((t, range), (s, _), (c, _)) = (local.label("t"), local.label("s"), local.label("c"));
     let first = range.start as i64 + s as i64 - t as i64;
     let scalars = [Scalar::Real(1.0 / (c as f64).sqrt()), Scalar::Int(i64::from(causal)), Scalar::Int(first)];
-    launch(local.rank, kernel, &inputs, &mut outputs.iter_mut().collect::<SmallVec<[&mut Piece; 3]>>(), &scalars)?;
+    launch(local.rank, kernel, &inputs, &mut outputs.iter_mut().collect::<Vec<&mut Piece>>(), &scalars)?;
     for (piece, view) in outputs.iter_mut().zip(views) {
         piece.view = view;
     }

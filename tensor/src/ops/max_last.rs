@@ -11,7 +11,7 @@ use crate::refusal::Refusal;
 use crate::state::State;
 use shardgrad_dist::{AxisSet, Result};
 use shardgrad_kernels::op::reduce::MAX;
-use shardgrad_kernels::DType;
+use shardgrad_kernels::{DType, Scalar};
 use smallvec::SmallVec;
 use std::rc::Rc;
 
@@ -61,13 +61,7 @@ impl Op for MaxLast {
 
     fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
         let mut out = local.output(0)?;
-        if out.dtype == x[0].dtype {
-            launch(local.rank, &MAX, &[&x[0]], &mut [&mut out], &[])?;
-        } else {
-            let mut narrow = Piece::alloc(local.rank, x[0].dtype, &out.view.shape)?;
-            launch(local.rank, &MAX, &[&x[0]], &mut [&mut narrow], &[])?;
-            out = narrow.converted(local.rank, out.dtype)?;
-        }
+        launch(local.rank, &MAX, &[&x[0]], &mut [&mut out], &[Scalar::Int(1)])?;
         let axes = axes(local.inference);
         if axes.is_empty() {
             return Ok([out].into_iter().collect());

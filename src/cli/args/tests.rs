@@ -1,0 +1,203 @@
+//! The command line, typed in.
+
+use super::*;
+use clap::CommandFactory;
+use clap::error::ErrorKind;
+
+fn parse(line: &str) -> Result<Command, clap::Error> {
+    Cli::try_parse_from(std::iter::once("shardgrad").chain(line.split_whitespace())).map(|cli| cli.command)
+}
+
+fn train(line: &str) -> TrainArgs {
+    match parse(&format!("train {line}")).unwrap() {
+        Command::Train(args) => *args,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// What clap says without its usage lines, which depend on the width of nothing.
+fn told(line: &str) -> String {
+    let error = parse(line).unwrap_err();
+    assert_eq!(error.exit_code(), 2, "{line}");
+    let text = error.to_string();
+    text.split("\n\nUsage").next().unwrap().split("\n\nFor more").next().unwrap().to_string()
+}
+
+#[test]
+fn the_definition_is_sound() {
+    Cli::command().debug_assert();
+}
+
+#[test]
+fn every_option_has_help() {
+    for command in Cli::command().get_subcommands() {
+        assert!(command.get_about().is_some());
+        for arg in command.get_arguments().filter(|a| a.get_id() != "help") {
+            assert!(arg.get_help().is_some(), "{} --{}", command.get_name(), arg.get_id());
+        }
+    }
+}
+
+#[test]
+fn train_without_options_is_the_first_command() {
+    let args = train("");
+    args.check().unwrap();
+    assert_eq!(args.model.name(), "tiny");
+    assert_eq!(args.run.mesh.num_ranks(), 1);
+    assert_eq!((args.run.dtype, args.optim.clip()), (DType::F32, Some(1.0)));
+    assert_eq!(args.out, PathBuf::from("runs/latest"));
+    let config = args.model.config().unwrap();
+    assert!(args.seq(&config).unwrap() <= config.n_positions);
+    assert_eq!(config.vocab_size, crate::data::Corpus::VOCAB);
+    args.run.world().unwrap();
+}
+
+#[test]
+fn all_options_of_train_are_read() {
+    let args = train(
+        "--tokens t.safetensors --no-shuffle --model dir --mesh tp=2,dp=3 --threads 2 --steps 7 --batch 12 --seq 32 \
+         --microbatches 3 --lr 3e-4 --min-lr 1e-5 --warmup 2 --weight-decay 0 --beta1 0.8 --beta2 0.99 --eps 1e-6 \
+         --grad-clip 0 --dropout 0.1 --seed 18446744073709551615 --dtype bf16 --device cpu --out o --eval-every 0 \
+         --json --timeout 5",
+    );
+    args.check().unwrap();
+    assert_eq!(args.source.tokens, Some(PathBuf::from("t.safetensors")));
+    assert_eq!(args.model.dir(), Some(std::path::Path::new("dir")));
+    assert_eq!(args.run.mesh.to_string(), "mesh(dp=3, tp=2)");
+    assert_eq!((args.run.dtype, args.steps.seed), (DType::BF16, u64::MAX));
+    assert_eq!((args.optim.clip(), args.dropout, args.eval_every()), (None, Some(0.1), None));
+    assert!(args.no_shuffle && args.json);
+}
+
+#[test]
+fn the_schedule_follows_the_options() {
+    let rates = |line: &str, steps: [usize; 3]| steps.map(|s| train(line).schedule().lr(s));
+    assert_eq!(rates("--lr 2 --lr-schedule constant", [0, 5, 1000]), [2.0, 2.0, 2.0]);
+    assert_eq!(rates("--lr 2 --lr-schedule constant --warmup 2", [0, 1, 2]), [1.0, 2.0, 2.0]);
+    assert_eq!(rates("--lr 2 --steps 20", [0, 1, 20]), [1.0, 2.0, 0.2]);
+    assert_eq!(rates("--lr 2 --steps 20 --warmup 0 --min-lr 0", [0, 10, 20]), [2.0, 1.0, 0.0]);
+    assert_eq!(rates("--lr 2 --steps 5000", [49, 99, 5000]), [1.0, 2.0, 0.2]);
+}
+
+#[test]
+fn the_held_out_loss_is_measured_on_text_only() {
+    assert_eq!(train("").eval_every(), Some(50));
+    assert_eq!(train("--eval-every 7").eval_every(), Some(7));
+    assert_eq!(train("--eval-every 0").eval_every(), None);
+    assert_eq!(train("--tokens f").eval_every(), None);
+}
+
+#[test]
+fn contradictions_are_all_told_at_once() {
+    let args = train("--tokens f --eval-every 5 --batch 10 --microbatches 4 --lr 1 --min-lr 2 --steps 3 --warmup 4");
+    let error = args.check().unwrap_err();
+    assert_eq!(error.kind(), Kind::Config);
+    let faults: Vec<&str> = error.details().iter().map(|d| d.1.as_str()).collect();
+    assert_eq!(
+        faults,
+        [
+            "--batch 10 cannot be cut into 4 equal parts (--microbatches)",
+            "--min-lr 2 exceeds --lr 1",
+            "--warmup 4 exceeds --steps 3",
+            "--eval-every needs a text; a file of --tokens has no held-out part",
+        ]
+    );
+    let error = train("--min-lr 0 --lr-schedule constant").check().unwrap_err();
+    assert_eq!(error.details()[0].1, "--min-lr has no meaning with --lr-schedule constant");
+}
+
+#[test]
+fn misuse_is_refused_with_the_nearest_name() {
+    assert!(told("trian").contains("a similar subcommand exists: 'train'"));
+    assert!(told("train --stesp 3").contains("a similar argument exists: '--steps'"));
+    assert!(told("train --dtype f31").contains("a similar value exists: 'f32'") || told("train --dtype f31").contains("possible values: f32, f64, bf16"));
+    assert!(told("train --device cuda").contains("[possible values: cpu]"));
+    assert!(told("train --preset tinny").contains("did you mean `tiny`?"));
+    let mesh = told("train --mesh dp=2,tq=2");
+    assert!(mesh.contains("invalid value 'dp=2,tq=2' for '--mesh <AXES>': there is no mesh axis `tq`"), "{mesh}");
+    assert!(mesh.contains("did you mean `tp`?"), "{mesh}");
+    assert!(told("train --mesh tp=2,tp=2").contains("axis `tp` is named twice"));
+    assert!(told("train extra").contains("unexpected argument 'extra'"));
+    assert!(told("generate").contains("--prompt <TEXT>"));
+    assert!(told("generate --prompt=").contains("a value is required for '--prompt <TEXT>'"));
+}
+
+#[test]
+fn numbers_out_of_range_are_refused() {
+    for (option, bad) in [
+        ("steps", "0"),
+        ("batch", "0"),
+        ("seq", "-3"),
+        ("microbatches", "0"),
+        ("threads", "0"),
+        ("lr", "0"),
+        ("lr", "nan"),
+        ("lr", "inf"),
+        ("min-lr", "-1"),
+        ("weight-decay", "-0.1"),
+        ("beta1", "1"),
+        ("beta2", "-0.1"),
+        ("eps", "0"),
+        ("grad-clip", "-1"),
+        ("dropout", "1"),
+        ("seed", "-1"),
+        ("timeout", "0"),
+        ("eval-every", "x"),
+        ("warmup", "1.5"),
+    ] {
+        let text = told(&format!("train --{option}={bad}"));
+        assert!(text.contains(&format!("invalid value '{bad}' for '--{option} <")), "{text}");
+    }
+    assert!(told("train --steps 0").ends_with("must be a whole number of at least 1"));
+    assert!(told("generate --prompt x --top-p 1.5").ends_with("must be a number above 0 and at most 1"));
+}
+
+#[test]
+fn options_that_exclude_each_other_are_refused() {
+    for line in [
+        "train --data a --tokens b",
+        "train --model a --preset tiny",
+        "eval --tokens a --split train",
+        "generate --prompt x --greedy --temperature 1",
+        "generate --prompt x --greedy --top-k 3",
+    ] {
+        assert_eq!(parse(line).unwrap_err().kind(), ErrorKind::ArgumentConflict, "{line}");
+    }
+    // Defaults do not count as given.
+    for line in ["train --model a", "eval --tokens a", "generate --prompt x --greedy"] {
+        parse(line).unwrap();
+    }
+}
+
+#[test]
+fn a_sequence_fits_the_model() {
+    let config = Gpt2Config::new(256, 64, 8, 1, 1);
+    assert_eq!(train("").seq(&config).unwrap(), 64);
+    assert_eq!(train("--seq 64").seq(&config).unwrap(), 64);
+    let error = train("--seq 65").seq(&config).unwrap_err();
+    assert_eq!(error.message(), "--seq 65 exceeds the 64 positions of the model");
+    assert_eq!(train("").seq(&Gpt2Config::preset("gpt2-124m").unwrap()).unwrap(), 128);
+}
+
+#[test]
+fn no_process_is_flooded_with_ranks() {
+    let error = train("--mesh dp=1000,tp=1000").run.world().unwrap_err();
+    assert_eq!(error.message(), "--mesh asks for 1000000 ranks; one process runs at most 256");
+    assert!(matches!(parse("explain --mesh dp=1000,tp=1000").unwrap(), Command::Explain(a) if a.mesh.num_ranks() == 1_000_000));
+}
+
+#[test]
+fn splits_are_named() {
+    for (word, split) in [("train", Split::Train), ("val", Split::Val), ("all", Split::All)] {
+        assert!(matches!(parse(&format!("eval --split {word}")).unwrap(), Command::Eval(a) if a.split == split));
+    }
+    assert!(told("eval --split test").contains("[possible values: train, val, all]"));
+}
+
+#[test]
+fn help_and_version_are_no_misuse() {
+    for line in ["--help", "--version", "train --help", "eval -h"] {
+        assert_eq!(parse(line).unwrap_err().exit_code(), 0);
+    }
+    assert_eq!(parse("").unwrap_err().exit_code(), 2);
+}

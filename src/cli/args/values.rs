@@ -1,0 +1,150 @@
+//! The values of options: text in, checked values out. What is refused is told in one line.
+
+use super::nearest::nearest;
+use shardgrad::{Error, Kind, Result};
+use shardgrad::dist::Mesh;
+use shardgrad::nn::Gpt2Config;
+use std::time::Duration;
+
+/// The axes of a mesh in their fixed order, outermost first.
+pub(crate) const AXES: [&str; 4] = ["pp", "dp", "cp", "tp"];
+
+/// No count is larger than this; steps times batch then fit 64 bits.
+const COUNT_MAX: usize = 1 << 31;
+
+/// A mesh such as `dp=2,tp=2`: its axes are put into their fixed order; those left out have one rank and do not appear.
+pub(super) fn mesh(text: &str) -> Result<Mesh> {
+    let read = Mesh::parse(text)?;
+    for axis in read.axes() {
+        let name = read.name(axis);
+        if AXES.contains(&name) {
+            continue;
+        }
+        let help = match nearest(name, AXES) {
+            Some(near) => format!("did you mean `{near}`? "),
+            None => String::new(),
+        };
+        let error = Error::new(Kind::Mesh, format!("there is no mesh axis `{name}`"));
+        return Err(error.detail("help", format!("{help}the axes are {}", AXES.join(", "))));
+    }
+    let axes: Vec<(&str, usize)> =
+        AXES.iter().filter_map(|name| read.axis(name).map(|axis| (*name, read.size(axis)))).collect();
+    Mesh::new(&axes)
+}
+
+/// The name of a preset.
+pub(super) fn preset(text: &str) -> Result<String, String> {
+    if Gpt2Config::preset_names().any(|name| name == text) {
+        return Ok(text.to_string());
+    }
+    let near = nearest(text, Gpt2Config::preset_names()).map_or(String::new(), |n| format!("did you mean `{n}`? "));
+    let names: Vec<&str> = Gpt2Config::preset_names().collect();
+    Err(format!("there is no such preset; {near}presets are {}", names.join(", ")))
+}
+
+/// A whole number of at least one.
+pub(super) fn count(text: &str) -> Result<usize, String> {
+    match text.parse::<usize>() {
+        Ok(n) if (1..=COUNT_MAX).contains(&n) => Ok(n),
+        Ok(n) if n > COUNT_MAX => Err(format!("must be at most {COUNT_MAX}")),
+        _ => Err("must be a whole number of at least 1".to_string()),
+    }
+}
+
+/// A whole number, zero included.
+pub(super) fn count_or_none(text: &str) -> Result<usize, String> {
+    if text == "0" { Ok(0) } else { count(text).map_err(|why| why.replace("at least 1", "at least 0")) }
+}
+
+/// A finite number for which `good` holds; `what` says which ones those are.
+fn number(text: &str, what: &str, good: impl Fn(f64) -> bool) -> Result<f64, String> {
+    text.parse::<f64>().ok().filter(|x| x.is_finite() && good(*x)).ok_or_else(|| format!("must be {what}"))
+}
+
+/// A number above zero.
+pub(super) fn positive(text: &str) -> Result<f64, String> {
+    number(text, "a number above 0", |x| x > 0.0)
+}
+
+/// A number of at least zero.
+pub(super) fn not_negative(text: &str) -> Result<f64, String> {
+    number(text, "a number of at least 0", |x| x >= 0.0)
+}
+
+/// A number of at least zero and below one.
+pub(super) fn below_one(text: &str) -> Result<f64, String> {
+    number(text, "a number of at least 0 and below 1", |x| (0.0..1.0).contains(&x))
+}
+
+/// A number above zero and at most one.
+pub(super) fn fraction(text: &str) -> Result<f64, String> {
+    number(text, "a number above 0 and at most 1", |x| x > 0.0 && x <= 1.0)
+}
+
+/// A time in seconds.
+pub(super) fn seconds(text: &str) -> Result<Duration, String> {
+    number(text, "a number of seconds from 0.001 to 1000000", |x| (1e-3..=1e6).contains(&x))
+        .map(Duration::from_secs_f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn meshes_are_put_in_order() {
+        for (text, shown) in [
+            ("", "mesh()"),
+            ("tp=2", "mesh(tp=2)"),
+            ("tp=2, dp=3", "mesh(dp=3, tp=2)"),
+            ("tp=2,cp=1,dp=3,pp=4", "mesh(pp=4, dp=3, cp=1, tp=2)"),
+        ] {
+            assert_eq!(mesh(text).unwrap().to_string(), shown);
+        }
+    }
+
+    #[test]
+    fn bad_meshes_are_explained() {
+        let told = |text: &str| {
+            let error = mesh(text).unwrap_err();
+            assert_eq!(error.kind(), Kind::Mesh);
+            error.to_string().replace("\n  help       ", "; ")
+        };
+        assert_eq!(told("dp=2,tq=2"), "there is no mesh axis `tq`; did you mean `tp`? the axes are pp, dp, cp, tp");
+        assert_eq!(told("model=2"), "there is no mesh axis `model`; the axes are pp, dp, cp, tp");
+        assert_eq!(told("tp=2,tp=2"), "axis `tp` is named twice in the mesh");
+        assert_eq!(told("tp=0"), "axis `tp` has size 0; leave it out or give it size 1");
+        assert_eq!(told("tp"), "`tp` is no mesh axis; write axis=size, as in dp=2,tp=2");
+        assert_eq!(told("tp=-1"), "`tp=-1` is no mesh axis; write axis=size, as in dp=2,tp=2");
+        assert_eq!(told("tp=99999999999"), "axis `tp` takes the mesh beyond 2^31 ranks");
+    }
+
+    #[test]
+    fn presets_are_checked() {
+        assert_eq!(preset("tiny").unwrap(), "tiny");
+        assert!(preset("tinny").unwrap_err().starts_with("there is no such preset; did you mean `tiny`? presets are"));
+        assert!(preset("llama-7b").unwrap_err().starts_with("there is no such preset; presets are tiny, "));
+    }
+
+    #[test]
+    fn numbers_are_checked_at_their_limits() {
+        let counts = ["0", "1", "2147483648", "2147483649", "-1", "1.5", "", "x", "99999999999999999999"];
+        assert_eq!(counts.map(|t| count(t).ok()), [None, Some(1), Some(1 << 31), None, None, None, None, None, None]);
+        assert_eq!(count_or_none("0"), Ok(0));
+        assert_eq!(count_or_none("-1").unwrap_err(), "must be a whole number of at least 0");
+        type Check = fn(&str) -> Result<f64, String>;
+        let cases: [(Check, [bool; 7]); 4] = [
+            (positive, [false, false, false, true, true, true, true]),
+            (not_negative, [false, true, true, true, true, true, true]),
+            (below_one, [false, true, true, true, true, false, false]),
+            (fraction, [false, false, false, true, true, true, false]),
+        ];
+        for (check, good) in cases {
+            let got = ["-1e-9", "0", "-0", "1e-9", "0.999", "1", "1.001"].map(|text| check(text).is_ok());
+            assert_eq!(got, good);
+            assert!(["nan", "inf", "-inf", "1e999", "", "one"].iter().all(|text| check(text).is_err()));
+        }
+        assert_eq!(seconds("0.5").unwrap(), Duration::from_millis(500));
+        assert!(["0", "-1", "nan", "1e7", "x"].iter().all(|text| seconds(text).is_err()));
+    }
+}

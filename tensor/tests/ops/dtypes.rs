@@ -1,0 +1,44 @@
+//! Ops in the narrower floats: the dtypes of the results, and their values to rounding.
+
+use crate::rows::{cases, standards};
+use shardgrad_dist::{Mesh, Result, World};
+use shardgrad_kernels::DType;
+use shardgrad_tensor::check::Global;
+use shardgrad_tensor::ops::OPS;
+use shardgrad_tensor::op::DTypes;
+use shardgrad_tensor::{Layout, Tensor, op};
+use std::panic::Location;
+
+#[test]
+fn narrower_floats_agree_to_rounding() {
+    let standards = standards(OPS);
+    World::run(Mesh::single(), |rank| {
+        for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 0.04), (DType::F16, 0.005)] {
+            // A cast is made for one dtype.
+            for (entry, standards) in OPS.iter().zip(&standards).filter(|(e, _)| e.name != "cast") {
+                for (case, standard) in cases(entry).iter().zip(standards) {
+                    let narrow = |(i, g): (usize, &Global)| {
+                        let narrow = if i == 1 && entry.name == "cross_entropy_terms" { dtype.accumulator() } else { dtype };
+                        Global { dtype: if g.dtype.is_float() { narrow } else { g.dtype }, ..g.clone() }
+                    };
+                    let inputs: Vec<Global> = standard.inputs.iter().enumerate().map(narrow).collect();
+                    let whole = |g: &Global| g.place(rank, &Layout::invariant(rank.mesh(), g.dtype, &g.shape));
+                    let args: Vec<Tensor> = inputs.iter().map(whole).collect::<Result<_>>()?;
+                    let refs: Vec<&Tensor> = args.iter().collect();
+                    let outputs = op::apply(&case.op, &refs, &[], Location::caller())?;
+                    let given: DTypes = inputs.iter().map(|g| g.dtype).collect();
+                    let ruled = case.op.dtypes(&given, outputs.len())?;
+                    for (i, (y, want)) in outputs.iter().zip(&standard.outputs).enumerate() {
+                        assert_eq!(y.dtype(), ruled[i], "{:?} output {i}", case.op);
+                        for (got, want) in y.to_f64()?.iter().zip(&want.data) {
+                            let near = (got - want).abs() <= tolerance * (1.0 + want.abs()) || got == want;
+                            assert!(near, "{:?} in {dtype}, output {i}: {got} instead of {want}", case.op);
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    })
+    .unwrap();
+}
