@@ -7,19 +7,19 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The exit code of a run that was stopped by a signal.
-pub const EXIT_CODE: i32 = 130;
+pub(crate) const EXIT_CODE: i32 = 130;
 
 /// Whether somebody has asked the process to stop. Clones share the answer, so each rank may hold one; ranks must agree
 /// on the step at which they act on it.
 #[derive(Clone, Debug)]
-pub struct Interrupt(Arc<AtomicBool>);
+pub(crate) struct Interrupt(Arc<AtomicBool>);
 
 impl Interrupt {
     /// Catches SIGINT and SIGTERM from now on.
     ///
     /// # Errors
     /// `Kind::Io` if the system refuses.
-    pub fn install() -> Result<Interrupt> {
+    pub(crate) fn install() -> Result<Interrupt> {
         let asked = Arc::new(AtomicBool::new(false));
         for signal in [SIGINT, SIGTERM] {
             // In this order: the first signal finds the flag down and raises it, the next finds it up.
@@ -32,7 +32,7 @@ impl Interrupt {
 
     /// Whether a signal has come.
     #[must_use]
-    pub fn requested(&self) -> bool {
+    pub(crate) fn requested(&self) -> bool {
         self.0.load(Ordering::SeqCst)
     }
 }

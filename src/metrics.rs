@@ -8,24 +8,24 @@ use std::path::{Path, PathBuf};
 
 /// What one step did. In the file, a number that is not finite is `null`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct StepMetrics {
+pub(crate) struct StepMetrics {
     /// The step, counted from 1: how many updates have been made.
-    pub step: u64,
+    pub(crate) step: u64,
     /// The mean next-token cross-entropy of the global batch, in nats, before the update.
     #[serde(deserialize_with = "null_is_nan")]
-    pub loss: f64,
+    pub(crate) loss: f64,
     /// The norm of the whole gradient before clipping.
     #[serde(deserialize_with = "null_is_nan")]
-    pub grad_norm: f64,
+    pub(crate) grad_norm: f64,
     /// The learning rate of the update.
-    pub lr: f64,
+    pub(crate) lr: f64,
     /// Tokens of the global batch over the time of this step.
-    pub tokens_per_s: f64,
+    pub(crate) tokens_per_s: f64,
     /// Seconds since the run began.
-    pub seconds: f64,
+    pub(crate) seconds: f64,
     /// The mean loss over all windows of the held-out split after this step, where it was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub val_loss: Option<f64>,
+    pub(crate) val_loss: Option<f64>,
 }
 
 fn null_is_nan<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
@@ -35,7 +35,7 @@ fn null_is_nan<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Erro
 /// Appends a line a step. Each line goes to the system at once, so a run that is killed leaves whole lines, but for the
 /// last one at most.
 #[derive(Debug)]
-pub struct MetricsWriter {
+pub(crate) struct MetricsWriter {
     path: PathBuf,
     file: File,
 }
@@ -45,7 +45,7 @@ impl MetricsWriter {
     ///
     /// # Errors
     /// `Kind::Io` naming the file and the reason, so that a folder that cannot be written shows before the first step.
-    pub fn create(path: &Path) -> Result<MetricsWriter> {
+    pub(crate) fn create(path: &Path) -> Result<MetricsWriter> {
         let folder = path.parent().filter(|p| !p.as_os_str().is_empty());
         folder.map_or(Ok(()), fs::create_dir_all).map_err(|e| failed("write", path, &e))?;
         let file = File::create(path).map_err(|e| failed("write", path, &e))?;
@@ -56,7 +56,7 @@ impl MetricsWriter {
     ///
     /// # Errors
     /// `Kind::Io` if the system refuses (a full disk).
-    pub fn write(&mut self, step: &StepMetrics) -> Result<()> {
+    pub(crate) fn write(&mut self, step: &StepMetrics) -> Result<()> {
         let mut line = serde_json::to_vec(step).map_err(|e| failed("write", &self.path, &e.into()))?;
         line.push(b'\n');
         self.file.write_all(&line).map_err(|e| failed("write", &self.path, &e))
@@ -67,7 +67,7 @@ impl MetricsWriter {
 ///
 /// # Errors
 /// `Kind::Io` if the system refuses; `Kind::Data` naming the line that is no step.
-pub fn read(path: &Path) -> Result<Vec<StepMetrics>> {
+pub(crate) fn read(path: &Path) -> Result<Vec<StepMetrics>> {
     let text = fs::read_to_string(path).map_err(|e| failed("read", path, &e))?;
     let whole = text.rfind('\n').map_or("", |end| &text[..end]);
     let parse = |(i, line): (usize, &str)| {

@@ -34,7 +34,7 @@ type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
 ///
 /// # Errors
 /// `Kind::Io` if the drawing library fails.
-pub fn loss_plot(title: &str, steps: &[StepMetrics]) -> Result<String> {
+pub(crate) fn loss_plot(title: &str, steps: &[StepMetrics]) -> Result<String> {
     let series = Series::of(steps);
     let mut svg = String::new();
     let size = ((SIZE.0 * FINE) as u32, (SIZE.1 * FINE) as u32);
@@ -55,7 +55,7 @@ pub fn loss_plot(title: &str, steps: &[StepMetrics]) -> Result<String> {
 ///
 /// # Errors
 /// `Kind::Io` naming the file.
-pub fn write_loss_plot(path: &Path, title: &str, steps: &[StepMetrics]) -> Result<()> {
+pub(crate) fn write_loss_plot(path: &Path, title: &str, steps: &[StepMetrics]) -> Result<()> {
     std::fs::write(path, loss_plot(title, steps)?)
         .map_err(|e| Error::new(Kind::Io, format!("cannot write {}: {e}", path.display())))
 }

@@ -9,6 +9,9 @@ use std::time::{Duration, Instant};
 /// How long a sleeper sleeps before it looks around.
 const NAP: Duration = Duration::from_millis(10);
 
+/// How many looks without a pause: a few microseconds.
+const PROMPT: usize = 200;
+
 /// A place to wait for a condition that other threads make true.
 #[derive(Debug, Default)]
 pub(crate) struct Parking {
@@ -59,28 +62,28 @@ impl Parking {
     }
 }
 
-/// Looks again and again for a while; without leave to spin, only lets other threads go first.
+/// Looks again and again for a while, at first without a pause, then letting other threads go first: the core may
+/// be wanted by the one that is waited for. Without leave to spin it looks a few times only.
 fn spun(spin: Duration, done: &impl Fn() -> bool) -> bool {
-    if spin.is_zero() {
-        return (0..3).any(|i| {
-            if i > 0 {
-                std::thread::yield_now();
-            }
-            done()
-        });
+    if !spin.is_zero() && (0..PROMPT).any(|_| looked(done)) {
+        return true;
     }
     let mut start = None;
-    loop {
-        for _ in 0..64 {
-            if done() {
-                return true;
-            }
-            std::hint::spin_loop();
+    for i in 0.. {
+        if done() {
+            return true;
         }
-        if start.get_or_insert_with(Instant::now).elapsed() > spin {
-            return false;
+        if i >= 2 && start.get_or_insert_with(Instant::now).elapsed() >= spin {
+            break;
         }
+        std::thread::yield_now();
     }
+    false
+}
+
+fn looked(done: &impl Fn() -> bool) -> bool {
+    std::hint::spin_loop();
+    done()
 }
 
 #[cfg(test)]

@@ -4,14 +4,14 @@
 //! under a run is an error and not a signal. Which tokens a row holds is a pure function of the data, the seed and the
 //! number of the row in the whole run, so the mesh does not change what is read.
 
-pub mod text;
-pub mod sources;
-pub mod tokens;
-pub mod sampler;
+mod text;
+mod sources;
+mod tokens;
+mod sampler;
 
-pub use sampler::{Batch, Order, Sampler};
-pub use text::{Corpus, Split};
-pub use tokens::TokenFile;
+pub(crate) use sampler::{Batch, Order, Sampler};
+pub(crate) use text::{Corpus, Split};
+pub(crate) use tokens::TokenFile;
 
 #[cfg(test)]
 pub(crate) mod scratch {

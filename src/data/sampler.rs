@@ -12,7 +12,7 @@ const STREAM: u64 = u64::from_be_bytes(*b"\0\0\0\0data");
 
 /// How rows are chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Order {
+pub(crate) enum Order {
     /// Each row is drawn anew, uniformly: from a text any window, from a file of tokens any row.
     Shuffled {
         /// The seed of the run.
@@ -24,11 +24,11 @@ pub enum Order {
 
 /// Rows of token numbers, row major.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Batch {
+pub(crate) struct Batch {
     /// i64 [rows, seq]: what the model reads.
-    pub inputs: Vec<i64>,
+    pub(crate) inputs: Vec<i64>,
     /// i64 [rows, seq]: the token after each of them.
-    pub targets: Vec<i64>,
+    pub(crate) targets: Vec<i64>,
 }
 
 #[derive(Clone, Debug)]
@@ -42,7 +42,7 @@ enum Source {
 /// Row r of step s of a run with `batch` rows a step has the number `s * batch + r`, wherever in the mesh it is read and
 /// however the batch is cut into microbatches.
 #[derive(Clone, Debug)]
-pub struct Sampler {
+pub(crate) struct Sampler {
     source: Source,
     order: Order,
 }
@@ -52,26 +52,26 @@ impl Sampler {
     ///
     /// # Errors
     /// `Kind::Data` if the split is too short for one row ([`Corpus::require`]).
-    pub fn of_text(corpus: Arc<Corpus>, split: Split, seq: usize, order: Order) -> Result<Sampler> {
+    pub(crate) fn of_text(corpus: Arc<Corpus>, split: Split, seq: usize, order: Order) -> Result<Sampler> {
         corpus.require(split, seq)?;
         Ok(Sampler { source: Source::Text { corpus, split, seq }, order })
     }
 
     /// The rows of a file of tokens.
     #[must_use]
-    pub fn of_tokens(file: Arc<TokenFile>, order: Order) -> Sampler {
+    pub(crate) fn of_tokens(file: Arc<TokenFile>, order: Order) -> Sampler {
         Sampler { source: Source::Tokens(file), order }
     }
 
     /// The numbers of the rows of one step (counted from 0) of a run with `batch` rows a step.
     #[must_use]
-    pub fn step(step: u64, batch: u64) -> Range<u64> {
+    pub(crate) fn step(step: u64, batch: u64) -> Range<u64> {
         step * batch..(step + 1) * batch
     }
 
     /// The tokens of a row that the model reads.
     #[must_use]
-    pub fn seq(&self) -> usize {
+    pub(crate) fn seq(&self) -> usize {
         match &self.source {
             Source::Text { seq, .. } => *seq,
             Source::Tokens(file) => file.seq(),
@@ -81,7 +81,7 @@ impl Sampler {
     /// The number of windows that do not overlap, or of rows in the file: what [`Order::InFileOrder`] goes through before
     /// it begins again. A last window that is not full is dropped.
     #[must_use]
-    pub fn num_windows(&self) -> u64 {
+    pub(crate) fn num_windows(&self) -> u64 {
         match &self.source {
             Source::Text { corpus, split, seq } => ((corpus.tokens(*split).len() - 1) / seq) as u64,
             Source::Tokens(file) => file.num_rows(),
@@ -90,7 +90,7 @@ impl Sampler {
 
     /// Where a row stands: the position of its first token in the split, or its row number in the file.
     #[must_use]
-    pub fn start(&self, row: u64) -> u64 {
+    pub(crate) fn start(&self, row: u64) -> u64 {
         match (&self.source, self.order) {
             (Source::Text { seq, .. }, Order::InFileOrder) => row % self.num_windows() * *seq as u64,
             (Source::Text { corpus, split, seq }, Order::Shuffled { seed }) => {
@@ -105,7 +105,7 @@ impl Sampler {
     ///
     /// # Errors
     /// `Kind::Data` or `Kind::Io` if a file of tokens has changed or cannot be read any more; a text never fails.
-    pub fn batch(&self, rows: Range<u64>) -> Result<Batch> {
+    pub(crate) fn batch(&self, rows: Range<u64>) -> Result<Batch> {
         let mut batch = Batch::default();
         let mut row_tokens = Vec::new();
         for row in rows {

@@ -6,7 +6,7 @@ use shardgrad_dist::{Error, Kind, Result};
 use std::path::Path;
 
 /// The text is cut after this many bytes.
-pub const SOURCES_BYTES_MAX: usize = 16 << 20;
+pub(crate) const SOURCES_BYTES_MAX: usize = 16 << 20;
 
 /// Folders that programs fill, left out wherever they stand.
 const BUILD_FOLDERS: [&str; 4] = ["build", "node_modules", "runs", "target"];
@@ -20,7 +20,7 @@ impl Corpus {
     ///
     /// # Errors
     /// `Kind::Data` if the folder holds no such file; `Kind::Io` if it cannot be entered.
-    pub fn from_sources(dir: &Path) -> Result<Corpus> {
+    pub(crate) fn from_sources(dir: &Path) -> Result<Corpus> {
         Corpus::from_sources_up_to(dir, SOURCES_BYTES_MAX)
     }
 

@@ -8,7 +8,7 @@ use std::path::Path;
 
 /// Which part of a text. The last tenth of its bytes (rounded down) is held out from training.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Split {
+pub(crate) enum Split {
     /// All but the last tenth.
     Train,
     /// The last tenth.
@@ -19,11 +19,11 @@ pub enum Split {
 
 impl Split {
     /// Every split.
-    pub const EVERY: [Split; 3] = [Split::Train, Split::Val, Split::All];
+    pub(crate) const EVERY: [Split; 3] = [Split::Train, Split::Val, Split::All];
 
     /// The word for it on the command line.
     #[must_use]
-    pub const fn name(self) -> &'static str {
+    pub(crate) const fn name(self) -> &'static str {
         match self {
             Split::Train => "train",
             Split::Val => "val",
@@ -40,14 +40,14 @@ impl fmt::Display for Split {
 
 /// A text in memory. Its `Display` says in one line what it is made of.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Corpus {
+pub(crate) struct Corpus {
     origin: String,
     bytes: Vec<u8>,
 }
 
 impl Corpus {
     /// The number of tokens there are: one per byte value.
-    pub const VOCAB: usize = 256;
+    pub(crate) const VOCAB: usize = 256;
 
     /// A text that is in memory already; `origin` names it in messages.
     pub(super) fn new(origin: String, bytes: Vec<u8>) -> Corpus {
@@ -59,7 +59,7 @@ impl Corpus {
     /// # Errors
     /// `Kind::Data` naming the file if it is missing, a folder, a pipe or a device, empty, or not UTF-8 (with the offset of
     /// the first bad byte); `Kind::OutOfMemory` if it does not fit; `Kind::Io` if the system refuses.
-    pub fn from_file(path: &Path) -> Result<Corpus> {
+    pub(crate) fn from_file(path: &Path) -> Result<Corpus> {
         let refuse = |why: String, help: &str| {
             Err(Error::new(Kind::Data, format!("{}: {why}", path.display())).detail("help", help))
         };
@@ -88,7 +88,7 @@ impl Corpus {
 
     /// The tokens of a split, one byte each.
     #[must_use]
-    pub fn tokens(&self, split: Split) -> &[u8] {
+    pub(crate) fn tokens(&self, split: Split) -> &[u8] {
         let cut = self.bytes.len() - self.bytes.len() / 10;
         match split {
             Split::Train => &self.bytes[..cut],
@@ -101,7 +101,7 @@ impl Corpus {
     ///
     /// # Errors
     /// `Kind::Data` naming the text, what it has and what is needed; `Kind::Config` for a `seq` of 0.
-    pub fn require(&self, split: Split, seq: usize) -> Result<()> {
+    pub(crate) fn require(&self, split: Split, seq: usize) -> Result<()> {
         if seq == 0 {
             return Err(Error::new(Kind::Config, "a sequence has at least one token; --seq is 0"));
         }

@@ -13,7 +13,7 @@ const CHUNK_BYTES: usize = 1 << 20;
 
 /// Rows of token numbers in a file, checked once and read row by row.
 #[derive(Debug)]
-pub struct TokenFile {
+pub(crate) struct TokenFile {
     file: TensorFile,
     num_rows: u64,
     seq: usize,
@@ -27,7 +27,7 @@ impl TokenFile {
     /// `Kind::Data` naming the file for one that is no safetensors file, lacks `input_ids`, holds it in another dtype than
     /// i64 or in a shape that is not [N >= 1, T+1 >= 2], or holds a number outside of 0..vocab (with its place);
     /// `Kind::Io` if the system refuses.
-    pub fn open(path: &Path, vocab: usize) -> Result<TokenFile> {
+    pub(crate) fn open(path: &Path, vocab: usize) -> Result<TokenFile> {
         let file = TensorFile::open(path).map_err(as_data)?;
         let info = file.find(NAME).map_err(as_data)?;
         let (num_rows, width) = match *info.shape.as_slice() {
@@ -57,13 +57,13 @@ impl TokenFile {
 
     /// The number of rows.
     #[must_use]
-    pub fn num_rows(&self) -> u64 {
+    pub(crate) fn num_rows(&self) -> u64 {
         self.num_rows
     }
 
     /// The tokens of a row that have a next one: T.
     #[must_use]
-    pub fn seq(&self) -> usize {
+    pub(crate) fn seq(&self) -> usize {
         self.seq
     }
 
@@ -71,7 +71,7 @@ impl TokenFile {
     ///
     /// # Errors
     /// `Kind::Data` naming both numbers.
-    pub fn require_seq(&self, seq: usize) -> Result<()> {
+    pub(crate) fn require_seq(&self, seq: usize) -> Result<()> {
         if seq == self.seq {
             return Ok(());
         }
@@ -83,7 +83,7 @@ impl TokenFile {
     ///
     /// # Errors
     /// `Kind::Data` if the file has changed since it was checked; `Kind::Io` if the system refuses.
-    pub fn row(&self, row: u64, into: &mut Vec<i64>) -> Result<()> {
+    pub(crate) fn row(&self, row: u64, into: &mut Vec<i64>) -> Result<()> {
         let mut bytes = vec![0; (self.seq + 1) * 8];
         let start = (row % self.num_rows) * bytes.len() as u64;
         self.numbers(start, &mut bytes, |id| into.push(id))

@@ -1,0 +1,166 @@
+//! The tape by hand: gradients, rounds, routes, recomputation, recording, and what it refuses.
+
+use shardgrad_autograd::{Program, Slot, Tape, Var};
+use shardgrad_dist::{Kind, Mesh, Rank, Result, World};
+use shardgrad_tensor::{Layout, Tensor, Value};
+use std::collections::HashMap;
+
+fn vector(rank: &Rank, values: &[f64]) -> Result<Tensor> {
+    Tensor::from_host(rank, &[values.len()], values)
+}
+
+fn one_rank<T: Send>(f: impl Fn(&Rank) -> Result<T> + Sync) -> T {
+    World::run(Mesh::single(), f).unwrap().remove(0)
+}
+
+#[test]
+fn gradients_add_up_over_uses_and_rounds() {
+    one_rank(|rank| {
+        let tape = Tape::new(rank);
+        let w = vector(rank, &[2.0, -1.0])?;
+        for round in 1..=2 {
+            let (x, w) = (tape.constant(vector(rank, &[3.0, 5.0])?), tape.leaf(7, &w));
+            // (w x) + w w: the gradient is x + 2 w.
+            let loss = w.mul(&x).add(&w.mul(&w)).sum();
+            assert_eq!(loss.item()?, 3.0 * 2.0 - 5.0 + 4.0 + 1.0);
+            loss.backward()?;
+            assert_eq!(tape.num_nodes(), 0, "round {round} used up its nodes");
+        }
+        let gradients = tape.gradients();
+        assert_eq!(gradients[&7].to_host::<f64>()?, [2.0 * 7.0, 2.0 * 3.0]);
+        assert!(tape.gradients().is_empty(), "gradients are handed out once");
+        Ok(())
+    });
+}
+
+#[test]
+fn nothing_is_recorded_where_no_gradient_goes() {
+    one_rank(|rank| {
+        let tape = Tape::new(rank);
+        let w = tape.leaf(1, &vector(rank, &[1.0])?);
+        let x = tape.constant(vector(rank, &[2.0])?);
+        assert!(!x.mul(&x).requires_grad());
+        assert!(!tape.no_grad(|| w.mul(&x)).requires_grad());
+        assert!(!w.detach().mul(&x).requires_grad());
+        assert!(w.mul(&x).requires_grad());
+        assert_eq!(tape.num_nodes(), 1);
+        let inference = Tape::inference(rank);
+        assert!(!inference.leaf(1, &vector(rank, &[1.0])?).square().requires_grad());
+        Ok(())
+    });
+}
+
+#[test]
+fn misuse_is_named_with_its_line() {
+    let refused = |f: fn(&Rank) -> Result<()>| World::run(Mesh::single(), f).unwrap_err();
+    let error = refused(|rank| {
+        let tape = Tape::new(rank);
+        tape.leaf(1, &vector(rank, &[1.0, 2.0])?).square().backward()
+    });
+    assert_eq!(error.kind(), Kind::Shape);
+    assert!(error.site().unwrap().file().ends_with("tape.rs"), "{error}");
+    let error = refused(|rank| Tape::new(rank).constant(vector(rank, &[1.0])?).sum().backward());
+    assert!(error.to_string().contains("no gradient reaches"), "{error}");
+    let error = refused(|rank| {
+        let tape = Tape::new(rank);
+        let y = tape.leaf(1, &vector(rank, &[1.0])?).square();
+        y.sum().backward()?;
+        y.sum().backward()
+    });
+    assert!(error.to_string().contains("before the last backward pass"), "{error}");
+    let error = refused(|rank| {
+        let (a, b) = (Tape::new(rank), Tape::new(rank));
+        let t = vector(rank, &[1.0])?;
+        let _ = a.leaf(1, &t).add(&b.leaf(1, &t));
+        Ok(())
+    });
+    assert!(error.to_string().contains("different tapes"), "{error}");
+}
+
+/// On a split batch the weight is cast once a step, however many rounds there are, and reduced once.
+#[test]
+fn a_route_is_taken_back_once_a_step() {
+    let counts = World::run(Mesh::parse("dp=2").unwrap(), |rank| {
+        rank.trace().enable();
+        let layout = Layout::parse("f64[4@dp, 3]", rank.mesh())?;
+        let w = Tensor::from_host(rank, &[3, 2], &[1.0f64, 2.0, 3.0, 4.0, 5.0, 6.0])?;
+        let tape = Tape::new(rank);
+        for round in 0..3 {
+            let data: Vec<f64> = (0..12).map(|i| f64::from(i + round)).collect();
+            let x = tape.constant(Tensor::from_global(rank, &layout, &data)?);
+            x.matmul(&tape.leaf(1, &w)).sum().backward()?;
+        }
+        assert_eq!(rank.trace().take().len(), 0, "rounds communicate nothing");
+        let gradient = tape.gradients()[&1].clone();
+        assert_eq!(gradient.layout(), w.layout());
+        let column = |k: f64| 3.0 * (0.0 + 3.0 + 6.0 + 9.0 + 4.0 * k) + 12.0;
+        let expected: Vec<f64> = [0.0, 1.0, 2.0].iter().flat_map(|k| [column(*k); 2]).collect();
+        assert_eq!(gradient.to_local_f64()?, expected);
+        Ok(rank.trace().take().len())
+    });
+    assert_eq!(counts.unwrap(), [1, 1], "one all_reduce a step");
+}
+
+fn block(x: &Var, w: &Var) -> Var {
+    let h = x.matmul(w).gelu();
+    h.mul(&h).add(x)
+}
+
+#[test]
+fn a_checkpoint_keeps_less_and_changes_nothing() {
+    let mesh = Mesh::parse("tp=2").unwrap();
+    World::run(mesh, |rank| {
+        let w = Tensor::normal(rank, &Layout::parse("f64[6, 6]", rank.mesh())?, 1, 1, 0.5)?;
+        let x = Tensor::normal(rank, &Layout::parse("f64[5, 6]", rank.mesh())?, 2, 1, 1.0)?;
+        let run = |checkpointed: bool| -> Result<(f64, usize, Vec<f64>, Vec<f64>)> {
+            let tape = Tape::new(rank);
+            let mut y = tape.leaf(2, &x);
+            for _ in 0..3 {
+                y = if checkpointed {
+                    tape.checkpoint(&[y], |args| Ok(vec![block(&args[0], &tape.leaf(1, &w))]))?.remove(0)
+                } else {
+                    block(&y, &tape.leaf(1, &w))
+                };
+            }
+            let loss = y.mul(&y).sum();
+            let (value, saved) = (loss.item()?, tape.saved_bytes());
+            loss.backward()?;
+            let gradients = tape.gradients();
+            Ok((value, saved, gradients[&1].to_f64()?, gradients[&2].to_f64()?))
+        };
+        let (plain, light) = (run(false)?, run(true)?);
+        assert_eq!((plain.0, &plain.2, &plain.3), (light.0, &light.2, &light.3), "the same bits");
+        assert!(light.1 < plain.1, "{} bytes kept instead of {}", light.1, plain.1);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_recorded_program_replays_in_slices() {
+    one_rank(|rank| {
+        let tape = Tape::new(rank);
+        let w = Tensor::from_host(rank, &[2, 2], &[1.0f64, 2.0, 3.0, 4.0])?;
+        let x = tape.constant(Tensor::from_host(rank, &[1, 2], &[1.0f64, -1.0])?);
+        let text = |args: &[Var]| Ok(vec![block(&args[0], &tape.leaf(9, &w))]);
+        let program = Program::record(&tape, &[x.clone()], text)?;
+        let names: Vec<&str> = program.records.iter().map(|r| r.op.name()).collect();
+        assert_eq!(names, ["matmul", "gelu", "mul", "add"]);
+        assert_eq!(program.outers[1].key, Some(9));
+        assert_eq!(program.needs(2..4), [Slot::Made { record: 1, out: 0 }, Slot::Outer(0)]);
+        let other = tape.constant(Tensor::from_host(rank, &[1, 2], &[0.5f64, 2.0])?);
+        let mut values = HashMap::from([(Slot::Outer(0), other.clone()), (Slot::Outer(1), tape.leaf(9, &w))]);
+        program.replay(0..2, &mut values)?;
+        program.replay(2..4, &mut values)?;
+        let replayed = values[&program.outputs[0]].tensor().to_host::<f64>()?;
+        assert_eq!(replayed, block(&other, &tape.leaf(9, &w)).tensor().to_host::<f64>()?);
+        let error = program.replay(0..1, &mut HashMap::new()).unwrap_err();
+        assert_eq!(error.kind(), Kind::Unsupported);
+        let read = Program::record(&tape, &[x], |args| {
+            args[0].sum().item()?;
+            Ok(vec![])
+        });
+        assert!(read.unwrap_err().to_string().contains("while the program is recorded"));
+        Ok(())
+    });
+}
