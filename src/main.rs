@@ -3,12 +3,12 @@
 #![forbid(unsafe_code)]
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "this is the room that talks to people")]
 
-mod cli;
 mod data;
 mod interrupt;
 mod metrics;
 mod plot;
 mod train;
+mod cli;
 
 use std::process::ExitCode;
 

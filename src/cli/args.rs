@@ -137,6 +137,23 @@ pub(crate) struct RunArgs {
 }
 
 impl RunArgs {
+    /// The mesh of a training run: as asked for, else a rank for each of two cores.
+    pub(crate) fn train_mesh(&self) -> Mesh {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        if self.mesh.num_axes() > 0 || cores < 2 {
+            return self.mesh.clone();
+        }
+        Mesh::new(&[("dp", 2)]).unwrap_or_else(|_| self.mesh.clone())
+    }
+
+    /// The world of a training run.
+    ///
+    /// # Errors
+    /// As [`RunArgs::world`].
+    pub(crate) fn train_world(&self) -> Result<World> {
+        RunArgs { mesh: self.train_mesh(), ..self.clone() }.world()
+    }
+
     /// The world to launch.
     ///
     /// # Errors

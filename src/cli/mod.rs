@@ -6,8 +6,11 @@ mod explain;
 mod generate;
 mod train;
 
+use crate::data::Corpus;
 use clap::Parser;
-use shardgrad::{Error, Kind};
+use shardgrad::nn::Gpt2Config;
+use shardgrad::{Error, Kind, Result};
+use std::path::Path;
 use std::process::ExitCode;
 
 /// Parses the command line, runs the command, reports the error.
@@ -42,4 +45,21 @@ fn exit_code(error: &Error) -> u8 {
         | Kind::Io => 2,
         _ => 1,
     }
+}
+
+/// The text of a file, or the sources of the working directory.
+fn text(file: Option<&Path>) -> Result<Corpus> {
+    match file {
+        Some(path) => Corpus::from_file(path),
+        None => Corpus::from_sources(Path::new(".")),
+    }
+}
+
+/// Text is read as bytes: refuses a model that does not have one token a byte value.
+fn check_bytes(config: &Gpt2Config) -> Result<()> {
+    if config.vocab_size >= Corpus::VOCAB {
+        return Ok(());
+    }
+    let why = format!("a vocabulary of {} tokens is too small for bytes of text", config.vocab_size);
+    Err(Error::new(Kind::Config, why).detail("help", "use --tokens FILE, or a model with 256 tokens or more"))
 }

@@ -3,7 +3,7 @@
 mod session;
 mod validate;
 
-pub(crate) use session::{Session, StepReport};
+pub(crate) use session::Session;
 pub(crate) use validate::mean_loss;
 
 use crate::data::Batch;

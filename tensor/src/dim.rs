@@ -67,7 +67,7 @@ impl AxisList {
     /// The list with an axis added as the innermost.
     #[must_use]
     pub const fn with(self, axis: Axis) -> AxisList {
-        debug_assert!(self.len() < Mesh::MAX_AXES, "a mesh has no more axes than a list holds");
+        assert!(self.len() < Mesh::MAX_AXES && (axis.0 as usize) < Mesh::MAX_AXES, "a mesh has at most 8 axes");
         AxisList(self.0 | ((axis.0 as u64 + 1) << (8 * self.len())))
     }
 
@@ -187,7 +187,9 @@ mod tests {
         assert_eq!(list.iter().map(|a| a.0).collect::<Vec<_>>(), [3, 0, 7]);
         assert_eq!((list.len(), list.last(), list.position(Axis(0))), (3, Some(Axis(7)), Some(1)));
         assert_eq!(list.without(Axis(3)), axes(&[0, 7]));
-        assert!(axes(&[3, 0]).is_prefix_of(list) && AxisList::EMPTY.is_prefix_of(list) && list.is_prefix_of(list));
+        assert!(
+            axes(&[3, 0]).is_prefix_of(list) && AxisList::EMPTY.is_prefix_of(list) && list.is_prefix_of(list)
+        );
         assert!(!axes(&[0]).is_prefix_of(list) && !list.is_prefix_of(axes(&[3, 0])));
         let full = axes(&[0, 1, 2, 3, 4, 5, 6, 7]);
         assert_eq!((full.len(), full.prefix(8), full.prefix(2)), (8, full, axes(&[0, 1])));
@@ -231,14 +233,23 @@ mod tests {
                 assert_eq!(inner[0].start..inner[kb - 1].end, outer.range(&mesh, &[a, 0]));
                 assert!(inner.windows(2).all(|w| w[0].end == w[1].start));
                 for (b, range) in inner.iter().enumerate() {
-                    assert_eq!(*range, outer.range(&folded, &[a * kb + b]), "{extent}:{grain} over {ka} x {kb}");
+                    assert_eq!(
+                        *range,
+                        outer.range(&folded, &[a * kb + b]),
+                        "{extent}:{grain} over {ka} x {kb}"
+                    );
                 }
             }
         }
     }
 
     /// Every combination in which the grain divides the extent.
-    fn combinations(ka: &[usize], kb: &[usize], extents: usize, grains: &[usize]) -> Vec<(usize, usize, usize, usize)> {
+    fn combinations(
+        ka: &[usize],
+        kb: &[usize],
+        extents: usize,
+        grains: &[usize],
+    ) -> Vec<(usize, usize, usize, usize)> {
         let mut all = Vec::new();
         for &a in ka {
             for &b in kb {

@@ -1,6 +1,6 @@
 //! The layout rule of every op: from the layouts of the arguments to the implied steps and the layouts of the outputs.
 //!
-//! After the labels are joined ([`crate::join`]) each axis is treated alone. An axis that splits a label: arguments
+//! After the labels are joined each axis is treated alone. An axis that splits a label: arguments
 //! with the label take their shard of it, the others complete a pending sum and, if differentiable, become `~`;
 //! outputs with the label are split, those without hold a pending sum. An axis that splits nothing: pending sums
 //! stay pending if they are exactly one group in which the op is linear, else they are completed; the output is `=`
@@ -76,7 +76,9 @@ impl Inference {
     /// If the signature has no such label: ops are written by us, so that is a bug in the library.
     #[must_use]
     pub fn label(&self, name: &str, mesh: &Mesh, coordinate: &[usize]) -> (usize, Range<usize>) {
-        let dim = self.label_dim(name).unwrap_or_else(|| panic!("bug in shardgrad: no label `{name}` in the signature"));
+        let dim = self
+            .label_dim(name)
+            .unwrap_or_else(|| panic!("bug in shardgrad: no label `{name}` in the signature"));
         (dim.extent, dim.range(mesh, coordinate))
     }
 
@@ -126,7 +128,12 @@ pub fn infer(
         work.axis_of_nothing(axis);
     }
     let Work { mut result, partial, replicate, .. } = work;
-    assert_eq!(out_dtypes.len(), join.labels.outputs().len(), "bug in shardgrad: one dtype per output of `{}`", rule.signature);
+    assert_eq!(
+        out_dtypes.len(),
+        join.labels.outputs().len(),
+        "bug in shardgrad: one dtype per output of `{}`",
+        rule.signature
+    );
     for (k, (places, &dtype)) in join.labels.outputs().iter().zip(out_dtypes).enumerate() {
         let dims = places.iter().map(|&x| join.dim(x)).collect();
         // Without a gradient there is nothing to tell `~` from `=`.
@@ -185,7 +192,8 @@ impl Work<'_> {
         let pending: SmallVec<[usize; 4]> =
             (0..self.args.len()).filter(|i| self.args[*i].partial().contains(axis)).collect();
         let created = self.join.wanted.contains(axis);
-        let is_group = |group: &&[usize]| group.len() == pending.len() && pending.iter().all(|i| group.contains(i));
+        let is_group =
+            |group: &&[usize]| group.len() == pending.len() && pending.iter().all(|i| group.contains(i));
         let stays = !pending.is_empty() && !created && self.rule.linear_in.iter().any(is_group);
         if !stays {
             for &i in &pending {
@@ -198,7 +206,7 @@ impl Work<'_> {
         if !stays && !created && !grads.iter().any(replicated) {
             return;
         }
-        for &i in grads.iter().filter(|i| !replicated(i) && !(stays && pending.contains(i))) {
+        for &i in grads.iter().filter(|i| !(replicated(i) || stays && pending.contains(i))) {
             self.step(i, axis, State::Replicate);
         }
         for (k, places) in self.join.labels.outputs().iter().enumerate() {
@@ -265,7 +273,10 @@ mod tests {
         let add = |x: &str, y: &str| run("..m, ..m -> ..m", &[&[0, 1]], &mesh, &[x, y]);
         assert_eq!(add("f32[12:4@a]", "f32[12@a]").unwrap_err().code, "grain");
         assert_eq!(add("f32[16:4@a]", "f32[16@a]").unwrap().outputs[0].to_string(), "f32[16:4@a]");
-        assert_eq!(add("f32[12@a@b]", "f32[12:6@a]").unwrap().targets[1].as_ref().unwrap().to_string(), "f32[12@a@b]");
+        assert_eq!(
+            add("f32[12@a@b]", "f32[12:6@a]").unwrap().targets[1].as_ref().unwrap().to_string(),
+            "f32[12@a@b]"
+        );
         let refusal = add("f32[12:4@a]", "f32[12@a@b]").unwrap_err();
         assert!(refusal.hint.unwrap().contains("declare one grain"));
     }
@@ -279,7 +290,8 @@ mod tests {
         let got = infer(&rule, &[&x], &[DType::I64], &[]).unwrap();
         assert_eq!(got.outputs[0].to_string(), "i64[4]");
         let ids = Layout::parse("i64[4, 6]", &mesh).unwrap();
-        let mask = Rule { differentiable: &[], signature: &Signature::parse("..m, ..m -> ..m").unwrap(), ..rule };
+        let mask =
+            Rule { differentiable: &[], signature: &Signature::parse("..m, ..m -> ..m").unwrap(), ..rule };
         assert!(infer(&mask, &[&x, &ids], &[DType::F32], &[]).unwrap().steps.is_empty());
     }
 
@@ -291,7 +303,9 @@ mod tests {
         let x = Layout::parse("f32[4@a]", &mesh).unwrap();
         let go = |want: &str| {
             let want = Layout::parse(want, &mesh).unwrap();
-            infer(&rule, &[&x], &[DType::F32], &[Some(&want)]).map(|i| i.outputs[0].to_string()).map_err(|r| r.code)
+            infer(&rule, &[&x], &[DType::F32], &[Some(&want)])
+                .map(|i| i.outputs[0].to_string())
+                .map_err(|r| r.code)
         };
         assert_eq!(go("f32[4, 6]").unwrap(), "f32[4@a, 6]");
         assert_eq!(go("f32[4, 6@a]").unwrap_err(), "conflict");

@@ -103,7 +103,9 @@ impl Join {
                 if x == Labels::ONE {
                     if dim.extent != 1 {
                         let n = dim.extent;
-                        let text = format!("dim {d} of argument {i} has extent {n}, but the signature wants 1 there");
+                        let text = format!(
+                            "dim {d} of argument {i} has extent {n}, but the signature wants 1 there"
+                        );
                         return Err(Refusal::new("shape", text, &[(i, d)]));
                     }
                     continue;
@@ -173,7 +175,10 @@ impl Join {
                      but of {} in argument {i} (dim {d}), which cuts it elsewhere",
                     dim.grain
                 );
-                let hint = format!("declare one grain for both where the tensors are made, as in {}:{grain}", dim.extent);
+                let hint = format!(
+                    "declare one grain for both where the tensors are made, as in {}:{grain}",
+                    dim.extent
+                );
                 return Err(Refusal::new("grain", text, &[(j, e), (i, d)]).hint(hint));
             }
         }
@@ -208,7 +213,9 @@ impl Join {
                 if let Some(axis) = dim.axes.iter().next() {
                     let (i, d) = wide(split_at);
                     let (x, axis) = (self.labels.name(x), args[i].mesh().name(axis));
-                    let text = format!("label `{x}` must be whole, but axis `{axis}` splits it in argument {i} (dim {d})");
+                    let text = format!(
+                        "label `{x}` must be whole, but axis `{axis}` splits it in argument {i} (dim {d})"
+                    );
                     return Err(Refusal::new("whole", text, &[(i, d)]));
                 }
             }
@@ -222,10 +229,15 @@ impl Join {
             let Some(layout) = want.get(k).copied().flatten() else { continue };
             for (d, (&x, dim)) in places.iter().zip(layout.dims()).enumerate() {
                 let name = || self.labels.name(x);
-                let known = if x == Labels::ONE { Some(1) } else { self.all[x as usize].at.map(|_| self.dim(x).extent) };
+                let known = if x == Labels::ONE {
+                    Some(1)
+                } else {
+                    self.all[x as usize].at.map(|_| self.dim(x).extent)
+                };
                 if known.is_some_and(|n| n != dim.extent) {
                     let (n, m, x) = (known.unwrap_or_default(), dim.extent, name());
-                    let text = format!("label `{x}` has extent {n}, but {m} in the wanted output {k} (dim {d})");
+                    let text =
+                        format!("label `{x}` has extent {n}, but {m} in the wanted output {k} (dim {d})");
                     return Err(Refusal::new("shape", text, &[]));
                 }
                 if x == Labels::ONE || self.all[x as usize].given {
@@ -233,7 +245,8 @@ impl Join {
                 }
                 if known.is_some() {
                     if self.dim(x).axes != dim.axes {
-                        let text = format!("two wanted outputs split the created label `{}` differently", name());
+                        let text =
+                            format!("two wanted outputs split the created label `{}` differently", name());
                         return Err(Refusal::new("order", text, &[]));
                     }
                     continue;
@@ -241,12 +254,14 @@ impl Join {
                 for axis in dim.axes.iter() {
                     if self.owner(axis).is_some() || self.wanted.contains(axis) {
                         let axis = layout.mesh().name(axis);
-                        let text = format!("axis `{axis}` splits the created label `{}` and another one", name());
+                        let text =
+                            format!("axis `{axis}` splits the created label `{}` and another one", name());
                         return Err(Refusal::new("conflict", text, &[]));
                     }
                     self.wanted = self.wanted.with(axis);
                 }
-                self.all[x as usize] = Label { dim: *dim, at: Some(place(k, d)), split_at: place(k, d), given: false };
+                self.all[x as usize] =
+                    Label { dim: *dim, at: Some(place(k, d)), split_at: place(k, d), given: false };
             }
         }
         self.created_are_known(signature)
@@ -260,7 +275,8 @@ impl Join {
         }
         for x in signature.outputs().iter().flat_map(|t| self.labels.whole(t)) {
             if !self.dim(x).axes.is_empty() {
-                let text = format!("label `{}` must be whole, but the wanted output splits it", self.labels.name(x));
+                let text =
+                    format!("label `{}` must be whole, but the wanted output splits it", self.labels.name(x));
                 return Err(Refusal::new("whole", text, &[]));
             }
         }
@@ -277,9 +293,11 @@ fn one_mesh(args: &[&Layout], want: &[Option<&Layout>]) -> Result<(), Refusal> {
         }
     }
     match want.iter().flatten().find(|w| w.mesh() != first) {
-        Some(other) => {
-            Err(Refusal::new("mesh", format!("an output is wanted on {}, argument 0 lies on {first}", other.mesh()), &[]))
-        }
+        Some(other) => Err(Refusal::new(
+            "mesh",
+            format!("an output is wanted on {}, argument 0 lies on {first}", other.mesh()),
+            &[],
+        )),
         None => Ok(()),
     }
 }

@@ -52,7 +52,8 @@ impl Layout {
     ) -> Result<Layout> {
         let mut layout =
             Layout { mesh: mesh.clone(), dtype, partial, replicate, dims: dims.into_iter().collect() };
-        let named = layout.dims.iter().flat_map(|d| d.axes.iter()).chain(partial.iter()).chain(replicate.iter());
+        let named =
+            layout.dims.iter().flat_map(|d| d.axes.iter()).chain(partial.iter()).chain(replicate.iter());
         if let Some(axis) = named.into_iter().find(|a| a.0 as usize >= mesh.num_axes()) {
             let text = format!("a layout names axis number {}, but there is none on {mesh}", axis.0);
             return Err(Error::new(Kind::Layout, text));
@@ -60,12 +61,16 @@ impl Layout {
         let fault = layout.mend();
         layout.drop_trivial_axes();
         if let Some(fault) = fault {
-            return Err(Error::new(Kind::Layout, fault).detail("help", format!("the nearest layout is {layout}")));
+            return Err(
+                Error::new(Kind::Layout, fault).detail("help", format!("the nearest layout is {layout}"))
+            );
         }
         let bytes = layout.dims.iter().try_fold(dtype.size(), |n, d| n.checked_mul(d.extent.max(1)));
         match bytes {
             Some(bytes) if bytes <= isize::MAX as usize => Ok(layout),
-            _ => Err(Error::new(Kind::Layout, format!("{layout} has more elements than memory has addresses"))),
+            _ => {
+                Err(Error::new(Kind::Layout, format!("{layout} has more elements than memory has addresses")))
+            }
         }
     }
 
@@ -224,7 +229,10 @@ impl Layout {
 
     /// Counts a dim in another grain. That its cuts stay where they are is the caller's word.
     pub(crate) fn set_grain(&mut self, d: usize, grain: usize) {
-        debug_assert!(self.dims[d].same_cuts(grain, &self.mesh), "a new grain of dim {d} of {self} moves no cut");
+        debug_assert!(
+            self.dims[d].same_cuts(grain, &self.mesh),
+            "a new grain of dim {d} of {self} moves no cut"
+        );
         self.dims[d].grain = grain;
     }
 
@@ -260,7 +268,8 @@ impl Layout {
     /// are equal but for grains that cut at the same places.
     #[must_use]
     pub fn agrees(&self, other: &Layout) -> bool {
-        let same = |a: &Dim, b: &Dim| a.extent == b.extent && a.axes == b.axes && a.same_cuts(b.grain, &self.mesh);
+        let same =
+            |a: &Dim, b: &Dim| a.extent == b.extent && a.axes == b.axes && a.same_cuts(b.grain, &self.mesh);
         (self.dtype, self.partial, self.replicate) == (other.dtype, other.partial, other.replicate)
             && self.dims.len() == other.dims.len()
             && self.dims.iter().zip(&other.dims).all(|(a, b)| same(a, b))

@@ -32,11 +32,14 @@ pub enum Move {
     Adopt(usize, usize, usize),
 }
 
+/// An argument and what happens to it.
+pub type Change = (usize, Move);
+
 /// A change of layouts that makes an op accept its arguments.
 #[derive(Clone, Debug)]
 pub struct Repair {
     /// Which argument changes how, arguments in order.
-    pub changes: SmallVec<[(usize, Move); 2]>,
+    pub changes: SmallVec<[Change; 2]>,
     /// The layouts of all arguments after the changes.
     pub args: SmallVec<[Layout; 4]>,
     /// Elements that a rank moves, forward and backward, implied steps included.
@@ -92,10 +95,18 @@ struct Search<'a> {
 impl Search<'_> {
     fn axis_by_axis(&self) -> Vec<Repair> {
         let mesh = self.args[0].mesh();
-        let axes: Vec<Axis> =
-            mesh.axes().filter(|a| self.args.iter().any(|l| matches!(l.state(*a), State::Shard(_)))).collect();
+        let axes: Vec<Axis> = mesh
+            .axes()
+            .filter(|a| self.args.iter().any(|l| matches!(l.state(*a), State::Shard(_))))
+            .collect();
         let layouts = self.args.iter().map(|l| (*l).clone()).collect();
-        let start = Repair { changes: SmallVec::new(), args: layouts, elements: 0, bytes: 0, outputs: SmallVec::new() };
+        let start = Repair {
+            changes: SmallVec::new(),
+            args: layouts,
+            elements: 0,
+            bytes: 0,
+            outputs: SmallVec::new(),
+        };
         let mut kept = vec![start];
         for (n, &axis) in axes.iter().enumerate() {
             let later: AxisSet = axes[n + 1..].iter().copied().collect();
@@ -122,7 +133,12 @@ impl Search<'_> {
     }
 
     /// The repair with its price, if the rule accepts it once the axes that are treated later are out of the way.
-    fn judge(&self, changes: SmallVec<[(usize, Move); 2]>, args: SmallVec<[Layout; 4]>, later: AxisSet) -> Option<Repair> {
+    fn judge(
+        &self,
+        changes: SmallVec<[Change; 2]>,
+        args: SmallVec<[Layout; 4]>,
+        later: AxisSet,
+    ) -> Option<Repair> {
         let stripped: SmallVec<[Layout; 4]> = args.iter().map(|l| without(l, later)).collect();
         let shown: SmallVec<[&Layout; 4]> = stripped.iter().collect();
         let inference = (self.infer)(&shown).ok()?;
@@ -148,8 +164,9 @@ fn without(layout: &Layout, axes: AxisSet) -> Layout {
 }
 
 /// Everything that may be done to the arguments that an axis splits: per combination the arguments that change.
-fn combinations(args: &[Layout], axis: Axis) -> Vec<Vec<(usize, Move)>> {
-    let choices: Vec<(usize, Vec<Move>)> = args.iter().enumerate().filter_map(|(i, l)| Some((i, moves(l, axis)?))).collect();
+fn combinations(args: &[Layout], axis: Axis) -> Vec<Vec<Change>> {
+    let choices: Vec<(usize, Vec<Move>)> =
+        args.iter().enumerate().filter_map(|(i, l)| Some((i, moves(l, axis)?))).collect();
     let count = choices.iter().fold(1usize, |n, (_, c)| n.saturating_mul(c.len() + 1));
     let changes_max = if count <= NUM_TRIES_MAX { choices.len() } else { 2 };
     let mut all = vec![Vec::new()];
@@ -157,7 +174,7 @@ fn combinations(args: &[Layout], axis: Axis) -> Vec<Vec<(usize, Move)>> {
         for n in 0..all.len() {
             if all[n].len() < changes_max {
                 for to in moves {
-                    let mut longer: Vec<(usize, Move)> = all[n].clone();
+                    let mut longer: Vec<Change> = all[n].clone();
                     longer.push((*i, *to));
                     all.push(longer);
                 }
@@ -179,8 +196,10 @@ fn moves(layout: &Layout, axis: Axis) -> Option<Vec<Move>> {
 }
 
 /// For two places that disagree: either argument with the list of axes and the grain of the other.
-fn adopted(args: &[&Layout], refusal: &Refusal) -> Vec<((usize, Move), SmallVec<[Layout; 4]>)> {
-    let (&[(i, d), (j, e)], "order" | "grain") = (&refusal.places[..], refusal.code) else { return Vec::new() };
+fn adopted(args: &[&Layout], refusal: &Refusal) -> Vec<(Change, SmallVec<[Layout; 4]>)> {
+    let (&[(i, d), (j, e)], "order" | "grain") = (&refusal.places[..], refusal.code) else {
+        return Vec::new();
+    };
     let one = |(i, d): (usize, usize), (j, e): (usize, usize)| {
         let model = args[j].dims()[e];
         let old = args[i];
@@ -207,7 +226,9 @@ impl fmt::Display for Repair {
         for (n, (i, to)) in self.changes.iter().enumerate() {
             let mesh = self.args[*i].mesh();
             // On one axis there is nothing to tell apart.
-            let over = |axis: Axis| if mesh.num_axes() > 1 { format!(" over {}", mesh.name(axis)) } else { String::new() };
+            let over = |axis: Axis| {
+                if mesh.num_axes() > 1 { format!(" over {}", mesh.name(axis)) } else { String::new() }
+            };
             f.write_str(if n > 0 { " and " } else { "" })?;
             match to {
                 Move::Exchange(axis, d) => write!(f, "exchange argument {i} to dim {d}{}", over(*axis))?,
@@ -267,7 +288,10 @@ mod tests {
         let lines = help("a=2,b=2", "..m, ..m -> ..m", &["f32[8@a@b]", "f32[8@b@a]"]);
         assert!(lines.iter().any(|l| l.contains("argument 1 to dim 0 over b")), "{lines:?}");
         let lines = help("a=2", "..m, ..m -> ..m", &["f32[12:4@a, 5]", "f32[12@a, 5]"]);
-        assert!(lines.iter().any(|l| l.starts_with("redistribute argument 1 to f32[12:4@a, 5]")), "{lines:?}");
+        assert!(
+            lines.iter().any(|l| l.starts_with("redistribute argument 1 to f32[12:4@a, 5]")),
+            "{lines:?}"
+        );
     }
 
     #[test]

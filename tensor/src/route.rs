@@ -72,8 +72,12 @@ pub fn route(from: &Layout, to: &Layout, backward: bool) -> Result<Route> {
     let steps = match (moving.iter().next(), moving.len()) {
         (None, _) => Steps::new(),
         // With one axis there is no way around that is cheaper than the way itself.
-        (Some(axis), 1) if start.state(axis) != to.state(axis) => SmallVec::from_slice(&[into(&start, to, axis)]),
-        _ if num_layouts(moving.len(), from.ndim()) <= NUM_LAYOUTS_MAX => search(&start, to, moving, backward),
+        (Some(axis), 1) if start.state(axis) != to.state(axis) => {
+            SmallVec::from_slice(&[into(&start, to, axis)])
+        }
+        _ if num_layouts(moving.len(), from.ndim()) <= NUM_LAYOUTS_MAX => {
+            search(&start, to, moving, backward)
+        }
         _ => in_one_pass(&start, to, moving),
     };
     Ok(Route::new(from, steps, backward))
@@ -263,10 +267,13 @@ impl Way<'_> {
     }
 }
 
+/// A target, whether adjoints count, and the route there.
+type Known = (Layout, bool, Rc<Route>);
+
 /// Routes found so far. Nothing in it changes a value, it only saves searching again.
 #[derive(Debug, Default)]
 pub struct RouteCache {
-    found: RefCell<HashMap<Layout, Vec<(Layout, bool, Rc<Route>)>>>,
+    found: RefCell<HashMap<Layout, Vec<Known>>>,
 }
 
 impl RouteCache {
@@ -324,7 +331,9 @@ mod tests {
             for shape in [[5, 7], [1, 7], [2, 7], [0, 3], [1, 1]] {
                 let all = layouts(&mesh, &shape);
                 assert_eq!(all.len(), 5);
-                for (from, to) in all.iter().flat_map(|f| all.iter().map(move |t| (f, t))).filter(|(f, t)| f != t) {
+                for (from, to) in
+                    all.iter().flat_map(|f| all.iter().map(move |t| (f, t))).filter(|(f, t)| f != t)
+                {
                     for backward in [false, true] {
                         let direct = route(from, to, backward).unwrap();
                         assert_eq!(direct.steps.len(), 1);
@@ -398,7 +407,10 @@ mod tests {
         let (from, to, found) = find(&mesh, "f32[64@a@b@c, 64@d] +e +f", "f32[64@c@b, 64] ~a ~d ~e ~f");
         assert_eq!(found.steps.iter().fold(from, |l, s| l.after(s)), to);
         assert!(num_layouts(6, 2) > NUM_LAYOUTS_MAX && num_layouts(4, 4) <= NUM_LAYOUTS_MAX);
-        assert_eq!((num_layouts(2, 2), num_layouts(3, 3), num_layouts(3, 4), num_layouts(4, 3)), (27, 276, 435, 2133));
+        assert_eq!(
+            (num_layouts(2, 2), num_layouts(3, 3), num_layouts(3, 4), num_layouts(4, 3)),
+            (27, 276, 435, 2133)
+        );
     }
 
     #[test]

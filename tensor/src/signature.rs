@@ -93,11 +93,16 @@ impl Signature {
         for (s, symbol) in self.symbols.iter().enumerate() {
             next += if symbol.spread { width(s) } else { 1 };
             if next > usize::from(Labels::ONE) {
-                return Err(Refusal::new("shape", format!("`{self}` has more than {} labels", Labels::ONE), &[]));
+                return Err(Refusal::new(
+                    "shape",
+                    format!("`{self}` has more than {} labels", Labels::ONE),
+                    &[],
+                ));
             }
             starts.push(next as u8);
         }
-        let mut labels = Labels { symbols: self.symbols.clone(), starts, inputs: Vec::new(), outputs: Vec::new() };
+        let mut labels =
+            Labels { symbols: self.symbols.clone(), starts, inputs: Vec::new(), outputs: Vec::new() };
         labels.inputs = self.inputs.iter().map(|t| labels.of(t)).collect();
         labels.outputs = self.outputs.iter().map(|t| labels.of(t)).collect();
         Ok(Arc::new(labels))
@@ -157,7 +162,8 @@ impl Signature {
                 self.solve(terms, ndim, &mut widths, || format!("the wanted output {k}"), &[])?;
             }
         }
-        let known = |s: usize| widths.iter().find(|(known, _)| usize::from(*known) == s).map(|(_, width)| *width);
+        let known =
+            |s: usize| widths.iter().find(|(known, _)| usize::from(*known) == s).map(|(_, width)| *width);
         let spread = self.symbols.iter().enumerate().filter(|(_, symbol)| symbol.spread);
         if let Some((_, symbol)) = spread.clone().find(|(s, _)| known(*s).is_none()) {
             let text = format!("no layout says how many dims `..{}` stands for", symbol.name);
@@ -288,7 +294,11 @@ impl Labels {
     #[must_use]
     pub fn number(&self, name: &str) -> Option<u8> {
         self.symbols.iter().enumerate().find_map(|(s, symbol)| {
-            let i = if symbol.spread { spread_index(name, &symbol.name) } else { (*symbol.name == *name).then_some(0) };
+            let i = if symbol.spread {
+                spread_index(name, &symbol.name)
+            } else {
+                (*symbol.name == *name).then_some(0)
+            };
             self.numbers(s).nth(i?)
         })
     }
@@ -311,7 +321,8 @@ fn terms(tensor: &str, symbols: &mut Vec<Symbol>) -> Result<Vec<Term>, String> {
             _ => (Mark::Free, word),
         };
         let letters = name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_');
-        if mark != Mark::One && !(letters && name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')) {
+        if mark != Mark::One && !(letters && name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_'))
+        {
             return Err(format!("`{word}` is no label; write x, x!, ..x, [x] or 1"));
         }
         if mark == Mark::Spread && !terms.is_empty() {
@@ -384,7 +395,17 @@ mod tests {
 
     #[test]
     fn texts_that_are_no_signatures() {
-        for bad in ["a b", "a a -> a", "a ..m -> a", "..m, m -> m", "a+ -> a", "[v -> v", "..m m0 -> m0", "a!! -> a", "! ->"] {
+        for bad in [
+            "a b",
+            "a a -> a",
+            "a ..m -> a",
+            "..m, m -> m",
+            "a+ -> a",
+            "[v -> v",
+            "..m m0 -> m0",
+            "a!! -> a",
+            "! ->",
+        ] {
             assert!(Signature::parse(bad).is_err(), "{bad}");
         }
         assert!(Signature::parse("a->b->c").is_err(), "two arrows");

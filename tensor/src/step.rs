@@ -100,7 +100,9 @@ pub fn moved(from: &Layout, step: &Step) -> u64 {
             let split = from.after(step).dims()[d];
             most(from, &[d]) * lost(&split, mesh)
         }
-        (State::Shard(d), State::Invariant | State::Replicate) => most(from, &[d]) * lost(&from.dims()[d], mesh),
+        (State::Shard(d), State::Invariant | State::Replicate) => {
+            most(from, &[d]) * lost(&from.dims()[d], mesh)
+        }
         (State::Shard(d), State::Shard(e)) => {
             let split = from.after(step).dims()[e];
             most(from, &[d, e]) * exchanged(&from.dims()[d], &split, mesh)

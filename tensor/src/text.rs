@@ -45,8 +45,10 @@ impl Layout {
     /// [`Layout::new`] refuses.
     pub fn parse(text: &str, mesh: &Mesh) -> Result<Layout> {
         let refuse = |why: String| {
-            Error::new(Kind::Layout, format!("`{text}` is no layout: {why}"))
-                .detail("help", "write dtype[extent:grain@axis, ..] +axis ~axis, as in f32[32@dp, 4096:128@tp] +cp")
+            Error::new(Kind::Layout, format!("`{text}` is no layout: {why}")).detail(
+                "help",
+                "write dtype[extent:grain@axis, ..] +axis ~axis, as in f32[32@dp, 4096:128@tp] +cp",
+            )
         };
         let (dtype, rest) = text.split_once('[').ok_or_else(|| refuse("`[` is missing".into()))?;
         let (inner, tail) = rest.split_once(']').ok_or_else(|| refuse("`]` is missing".into()))?;

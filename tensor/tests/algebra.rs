@@ -7,7 +7,7 @@ use serde_json::Value;
 use shardgrad_dist::{Axis, AxisSet, Mesh};
 use shardgrad_kernels::DType;
 use shardgrad_tensor::{
-    AxisList, Dim, Inference, Layout, Refusal, RouteCache, Rule, Signature, State, Step, adjoint, infer, moved,
+    Dim, Inference, Layout, Refusal, RouteCache, Rule, Signature, State, Step, adjoint, infer, moved,
     moved_back, repairs, reshape_layout, route,
 };
 use std::collections::BTreeMap;
@@ -34,7 +34,8 @@ fn texts<'a>(value: &'a Value, key: &str) -> Vec<&'a str> {
 
 fn mesh_of(case: &Value) -> Mesh {
     let axes = case["mesh"].as_object().expect("a mesh is an object");
-    let axes: Vec<(&str, usize)> = axes.iter().map(|(a, n)| (a.as_str(), n.as_u64().unwrap() as usize)).collect();
+    let axes: Vec<(&str, usize)> =
+        axes.iter().map(|(a, n)| (a.as_str(), n.as_u64().unwrap() as usize)).collect();
     Mesh::new(&axes).unwrap()
 }
 
@@ -62,7 +63,8 @@ fn texts_survive_reading_and_printing() {
     let golden = golden();
     let (ok, bad) = (texts(&golden["texts"], "ok"), texts(&golden["texts"], "bad"));
     for form in &ok {
-        let names = form.split(|c: char| !c.is_ascii_alphanumeric()).filter(|w| w.starts_with(char::is_alphabetic));
+        let names =
+            form.split(|c: char| !c.is_ascii_alphanumeric()).filter(|w| w.starts_with(char::is_alphabetic));
         let axes: Vec<(&str, usize)> = names.skip(1).map(|name| (name, 2)).collect();
         let layout = Layout::parse(form, &Mesh::new(&axes).unwrap()).unwrap();
         assert_eq!(layout.to_string(), *form);
@@ -86,7 +88,10 @@ fn ranges() {
         let (extent, grain) = (number(case, "extent"), number(case, "grain"));
         let range = if resplit {
             // The rule that looks as good and is wrong: each axis splits the range that the outer ones leave.
-            sizes.iter().zip(&at).fold(0..extent, |r, (k, c)| r.start + r.len() * c / k..r.start + r.len() * (c + 1) / k)
+            sizes
+                .iter()
+                .zip(&at)
+                .fold(0..extent, |r, (k, c)| r.start + r.len() * c / k..r.start + r.len() * (c + 1) / k)
         } else {
             Dim { extent, grain, axes: mesh.axes().collect() }.range(&mesh, &at)
         };
@@ -113,7 +118,10 @@ fn single_steps_with_costs_and_adjoints() {
         assert_eq!(moved(&from, &step) as usize, number(case, "forward"), "{case}");
         assert_eq!(moved_back(&from, &step) as usize, number(case, "backward"), "{case}");
         let back = adjoint(&from, &step);
-        assert_eq!([to.dual().to_string(), to.dual().after(&back).to_string()].to_vec(), texts(case, "adjoint"));
+        assert_eq!(
+            [to.dual().to_string(), to.dual().after(&back).to_string()].to_vec(),
+            texts(case, "adjoint")
+        );
         planted += usize::from(moved(&from, &step) as usize != number(case, "backward"));
     }
     assert!(planted > 100, "an adjoint priced as its forward step is found");
@@ -127,7 +135,10 @@ fn routes_are_as_cheap_and_as_short() {
     let mut planted = 0;
     for case in cases {
         let mesh = mesh_of(case);
-        let (from, to) = (Layout::parse(text(case, "src"), &mesh).unwrap(), Layout::parse(text(case, "dst"), &mesh).unwrap());
+        let (from, to) = (
+            Layout::parse(text(case, "src"), &mesh).unwrap(),
+            Layout::parse(text(case, "dst"), &mesh).unwrap(),
+        );
         let found = route(&from, &to, true).unwrap();
         let expected = (number(case, "elements") as u64, number(case, "steps"));
         assert_eq!((found.elements(), found.steps.len()), expected, "{case}: {:?}", found.steps);
@@ -186,7 +197,8 @@ struct Op<'a> {
 
 impl<'a> Op<'a> {
     fn new(group: &'a Value) -> Op<'a> {
-        let numbers = |v: &Value| v.as_array().unwrap().iter().map(|i| i.as_u64().unwrap() as usize).collect();
+        let numbers =
+            |v: &Value| v.as_array().unwrap().iter().map(|i| i.as_u64().unwrap() as usize).collect();
         Op {
             mesh: mesh_of(group),
             signature: Signature::parse(text(group, "signature")).unwrap(),
@@ -205,7 +217,9 @@ impl<'a> Op<'a> {
                 let name = self.signature.name(*term);
                 let of = |name: &str| number(&self.group["extents"], name);
                 match term.mark {
-                    shardgrad_tensor::Mark::Spread => shape.extend((0..leading).map(|i| of(&format!("{name}{i}")))),
+                    shardgrad_tensor::Mark::Spread => {
+                        shape.extend((0..leading).map(|i| of(&format!("{name}{i}"))))
+                    }
                     shardgrad_tensor::Mark::One => shape.push(1),
                     _ => shape.push(of(name)),
                 }
@@ -218,7 +232,8 @@ impl<'a> Op<'a> {
 
     fn infer(&self, args: &[&Layout]) -> Result<Inference, Refusal> {
         let groups: Vec<&[usize]> = self.linear_in.iter().map(Vec::as_slice).collect();
-        let rule = Rule { signature: &self.signature, linear_in: &groups, differentiable: &self.differentiable };
+        let rule =
+            Rule { signature: &self.signature, linear_in: &groups, differentiable: &self.differentiable };
         let dtypes = vec![DType::F32; self.signature.num_outputs()];
         match infer(&rule, args, &dtypes, &[]) {
             Err(refusal) if refusal.code == "shape" => {
@@ -250,10 +265,21 @@ impl<'a> Op<'a> {
                     now[i] = now[i].after(&step);
                 }
                 for ((before, after), target) in layouts.iter().zip(&now).zip(&inference.targets) {
-                    assert_eq!(target.as_ref(), (before != after).then_some(after), "targets follow from steps");
+                    assert_eq!(
+                        target.as_ref(),
+                        (before != after).then_some(after),
+                        "targets follow from steps"
+                    );
                 }
-                let steps: Vec<String> = inference.steps.iter().map(|s| written_step(*s, &self.mesh)).collect();
-                let kind = if paid { "complete" } else if steps.is_empty() { "direct" } else { "cast" };
+                let steps: Vec<String> =
+                    inference.steps.iter().map(|s| written_step(*s, &self.mesh)).collect();
+                let kind = if paid {
+                    "complete"
+                } else if steps.is_empty() {
+                    "direct"
+                } else {
+                    "cast"
+                };
                 let out: Vec<String> = inference.outputs.iter().map(Layout::to_string).collect();
                 for (key, value) in [("kind", kind.into()), ("steps", steps.into()), ("out", out.into())] {
                     answer[key] = value;
@@ -276,14 +302,19 @@ impl<'a> Op<'a> {
     }
 
     fn repairs(&self, args: &[&Layout], refusal: &Refusal) -> Value {
-        let found = repairs(args, &self.differentiable, refusal, &RouteCache::default(), &|args| self.infer(args));
+        let found =
+            repairs(args, &self.differentiable, refusal, &RouteCache::default(), &|args| self.infer(args));
         let one = |repair: &shardgrad_tensor::Repair| {
             let steps: Vec<String> = repair
                 .changes
                 .iter()
                 .map(|(i, to)| match to {
-                    shardgrad_tensor::Move::Exchange(axis, d) => written_step((*i, *axis, State::Shard(*d)), &self.mesh),
-                    shardgrad_tensor::Move::Gather(axis) => written_step((*i, *axis, State::Replicate), &self.mesh),
+                    shardgrad_tensor::Move::Exchange(axis, d) => {
+                        written_step((*i, *axis, State::Shard(*d)), &self.mesh)
+                    }
+                    shardgrad_tensor::Move::Gather(axis) => {
+                        written_step((*i, *axis, State::Replicate), &self.mesh)
+                    }
                     shardgrad_tensor::Move::Adopt(..) => panic!("on one axis no list differs from another"),
                 })
                 .collect();
@@ -309,9 +340,11 @@ fn disagreements(golden: &Value, plant: impl Fn(&mut Op<'_>)) -> (Vec<String>, B
         let mut op = Op::new(group);
         plant(&mut op);
         for case in list(group, "cases") {
-            let kind = case.get("kind").or(case.get("refuse")).and_then(Value::as_str).expect("accepted or refused");
+            let kind =
+                case.get("kind").or(case.get("refuse")).and_then(Value::as_str).expect("accepted or refused");
             *count.entry(kind.to_string()).or_default() += 1;
-            *count.entry("repairs".to_string()).or_default() += case.get("repairs").map_or(0, |r| r.as_array().unwrap().len());
+            *count.entry("repairs".to_string()).or_default() +=
+                case.get("repairs").map_or(0, |r| r.as_array().unwrap().len());
             let answer = op.answer(case);
             if answer != *case {
                 wrong.push(format!("{} on {}: expected {case}, got {answer}", text(group, "op"), op.mesh));
@@ -377,7 +410,8 @@ fn wanted_layouts_decide_created_labels() {
     let cases = list(&golden, "want");
     for case in cases {
         let mesh = mesh_of(case);
-        let layouts: Vec<Layout> = texts(case, "in").iter().map(|t| Layout::parse(t, &mesh).unwrap()).collect();
+        let layouts: Vec<Layout> =
+            texts(case, "in").iter().map(|t| Layout::parse(t, &mesh).unwrap()).collect();
         let args: Vec<&Layout> = layouts.iter().collect();
         let want = Layout::parse(text(case, "want"), &mesh).unwrap();
         let signature = Signature::parse(text(case, "signature")).unwrap();
@@ -389,58 +423,10 @@ fn wanted_layouts_decide_created_labels() {
         let rule = Rule { signature: &signature, linear_in: linear, differentiable };
         let got = infer(&rule, &args, &[DType::F32], &[Some(&want)]).unwrap();
         let steps: Vec<String> = got.steps.iter().map(|s| written_step(*s, &mesh)).collect();
-        assert_eq!((steps, got.outputs[0].to_string().as_str()), (texts(case, "steps").iter().map(|s| s.to_string()).collect(), text(case, "out")));
+        assert_eq!(
+            (steps, got.outputs[0].to_string().as_str()),
+            (texts(case, "steps").iter().map(|s| s.to_string()).collect(), text(case, "out"))
+        );
     }
     assert_eq!(cases.len(), 6);
-}
-
-mod random {
-    use super::*;
-    use proptest::prelude::*;
-
-    /// Extents and grains, and for each of six axes of sizes 1 to 3 a place: a dim, `+`, `~` or nothing.
-    fn layout() -> impl Strategy<Value = Layout> {
-        let dims = prop::collection::vec((0usize..5, 1usize..4), 0..4);
-        let sizes = prop::collection::vec(1usize..4, 6);
-        (dims, sizes, prop::collection::vec(0usize..7, 6), Just([5, 2, 0, 3, 1, 4]).prop_shuffle()).prop_map(
-            |(dims, sizes, places, order)| {
-                let names = ["zeta", "b", "tp", "a_1", "dp", "_x"];
-                let named: Vec<(&str, usize)> = names.into_iter().zip(sizes).collect();
-                let mesh = Mesh::new(&named).unwrap();
-                let mut lists = vec![AxisList::EMPTY; dims.len()];
-                let mut marks = [AxisSet::EMPTY; 2];
-                for i in order {
-                    let axis = Axis(i as u8);
-                    match places[i] {
-                        place if place < lists.len() => lists[place] = lists[place].with(axis),
-                        place @ (5 | 6) => marks[place - 5] = marks[place - 5].with(axis),
-                        _ => {}
-                    }
-                }
-                let dims = dims.iter().zip(lists).map(|((n, grain), axes)| Dim { extent: n * grain, grain: *grain, axes });
-                Layout::new(&mesh, DType::BF16, dims, marks[0], marks[1]).unwrap()
-            },
-        )
-    }
-
-    proptest! {
-        #[test]
-        fn printing_and_reading_gives_the_layout(layout in layout()) {
-            prop_assert_eq!(Layout::parse(&layout.to_string(), layout.mesh()).unwrap(), layout);
-        }
-
-        #[test]
-        fn ranges_tile_every_dim(layout in layout()) {
-            let mesh = layout.mesh().clone();
-            for (d, dim) in layout.dims().iter().enumerate() {
-                let mut seen = vec![0; dim.extent];
-                for rank in 0..mesh.num_ranks() {
-                    let at = mesh.coordinate(rank);
-                    prop_assert!(layout.range(d, &at).len() <= dim.most(&mesh));
-                    layout.range(d, &at).for_each(|i| seen[i] += 1);
-                }
-                prop_assert!(seen.iter().all(|n| *n == mesh.num_ranks() / dim.axes.ways(&mesh)));
-            }
-        }
-    }
 }

@@ -58,6 +58,9 @@ impl<const N: usize> Walk<N> {
     /// Calls `visit` with where each view's run begins, for a range of runs in row-major order.
     #[inline(always)]
     pub(crate) fn runs(&self, range: Range<usize>, mut visit: impl FnMut([usize; N])) {
+        if range.is_empty() {
+            return;
+        }
         let mut index = Dims::from_elem(0, self.outer.len());
         let (mut at, mut rest) = (self.start, range.start);
         for d in (0..self.outer.len()).rev() {

@@ -1,12 +1,14 @@
 //! Data parallelism: the rows of a batch are split, parameters are not.
 
-use super::Plan;
+use super::{Plan, Subject};
 
 impl Plan {
-    /// Rows of batches are split over an axis; every rank of it holds all parameters. Each gradient is reduced once a
-    /// step, whatever the number of microbatches.
+    /// Rows of batches are split over an axis; every rank of it holds all parameters and computes with copies of its own.
+    /// Each gradient is reduced once a step, whatever the number of microbatches: the copies are made once a tape, so
+    /// their adjoint, an all-reduce, runs once too, even where an op of parameters alone comes before the first row.
     #[must_use]
     pub fn data(axis: &str) -> Plan {
-        Plan { batch: vec![axis.to_string()], ..Plan::new() }
+        let plan = Plan { batch: vec![axis.to_string()], ..Plan::new() };
+        plan.rule(Subject::Compute, "*", &format!("{axis}~"), true)
     }
 }

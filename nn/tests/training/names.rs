@@ -41,7 +41,8 @@ fn a_shared_parameter_is_one() {
     run("", |rank| {
         let shared = || {
             let first = Linear::new(3, 3);
-            let second = Linear { weight: first.weight.clone(), ..Linear::new(3, 3).without_bias() };
+            let mut second = Linear::new(3, 3).without_bias();
+            second.weight = first.weight.clone();
             Pair { first, second }
         };
         let model = Model::with_dtype(rank, shared(), &Plan::new(), 1, DType::F64)?;
@@ -56,7 +57,6 @@ fn a_shared_parameter_is_one() {
         let got = tape.gradients().remove(&model.first.weight.key()).unwrap().to_f64()?;
         let tape = model.tape();
         let (a, b) = (tape.leaf(1000, &w), tape.leaf(1001, &w));
-        x.tape();
         let x = tape.constant(x.tensor().clone());
         x.matmul(&a).matmul(&b).sum().backward()?;
         let both = tape.gradients();
@@ -93,7 +93,8 @@ fn names_must_differ_and_models_do_not_share() {
     assert!(error.message().contains("`layer.weight`"), "{error}");
     run("", |rank| {
         let linear = Linear::new(1, 1);
-        let other = Linear { weight: linear.weight.clone(), ..Linear::new(1, 1) };
+        let mut other = Linear::new(1, 1);
+        other.weight = linear.weight.clone();
         let first = Model::new(rank, linear, &Plan::new(), 1)?;
         let error = Model::new(rank, other, &Plan::new(), 1).unwrap_err();
         assert!(error.message().contains("`weight` of another model"), "{error}");

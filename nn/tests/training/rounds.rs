@@ -23,7 +23,7 @@ fn recomputed_blocks_give_the_same_bits_and_keep_less() {
         let (kept, again) = (kept.outcome(mesh), again.outcome(mesh));
         assert_eq!(kept.loss, again.loss);
         assert_eq!(kept.gradients, again.gradients);
-        assert!(again.kept_bytes * 2 < kept.kept_bytes, "{} of {} bytes", again.kept_bytes, kept.kept_bytes);
+        assert!(again.kept_bytes * 3 < kept.kept_bytes * 2, "{} of {} bytes", again.kept_bytes, kept.kept_bytes);
     }
 }
 

@@ -1,0 +1,64 @@
+//! `eval`: the mean next-token loss of a model on a text, on any mesh.
+
+use super::args::EvalArgs;
+use crate::data::{Order, Sampler, TokenFile};
+use crate::train::{batch, mean_loss};
+use serde_json::json;
+use shardgrad::nn::hf::TensorWriter;
+use shardgrad::nn::{Gpt2, Gpt2Config};
+use shardgrad::prelude::*;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Runs the command.
+pub(crate) fn run(args: &EvalArgs) -> Result<()> {
+    let config = Gpt2Config::read(&args.model)?;
+    let seq = args.seq(&config)?;
+    let (windows, what) = match &args.source.tokens {
+        Some(path) => {
+            let file = TokenFile::open(path, config.vocab_size)?;
+            if args.seq.is_some() {
+                file.require_seq(seq)?;
+            }
+            (Sampler::of_tokens(Arc::new(file), Order::InFileOrder), "tokens".to_string())
+        }
+        None => {
+            super::check_bytes(&config)?;
+            let corpus = Arc::new(super::text(args.source.data.as_deref())?);
+            let what = format!("{} split of {corpus}", args.split);
+            (Sampler::of_text(corpus, args.split, seq, Order::InFileOrder)?, what)
+        }
+    };
+    let plan = Gpt2::plan(&config);
+    let losses = args.run.world()?.launch(|rank| {
+        let model = Model::with_dtype(rank, Gpt2::new(&config), &plan, 0, args.run.dtype)?;
+        model.load(&args.model)?;
+        if let Some(path) = &args.logits {
+            write_logits(&model, &plan, &windows, args.batch, path)?;
+        }
+        mean_loss(&model, &plan, &windows, args.batch)
+    })?;
+    let (loss, tokens) = (losses[0], windows.num_windows() * windows.seq() as u64);
+    if args.json {
+        println!("{}", json!({"loss": loss, "perplexity": loss.exp(), "tokens": tokens}));
+    } else {
+        println!("loss {loss:.6} nats a token, perplexity {:.3}, over {tokens} tokens ({what})", loss.exp());
+    }
+    Ok(())
+}
+
+/// Writes the logits of the first rows as `logits`, f32 `[B, T, V]`. Every rank calls this together.
+fn write_logits(model: &Model<Gpt2>, plan: &Plan, windows: &Sampler, rows: usize, path: &Path) -> Result<()> {
+    let rows = rows.min(windows.num_windows() as usize);
+    let read = |own: Range<usize>| windows.batch(own.start as u64..own.end as u64);
+    let (ids, _) = batch(model.rank(), plan, [rows, windows.seq()], read)?;
+    let logits = model.forward(&model.inference().constant(ids)).cast(DType::F32);
+    let bytes = logits.tensor().to_bytes()?;
+    if model.rank().index() == 0 {
+        let mut writer = TensorWriter::create(path, &[("logits".to_string(), DType::F32, logits.shape().to_vec())])?;
+        writer.append("logits", &bytes)?;
+        writer.finish()?;
+    }
+    Ok(())
+}

@@ -1,0 +1,120 @@
+//! `generate`: continues a prompt, byte by byte, on any mesh.
+
+use super::args::{GenerateArgs, SamplingArgs};
+use serde_json::json;
+use shardgrad::kernels::op::random::uniform_at;
+use shardgrad::nn::{Gpt2, Gpt2Config};
+use shardgrad::prelude::*;
+use std::io::Write;
+
+/// Runs the command.
+pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
+    let config = Gpt2Config::read(&args.model)?;
+    super::check_bytes(&config)?;
+    let made = args.run.world()?.launch(|rank| {
+        let plan = Gpt2::plan(&config);
+        let model = Model::with_dtype(rank, Gpt2::new(&config), &plan, 0, args.run.dtype)?;
+        model.load(&args.model)?;
+        let mut show = Show { on: rank.index() == 0 && !args.json, pending: Vec::new() };
+        show.bytes(args.prompt.as_bytes())?;
+        let mut text: Vec<i64> = args.prompt.bytes().map(i64::from).collect();
+        for n in 0..args.tokens {
+            let next = next(&model, &config, &text, &args.sampling, n as u64)?;
+            text.push(next as i64);
+            show.bytes(&[next as u8])?;
+        }
+        Ok(text.into_iter().map(|t| t as u8).collect::<Vec<u8>>())
+    })?;
+    let text = String::from_utf8_lossy(&made[0]).into_owned();
+    if args.json {
+        println!("{}", json!({"prompt": args.prompt, "text": text}));
+    } else {
+        println!();
+    }
+    Ok(())
+}
+
+/// The next token; every rank gets the same one, from the same logits and the same random number.
+fn next(model: &Model<Gpt2>, config: &Gpt2Config, text: &[i64], how: &SamplingArgs, n: u64) -> Result<usize> {
+    let seen = &text[text.len().saturating_sub(config.n_positions)..];
+    let ids = Tensor::from_host(model.rank(), &[1, seen.len()], seen)?;
+    let logits = model.forward(&model.inference().constant(ids));
+    let last = logits.slice(1, seen.len() - 1..seen.len());
+    Ok(choose(&last.tensor().to_f64()?, how, uniform_at(how.seed, 0, n).into()))
+}
+
+/// Chooses among tokens by their logits; `u` is uniform in 0..1.
+fn choose(logits: &[f64], how: &SamplingArgs, u: f64) -> usize {
+    let mut order: Vec<usize> = (0..logits.len()).collect();
+    order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b)));
+    if how.greedy {
+        return order[0];
+    }
+    order.truncate(how.top_k.unwrap_or(order.len()));
+    let best = logits[order[0]];
+    let mut weights: Vec<f64> = order.iter().map(|t| ((logits[*t] - best) / how.temperature).exp()).collect();
+    if let Some(p) = how.top_p {
+        let total: f64 = weights.iter().sum();
+        let mut sum = 0.0;
+        let enough = weights.iter().position(|w| {
+            sum += w / total;
+            sum >= p
+        });
+        weights.truncate(enough.map_or(weights.len(), |at| at + 1));
+    }
+    let mut left = u * weights.iter().sum::<f64>();
+    for (token, weight) in order.iter().zip(&weights) {
+        left -= weight;
+        if left < 0.0 {
+            return *token;
+        }
+    }
+    order[weights.len() - 1]
+}
+
+/// Prints bytes as they come, whole characters at a time.
+struct Show {
+    on: bool,
+    pending: Vec<u8>,
+}
+
+impl Show {
+    fn bytes(&mut self, bytes: &[u8]) -> Result<()> {
+        if !self.on {
+            return Ok(());
+        }
+        self.pending.extend_from_slice(bytes);
+        let whole = match std::str::from_utf8(&self.pending) {
+            Ok(_) => self.pending.len(),
+            // An unfinished character waits; one that can never be finished is shown as it is.
+            Err(e) if e.error_len().is_none() => e.valid_up_to(),
+            Err(_) => self.pending.len(),
+        };
+        let mut out = std::io::stdout();
+        out.write_all(String::from_utf8_lossy(&self.pending[..whole]).as_bytes())?;
+        out.flush()?;
+        self.pending.drain(..whole);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn how(top_k: Option<usize>, top_p: Option<f64>, greedy: bool) -> SamplingArgs {
+        SamplingArgs { temperature: 1.0, top_k, top_p, greedy, seed: 0 }
+    }
+
+    #[test]
+    fn choices_by_hand() {
+        // Probabilities 1/7, 4/7, 2/7.
+        let logits = [0.0, 4f64.ln(), 2f64.ln()];
+        assert_eq!(choose(&logits, &how(None, None, true), 0.999), 1);
+        let pick = |u| choose(&logits, &how(None, None, false), u);
+        assert_eq!([pick(0.0), pick(0.57), pick(0.58), pick(0.85), pick(0.86), pick(0.9999)], [1, 1, 2, 2, 0, 0]);
+        assert_eq!(choose(&logits, &how(Some(1), None, false), 0.99), 1);
+        assert_eq!(choose(&logits, &how(None, Some(0.6), false), 0.99), 2);
+        assert_eq!(choose(&logits, &how(None, Some(0.5), false), 0.99), 1);
+    }
+}

@@ -1,0 +1,213 @@
+//! `train`: a language model on text or tokens, on any mesh.
+
+use super::args::TrainArgs;
+use crate::data::{Order, Sampler, Split, TokenFile};
+use crate::interrupt::Interrupt;
+use crate::metrics::{self, MetricsWriter, StepMetrics};
+use crate::plot;
+use crate::train::{Recipe, Session, mean_loss};
+use indicatif::{ProgressBar, ProgressStyle};
+use shardgrad::nn::{Gpt2, Gpt2Config};
+use shardgrad::prelude::*;
+use std::cell::RefCell;
+use std::io::IsTerminal;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// All that ranks share of a run; made before the first of them starts.
+struct Job {
+    config: Gpt2Config,
+    plan: Plan,
+    recipe: Recipe,
+    rows: Sampler,
+    held_out: Option<Sampler>,
+    eval_every: Option<usize>,
+    start: Option<PathBuf>,
+    out: PathBuf,
+    json: bool,
+    interrupt: Interrupt,
+    metrics: Mutex<MetricsWriter>,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &TrainArgs) -> Result<()> {
+    args.check()?;
+    let world = args.run.train_world()?;
+    let mesh = args.run.train_mesh();
+    let job = prepare(args)?;
+    let text = format!("{} on {mesh}, {} steps of {} x {} tokens, {}", args.model.name(), job.recipe.steps,
+        job.recipe.batch, job.recipe.seq, job.recipe.dtype);
+    if !job.json {
+        println!("training {text}");
+    }
+    let ended = world.launch(|rank| train(rank, &job))?;
+    let steps = metrics::read(&job.out.join("metrics.jsonl"))?;
+    plot::write_loss_plot(&job.out.join("loss.svg"), &text, &steps)?;
+    let stopped = ended.into_iter().any(|early| early);
+    if !job.json {
+        tell(&job.out, &steps);
+    }
+    if stopped {
+        let text = format!("stopped by a signal after step {}; the model is saved", steps.len());
+        return Err(Error::new(Kind::Interrupted, text));
+    }
+    Ok(())
+}
+
+/// Reads what there is to read and checks what can be checked, before any rank starts.
+fn prepare(args: &TrainArgs) -> Result<Job> {
+    let mut config = args.model.config()?;
+    if let Some(p) = args.dropout {
+        config = config.with_dropout(p);
+    }
+    let seq = args.seq(&config)?;
+    let steps = &args.steps;
+    let order = if args.no_shuffle { Order::InFileOrder } else { Order::Shuffled { seed: steps.seed } };
+    let (rows, held_out) = match &args.source.tokens {
+        Some(path) => {
+            let file = TokenFile::open(path, config.vocab_size)?;
+            if steps.seq.is_some() {
+                file.require_seq(seq)?;
+            }
+            (Sampler::of_tokens(Arc::new(file), order), None)
+        }
+        None => {
+            let corpus = Arc::new(super::text(args.source.data.as_deref())?);
+            super::check_bytes(&config)?;
+            if !args.json {
+                println!("reading {corpus}");
+            }
+            let held_out = Sampler::of_text(corpus.clone(), Split::Val, seq, Order::InFileOrder)?;
+            (Sampler::of_text(corpus, Split::Train, seq, order)?, Some(held_out))
+        }
+    };
+    let optim = &args.optim;
+    let recipe = Recipe {
+        steps: steps.steps,
+        batch: steps.batch,
+        seq: rows.seq(),
+        microbatches: steps.microbatches,
+        schedule: args.schedule(),
+        optim: AdamW::new(optim.lr).betas(optim.beta1, optim.beta2).eps(optim.eps).weight_decay(optim.weight_decay),
+        clip: optim.clip(),
+        seed: steps.seed,
+        dtype: args.run.dtype,
+    };
+    let metrics = Mutex::new(MetricsWriter::create(&args.out.join("metrics.jsonl"))?);
+    Ok(Job {
+        plan: Gpt2::plan(&config),
+        config,
+        recipe,
+        rows,
+        held_out,
+        eval_every: args.eval_every(),
+        start: args.model.dir().map(Path::to_path_buf),
+        out: args.out.clone(),
+        json: args.json,
+        interrupt: Interrupt::install()?,
+        metrics,
+    })
+}
+
+/// One rank's run; says whether it was stopped before its last step.
+fn train(rank: &Rank, job: &Job) -> Result<bool> {
+    let recipe = &job.recipe;
+    let model = Model::with_dtype(rank, Gpt2::new(&job.config), &job.plan, recipe.seed, recipe.dtype)?;
+    if let Some(dir) = &job.start {
+        model.load(dir)?;
+    }
+    let optim = recipe.optim.clone();
+    let mut session = Session { rank, recipe, plan: &job.plan, model, optim, sampler: &job.rows };
+    let progress = (rank.index() == 0).then(|| Progress::new(recipe.steps, job.json));
+    let began = Instant::now();
+    let mut stopped = false;
+    for step in 0..recipe.steps {
+        let started = Instant::now();
+        let report = session.step(step, job.interrupt.requested())?;
+        let seconds = started.elapsed().as_secs_f64();
+        stopped = report.stop;
+        let last = step + 1 == recipe.steps || stopped;
+        let due = job.eval_every.is_some_and(|n| (step + 1) % n == 0 || last);
+        let val_loss = match &job.held_out {
+            Some(windows) if due => Some(mean_loss(&session.model, &job.plan, windows, recipe.batch)?),
+            _ => None,
+        };
+        if let Some(progress) = &progress {
+            let entry = StepMetrics {
+                step: step as u64 + 1,
+                loss: report.loss,
+                grad_norm: report.grad_norm,
+                lr: report.lr,
+                tokens_per_s: (recipe.batch * recipe.seq) as f64 / seconds,
+                seconds: began.elapsed().as_secs_f64(),
+                val_loss,
+            };
+            job.metrics.lock().unwrap_or_else(PoisonError::into_inner).write(&entry)?;
+            progress.show(&entry)?;
+        }
+        if stopped {
+            break;
+        }
+    }
+    session.model.save(&job.out.join("model"))?;
+    Ok(stopped && !job.out.as_os_str().is_empty())
+}
+
+/// What a person sees: a bar on a terminal, a line now and then elsewhere, JSON if asked for.
+struct Progress {
+    bar: Option<ProgressBar>,
+    json: bool,
+    lines: RefCell<Instant>,
+    steps: usize,
+}
+
+impl Progress {
+    fn new(steps: usize, json: bool) -> Progress {
+        let bar = (!json && std::io::stderr().is_terminal()).then(|| {
+            let style = ProgressStyle::with_template("{bar:30} {pos}/{len}  {msg}  {eta} left");
+            ProgressBar::new(steps as u64).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+        });
+        Progress { bar, json, lines: RefCell::new(Instant::now()), steps }
+    }
+
+    fn show(&self, entry: &StepMetrics) -> Result<()> {
+        if self.json {
+            let line = serde_json::to_string(entry).map_err(|e| Error::new(Kind::Io, e.to_string()))?;
+            println!("{line}");
+            return Ok(());
+        }
+        let mut text = format!("loss {:.3}  {:.0} tokens/s", entry.loss, entry.tokens_per_s);
+        if let Some(held_out) = entry.val_loss {
+            text += &format!("  held-out {held_out:.3}");
+        }
+        if let Some(bar) = &self.bar {
+            bar.set_position(entry.step);
+            bar.set_message(text.clone());
+            if entry.val_loss.is_some() {
+                bar.suspend(|| println!("step {:>5}  {text}", entry.step));
+            }
+            return Ok(());
+        }
+        let mut shown = self.lines.borrow_mut();
+        let due = entry.step == 1 || entry.step == self.steps as u64 || shown.elapsed() > Duration::from_secs(5);
+        if due || entry.val_loss.is_some() {
+            *shown = Instant::now();
+            println!("step {:>5}  {text}", entry.step);
+        }
+        Ok(())
+    }
+}
+
+/// What is there now, and what to do with it.
+fn tell(out: &Path, steps: &[StepMetrics]) {
+    let (Some(first), Some(last)) = (steps.first(), steps.last()) else { return };
+    println!("\nloss {:.3} -> {:.3} in {:.1} s", first.loss, last.loss, last.seconds);
+    if let Some(held_out) = steps.iter().rev().find_map(|s| s.val_loss) {
+        println!("held-out loss {held_out:.3} nats per byte");
+    }
+    println!("  {:<28} every step", out.join("metrics.jsonl").display());
+    println!("  {:<28} the loss as a picture", out.join("loss.svg").display());
+    println!("  {:<28} the model, as transformers reads it", out.join("model").display());
+    println!("sample from it:\n  cargo run --release -- generate --model {} --prompt \"fn \"", out.join("model").display());
+}
