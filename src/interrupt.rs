@@ -1,6 +1,6 @@
 //! SIGINT and SIGTERM: the first asks the run to stop after the step it is in, the second ends the process.
 
-use shardgrad_dist::{Error, Kind, Result};
+use shardgrad::{Error, Kind, Result};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! The record of a run: `metrics.jsonl`, one JSON object a step.
 
 use serde::{Deserialize, Serialize};
-use shardgrad_dist::{Error, Kind, Result};
+use shardgrad::{Error, Kind, Result};
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};

@@ -3,7 +3,7 @@
 use crate::metrics::StepMetrics;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
-use shardgrad_dist::{Error, Kind, Result};
+use shardgrad::{Error, Kind, Result};
 use std::fmt::Display;
 use std::ops::Range;
 use std::path::Path;
@@ -98,7 +98,8 @@ impl Series {
             .collect();
         let reach = (steps.len() / 50).max(3);
         // Fewer points are no trend.
-        let smooth = each_step.iter().filter(|run| run.len() >= 20).map(|run| running_mean(run, reach)).collect();
+        let smooth =
+            each_step.iter().filter(|run| run.len() >= 20).map(|run| running_mean(run, reach)).collect();
         let held_out = steps
             .iter()
             .filter_map(|s| s.val_loss.map(|loss| (s.step as f64, loss)))
@@ -273,10 +274,15 @@ mod tests {
 
     #[test]
     fn a_run_shows_three_series_axes_and_a_legend() {
-        let svg = loss_plot("tiny <on> a & b\u{1}", &steps((0..100).map(|i| 5.0 / (1.0 + i as f64)))).unwrap();
-        assert!(svg.starts_with("<svg width=\"900\" height=\"540\" stroke-linejoin=\"round\" viewBox=\"0 0 9000 5400\""));
+        let svg =
+            loss_plot("tiny <on> a & b\u{1}", &steps((0..100).map(|i| 5.0 / (1.0 + i as f64)))).unwrap();
+        assert!(svg.starts_with(
+            "<svg width=\"900\" height=\"540\" stroke-linejoin=\"round\" viewBox=\"0 0 9000 5400\""
+        ));
         assert!(svg.trim_end().ends_with("</svg>"));
-        for word in ["step", "nats per token", "train", "running mean", "validation", "tiny &lt;on&gt; a &amp; b"] {
+        for word in
+            ["step", "nats per token", "train", "running mean", "validation", "tiny &lt;on&gt; a &amp; b"]
+        {
             assert_eq!(count(&svg, &format!("\n{word}\n")), 1, "{word}");
         }
         assert_eq!(count(&svg, "<circle"), 2 * 10 + 1, "ten dots with a rim, and one in the legend");
@@ -343,6 +349,9 @@ mod tests {
         write_loss_plot(&dir.path("loss.svg"), "t", &steps([1.0])).unwrap();
         let error = write_loss_plot(&dir.path("no/loss.svg"), "t", &[]).unwrap_err();
         assert_eq!(error.kind(), Kind::Io);
-        assert!(error.message().starts_with("cannot write ") && error.message().contains("loss.svg"), "{error}");
+        assert!(
+            error.message().starts_with("cannot write ") && error.message().contains("loss.svg"),
+            "{error}"
+        );
     }
 }

@@ -1,3 +1,5 @@
 //! The one test binary of the root package. Each module is one subject; a crate's own tests stand beside its code.
 
+mod invariants;
+mod steps;
 mod tidy;

@@ -143,7 +143,7 @@ impl Tape {
         let same = |l: &Leaf| l.origin.as_ref().is_some_and(|o| o.0 == origin) && l.tensor.layout() == to;
         let at = arena.leaves.iter().position(same).unwrap_or_else(|| {
             let Leaf { key, tensor: stored, .. } = &arena.leaves[origin as usize];
-            let op = unwind(Redistribute::new(&self.0.rank, stored.layout(), to));
+            let op = unwind(Redistribute::between(&self.0.rank, stored.layout(), to));
             let inference = unwind(op::plan(&*op, &self.0.rank, &[stored.layout()], &[], site));
             let made = unwind(op::run(&*op, std::slice::from_ref(stored), &inference, &self.0.rank, site));
             let tensor = made.into_iter().next().expect("redistribute has one output");

@@ -135,7 +135,7 @@ impl Var {
         let form = match self.0.tape.leaf_form(self.0.id, to, site) {
             Some((id, tensor)) => Var::new(&self.0.tape, tensor, Some(id), None),
             None => {
-                let op = unwind(Redistribute::new(self.rank(), self.layout(), to));
+                let op = unwind(Redistribute::between(self.rank(), self.layout(), to));
                 Var::apply_at(op, &[self], site).into_iter().next().expect("redistribute has one output")
             }
         };

@@ -143,7 +143,7 @@ fn a_recorded_program_replays_in_slices() {
         let w = Tensor::from_host(rank, &[2, 2], &[1.0f64, 2.0, 3.0, 4.0])?;
         let x = tape.constant(Tensor::from_host(rank, &[1, 2], &[1.0f64, -1.0])?);
         let text = |args: &[Var]| Ok(vec![block(&args[0], &tape.leaf(9, &w))]);
-        let program = Program::record(&tape, &[x.clone()], text)?;
+        let program = Program::record(&tape, std::slice::from_ref(&x), text)?;
         let names: Vec<&str> = program.records.iter().map(|r| r.op.name()).collect();
         assert_eq!(names, ["matmul", "gelu", "mul", "add"]);
         assert_eq!(program.outers[1].key, Some(9));

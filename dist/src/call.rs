@@ -251,7 +251,8 @@ impl Issued {
         .collect()
     }
 
-    /// The call as messages name it: `#17 all_reduce(sum) f32[4096] over tp at src/x.rs:10 (backward of h.3)`.
+    /// The call as messages name it: `#17 all_reduce(sum) f32[4096] over tp at src/x.rs:10 (backward of
+    /// h.3)`.
     pub(crate) fn text(&self, mesh: &Mesh, rank: usize) -> String {
         let member = |place: usize| mesh.group(rank, self.axes)[place];
         let extent = self.extent();

@@ -52,8 +52,8 @@ impl World {
         World::new(mesh).launch(f)
     }
 
-    /// Threads that the kernels of one rank use, the rank's own among them. Default: cores divided by ranks, at
-    /// least one. No result depends on it.
+    /// Threads that the kernels of one rank use, the rank's own among them. Default: cores divided by ranks,
+    /// at least one. No result depends on it.
     #[must_use]
     pub fn threads(mut self, num_threads: usize) -> World {
         self.num_threads = Some(num_threads.max(1));
@@ -74,21 +74,22 @@ impl World {
         self
     }
 
-    /// Lets ranks stumble at random moments around and inside collectives. No result may depend on it: a tool for
-    /// tests of that. Default: off.
+    /// Lets ranks stumble at random moments around and inside collectives. No result may depend on it: a tool
+    /// for tests of that. Default: off.
     #[must_use]
     pub fn jitter(mut self, seed: u64) -> World {
         self.jitter = Some(seed);
         self
     }
 
-    /// Calls `f` once on every rank, each on a thread of its own, and returns the results in the order of ranks.
+    /// Calls `f` once on every rank, each on a thread of its own, and returns the results in the order of
+    /// ranks.
     ///
     /// # Errors
-    /// The first cause, if any rank returned an error, unwound with one ([`Error::raise`]) or panicked, or if a
-    /// collective failed: that rank's error as it is, with the rank as a detail; a panic as `Kind::Panic` with its
-    /// text. The other ranks are released from their waits at once, and from computing at [`Rank::check`].
-    /// `Kind::Collective` too if a message was sent and never received.
+    /// The first cause, if any rank returned an error, unwound with one ([`Error::raise`]) or panicked, or if
+    /// a collective failed: that rank's error as it is, with the rank as a detail; a panic as `Kind::Panic`
+    /// with its text. The other ranks are released from their waits at once, and from computing at
+    /// [`Rank::check`]. `Kind::Collective` too if a message was sent and never received.
     pub fn launch<T: Send>(self, f: impl Fn(&Rank) -> Result<T> + Sync) -> Result<Vec<T>> {
         let num_ranks = self.mesh.num_ranks();
         let cores = thread::available_parallelism().map_or(1, usize::from);
@@ -127,11 +128,12 @@ impl World {
         Ok(results.expect("every rank of a world without a failure has a result"))
     }
 
-    /// Calls `f` on one rank of the mesh, on this thread, without memory, arithmetic or waiting: the null back end
-    /// counts, the trace records (it starts enabled), collectives return buffers of the right size.
+    /// Calls `f` on one rank of the mesh, on this thread, without memory, arithmetic or waiting: the null
+    /// back end counts, the trace records (it starts enabled), collectives return buffers of the right size.
     ///
     /// # Errors
-    /// What `f` returns or unwinds with, `Kind::Panic` if it panics, `Kind::Mesh` for an index outside of the mesh.
+    /// What `f` returns or unwinds with, `Kind::Panic` if it panics, `Kind::Mesh` for an index outside of the
+    /// mesh.
     pub fn dry_run<T>(self, index: usize, f: impl FnOnce(&Rank) -> Result<T>) -> Result<T> {
         if index >= self.mesh.num_ranks() {
             return Err(Error::new(Kind::Mesh, format!("there is no rank {index} in {}", self.mesh)));
@@ -142,7 +144,8 @@ impl World {
     }
 }
 
-/// The life of one rank: its function, and what the others have to know of its end before the rank is taken down.
+/// The life of one rank: its function, and what the others have to know of its end before the rank is taken
+/// down.
 fn live<T>(
     table: &Table,
     index: usize,

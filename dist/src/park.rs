@@ -1,5 +1,5 @@
-//! How a rank waits: it spins for a moment while every thread has its core, then sleeps on a bell and looks up
-//! every ten milliseconds.
+//! How a rank waits: it spins for a moment while every thread has its core, then sleeps on a bell and looks
+//! up every ten milliseconds.
 
 use crate::error::Result;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -21,8 +21,8 @@ pub(crate) struct Parking {
 }
 
 impl Parking {
-    /// Wakes whoever sleeps. To be called after the change, which has to be sequentially consistent or made under
-    /// a lock that `done` takes too.
+    /// Wakes whoever sleeps. To be called after the change, which has to be sequentially consistent or made
+    /// under a lock that `done` takes too.
     pub(crate) fn ring(&self) {
         if self.sleepers.load(Ordering::SeqCst) != 0 {
             // Whoever held the lock has looked before the change and sleeps now, or will look after it.
@@ -31,7 +31,8 @@ impl Parking {
         }
     }
 
-    /// Returns when `done` holds, or with the error of `tick`, which runs at every wake-up that finds nothing done.
+    /// Returns when `done` holds, or with the error of `tick`, which runs at every wake-up that finds nothing
+    /// done.
     pub(crate) fn wait(
         &self,
         spin: Duration,
@@ -62,8 +63,8 @@ impl Parking {
     }
 }
 
-/// Looks again and again for a while, at first without a pause, then letting other threads go first: the core may
-/// be wanted by the one that is waited for. Without leave to spin it looks a few times only.
+/// Looks again and again for a while, at first without a pause, then letting other threads go first: the core
+/// may be wanted by the one that is waited for. Without leave to spin it looks a few times only.
 fn spun(spin: Duration, done: &impl Fn() -> bool) -> bool {
     if !spin.is_zero() && (0..PROMPT).any(|_| looked(done)) {
         return true;

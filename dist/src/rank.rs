@@ -15,9 +15,9 @@ use std::sync::Arc;
 
 /// A rank of a running [`World`](crate::World). Clones are handles of the same rank; none leaves its thread.
 ///
-/// Buffers given to collectives are flat and contiguous from their start; counts are in elements of the dtype of
-/// the call. Results are new memory, except that a group of one rank and the root of a broadcast get a handle of
-/// the argument. Every method returns an error of kind
+/// Buffers given to collectives are flat and contiguous from their start; counts are in elements of the dtype
+/// of the call. Results are new memory, except that a group of one rank and the root of a broadcast get a
+/// handle of the argument. Every method returns an error of kind
 /// - `Collective` if the arguments do not fit each other, if members of the group called unlike things, or if
 ///   ranks wait for each other in a circle;
 /// - `PeerLost` if a rank that is waited for has returned, or any rank has failed;
@@ -25,8 +25,8 @@ use std::sync::Arc;
 /// - `DType` for a sum of truth values;
 /// - `OutOfMemory`, or whatever else the back end says.
 ///
-/// Arguments that do not fit are refused before the call is issued. Every other error ends the world: all ranks
-/// get an error from the call they wait in, and from every later one.
+/// Arguments that do not fit are refused before the call is issued. Every other error ends the world: all
+/// ranks get an error from the call they wait in, and from every later one.
 #[derive(Clone)]
 pub struct Rank(Rc<Inner>);
 
@@ -91,7 +91,8 @@ impl Rank {
         self.mesh().describe(self.index())
     }
 
-    /// The place of this rank in its group over some axes: mixed radix in mesh order, the outermost axis first.
+    /// The place of this rank in its group over some axes: mixed radix in mesh order, the outermost axis
+    /// first.
     #[must_use]
     pub fn group_index(&self, axes: AxisSet) -> usize {
         axes.iter().fold(0, |place, a| place * self.mesh().size(a) + self.coordinate(a))
@@ -155,8 +156,8 @@ impl Rank {
         self.issue(call, Op::AllGather, Some(x), counts[place], counts, &[])
     }
 
-    /// Sums what all members bring (`counts` added up, each) as [`Rank::all_reduce`] does; member i gets chunk i of
-    /// the sum, `counts[i]` elements long.
+    /// Sums what all members bring (`counts` added up, each) as [`Rank::all_reduce`] does; member i gets
+    /// chunk i of the sum, `counts[i]` elements long.
     ///
     /// # Errors
     /// See [`Rank`].
@@ -196,9 +197,9 @@ impl Rank {
         self.issue(call, Op::Broadcast { root }, x, held, &[numel], &[])
     }
 
-    /// Leaves `numel` elements with the member at place `to` and returns without waiting for it. Messages of a pair
-    /// over the same axes are received in the order in which they were sent; one that is never received is an
-    /// error of the launch.
+    /// Leaves `numel` elements with the member at place `to` and returns without waiting for it. Messages of
+    /// a pair over the same axes are received in the order in which they were sent; one that is never
+    /// received is an error of the launch.
     ///
     /// # Errors
     /// See [`Rank`].

@@ -42,7 +42,8 @@ fn unlike_splits(mesh: &Mesh, members: &[usize], calls: &[&Issued]) -> Option<Er
     let (i, j) = pairs.into_iter().find(|&(i, j)| calls[i].counts[j] != calls[j].received[i])?;
     let (from, to) = (members[i], members[j]);
     let message = format!(
-        "collective mismatch: rank {from} sends {} elements to rank {to} in {}, rank {to} expects {} from rank {from} in {}",
+        "collective mismatch: rank {from} sends {} elements to rank {to} in {}, \
+         rank {to} expects {} from rank {from} in {}",
         calls[i].counts[j],
         calls[i].text(mesh, from),
         calls[j].received[i],

@@ -1,5 +1,5 @@
-//! The world table: where every rank writes what it has called and waits for, and where waiting ranks look for
-//! the reason why nobody comes.
+//! The world table: where every rank writes what it has called and waits for, and where waiting ranks look
+//! for the reason why nobody comes.
 
 use crate::call::{Issued, Op, Request};
 use crate::error::Error;
@@ -41,7 +41,8 @@ pub(crate) struct Entry {
     posted: RwLock<Posted>,
     /// A reduced chunk that the others gather in the second half of an all-reduce.
     part: RwLock<Option<Buffer>>,
-    /// Odd from the post until every member of the group has arrived (or the message is there), even otherwise.
+    /// Odd from the post until every member of the group has arrived (or the message is there), even
+    /// otherwise.
     ticket: AtomicU64,
     inbox: Mutex<VecDeque<Letter>>,
     /// Where this rank waits for letters.
@@ -195,8 +196,9 @@ impl Table {
         self.entries.iter().enumerate().find_map(|(to, entry)| Some((to, entry.inbox().pop_front()?)))
     }
 
-    /// One consistent look at all ranks: a rank counts as waiting only if its ticket did not change between the
-    /// time before the first line was read and the time after the last, so every wait seen was true throughout.
+    /// One consistent look at all ranks: a rank counts as waiting only if its ticket did not change between
+    /// the time before the first line was read and the time after the last, so every wait seen was true
+    /// throughout.
     pub(crate) fn look(&self) -> Vec<Seen> {
         let tickets = || self.entries.iter().map(|e| e.ticket.load(Ordering::Acquire)).collect::<Vec<u64>>();
         let before = tickets();

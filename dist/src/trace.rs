@@ -19,8 +19,8 @@ pub struct Record {
     pub axes: AxisSet,
     /// What the elements are.
     pub dtype: DType,
-    /// Elements: one global number, or one per member for gathers and scatters (all_to_all: what this rank sends
-    /// to each).
+    /// Elements: one global number, or one per member for gathers and scatters (all_to_all: what this rank
+    /// sends to each).
     pub counts: Vec<usize>,
     /// Bytes that this rank must move, whatever the algorithm.
     pub bytes: u64,

@@ -177,14 +177,15 @@ fn layouts_of(
     let mut states = |subject| plan.states(subject, name, rank.mesh(), used);
     let (store, compute) = (states(Subject::Store), states(Subject::Compute));
     let plain = Layout::invariant(rank.mesh(), dtype, param.shape());
-    let make = |from: &Layout, states: &[(Axis, State)]| {
-        let layout = with_states(from, states)?;
-        param.check_parts(&layout).map(|()| layout)
+    let make = || {
+        let stored = with_states(&plain, &store)?;
+        let computed = with_states(&stored, &compute)?;
+        // A rank without a part has nothing to compute with; what it stores is no matter.
+        param.check_parts(&computed)?;
+        Ok((stored, computed))
     };
-    let both =
-        make(&plain, &store).and_then(|stored| make(&stored, &compute).map(|computed| (stored, computed)));
-    let (stored, computed) =
-        both.map_err(|e| e.detail("parameter", format!("{name} {:?}", param.shape())))?;
+    let place = |e: Error| e.detail("parameter", format!("{name} {:?}", param.shape()));
+    let (stored, computed) = make().map_err(place)?;
     let computed = (computed != stored).then_some(computed);
     Ok((stored, computed))
 }

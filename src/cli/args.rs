@@ -1,50 +1,28 @@
 //! The command line as clap sees it: every option with its help, its default and its check.
 
 pub(crate) mod nearest;
+mod defaults;
 mod values;
+mod train;
 
+pub(crate) use train::TrainArgs;
+
+use crate::data::Split;
 use clap::builder::{NonEmptyStringValueParser, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use shardgrad::dist::{Mesh, World};
 use shardgrad::kernels::DType;
-use shardgrad::nn::{Gpt2Config, Schedule};
+use shardgrad::nn::Gpt2Config;
 use shardgrad::{Error, Kind, Result};
-use crate::data::Split;
 use std::path::PathBuf;
 use std::time::Duration;
-
-/// What a command does when it is told nothing else: the first command of the README.
-mod defaults {
-    pub(super) const PRESET: &str = "tiny";
-    pub(super) const OUT: &str = "runs/latest";
-    pub(super) const MODEL: &str = "runs/latest/model";
-    pub(super) const STEPS: &str = "300";
-    pub(super) const BATCH: &str = "16";
-    /// The longest sequence that is not asked for.
-    pub(super) const SEQ_MAX: usize = 128;
-    pub(super) const LR: &str = "0.001";
-    /// `--min-lr` as a part of `--lr`.
-    pub(super) const MIN_LR_PART: f64 = 0.1;
-    /// `--warmup`: a tenth of the steps, at most so many.
-    pub(super) const WARMUP_MAX: usize = 100;
-    pub(super) const WEIGHT_DECAY: &str = "0.1";
-    pub(super) const BETA1: &str = "0.9";
-    pub(super) const BETA2: &str = "0.95";
-    pub(super) const EPS: &str = "1e-8";
-    pub(super) const GRAD_CLIP: &str = "1";
-    pub(super) const EVAL_EVERY: usize = 50;
-    pub(super) const EVAL_BATCH: &str = "16";
-    pub(super) const TIMEOUT_SECONDS: &str = "60";
-    pub(super) const NEW_TOKENS: &str = "200";
-    pub(super) const TEMPERATURE: &str = "0.8";
-    /// More ranks than this are not started as threads of one process.
-    pub(super) const RANKS_MAX: usize = 256;
-}
 
 /// Train and run a model on any mesh; the numbers do not depend on the mesh.
 #[derive(Debug, Parser)]
 #[command(name = "shardgrad", version, max_term_width = 100, disable_help_subcommand = true)]
-#[command(after_help = "Exit codes: 0 done, 1 the run failed, 2 misuse or bad input, 130 stopped by a signal.")]
+#[command(
+    after_help = "Exit codes: 0 done, 1 the run failed, 2 misuse or bad input, 130 stopped by a signal."
+)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
@@ -68,7 +46,9 @@ const TRAIN_EXAMPLES: &str = "\
 Examples:
   shardgrad train                                  a small model on the sources of this folder
   shardgrad train --data book.txt --mesh tp=2      the same numbers from two ranks
-  shardgrad train --model DIR --tokens ids.safetensors --no-shuffle --lr-schedule constant";
+  shardgrad train --model DIR --tokens ids.safetensors --no-shuffle --lr-schedule constant
+
+Without --mesh, training runs on dp=2 where there are two cores.";
 
 /// Which model: a folder, or a preset with fresh weights.
 #[derive(Args, Clone, Debug)]
@@ -120,19 +100,25 @@ pub(crate) struct DataArgs {
 #[command(next_help_heading = "Machine")]
 pub(crate) struct RunArgs {
     /// Ranks by axis, as in dp=2,tp=2; axes are pp, dp, cp, tp, one rank each if left out
-    #[arg(long, value_name = "AXES", default_value = "", hide_default_value = true, value_parser = values::mesh)]
+    #[arg(
+        long, value_name = "AXES", default_value = "", hide_default_value = true,
+        value_parser = values::mesh
+    )]
     pub(crate) mesh: Mesh,
     /// Threads of each rank [default: cores divided by ranks]
     #[arg(long, value_name = "N", value_parser = values::count)]
     threads: Option<usize>,
     /// Seconds that a rank waits for another before the run fails
-    #[arg(long, value_name = "SECONDS", default_value = defaults::TIMEOUT_SECONDS, value_parser = values::seconds)]
+    #[arg(
+        long, value_name = "SECONDS", default_value = defaults::TIMEOUT_SECONDS,
+        value_parser = values::seconds
+    )]
     timeout: Duration,
     /// Where tensors live
-    #[arg(long, value_enum, default_value_t = Device::Cpu)]
+    #[arg(long, value_name = "NAME", value_enum, default_value_t = Device::Cpu)]
     device: Device,
     /// Numbers of weights and activations
-    #[arg(long, default_value = "f32", value_parser = dtypes())]
+    #[arg(long, value_name = "NAME", default_value = "f32", value_parser = dtypes())]
     pub(crate) dtype: DType,
 }
 
@@ -161,8 +147,13 @@ impl RunArgs {
     pub(crate) fn world(&self) -> Result<World> {
         let num_ranks = self.mesh.num_ranks();
         if num_ranks > defaults::RANKS_MAX {
-            let why = format!("--mesh asks for {num_ranks} ranks; one process runs at most {}", defaults::RANKS_MAX);
-            return Err(Error::new(Kind::Config, why).detail("help", "`explain` takes any mesh and computes nothing"));
+            let why = format!(
+                "--mesh asks for {num_ranks} ranks; one process runs at most {}",
+                defaults::RANKS_MAX
+            );
+            return Err(
+                Error::new(Kind::Config, why).detail("help", "`explain` takes any mesh and computes nothing")
+            );
         }
         let world = match self.device {
             Device::Cpu => World::new(self.mesh.clone()).timeout(self.timeout),
@@ -171,20 +162,12 @@ impl RunArgs {
     }
 }
 
+// No doc comment on the variant: clap would take it for help and print each option over four lines.
+
 /// Where tensors live.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Device {
-    /// Main memory; ranks are threads of this process.
     Cpu,
-}
-
-/// How the learning rate goes on after the warmup.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum LrSchedule {
-    /// Falls along half a cosine from --lr to --min-lr at the last step
-    Cosine,
-    /// Stays at --lr
-    Constant,
 }
 
 fn dtypes() -> impl TypedValueParser<Value = DType> {
@@ -210,163 +193,16 @@ fn seq(asked: Option<usize>, config: &Gpt2Config, most: usize) -> Result<usize> 
     }
 }
 
-/// Options of `train`.
-#[derive(Args, Clone, Debug)]
-pub(crate) struct TrainArgs {
-    #[command(flatten)]
-    pub(crate) source: DataArgs,
-    /// Read windows, or rows of tokens, in file order and begin again at the end
-    #[arg(long, help_heading = "Data")]
-    pub(crate) no_shuffle: bool,
-    #[command(flatten)]
-    pub(crate) model: ModelArgs,
-    /// Dropout probability in training [default: what config.json says; 0 for presets]
-    #[arg(long, value_name = "P", help_heading = "Model", value_parser = values::below_one)]
-    pub(crate) dropout: Option<f64>,
-    #[command(flatten)]
-    pub(crate) run: RunArgs,
-    #[command(flatten)]
-    pub(crate) steps: StepsArgs,
-    #[command(flatten)]
-    pub(crate) optim: OptimArgs,
-    /// Folder for metrics.jsonl, loss.svg and model/; what is there is replaced
-    #[arg(long, value_name = "DIR", default_value = defaults::OUT, help_heading = "Output")]
-    pub(crate) out: PathBuf,
-    /// Steps between measurements of the loss on the held-out tenth of the text; 0 for none [default: 50]
-    #[arg(long, value_name = "N", help_heading = "Output", value_parser = values::count_or_none)]
-    eval_every: Option<usize>,
-    /// Print one JSON object a step and nothing else on stdout
-    #[arg(long, help_heading = "Output")]
-    pub(crate) json: bool,
-}
-
-/// How much to train.
-#[derive(Args, Clone, Debug)]
-#[command(next_help_heading = "Steps")]
-pub(crate) struct StepsArgs {
-    /// Updates of the weights
-    #[arg(long, value_name = "N", default_value = defaults::STEPS, value_parser = values::count)]
-    pub(crate) steps: usize,
-    /// Sequences in the global batch
-    #[arg(long, value_name = "N", default_value = defaults::BATCH, value_parser = values::count)]
-    pub(crate) batch: usize,
-    /// Tokens in a sequence [default: the positions of the model, at most 128]
-    #[arg(long, value_name = "N", value_parser = values::count)]
-    pub(crate) seq: Option<usize>,
-    /// Equal parts that the batch is cut into, to save memory
-    #[arg(long, value_name = "N", default_value = "1", value_parser = values::count)]
-    pub(crate) microbatches: usize,
-    /// Seed of weights, data order and dropout
-    #[arg(long, value_name = "N", default_value = "0")]
-    pub(crate) seed: u64,
-}
-
-/// How to update.
-#[derive(Args, Clone, Debug)]
-#[command(next_help_heading = "Optimizer (AdamW)")]
-pub(crate) struct OptimArgs {
-    /// Learning rate after the warmup
-    #[arg(long, value_name = "RATE", default_value = defaults::LR, value_parser = values::positive)]
-    pub(crate) lr: f64,
-    /// Learning rate at the last step [default: a tenth of --lr]
-    #[arg(long, value_name = "RATE", value_parser = values::not_negative)]
-    min_lr: Option<f64>,
-    /// How the learning rate goes on after the warmup
-    #[arg(long, value_enum, default_value_t = LrSchedule::Cosine)]
-    lr_schedule: LrSchedule,
-    /// Steps of linear rise to --lr [default: a tenth of --steps, at most 100; 0 if constant]
-    #[arg(long, value_name = "N", value_parser = values::count_or_none)]
-    warmup: Option<usize>,
-    /// Pull towards zero of weights with two or more dims, as a part of the learning rate
-    #[arg(long, value_name = "X", default_value = defaults::WEIGHT_DECAY, value_parser = values::not_negative)]
-    pub(crate) weight_decay: f64,
-    /// Memory of the mean of gradients
-    #[arg(long, value_name = "X", default_value = defaults::BETA1, value_parser = values::below_one)]
-    pub(crate) beta1: f64,
-    /// Memory of the mean of squared gradients
-    #[arg(long, value_name = "X", default_value = defaults::BETA2, value_parser = values::below_one)]
-    pub(crate) beta2: f64,
-    /// Added to the root of the mean of squared gradients
-    #[arg(long, value_name = "X", default_value = defaults::EPS, value_parser = values::positive)]
-    pub(crate) eps: f64,
-    /// Largest norm of the whole gradient, which is scaled down to it; 0 for no limit
-    #[arg(long, value_name = "NORM", default_value = defaults::GRAD_CLIP, value_parser = values::not_negative)]
-    grad_clip: f64,
-}
-
-impl OptimArgs {
-    /// The bound of the gradient norm, if there is one.
-    pub(crate) fn clip(&self) -> Option<f64> {
-        Some(self.grad_clip).filter(|clip| *clip > 0.0)
-    }
-}
-
-impl TrainArgs {
-    /// The tokens of a sequence.
-    ///
-    /// # Errors
-    /// `Kind::Config` for more than the model has positions.
-    pub(crate) fn seq(&self, config: &Gpt2Config) -> Result<usize> {
-        seq(self.steps.seq, config, defaults::SEQ_MAX)
-    }
-
-    /// The learning rate of each step.
-    pub(crate) fn schedule(&self) -> Schedule {
-        let (steps, optim) = (self.steps.steps, &self.optim);
-        let rise = Schedule::constant(optim.lr);
-        match optim.lr_schedule {
-            LrSchedule::Constant => rise.warmup(optim.warmup.unwrap_or(0)),
-            LrSchedule::Cosine => rise
-                .warmup(optim.warmup.unwrap_or(defaults::WARMUP_MAX.min(steps / 10)))
-                .cosine(steps, optim.min_lr.unwrap_or(optim.lr * defaults::MIN_LR_PART)),
-        }
-    }
-
-    /// How many steps lie between two measurements of the held-out loss, if it is measured.
-    pub(crate) fn eval_every(&self) -> Option<usize> {
-        let default = if self.source.tokens.is_some() { 0 } else { defaults::EVAL_EVERY };
-        Some(self.eval_every.unwrap_or(default)).filter(|n| *n > 0)
-    }
-
-    /// Checks what no single option can tell; all that is wrong is told at once.
-    ///
-    /// # Errors
-    /// `Kind::Config` with one detail a fault.
-    pub(crate) fn check(&self) -> Result<()> {
-        let mut faults = Vec::new();
-        let StepsArgs { steps, batch, microbatches, .. } = self.steps;
-        let OptimArgs { lr, min_lr, lr_schedule, warmup, .. } = self.optim;
-        if batch % microbatches != 0 {
-            faults.push(format!("--batch {batch} cannot be cut into {microbatches} equal parts (--microbatches)"));
-        }
-        match min_lr {
-            Some(_) if lr_schedule == LrSchedule::Constant => {
-                faults.push("--min-lr has no meaning with --lr-schedule constant".to_string());
-            }
-            Some(min) if min > lr => faults.push(format!("--min-lr {min} exceeds --lr {lr}")),
-            _ => {}
-        }
-        if let Some(warmup) = warmup.filter(|w| *w > steps) {
-            faults.push(format!("--warmup {warmup} exceeds --steps {steps}"));
-        }
-        if self.source.tokens.is_some() && self.eval_every.is_some_and(|n| n > 0) {
-            faults.push("--eval-every needs a text; a file of --tokens has no held-out part".to_string());
-        }
-        if faults.is_empty() {
-            return Ok(());
-        }
-        let error = Error::new(Kind::Config, "the options contradict each other");
-        Err(faults.into_iter().fold(error, |error, fault| error.detail("option", fault)))
-    }
-}
-
 /// Options of `eval`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct EvalArgs {
     #[command(flatten)]
     pub(crate) source: DataArgs,
     /// Part of the text: all but the last tenth, the last tenth, everything
-    #[arg(long, default_value = "val", value_parser = splits(), conflicts_with = "tokens", help_heading = "Data")]
+    #[arg(
+        long, value_name = "NAME", default_value = "val", value_parser = splits(),
+        conflicts_with = "tokens", help_heading = "Data"
+    )]
     pub(crate) split: Split,
     /// Folder with config.json and model.safetensors
     #[arg(long, value_name = "DIR", default_value = defaults::MODEL, help_heading = "Model")]
@@ -374,16 +210,19 @@ pub(crate) struct EvalArgs {
     #[command(flatten)]
     pub(crate) run: RunArgs,
     /// Sequences that are computed at a time
-    #[arg(long, value_name = "N", default_value = defaults::EVAL_BATCH, value_parser = values::count)]
+    #[arg(
+        long, value_name = "N", default_value = defaults::EVAL_BATCH, value_parser = values::count,
+        help_heading = "Data"
+    )]
     pub(crate) batch: usize,
     /// Tokens in a sequence [default: the positions of the model, at most 128]
-    #[arg(long, value_name = "N", value_parser = values::count)]
+    #[arg(long, value_name = "N", value_parser = values::count, help_heading = "Data")]
     pub(crate) seq: Option<usize>,
     /// Write `logits`, f32 [B, T, V], of the first --batch rows to this safetensors file
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub(crate) logits: Option<PathBuf>,
     /// Print one JSON object and nothing else on stdout
-    #[arg(long)]
+    #[arg(long, help_heading = "Output")]
     pub(crate) json: bool,
 }
 
@@ -414,7 +253,7 @@ pub(crate) struct GenerateArgs {
     #[command(flatten)]
     pub(crate) run: RunArgs,
     /// Print one JSON object and nothing else on stdout
-    #[arg(long)]
+    #[arg(long, help_heading = "Output")]
     pub(crate) json: bool,
 }
 
@@ -445,19 +284,28 @@ pub(crate) struct ExplainArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
     /// Ranks by axis, as in dp=2,tp=2; axes are pp, dp, cp, tp, one rank each if left out
-    #[arg(long, value_name = "AXES", default_value = "", hide_default_value = true, value_parser = values::mesh)]
+    #[arg(
+        long, value_name = "AXES", default_value = "", hide_default_value = true,
+        value_parser = values::mesh, help_heading = "Machine"
+    )]
     pub(crate) mesh: Mesh,
     /// Sequences in the global batch
-    #[arg(long, value_name = "N", default_value = defaults::BATCH, value_parser = values::count)]
+    #[arg(
+        long, value_name = "N", default_value = defaults::BATCH, value_parser = values::count,
+        help_heading = "Step"
+    )]
     pub(crate) batch: usize,
     /// Tokens in a sequence [default: the positions of the model]
-    #[arg(long, value_name = "N", value_parser = values::count)]
+    #[arg(long, value_name = "N", value_parser = values::count, help_heading = "Step")]
     pub(crate) seq: Option<usize>,
     /// Numbers of weights and activations
-    #[arg(long, default_value = "f32", value_parser = dtypes())]
+    #[arg(
+        long, value_name = "NAME", default_value = "f32", value_parser = dtypes(),
+        help_heading = "Machine"
+    )]
     pub(crate) dtype: DType,
     /// Print one JSON object a line
-    #[arg(long)]
+    #[arg(long, help_heading = "Output")]
     pub(crate) json: bool,
 }
 

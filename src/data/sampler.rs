@@ -2,8 +2,8 @@
 
 use super::text::{Corpus, Split};
 use super::tokens::TokenFile;
-use shardgrad_dist::Result;
-use shardgrad_kernels::op::random::philox;
+use shardgrad::Result;
+use shardgrad::kernels::op::random::philox;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -139,9 +139,9 @@ fn below(n: u64, seed: u64, row: u64) -> u64 {
 mod tests {
     use super::super::scratch::Scratch;
     use super::*;
-    use shardgrad_dist::Kind;
-    use shardgrad_kernels::DType;
-    use shardgrad_nn::hf::TensorWriter;
+    use shardgrad::Kind;
+    use shardgrad::kernels::DType;
+    use shardgrad::nn::hf::TensorWriter;
 
     fn corpus(n: usize) -> Arc<Corpus> {
         Arc::new(Corpus::new("t".into(), (0..n).map(|i| (i % 251) as u8).collect()))
@@ -153,7 +153,8 @@ mod tests {
 
     fn tokens(dir: &Scratch) -> Arc<TokenFile> {
         let path = dir.path("t");
-        let mut writer = TensorWriter::create(&path, &[("input_ids".into(), DType::I64, vec![3, 3])]).unwrap();
+        let mut writer =
+            TensorWriter::create(&path, &[("input_ids".into(), DType::I64, vec![3, 3])]).unwrap();
         let bytes: Vec<u8> = (0..9i64).flat_map(i64::to_le_bytes).collect();
         writer.append("input_ids", &bytes).unwrap();
         writer.finish().unwrap();

@@ -2,7 +2,7 @@
 
 use super::text::{Corpus, failed, read_whole};
 use ignore::{DirEntry, WalkBuilder};
-use shardgrad_dist::{Error, Kind, Result};
+use shardgrad::{Error, Kind, Result};
 use std::path::Path;
 
 /// The text is cut after this many bytes.
@@ -45,7 +45,8 @@ impl Corpus {
         }
         if num_files == 0 {
             let why = format!("{}: there are no Rust or Markdown files to train on", dir.display());
-            let help = "give a text with --data FILE, or start where such files are (ignored ones do not count)";
+            let help =
+                "give a text with --data FILE, or start where such files are (ignored ones do not count)";
             return Err(Error::new(Kind::Data, why).detail("help", help));
         }
         let skipped = match num_skipped {
@@ -126,7 +127,9 @@ mod tests {
     fn hidden_ignored_built_and_linked_files_are_left_out() {
         let dir = Scratch::new();
         dir.file(".gitignore", "secret.md\n/gen/\n");
-        for name in ["secret.md", "gen/a.rs", ".hidden.md", ".cache/a.md", "target/a.rs", "x/node_modules/a.md"] {
+        for name in
+            ["secret.md", "gen/a.rs", ".hidden.md", ".cache/a.md", "target/a.rs", "x/node_modules/a.md"]
+        {
             dir.file(name, "left out");
         }
         dir.file("runs/a.md", "left out");

@@ -1,6 +1,6 @@
 //! Text at byte level: a token is a byte, the vocabulary has 256 of them.
 
-use shardgrad_dist::{Error, Kind, Result};
+use shardgrad::{Error, Kind, Result};
 use std::fmt;
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read};
@@ -114,7 +114,8 @@ impl Corpus {
             Split::Val => "the held-out last tenth has",
             Split::All => "the text has",
         };
-        let why = format!("{}: {part} {have} bytes, but --seq {seq} needs {}", self.origin, seq.saturating_add(1));
+        let why =
+            format!("{}: {part} {have} bytes, but --seq {seq} needs {}", self.origin, seq.saturating_add(1));
         let help = match have {
             0 | 1 => "use a longer text".to_string(),
             _ => format!("use a longer text, or --seq {} or less", have - 1),
@@ -147,7 +148,10 @@ pub(super) fn read_whole(path: &Path) -> Result<Vec<u8>> {
     }
     file.take(length).read_to_end(&mut bytes).map_err(|e| failed(path, &e))?;
     if (bytes.len() as u64) < length {
-        return Err(Error::new(Kind::Data, format!("{}: the file became shorter while it was read", path.display())));
+        return Err(Error::new(
+            Kind::Data,
+            format!("{}: the file became shorter while it was read", path.display()),
+        ));
     }
     Ok(bytes)
 }
@@ -159,7 +163,8 @@ mod tests {
 
     fn told(path: &Path) -> (Kind, String, String) {
         let error = Corpus::from_file(path).unwrap_err();
-        let message = error.message().strip_prefix(&format!("{}: ", path.display())).unwrap_or(error.message());
+        let message =
+            error.message().strip_prefix(&format!("{}: ", path.display())).unwrap_or(error.message());
         (error.kind(), message.to_string(), error.details().first().map_or(String::new(), |d| d.1.clone()))
     }
 
@@ -204,7 +209,9 @@ mod tests {
     fn every_length_around_the_shortest_is_accepted_or_explained() {
         for n in 0..70 {
             let corpus = Corpus::new("t".into(), vec![b'x'; n]);
-            for (split, seq) in [(Split::Train, 4), (Split::Val, 4), (Split::All, 4), (Split::Val, usize::MAX)] {
+            for (split, seq) in
+                [(Split::Train, 4), (Split::Val, 4), (Split::All, 4), (Split::Val, usize::MAX)]
+            {
                 let enough = corpus.tokens(split).len() >= seq.saturating_add(1) && seq < usize::MAX;
                 assert_eq!(corpus.require(split, seq).is_ok(), enough);
             }

@@ -1,8 +1,8 @@
 //! Token numbers made elsewhere: a safetensors file with `input_ids`, i64 [N, T+1].
 
-use shardgrad_dist::{Error, Kind, Result};
-use shardgrad_kernels::DType;
-use shardgrad_nn::hf::TensorFile;
+use shardgrad::kernels::DType;
+use shardgrad::nn::hf::TensorFile;
+use shardgrad::{Error, Kind, Result};
 use std::fmt;
 use std::path::Path;
 
@@ -76,7 +76,8 @@ impl TokenFile {
             return Ok(());
         }
         let why = format_args!("rows have {} tokens and a next one, but --seq is {seq}", self.seq);
-        Err(refuse(self.file.path(), why).detail("help", format!("leave out --seq, or give --seq {}", self.seq)))
+        Err(refuse(self.file.path(), why)
+            .detail("help", format!("leave out --seq, or give --seq {}", self.seq)))
     }
 
     /// Appends the T+1 tokens of a row, counted from 0 and wrapping at the end of the file.
@@ -98,7 +99,10 @@ impl TokenFile {
                 let at = start / 8 + i as u64;
                 let width = self.seq as u64 + 1;
                 let (row, column) = (at / width, at % width);
-                let why = format_args!("`{NAME}`[{row}, {column}] is {id}, outside of the vocabulary 0..{}", self.vocab);
+                let why = format_args!(
+                    "`{NAME}`[{row}, {column}] is {id}, outside of the vocabulary 0..{}",
+                    self.vocab
+                );
                 let help = "the file was made with another tokenizer than the model";
                 return Err(refuse(self.file.path(), why).detail("help", help));
             }
@@ -130,7 +134,7 @@ fn as_data(error: Error) -> Error {
 mod tests {
     use super::super::scratch::Scratch;
     use super::*;
-    use shardgrad_nn::hf::TensorWriter;
+    use shardgrad::nn::hf::TensorWriter;
     use std::path::PathBuf;
 
     fn write(dir: &Scratch, name: &str, dtype: DType, shape: &[usize], ids: &[i64]) -> PathBuf {
@@ -170,7 +174,10 @@ mod tests {
         let ids: Vec<i64> = (0..6).collect();
         assert_eq!(told(&dir.path("absent")), "there is no such file");
         assert_eq!(told(&write(&dir, "a", DType::F64, &[2, 3], &ids)), "`input_ids` is f64, not i64");
-        assert_eq!(told(&write(&dir, "b", DType::I64, &[6], &ids)), "`input_ids` has the shape [6], not [N, T+1] with T >= 1");
+        assert_eq!(
+            told(&write(&dir, "b", DType::I64, &[6], &ids)),
+            "`input_ids` has the shape [6], not [N, T+1] with T >= 1"
+        );
         assert_eq!(
             told(&write(&dir, "c", DType::I64, &[6, 1], &ids)),
             "`input_ids` has the shape [6, 1], not [N, T+1] with T >= 1"
@@ -189,7 +196,10 @@ mod tests {
         assert_eq!(told(&other), "there is no tensor `input_ids`");
         let error = TokenFile::open(&dir.file("text", "hello, world"), 10).unwrap_err();
         assert_eq!(error.kind(), Kind::Data);
-        assert_eq!(error.details().last().unwrap().1, "--tokens wants a safetensors file with `input_ids`, i64 [N, T+1]");
+        assert_eq!(
+            error.details().last().unwrap().1,
+            "--tokens wants a safetensors file with `input_ids`, i64 [N, T+1]"
+        );
     }
 
     #[test]

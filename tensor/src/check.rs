@@ -43,7 +43,7 @@ pub struct Standard {
     /// All outputs, saved ones included.
     pub outputs: Vec<Global>,
     /// A cotangent for each visible output.
-    pub seeds: Vec<Global>,
+    pub seeds: Vec<Option<Global>>,
     /// The cotangents of the arguments; `None` where there is none.
     pub cotangents: Vec<Option<Global>>,
 }
@@ -68,7 +68,8 @@ fn fraction(seed: u64, place: u64) -> f64 {
 
 /// A number that looks random (the finaliser of SplitMix64, Steele and others 2014).
 fn mixed(seed: u64, place: u64) -> u64 {
-    let mut z = seed.wrapping_add(place.wrapping_mul(0x9e37_79b9_7f4a_7c15)).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mut z =
+        seed.wrapping_add(place.wrapping_mul(0x9e37_79b9_7f4a_7c15)).wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
@@ -83,7 +84,9 @@ impl Global {
         let (dtype, data) = match input {
             Input::Real(_) => (DType::F64, places.map(|i| fraction(seed, i)).collect()),
             Input::Positive(_) => (DType::F64, places.map(|i| 1.5 + fraction(seed, i) / 2.0).collect()),
-            Input::Index(_, bound) => (DType::I64, places.map(|i| (mixed(seed, i) % *bound as u64) as f64).collect()),
+            Input::Index(_, bound) => {
+                (DType::I64, places.map(|i| (mixed(seed, i) % *bound as u64) as f64).collect())
+            }
         };
         Global { dtype, shape, data }
     }
@@ -116,7 +119,12 @@ impl Global {
 
     /// Where this rank's part of a tensor differs from this one, if it does. Every rank calls this together, since
     /// pending sums are completed first.
-    fn differs(&self, x: &Tensor, is_exact: bool, site: &'static Location<'static>) -> Result<Option<String>> {
+    fn differs(
+        &self,
+        x: &Tensor,
+        is_exact: bool,
+        site: &'static Location<'static>,
+    ) -> Result<Option<String>> {
         let (rank, mut whole) = (x.rank(), x.layout().clone());
         if x.shape().as_slice() != self.shape || x.dtype() != self.dtype {
             return Ok(Some(format!("is {} instead of {}{:?}", x.layout(), self.dtype, self.shape)));
@@ -148,7 +156,8 @@ fn places(layout: &Layout, rank: &Rank) -> Vec<usize> {
 #[must_use]
 pub fn layouts(mesh: &Mesh, dtype: DType, shape: &[usize]) -> Vec<Layout> {
     let dims = (0..shape.len()).map(State::Shard);
-    let states: Vec<State> = [State::Invariant, State::Replicate, State::Partial].into_iter().chain(dims).collect();
+    let states: Vec<State> =
+        [State::Invariant, State::Replicate, State::Partial].into_iter().chain(dims).collect();
     let mut found = vec![(Layout::invariant(mesh, dtype, shape), Vec::<Axis>::new())];
     for axis in mesh.axes().filter(|a| mesh.size(*a) > 1) {
         let grow = |(layout, split): &(Layout, Vec<Axis>)| {
@@ -160,7 +169,8 @@ pub fn layouts(mesh: &Mesh, dtype: DType, shape: &[usize]) -> Vec<Layout> {
                     // The same with this axis outside of the one that splits the dim already.
                     for &other in split.iter().filter(|a| layout.state(**a) == state) {
                         let bare = layout.with_state(other, State::Invariant);
-                        let turned = bare.with_state(axis, State::Shard(d)).with_state(other, State::Shard(d));
+                        let turned =
+                            bare.with_state(axis, State::Shard(d)).with_state(other, State::Shard(d));
                         grown.push((turned, grown.last().expect("pushed just now").1.clone()));
                     }
                 }
@@ -188,8 +198,9 @@ struct Call<'a> {
 }
 
 impl Call<'_> {
-    /// Everything that a tape does with one op; `seeds` has the cotangents of the visible outputs.
-    fn run(&self, args: &[Tensor], seeds: &[Global], wanted: Option<&[bool]>) -> Result<Run> {
+    /// Everything that a tape does with one op; `seeds` has the cotangents of the visible outputs, `None` for one that
+    /// has no use.
+    fn run(&self, args: &[Tensor], seeds: &[Option<Global>], wanted: Option<&[bool]>) -> Result<Run> {
         let layouts: Vec<&Layout> = args.iter().map(Tensor::layout).collect();
         let inference = op::plan(&**self.op, self.rank, &layouts, &[], self.site)?;
         let mut moved = Vec::new();
@@ -197,7 +208,7 @@ impl Call<'_> {
             moved.push(match target {
                 None => x.clone(),
                 Some(to) => {
-                    let op = Redistribute::new(self.rank, x.layout(), to)?;
+                    let op = Redistribute::between(self.rank, x.layout(), to)?;
                     op::apply(&op, &[x], &[], self.site)?.remove(0)
                 }
             });
@@ -212,7 +223,7 @@ impl Call<'_> {
         let grads: Vec<Option<Tensor>> = outputs[..visible]
             .iter()
             .zip(seeds)
-            .map(|(y, seed)| seed.place(self.rank, &y.layout().dual()).map(Some))
+            .map(|(y, seed)| seed.as_ref().map(|s| s.place(self.rank, &y.layout().dual())).transpose())
             .collect::<Result<_>>()?;
         let keeps = self.op.keeps();
         let kept = |list: &[Tensor], which: &[usize]| -> Vec<Option<Tensor>> {
@@ -235,7 +246,7 @@ impl Call<'_> {
 
     /// A cotangent brought back over the step that its argument took.
     fn back(&self, x: &Layout, target: &Layout, cotangent: Tensor) -> Result<Tensor> {
-        let op = Redistribute::new(self.rank, x, target)?;
+        let op = Redistribute::between(self.rank, x, target)?;
         let grads = [Some(cotangent)];
         let back = op.vjp(&Vjp {
             rank: self.rank,
@@ -270,7 +281,8 @@ pub fn standard(make: impl Fn() -> Case + Sync, seed: u64) -> Result<Standard> {
         let outputs = run.outputs.iter().map(global).collect::<Result<_>>()?;
         let none = || args.iter().map(|_| None).collect();
         let cotangents = run.cotangents.unwrap_or_else(none);
-        let cotangents = cotangents.iter().map(|c| c.as_ref().map(global).transpose()).collect::<Result<_>>()?;
+        let cotangents =
+            cotangents.iter().map(|c| c.as_ref().map(global).transpose()).collect::<Result<_>>()?;
         Ok(Standard { inputs, outputs, seeds, cotangents })
     })?;
     Ok(made.into_iter().next().expect("a world of one rank"))
@@ -281,13 +293,19 @@ fn whole(rank: &Rank, x: &Global) -> Layout {
 }
 
 /// Cotangents for the visible outputs of an op.
-fn seeds(rank: &Rank, op: &Rc<dyn Op>, args: &[Tensor], seed: u64, site: &'static Location<'static>) -> Result<Vec<Global>> {
+fn seeds(
+    rank: &Rank,
+    op: &Rc<dyn Op>,
+    args: &[Tensor],
+    seed: u64,
+    site: &'static Location<'static>,
+) -> Result<Vec<Option<Global>>> {
     let layouts: Vec<&Layout> = args.iter().map(Tensor::layout).collect();
     let inference = op::plan(&**op, rank, &layouts, &[], site)?;
     let visible = inference.outputs.len() - op.num_saved();
     let draw = |(i, layout): (usize, &Layout)| {
         let drawn = Global::draw(&Input::real(&layout.shape()), seed + 100 + i as u64);
-        Global { dtype: layout.dtype(), ..drawn }
+        Some(Global { dtype: layout.dtype(), ..drawn })
     };
     Ok(inference.outputs[..visible].iter().enumerate().map(draw).collect())
 }
@@ -312,7 +330,9 @@ pub fn row(rank: &Rank, case: &Case, standard: &Standard, layouts: &[Layout]) ->
         return match error {
             _ if code == "shape" => wrong("refused for its shapes".into()),
             Some(None) => wrong("refused by its rule but planned".into()),
-            Some(Some(e)) if !e.details().iter().any(|d| d.0 == "help") => wrong(format!("refused without help: {e}")),
+            Some(Some(e)) if !e.details().iter().any(|d| d.0 == "help") => {
+                wrong(format!("refused without help: {e}"))
+            }
             _ => Ok(Row::Refused),
         };
     }
@@ -329,12 +349,17 @@ pub fn row(rank: &Rank, case: &Case, standard: &Standard, layouts: &[Layout]) ->
     for (i, cotangent) in run.cotangents.into_iter().flatten().enumerate() {
         let (Some(cotangent), Some(want)) = (cotangent, &standard.cotangents[i]) else { continue };
         let target = run.inference.targets[i].as_ref().unwrap_or(&layouts[i]);
-        if !cotangent.layout().agrees(&target.dual()) {
-            return wrong(format!("the cotangent of argument {i}, {target}, is {}", cotangent.layout()));
+        if *cotangent.layout() != target.dual() {
+            let (must, is) = (target.dual(), cotangent.layout());
+            finding = finding.or(Some(format!("the cotangent of argument {i} must be {must} but is {is}")));
+            break;
         }
         let back = if *target == layouts[i] { cotangent } else { call.back(&layouts[i], target, cotangent)? };
-        if !back.layout().agrees(&layouts[i].dual()) {
-            return wrong(format!("the cotangent of argument {i} comes back as {}", back.layout()));
+        if *back.layout() != layouts[i].dual() {
+            let (must, is) = (layouts[i].dual(), back.layout());
+            finding =
+                finding.or(Some(format!("the cotangent of argument {i} must come back as {must}, not {is}")));
+            break;
         }
         let found = want.differs(&back, case.is_exact, site)?;
         finding = finding.or(found.map(|f| format!("the cotangent of argument {i} ({}) {f}", back.layout())));
@@ -358,7 +383,7 @@ fn refusal(rank: &Rank, case: &Case, args: &[&Layout]) -> Option<&'static str> {
 }
 
 /// Compares the cotangents of a case, on one rank in f64, with central differences of the forward, element by element;
-/// and those of each argument alone with those of all together.
+/// those of each argument alone with those of all together; and those of results without use with those of zeros.
 ///
 /// # Errors
 /// `Kind::Unsupported` naming the first argument and element that disagree.
@@ -367,49 +392,95 @@ pub fn gradients(make: impl Fn() -> Case + Sync, standard: &Standard) -> Result<
     let site = Location::caller();
     World::run(Mesh::single(), |rank| {
         let case = make();
-        let call = Call { op: &case.op, rank, site };
-        let wrong = |what: String| Err(Error::new(Kind::Unsupported, format!("{:?}: {what}", case.op)));
-        let loss = |inputs: &[Global]| -> Result<f64> {
-            let args: Vec<Tensor> = inputs.iter().map(|g| g.place(rank, &whole(rank, g))).collect::<Result<_>>()?;
-            let refs: Vec<&Tensor> = args.iter().collect();
-            let outputs = op::apply(&case.op, &refs, &[], site)?;
-            let mut loss = 0.0;
-            for (y, seed) in outputs.iter().zip(&standard.seeds) {
-                loss += y.to_local_f64()?.iter().zip(&seed.data).map(|(y, s)| y * s).sum::<f64>();
-            }
-            Ok(loss)
-        };
+        let probe = Probe { call: Call { op: &case.op, rank, site }, standard };
         for (i, cotangent) in standard.cotangents.iter().enumerate() {
-            let Some(cotangent) = cotangent else { continue };
-            let mut inputs = standard.inputs.clone();
-            for at in 0..cotangent.data.len() {
-                let x = inputs[i].data[at];
-                let mut shifted = |by: f64| {
-                    inputs[i].data[at] = x + by;
-                    loss(&inputs)
-                };
-                let quotient = (shifted(STEP)? - shifted(-STEP)?) / (2.0 * STEP);
-                inputs[i].data[at] = x;
-                let claimed = cotangent.data[at];
-                if (quotient - claimed).abs() > QUOTIENT_TOLERANCE * (1.0 + claimed.abs()) {
-                    return wrong(format!("cotangent {i} is {claimed} at element {at}, differences say {quotient}"));
-                }
+            if let Some(cotangent) = cotangent {
+                probe.differences(i, cotangent)?;
+                probe.mask(i, cotangent)?;
             }
-            let args: Vec<Tensor> =
-                standard.inputs.iter().map(|g| g.place(rank, &whole(rank, g))).collect::<Result<_>>()?;
-            let only: Vec<bool> = (0..args.len()).map(|k| k == i).collect();
-            let alone = call.run(&args, &standard.seeds, Some(&only))?.cotangents.into_iter().flatten();
-            for (k, alone) in alone.enumerate() {
-                let same = match &alone {
-                    None => k != i,
-                    Some(alone) => k == i && cotangent.differs(alone, true, site)?.is_none(),
-                };
-                if !same {
-                    return wrong(format!("asked for cotangent {i} alone, the vjp gives {alone:?} for {k}"));
-                }
+        }
+        (0..standard.seeds.len()).try_for_each(|k| probe.unused(k))
+    })?;
+    Ok(())
+}
+
+/// One case on one rank.
+struct Probe<'a> {
+    call: Call<'a>,
+    standard: &'a Standard,
+}
+
+impl Probe<'_> {
+    fn wrong<T>(&self, what: String) -> Result<T> {
+        Err(Error::new(Kind::Unsupported, format!("{:?}: {what}", self.call.op)))
+    }
+
+    fn args(&self, inputs: &[Global]) -> Result<Vec<Tensor>> {
+        inputs.iter().map(|g| g.place(self.call.rank, &whole(self.call.rank, g))).collect()
+    }
+
+    /// The sum of the products of results and seeds.
+    fn loss(&self, inputs: &[Global]) -> Result<f64> {
+        let args = self.args(inputs)?;
+        let refs: Vec<&Tensor> = args.iter().collect();
+        let outputs = op::apply(self.call.op, &refs, &[], self.call.site)?;
+        let mut loss = 0.0;
+        for (y, seed) in outputs.iter().zip(self.standard.seeds.iter().flatten()) {
+            loss += y.to_local_f64()?.iter().zip(&seed.data).map(|(y, s)| y * s).sum::<f64>();
+        }
+        Ok(loss)
+    }
+
+    fn differences(&self, i: usize, cotangent: &Global) -> Result<()> {
+        let mut inputs = self.standard.inputs.clone();
+        for (at, &claimed) in cotangent.data.iter().enumerate() {
+            let x = inputs[i].data[at];
+            let mut shifted = |by: f64| {
+                inputs[i].data[at] = x + by;
+                self.loss(&inputs)
+            };
+            let quotient = (shifted(STEP)? - shifted(-STEP)?) / (2.0 * STEP);
+            inputs[i].data[at] = x;
+            if (quotient - claimed).abs() > QUOTIENT_TOLERANCE * (1.0 + claimed.abs()) {
+                return self.wrong(format!(
+                    "cotangent {i} is {claimed} at element {at}, differences say {quotient}"
+                ));
             }
         }
         Ok(())
-    })?;
-    Ok(())
+    }
+
+    fn mask(&self, i: usize, cotangent: &Global) -> Result<()> {
+        let args = self.args(&self.standard.inputs)?;
+        let only: Vec<bool> = (0..args.len()).map(|k| k == i).collect();
+        let cotangents = self.call.run(&args, &self.standard.seeds, Some(&only))?.cotangents;
+        for (k, alone) in cotangents.into_iter().flatten().enumerate() {
+            let same = match &alone {
+                None => k != i,
+                Some(alone) => k == i && cotangent.differs(alone, true, self.call.site)?.is_none(),
+            };
+            if !same {
+                return self.wrong(format!("asked for cotangent {i} alone, the vjp gives {alone:?} for {k}"));
+            }
+        }
+        Ok(())
+    }
+
+    fn unused(&self, k: usize) -> Result<()> {
+        let args = self.args(&self.standard.inputs)?;
+        let mut seeds = self.standard.seeds.clone();
+        seeds[k] = seeds[k].take().map(|s| Global { data: vec![0.0; s.data.len()], ..s });
+        let zeros = self.call.run(&args, &seeds, None)?.cotangents;
+        seeds[k] = None;
+        let unused = self.call.run(&args, &seeds, None)?.cotangents;
+        for (zero, none) in zeros.into_iter().flatten().zip(unused.into_iter().flatten()) {
+            let (Some(zero), Some(none)) = (zero, none) else { continue };
+            let zero = Global::of(zero.layout(), zero.to_local_f64()?);
+            if let Some(found) = zero.differs(&none, true, self.call.site)? {
+                return self
+                    .wrong(format!("with result {k} unused a cotangent {found}, the value for zeros"));
+            }
+        }
+        Ok(())
+    }
 }

@@ -62,7 +62,9 @@ mod tests {
         let data: Vec<f32> = (0..15).map(|i| i as f32).collect();
         let expected: f64 = data.iter().map(|x| f64::from(*x).powi(2)).sum();
         for mesh in ["", "a=1", "a=3", "a=2,b=2"] {
-            for text in ["f32[5, 3]", "f32[5@a, 3]", "f32[5, 3@a]", "f32[5, 3] ~a", "f32[5@a, 3@b]", "f32[5@b@a, 3]"] {
+            for text in
+                ["f32[5, 3]", "f32[5@a, 3]", "f32[5, 3@a]", "f32[5, 3] ~a", "f32[5@a, 3@b]", "f32[5@b@a, 3]"]
+            {
                 let mesh = Mesh::parse(mesh).unwrap();
                 let Ok(layout) = Layout::parse(text, &mesh) else { continue };
                 World::run(mesh, |rank| {

@@ -67,7 +67,10 @@ impl AxisList {
     /// The list with an axis added as the innermost.
     #[must_use]
     pub const fn with(self, axis: Axis) -> AxisList {
-        assert!(self.len() < Mesh::MAX_AXES && (axis.0 as usize) < Mesh::MAX_AXES, "a mesh has at most 8 axes");
+        assert!(
+            self.len() < Mesh::MAX_AXES && (axis.0 as usize) < Mesh::MAX_AXES,
+            "a mesh has at most 8 axes"
+        );
         AxisList(self.0 | ((axis.0 as u64 + 1) << (8 * self.len())))
     }
 

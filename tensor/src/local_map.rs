@@ -67,14 +67,17 @@ fn check(name: &str, count: usize, layouts: MapLayouts<'_>) -> Result<()> {
     let refuse = |text: String| Err(Error::new(Kind::Layout, format!("local_map {name}: {text}")));
     if count != inputs.len() || count != cotangents.len() || count > INPUTS_MAX {
         let (i, c) = (inputs.len(), cotangents.len());
-        return refuse(format!("{count} arguments (at most {INPUTS_MAX}), but {i} layouts and {c} of cotangents"));
+        return refuse(format!(
+            "{count} arguments (at most {INPUTS_MAX}), but {i} layouts and {c} of cotangents"
+        ));
     }
     for (i, (input, cotangent)) in inputs.iter().zip(cotangents).enumerate() {
         if input.dtype().is_float() && *cotangent != input.dual() {
             let dual = input.dual();
-            return refuse(format!("argument {i} is {input}, whose cotangent is {dual}, not {cotangent}")).map_err(
-                |e| e.detail("help", "a pending cotangent belongs to an argument that is ~ on that axis"),
-            );
+            return refuse(format!("argument {i} is {input}, whose cotangent is {dual}, not {cotangent}"))
+                .map_err(|e| {
+                    e.detail("help", "a pending cotangent belongs to an argument that is ~ on that axis")
+                });
         }
     }
     Ok(())
@@ -151,7 +154,8 @@ impl Op for LocalMap {
         match args.iter().zip(&self.inputs).position(|(arg, stated)| *arg != stated) {
             None => Ok(Inference::direct(args.len(), self.outputs.iter().cloned())),
             Some(i) => {
-                let text = format!("argument {i} is {}, but the map was stated for {}", args[i], self.inputs[i]);
+                let text =
+                    format!("argument {i} is {}, but the map was stated for {}", args[i], self.inputs[i]);
                 let hint = format!("bring argument {i} to the layout {} first", self.inputs[i]);
                 Err(Refusal::new("stated", text, &[(i, 0)]).hint(hint))
             }
@@ -259,7 +263,10 @@ mod tests {
             .to_string()
         };
         let error = refused("f64[5@a]", "f64[5] +a");
-        assert!(error.contains("argument 0 is f64[5@a], whose cotangent is f64[5@a], not f64[5] +a"), "{error}");
+        assert!(
+            error.contains("argument 0 is f64[5@a], whose cotangent is f64[5@a], not f64[5] +a"),
+            "{error}"
+        );
         assert!(refused("f64[5] ~a", "f64[5]").contains("whose cotangent is f64[5] +a"), "{error}");
     }
 }

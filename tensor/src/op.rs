@@ -62,7 +62,13 @@ pub trait Op: fmt::Debug {
     ///
     /// # Errors
     /// A refusal with the reason.
-    fn infer(&self, context: &Context, args: &[&Layout], dtypes: &[DType], want: &[Option<Layout>]) -> Result<Inference, Refusal> {
+    fn infer(
+        &self,
+        context: &Context,
+        args: &[&Layout],
+        dtypes: &[DType],
+        want: &[Option<Layout>],
+    ) -> Result<Inference, Refusal> {
         infer_by_signature(self, context, args, dtypes, want)
     }
 
@@ -106,7 +112,10 @@ pub fn infer_by_signature<O: Op + ?Sized>(
 /// Per argument, whether the op is differentiable in it and it is a float.
 pub fn differentiable_args<O: Op + ?Sized>(op: &O, args: &[&Layout]) -> SmallVec<[bool; 6]> {
     let declared = op.differentiable();
-    args.iter().enumerate().map(|(i, l)| declared.get(i).copied().unwrap_or(true) && l.dtype().is_float()).collect()
+    args.iter()
+        .enumerate()
+        .map(|(i, l)| declared.get(i).copied().unwrap_or(true) && l.dtype().is_float())
+        .collect()
 }
 
 /// Which values a vjp reads; nothing else is kept alive by the tape.
@@ -166,7 +175,8 @@ impl Local<'_> {
     /// # Errors
     /// What the kernel reports.
     pub fn launch(&self, kernel: &Kernel, inputs: &[&Piece], scalars: &[Scalar]) -> Result<Pieces> {
-        let mut outputs: Pieces = (0..self.inference.outputs.len()).map(|i| self.output(i)).collect::<Result<_>>()?;
+        let mut outputs: Pieces =
+            (0..self.inference.outputs.len()).map(|i| self.output(i)).collect::<Result<_>>()?;
         let mut slots: Vec<&mut Piece> = outputs.iter_mut().collect();
         crate::piece::launch(self.rank, kernel, inputs, &mut slots, scalars)?;
         Ok(outputs)
@@ -226,9 +236,17 @@ impl Vjp<'_> {
         self.input_layouts[i].dual()
     }
 
-    /// One entry per argument, computed only where wanted.
+    /// One entry per argument, computed only where wanted, in exactly the dual layout of the argument: a grain that a
+    /// cotangent took over from a neighbour of its argument, and that cuts at the same places, is named as there.
     pub fn each(&self, mut cotangent: impl FnMut(usize) -> Tensor) -> Cotangents {
-        self.wanted.iter().enumerate().map(|(i, &w)| w.then(|| cotangent(i))).collect()
+        let named = |i: usize, t: Tensor| {
+            let goal = self.goal(i);
+            if *t.layout() == goal || !t.layout().agrees(&goal) {
+                return t;
+            }
+            Tensor::assemble(self.rank, goal, t.piece().clone())
+        };
+        self.wanted.iter().enumerate().map(|(i, &w)| w.then(|| named(i, cotangent(i)))).collect()
     }
 }
 
@@ -247,9 +265,9 @@ pub fn plan(
     let context = Context::of(rank);
     let signature = context.signature(op.signature());
     let dtypes: DTypes = args.iter().map(|l| l.dtype()).collect();
-    let outputs = op
-        .dtypes(&dtypes, signature.num_outputs())
-        .map_err(|e| describe(Error::new(e.kind(), format!("{}: {}", op.name(), e.message())), op, rank, args, site))?;
+    let outputs = op.dtypes(&dtypes, signature.num_outputs()).map_err(|e| {
+        describe(Error::new(e.kind(), format!("{}: {}", op.name(), e.message())), op, rank, args, site)
+    })?;
     let inference = op
         .infer(&context, args, &outputs, want)
         .map_err(|refusal| refused(op, rank, args, &refusal, site))?;
@@ -265,7 +283,13 @@ pub fn plan(
 ///
 /// # Errors
 /// What kernels and, for the few ops that talk to other ranks, collectives report.
-pub fn run(op: &dyn Op, args: &[Tensor], inference: &Inference, rank: &Rank, site: &'static Location<'static>) -> Result<SmallVec<[Tensor; 2]>> {
+pub fn run(
+    op: &dyn Op,
+    args: &[Tensor],
+    inference: &Inference,
+    rank: &Rank,
+    site: &'static Location<'static>,
+) -> Result<SmallVec<[Tensor; 2]>> {
     let pieces: SmallVec<[Piece; 4]> = args.iter().map(|t| t.piece().clone()).collect();
     let inputs: SmallVec<[Layout; 4]> = args.iter().map(|t| t.layout().clone()).collect();
     let local = Local { rank, inputs: &inputs, inference, site };
@@ -285,12 +309,16 @@ pub fn run(op: &dyn Op, args: &[Tensor], inference: &Inference, rank: &Rank, sit
 fn check_finite(op: &dyn Op, rank: &Rank, outputs: &[Piece], site: &'static Location<'static>) -> Result<()> {
     for piece in outputs.iter().filter(|p| p.dtype.is_float()) {
         let values = piece.to_f64(rank)?;
-        if let Some((at, value)) = values.iter().enumerate().find(|(_, v)| v.is_nan() || **v == f64::INFINITY) {
+        if let Some((at, value)) = values.iter().enumerate().find(|(_, v)| v.is_nan() || **v == f64::INFINITY)
+        {
             let path = Context::of(rank).path();
-            return Err(Error::new(Kind::NotFinite, format!("{}: the result is {value} at local element {at}", op.name()))
-                .detail("at", path.to_string())
-                .detail("rank", rank.describe())
-                .at(site));
+            return Err(Error::new(
+                Kind::NotFinite,
+                format!("{}: the result is {value} at local element {at}", op.name()),
+            )
+            .detail("at", path.to_string())
+            .detail("rank", rank.describe())
+            .at(site));
         }
     }
     Ok(())
@@ -355,7 +383,13 @@ pub fn unwind<T>(result: Result<T>) -> T {
 }
 
 /// Adds the fixed lines of a message: signature, arguments, place, rank.
-fn describe(error: Error, op: &dyn Op, rank: &Rank, args: &[&Layout], site: &'static Location<'static>) -> Error {
+fn describe(
+    error: Error,
+    op: &dyn Op,
+    rank: &Rank,
+    args: &[&Layout],
+    site: &'static Location<'static>,
+) -> Error {
     const LABELS: [&str; 8] = ["arg 0", "arg 1", "arg 2", "arg 3", "arg 4", "arg 5", "arg 6", "arg 7"];
     let mut error = error.detail("signature", op.signature());
     for (label, layout) in LABELS.iter().zip(args) {
@@ -369,9 +403,16 @@ fn describe(error: Error, op: &dyn Op, rank: &Rank, args: &[&Layout], site: &'st
     error.detail("rank", rank.describe()).at(site)
 }
 
-fn refused(op: &dyn Op, rank: &Rank, args: &[&Layout], refusal: &Refusal, site: &'static Location<'static>) -> Error {
+fn refused(
+    op: &dyn Op,
+    rank: &Rank,
+    args: &[&Layout],
+    refusal: &Refusal,
+    site: &'static Location<'static>,
+) -> Error {
     let kind = if refusal.code == "shape" { Kind::Shape } else { Kind::Layout };
-    let mut error = describe(Error::new(kind, format!("{}: {}", op.name(), refusal.message)), op, rank, args, site);
+    let mut error =
+        describe(Error::new(kind, format!("{}: {}", op.name(), refusal.message)), op, rank, args, site);
     if let Some(hint) = &refusal.hint {
         error = error.detail("help", hint.as_str());
     }

@@ -44,7 +44,11 @@ impl Piece {
     /// # Errors
     /// `Kind::OutOfMemory`.
     pub fn upload<T: Element>(rank: &Rank, shape: &[usize], data: &[T]) -> Result<Piece> {
-        debug_assert_eq!(data.len(), shape.iter().product::<usize>(), "one element for each place of the shape");
+        debug_assert_eq!(
+            data.len(),
+            shape.iter().product::<usize>(),
+            "one element for each place of the shape"
+        );
         let buffer = upload(&**rank.backend(), data)?;
         Ok(Piece { buffer, dtype: T::DTYPE, view: Strides::contiguous(shape) })
     }
@@ -121,14 +125,12 @@ pub fn launch(
 ) -> Result<()> {
     let inputs: SmallVec<[Arg<'_>; 6]> =
         inputs.iter().map(|p| Arg { buffer: &p.buffer, dtype: p.dtype, view: &p.view }).collect();
-    let mut outputs: Vec<ArgMut<'_>> = outputs
-        .iter_mut()
-        .map(|p| ArgMut { buffer: &mut p.buffer, dtype: p.dtype, view: &p.view })
-        .collect();
-    rank.backend()
-        .launch(kernel, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars })
-        .map_err(|e| match &*Context::of(rank).path() {
+    let mut outputs: Vec<ArgMut<'_>> =
+        outputs.iter_mut().map(|p| ArgMut { buffer: &mut p.buffer, dtype: p.dtype, view: &p.view }).collect();
+    rank.backend().launch(kernel, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars }).map_err(
+        |e| match &*Context::of(rank).path() {
             "" => Error::from(e),
             path => Error::from(e).detail("at", path),
-        })
+        },
+    )
 }

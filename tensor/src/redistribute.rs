@@ -3,8 +3,8 @@
 use crate::context::Context;
 use crate::layout::Layout;
 use crate::piece::Piece;
-use crate::step::Step;
 use crate::state::State;
+use crate::step::Step;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Axis, AxisSet, Call, Rank, ReduceOp, Result};
 use shardgrad_kernels::Strides;
@@ -69,7 +69,9 @@ impl Move<'_> {
         let axis = self.axes.iter().next().expect("a step concerns at least one axis");
         match (self.from.state(axis), to) {
             (State::Invariant | State::Replicate, State::Invariant | State::Replicate) => Ok(x),
-            (State::Invariant | State::Replicate, State::Shard(d)) => Ok(x.viewed(self.slice(&x, d, self.rank.coordinates()))),
+            (State::Invariant | State::Replicate, State::Shard(d)) => {
+                Ok(x.viewed(self.slice(&x, d, self.rank.coordinates())))
+            }
             (State::Invariant | State::Replicate, State::Partial) => self.keep_on_first(x, axis),
             (State::Shard(d), State::Partial) => self.pad_with_zeros(&x, d),
             (State::Shard(d), State::Invariant | State::Replicate) => self.all_gather(&x, d, axis),
@@ -100,7 +102,11 @@ impl Move<'_> {
     }
 
     fn keep_on_first(&self, x: Piece, axis: Axis) -> Result<Piece> {
-        if self.rank.coordinate(axis) == 0 { Ok(x) } else { Piece::filled(self.rank, x.dtype, &x.view.shape, 0.0) }
+        if self.rank.coordinate(axis) == 0 {
+            Ok(x)
+        } else {
+            Piece::filled(self.rank, x.dtype, &x.view.shape, 0.0)
+        }
     }
 
     fn pad_with_zeros(&self, x: &Piece, d: usize) -> Result<Piece> {
@@ -181,7 +187,13 @@ impl Move<'_> {
     }
 
     /// The parts of a flat buffer, laid side by side along dim `d`.
-    fn lay_side_by_side(&self, flat: &Piece, parts: &[Vec<usize>], d: usize, shape: &[usize]) -> Result<Piece> {
+    fn lay_side_by_side(
+        &self,
+        flat: &Piece,
+        parts: &[Vec<usize>],
+        d: usize,
+        shape: &[usize],
+    ) -> Result<Piece> {
         if shape[..d].iter().all(|&n| n == 1) {
             return Ok(flat.viewed(Strides::contiguous(shape)));
         }

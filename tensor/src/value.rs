@@ -6,6 +6,7 @@ use crate::ops::add::Add;
 use crate::ops::add_scalar::AddScalar;
 use crate::ops::attention::Attention;
 use crate::ops::cast::Cast;
+use crate::ops::concat::Concat;
 use crate::ops::cross_entropy_terms::CrossEntropyTerms;
 use crate::ops::div::Div;
 use crate::ops::dropout::Dropout;
@@ -283,14 +284,22 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn permute(&self, order: &[usize]) -> Self {
-        Self::apply_one(unwind(Permute::new(self.layout().ndim(), order)), &[self])
+        Self::apply_one(unwind(Permute::by(self.layout().ndim(), order)), &[self])
     }
 
     /// Two dims exchanged.
     #[track_caller]
     #[must_use]
     fn transpose(&self, first: usize, second: usize) -> Self {
-        let exchange = |d| if d == first { second } else if d == second { first } else { d };
+        let exchange = |d| {
+            if d == first {
+                second
+            } else if d == second {
+                first
+            } else {
+                d
+            }
+        };
         let order: Dims = (0..self.layout().ndim().max(first + 1).max(second + 1)).map(exchange).collect();
         self.permute(&order)
     }
@@ -300,7 +309,7 @@ pub trait Value: Clone {
     #[must_use]
     fn unbind(&self, dim: usize) -> SmallVec<[Self; 2]> {
         let count = self.shape().get(dim).copied().unwrap_or(1);
-        Self::apply(unwind(Unbind::new(self.layout().ndim(), dim, count)), &[self])
+        Self::apply(unwind(Unbind::along(self.layout().ndim(), dim, count)), &[self])
     }
 
     /// Tensors of one shape side by side along a new dim, counted in the result.
@@ -311,7 +320,18 @@ pub trait Value: Clone {
     #[must_use]
     fn stack(parts: &[&Self], dim: usize) -> Self {
         let ndim = parts.first().expect("a stack of at least one tensor").layout().ndim();
-        Self::apply_one(unwind(Stack::new(ndim, dim, parts.len())), parts)
+        Self::apply_one(unwind(Stack::along(ndim, dim, parts.len())), parts)
+    }
+
+    /// Tensors one after another along a dim that no axis splits.
+    ///
+    /// # Panics
+    /// If there is no tensor.
+    #[track_caller]
+    #[must_use]
+    fn concat(parts: &[&Self], dim: usize) -> Self {
+        let ndim = parts.first().expect("at least one tensor is joined").layout().ndim();
+        Self::apply_one(unwind(Concat::along(ndim, dim, parts.len())), parts)
     }
 
     /// A range of a dim that no axis splits.
@@ -319,7 +339,7 @@ pub trait Value: Clone {
     #[must_use]
     fn slice(&self, dim: usize, range: Range<usize>) -> Self {
         let extent = self.shape().get(dim).copied().unwrap_or(0);
-        Self::apply_one(unwind(Slice::new(self.layout().ndim(), extent, dim, range)), &[self])
+        Self::apply_one(unwind(Slice::along(self.layout().ndim(), extent, dim, range)), &[self])
     }
 
     /// One element of a dim that no axis splits; the dim disappears.
@@ -336,7 +356,7 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn pad(&self, dim: usize, before: usize, after: usize) -> Self {
-        Self::apply_one(unwind(Pad::new(self.layout().ndim(), dim, before, after)), &[self])
+        Self::apply_one(unwind(Pad::along(self.layout().ndim(), dim, before, after)), &[self])
     }
 
     /// exp(x_i) / sum_j exp(x_j) over the last dim.

@@ -9,13 +9,13 @@ use crate::error::Result;
 use shardgrad_kernels::{Backend, Buffer};
 use std::fmt;
 
-/// What carries the calls of one rank. Requests are checked, counted and recorded before they come here; groups of
-/// one rank come only for messages to itself.
+/// What carries the calls of one rank. Requests are checked, counted and recorded before they come here;
+/// groups of one rank come only for messages to itself.
 pub(crate) trait Transport: fmt::Debug {
     /// One load when all is well; the error with which this rank has to stop otherwise.
     fn check(&self) -> Result<()>;
 
-    /// Carries out a call. The result is new memory of the back end (or a handle of the argument), and no other
-    /// rank holds the argument any more. An error ends the world for all ranks.
+    /// Carries out a call. The result is new memory of the back end (or a handle of the argument), and no
+    /// other rank holds the argument any more. An error ends the world for all ranks.
     fn run(&self, backend: &dyn Backend, request: &Request<'_>) -> Result<Option<Buffer>>;
 }

@@ -1,9 +1,10 @@
-//! Ranks as threads of one process: they show each other their buffers in the world table and read them in place.
+//! Ranks as threads of one process: they show each other their buffers in the world table and read them in
+//! place.
 //!
-//! A collective has two meetings: everyone has arrived (calls are compared, peers' buffers are read), and everyone
-//! has finished reading. A large all-reduce has a third one between them: every member combines one chunk, then
-//! gathers the chunks of the others. Elements are combined by one kernel either way, in the order of the group, so
-//! both ways give the same bits.
+//! A collective has two meetings: everyone has arrived (calls are compared, peers' buffers are read), and
+//! everyone has finished reading. A large all-reduce has a third one between them: every member combines one
+//! chunk, then gathers the chunks of the others. Elements are combined by one kernel either way, in the order
+//! of the group, so both ways give the same bits.
 
 use super::{Transport, local};
 use crate::call::{Op, ReduceOp, Request, chunk};
@@ -221,7 +222,8 @@ impl Threads {
         group.parking.wait(self.shared.spin, done, || self.look_around(request, &mut watch, arriving))
     }
 
-    /// What a waiting rank does every ten milliseconds: has the world failed, will nobody come, is it too late?
+    /// What a waiting rank does every ten milliseconds: has the world failed, will nobody come, is it too
+    /// late?
     fn look_around(&self, request: &Request<'_>, watch: &mut Watch, arriving: bool) -> Result<()> {
         let (table, mesh) = (&self.shared.table, &self.shared.table.mesh);
         let late = watch.since.get_or_insert_with(Instant::now).elapsed() > self.shared.timeout;
@@ -308,7 +310,8 @@ impl Threads {
     }
 }
 
-/// Whether an all-reduce is cut into chunks. All members decide alike: this runs after their calls were compared.
+/// Whether an all-reduce is cut into chunks. All members decide alike: this runs after their calls were
+/// compared.
 fn is_large(request: &Request<'_>) -> bool {
     request.seat.size() > 2 && request.counts[0] * request.call.dtype.size() > DIRECT_BYTES_MAX
 }

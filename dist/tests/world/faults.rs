@@ -1,5 +1,5 @@
-//! Every way to call collectives wrongly, and to leave others waiting: an error that names the calls, on every rank,
-//! soon. Each test plants the fault that a check has to find.
+//! Every way to call collectives wrongly, and to leave others waiting: an error that names the calls, on
+//! every rank, soon. Each test plants the fault that a check has to find.
 
 use crate::support::{mesh, on, over, up};
 use shardgrad_dist::{Call, Error, Kind, Phase, Rank, ReduceOp, Result, World};

@@ -1,5 +1,5 @@
-//! Ranks as threads: every collective against a plain specification, every way to misuse them, and the promises
-//! on determinism and dry runs.
+//! Ranks as threads: every collective against a plain specification, every way to misuse them, and the
+//! promises on determinism and dry runs.
 
 mod collectives;
 mod dry;

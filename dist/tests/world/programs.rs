@@ -5,8 +5,8 @@ use shardgrad_dist::{AxisSet, Mesh, Rank, ReduceOp, Result, World};
 use shardgrad_kernels::DType;
 use std::time::Duration;
 
-/// Runs a program drawn from a seed and returns the state of the rank as bits. Sums of such numbers are not exact, so
-/// any change of order would show.
+/// Runs a program drawn from a seed and returns the state of the rank as bits. Sums of such numbers are not
+/// exact, so any change of order would show.
 fn program(rank: &Rank, seed: u64) -> Result<Vec<u32>> {
     let len = if seed.is_multiple_of(8) { 9000 } else { 24 };
     let mut state: Vec<f32> = (0..len).map(|e| start(rank.index(), e)).collect();
@@ -66,8 +66,8 @@ fn two_hundred_random_programs_have_the_same_bits_under_jitter() {
 
 #[test]
 fn long_waits_are_no_faults() {
-    // Ranks come tens of milliseconds late, so that waiting ones look into the table while others move on, send
-    // and return.
+    // Ranks come tens of milliseconds late, so that waiting ones look into the table while others move on,
+    // send and return.
     let draw = |rank: usize, step: u64, bound: u64| hash(rank as u64 * 97 + step) % bound;
     World::new(mesh("dp=2,cp=2,tp=2"))
         .jitter(3)

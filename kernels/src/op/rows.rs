@@ -84,17 +84,19 @@ fn fold<R: Real>(mut lanes: [R; LANES], join: impl Fn(R, R) -> R) -> R {
 /// The largest element, as seen through `value`; not-a-number is passed over. Negative infinity for an empty row.
 #[inline(always)]
 pub(crate) fn largest<T: Copy, R: Real>(x: &[T], value: impl Fn(T) -> R) -> R {
+    // A comparison and a choice, in this order, are one instruction.
+    let larger = |a: R, b: R| if b > a { b } else { a };
     let mut lanes = [R::NEG_INFINITY; LANES];
     let (chunks, rest) = x.as_chunks::<LANES>();
     for chunk in chunks {
         for i in 0..LANES {
-            lanes[i] = lanes[i].greater(value(chunk[i]));
+            lanes[i] = larger(lanes[i], value(chunk[i]));
         }
     }
     for (lane, &x) in lanes.iter_mut().zip(rest) {
-        *lane = lane.greater(value(x));
+        *lane = larger(*lane, value(x));
     }
-    fold(lanes, R::greater)
+    fold(lanes, larger)
 }
 
 /// The sum of `term` over a row.

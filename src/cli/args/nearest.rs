@@ -14,7 +14,8 @@ pub(crate) fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a s
 
 /// The number of edits between two words, in the restricted sense: nothing is edited twice.
 fn edits(a: &str, b: &str) -> usize {
-    let (a, b): (Vec<char>, Vec<char>) = (a.to_lowercase().chars().collect(), b.to_lowercase().chars().collect());
+    let (a, b): (Vec<char>, Vec<char>) =
+        (a.to_lowercase().chars().collect(), b.to_lowercase().chars().collect());
     let mut rows = vec![(0..=b.len()).collect::<Vec<usize>>()];
     for i in 1..=a.len() {
         let mut row = vec![i];
@@ -37,7 +38,14 @@ mod tests {
 
     #[test]
     fn edits_are_counted() {
-        for (a, b, n) in [("", "", 0), ("a", "", 1), ("tp", "pt", 1), ("tiny", "tinny", 1), ("dp", "TP", 1), ("abc", "xyz", 3)] {
+        for (a, b, n) in [
+            ("", "", 0),
+            ("a", "", 1),
+            ("tp", "pt", 1),
+            ("tiny", "tinny", 1),
+            ("dp", "TP", 1),
+            ("abc", "xyz", 3),
+        ] {
             assert_eq!((edits(a, b), edits(b, a)), (n, n), "{a} {b}");
         }
     }

@@ -1,9 +1,9 @@
 //! The values of options: text in, checked values out. What is refused is told in one line.
 
 use super::nearest::nearest;
-use shardgrad::{Error, Kind, Result};
 use shardgrad::dist::Mesh;
 use shardgrad::nn::Gpt2Config;
+use shardgrad::{Error, Kind, Result};
 use std::time::Duration;
 
 /// The axes of a mesh in their fixed order, outermost first.
@@ -37,7 +37,8 @@ pub(super) fn preset(text: &str) -> Result<String, String> {
     if Gpt2Config::preset_names().any(|name| name == text) {
         return Ok(text.to_string());
     }
-    let near = nearest(text, Gpt2Config::preset_names()).map_or(String::new(), |n| format!("did you mean `{n}`? "));
+    let near =
+        nearest(text, Gpt2Config::preset_names()).map_or(String::new(), |n| format!("did you mean `{n}`? "));
     let names: Vec<&str> = Gpt2Config::preset_names().collect();
     Err(format!("there is no such preset; {near}presets are {}", names.join(", ")))
 }
@@ -110,7 +111,10 @@ mod tests {
             assert_eq!(error.kind(), Kind::Mesh);
             error.to_string().replace("\n  help       ", "; ")
         };
-        assert_eq!(told("dp=2,tq=2"), "there is no mesh axis `tq`; did you mean `tp`? the axes are pp, dp, cp, tp");
+        assert_eq!(
+            told("dp=2,tq=2"),
+            "there is no mesh axis `tq`; did you mean `tp`? the axes are pp, dp, cp, tp"
+        );
         assert_eq!(told("model=2"), "there is no mesh axis `model`; the axes are pp, dp, cp, tp");
         assert_eq!(told("tp=2,tp=2"), "axis `tp` is named twice in the mesh");
         assert_eq!(told("tp=0"), "axis `tp` has size 0; leave it out or give it size 1");
@@ -122,14 +126,21 @@ mod tests {
     #[test]
     fn presets_are_checked() {
         assert_eq!(preset("tiny").unwrap(), "tiny");
-        assert!(preset("tinny").unwrap_err().starts_with("there is no such preset; did you mean `tiny`? presets are"));
+        assert!(
+            preset("tinny")
+                .unwrap_err()
+                .starts_with("there is no such preset; did you mean `tiny`? presets are")
+        );
         assert!(preset("llama-7b").unwrap_err().starts_with("there is no such preset; presets are tiny, "));
     }
 
     #[test]
     fn numbers_are_checked_at_their_limits() {
         let counts = ["0", "1", "2147483648", "2147483649", "-1", "1.5", "", "x", "99999999999999999999"];
-        assert_eq!(counts.map(|t| count(t).ok()), [None, Some(1), Some(1 << 31), None, None, None, None, None, None]);
+        assert_eq!(
+            counts.map(|t| count(t).ok()),
+            [None, Some(1), Some(1 << 31), None, None, None, None, None, None]
+        );
         assert_eq!(count_or_none("0"), Ok(0));
         assert_eq!(count_or_none("-1").unwrap_err(), "must be a whole number of at least 0");
         type Check = fn(&str) -> Result<f64, String>;

@@ -51,8 +51,11 @@ fn launch_grouped(
 ) -> Result<Pieces> {
     let grouped = x[0].view.ndim() == 5;
     let with_r = |piece: &Piece| piece.viewed(piece.view.unsqueeze(3));
-    let inputs: SmallVec<[Piece; 6]> =
-        x.iter().enumerate().map(|(i, p)| if grouped || !per_query(i) { p.clone() } else { with_r(p) }).collect();
+    let inputs: SmallVec<[Piece; 6]> = x
+        .iter()
+        .enumerate()
+        .map(|(i, p)| if grouped || !per_query(i) { p.clone() } else { with_r(p) })
+        .collect();
     let inputs: SmallVec<[&Piece; 6]> = inputs.iter().collect();
     let mut outputs: Pieces =
         (0..local.inference.outputs.len()).map(|i| local.output(i)).collect::<Result<_>>()?;
@@ -165,7 +168,10 @@ mod tests {
             assert!(causal.iter().zip([4.0, 7.0]).all(|(o, e)| (o - e).abs() < 1e-12), "{causal:?}");
             assert!(full.iter().zip([7.0, 7.0]).all(|(o, e)| (o - e).abs() < 1e-12), "{full:?}");
             let last = q.slice(1, 1..2).attention(&k, &v, true).to_host::<f64>()?;
-            assert!((last[0] - 7.0).abs() < 1e-12, "the one query that continues two keys sees both: {last:?}");
+            assert!(
+                (last[0] - 7.0).abs() < 1e-12,
+                "the one query that continues two keys sees both: {last:?}"
+            );
             Ok(())
         })
         .unwrap();

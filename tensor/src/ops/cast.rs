@@ -103,9 +103,14 @@ mod tests {
     #[test]
     fn casts_up_are_linear_and_casts_down_are_not() {
         use DType::{BF16, F16, F32, F64, I64};
-        for (from, to, linear) in
-            [(BF16, F32, true), (F16, F64, true), (F32, F64, true), (F64, F32, false), (BF16, F16, false), (I64, F64, false)]
-        {
+        for (from, to, linear) in [
+            (BF16, F32, true),
+            (F16, F64, true),
+            (F32, F64, true),
+            (F64, F32, false),
+            (BF16, F16, false),
+            (I64, F64, false),
+        ] {
             assert_eq!(is_exact(from, to), linear, "{from} {to}");
         }
     }

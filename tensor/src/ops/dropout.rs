@@ -59,7 +59,11 @@ pub(super) fn cases() -> Vec<Case> {
     let case = |p, first_row, input| {
         Case::new(Rc::new(Dropout { p, key: 11, stream: 3, first_row }), vec![input]).exact()
     };
-    vec![case(0.5, 0, Input::real(&[5, 8])), case(0.5, 6, Input::real(&[2, 5, 3])), case(0.5, 0, Input::real(&[]))]
+    vec![
+        case(0.5, 0, Input::real(&[5, 8])),
+        case(0.5, 6, Input::real(&[2, 5, 3])),
+        case(0.5, 0, Input::real(&[])),
+    ]
 }
 
 #[cfg(test)]

@@ -189,7 +189,8 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new(matmul_nt(), vec![real(&[5, 7]), real(&[4, 7])]).exact(),
         Case::new(matmul_tn(), vec![real(&[5, 7]), real(&[5, 4])]).exact(),
         Case::new(Einsum::of("b m k, b k n -> b m n"), vec![real(&[3, 5, 7]), real(&[3, 7, 4])]).exact(),
-        Case::new(Einsum::of("b t d, d p h c -> b t p h c"), vec![real(&[2, 3, 5]), real(&[5, 3, 2, 4])]).exact(),
+        Case::new(Einsum::of("b t d, d p h c -> b t p h c"), vec![real(&[2, 3, 5]), real(&[5, 3, 2, 4])])
+            .exact(),
         Case::new(Einsum::of("b t h c, h c d -> b t d"), vec![real(&[2, 3, 2, 4]), real(&[2, 4, 5])]).exact(),
     ]
 }

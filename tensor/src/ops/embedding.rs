@@ -32,7 +32,8 @@ pub(super) fn check_index(dtype: DType) -> Result<()> {
     if dtype == DType::I64 {
         return Ok(());
     }
-    Err(Error::new(Kind::DType, format!("indices of {dtype}")).detail("help", "indices are i64: ids.cast(DType::I64)"))
+    Err(Error::new(Kind::DType, format!("indices of {dtype}"))
+        .detail("help", "indices are i64: ids.cast(DType::I64)"))
 }
 
 impl Op for Embedding {

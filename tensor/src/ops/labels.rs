@@ -1,6 +1,7 @@
 //! Signature texts of ops whose labels depend on their parameters, and checks of such parameters.
 
 use crate::layout::Layout;
+use crate::op::DTypes;
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_kernels::DType;
 
@@ -40,10 +41,53 @@ pub(super) fn full_and_kept(ndim: usize, dims: &[usize]) -> [String; 2] {
     }
 }
 
-/// `[0, 1, .., n - 1]`: the arguments of an op that is linear in all of them jointly.
-pub(super) const fn all(n: usize) -> &'static [usize] {
+/// The most arguments that an op with a list of them takes.
+pub(super) const ARGUMENTS_MAX: usize = 16;
+
+/// `[0, 1, .., n - 1]`.
+const fn all(n: usize) -> &'static [usize] {
     const ALL: &[usize] = &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
     ALL.split_at(n).0
+}
+
+/// The one group of an op that is linear in its `count` arguments jointly.
+pub(super) fn jointly(count: usize) -> &'static [&'static [usize]] {
+    static GROUPS: [&[&[usize]]; ARGUMENTS_MAX + 1] = [
+        &[all(0)],
+        &[all(1)],
+        &[all(2)],
+        &[all(3)],
+        &[all(4)],
+        &[all(5)],
+        &[all(6)],
+        &[all(7)],
+        &[all(8)],
+        &[all(9)],
+        &[all(10)],
+        &[all(11)],
+        &[all(12)],
+        &[all(13)],
+        &[all(14)],
+        &[all(15)],
+        &[all(16)],
+    ];
+    GROUPS[count]
+}
+
+/// Refuses a list of arguments that is empty or too long.
+pub(super) fn check_count(name: &str, count: usize) -> Result<()> {
+    if (1..=ARGUMENTS_MAX).contains(&count) {
+        return Ok(());
+    }
+    misuse(format!("{name}: {count} tensors; between 1 and {ARGUMENTS_MAX} are possible"))
+}
+
+/// The dtype of the one result of arguments that all have it.
+pub(super) fn one_dtype(inputs: &[DType]) -> Result<DTypes> {
+    match inputs.iter().find(|d| **d != inputs[0]) {
+        None => Ok(inputs[..1].into()),
+        Some(other) => Err(Error::new(Kind::DType, format!("arguments of {} and {other}", inputs[0]))),
+    }
 }
 
 /// The layout that gives labels without argument their extents and leaves them whole.
@@ -79,6 +123,10 @@ mod tests {
         assert_eq!(full_and_kept(2, &[0, 1]), ["..m", ""]);
         assert_eq!(letters_with(3, 1, "b!"), "a b! c");
         assert_eq!(letters_with(3, 1, ""), "a c");
-        assert!(check_dim("op", 2, 2).is_err() && check_dim("op", 2, 1).is_ok() && check_dim("op", 13, 0).is_err());
+        assert!(
+            check_dim("op", 2, 2).is_err()
+                && check_dim("op", 2, 1).is_ok()
+                && check_dim("op", 13, 0).is_err()
+        );
     }
 }

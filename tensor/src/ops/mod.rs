@@ -29,6 +29,7 @@ pub mod reshape;
 pub mod rms_norm;
 pub mod silu;
 pub mod slice;
+pub mod concat;
 pub mod softmax;
 pub mod sqrt;
 pub mod square;
@@ -133,6 +134,7 @@ list! {
     add_scalar,
     attention,
     cast,
+    concat,
     cross_entropy_terms,
     div,
     dropout,

@@ -52,9 +52,7 @@ impl Op for Mul {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|i| {
-            self.shape.reduced(mul(&cx.grad(0), cx.input(1 - i)), i)
-        })
+        cx.each(|i| self.shape.reduced(mul(&cx.grad(0), cx.input(1 - i)), i))
     }
 }
 

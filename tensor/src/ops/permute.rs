@@ -21,7 +21,7 @@ impl Permute {
     ///
     /// # Errors
     /// Of kind `Kind::Shape` if `order` does not name every dim of a tensor of `ndim` dims once.
-    pub fn new(ndim: usize, order: &[usize]) -> Result<Rc<dyn Op>> {
+    pub fn by(ndim: usize, order: &[usize]) -> Result<Rc<dyn Op>> {
         for &d in order {
             check_dim("permute", ndim, d)?;
         }
@@ -96,8 +96,8 @@ mod tests {
 
     #[test]
     fn orders_that_are_none_are_refused() {
-        assert!(Permute::new(2, &[0, 0]).is_err());
-        assert!(Permute::new(2, &[0, 2]).is_err());
-        assert!(Permute::new(3, &[0, 1]).is_err());
+        assert!(Permute::by(2, &[0, 0]).is_err());
+        assert!(Permute::by(2, &[0, 2]).is_err());
+        assert!(Permute::by(3, &[0, 1]).is_err());
     }
 }

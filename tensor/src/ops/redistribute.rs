@@ -25,7 +25,7 @@ impl Redistribute {
     ///
     /// # Errors
     /// `Kind::Layout` if the layouts are of different tensors or meshes.
-    pub fn new(rank: &Rank, from: &Layout, to: &Layout) -> Result<Rc<dyn Op>> {
+    pub fn between(rank: &Rank, from: &Layout, to: &Layout) -> Result<Rc<dyn Op>> {
         let route = Context::of(rank).routes.route(from, to, from.dtype().is_float())?;
         Ok(Rc::new(Redistribute { from: from.clone(), to: to.clone(), steps: route.steps.to_vec() }))
     }
@@ -48,7 +48,13 @@ impl Op for Redistribute {
         Ok(inputs.into())
     }
 
-    fn infer(&self, _: &Context, args: &[&Layout], _: &[DType], _: &[Option<Layout>]) -> Result<Inference, Refusal> {
+    fn infer(
+        &self,
+        _: &Context,
+        args: &[&Layout],
+        _: &[DType],
+        _: &[Option<Layout>],
+    ) -> Result<Inference, Refusal> {
         debug_assert_eq!(args[0], &self.from, "a route starts where it was planned to start");
         Ok(Inference::direct(args.len(), [self.to.clone()]))
     }

@@ -1,6 +1,6 @@
 //! The same elements in row-major order under another shape.
 
-use super::labels::{letters, misuse, DIMS_MAX};
+use super::labels::{DIMS_MAX, letters, misuse};
 use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
@@ -39,7 +39,9 @@ impl Reshape {
             return misuse(format!("reshape: {from:?} has not as many elements as {shape:?}"));
         }
         if from.len().max(shape.len()) > DIMS_MAX {
-            return misuse(format!("reshape: from {from:?} to {shape:?}; at most {DIMS_MAX} dims are possible"));
+            return misuse(format!(
+                "reshape: from {from:?} to {shape:?}; at most {DIMS_MAX} dims are possible"
+            ));
         }
         Ok(Reshape::of(from.len(), shape, None))
     }

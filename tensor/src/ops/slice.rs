@@ -36,7 +36,7 @@ impl Slice {
     ///
     /// # Errors
     /// Of kind `Kind::Shape` if there is no such dim, or the range does not lie in it.
-    pub fn new(ndim: usize, extent: usize, dim: usize, range: Range<usize>) -> Result<Rc<dyn Op>> {
+    pub fn along(ndim: usize, extent: usize, dim: usize, range: Range<usize>) -> Result<Rc<dyn Op>> {
         check_dim("slice", ndim, dim)?;
         if range.start > range.end || range.end > extent {
             return misuse(format!("slice: {range:?} does not lie in dim {dim} of {extent} elements"));
@@ -106,7 +106,7 @@ impl Pad {
     ///
     /// # Errors
     /// Of kind `Kind::Shape` if there is no such dim.
-    pub fn new(ndim: usize, dim: usize, before: usize, after: usize) -> Result<Rc<dyn Op>> {
+    pub fn along(ndim: usize, dim: usize, before: usize, after: usize) -> Result<Rc<dyn Op>> {
         check_dim("pad", ndim, dim)?;
         Ok(Pad::of(ndim, dim, before, after))
     }
@@ -165,7 +165,7 @@ impl Op for Pad {
 
 pub(super) fn cases() -> Vec<Case> {
     let slice = |shape: &[usize], dim: usize, range: Range<usize>| {
-        let op = Slice::new(shape.len(), shape[dim], dim, range).expect("a range of the case");
+        let op = Slice::along(shape.len(), shape[dim], dim, range).expect("a range of the case");
         Case::fixed(op, vec![Input::real(shape)]).exact()
     };
     let pad = |dim, before, after, shape: &[usize]| {
@@ -202,8 +202,8 @@ mod tests {
 
     #[test]
     fn ranges_that_lie_outside_are_refused() {
-        assert!(Slice::new(2, 3, 1, 2..4).is_err());
-        assert!(Slice::new(2, 3, 2, 0..1).is_err());
+        assert!(Slice::along(2, 3, 1, 2..4).is_err());
+        assert!(Slice::along(2, 3, 2, 0..1).is_err());
     }
 
     #[test]

@@ -121,7 +121,12 @@ impl Expand {
     /// The same with a factor.
     fn scaled(shape: &[usize], dims: &[usize], scale: f64) -> Rc<dyn Op> {
         let [full, kept] = full_and_kept(shape.len(), dims);
-        Rc::new(Expand { signature: format!("{kept} -> {full}"), shape: shape.into(), dims: dims.into(), scale })
+        Rc::new(Expand {
+            signature: format!("{kept} -> {full}"),
+            shape: shape.into(),
+            dims: dims.into(),
+            scale,
+        })
     }
 }
 

@@ -38,7 +38,10 @@ impl Op for SumSquares {
 
 pub(super) fn cases() -> Vec<Case> {
     let op = std::rc::Rc::new(SumSquares);
-    vec![Case::new(op.clone(), vec![Input::real(&[5, 3])]).exact(), Case::new(op, vec![Input::real(&[])]).exact()]
+    vec![
+        Case::new(op.clone(), vec![Input::real(&[5, 3])]).exact(),
+        Case::new(op, vec![Input::real(&[])]).exact(),
+    ]
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! The slices of a tensor along a dim, which disappears, and their transpose: tensors side by side along a new dim.
 
-use super::labels::{all, check_dim, letter, letters_with, misuse, whole};
+use super::labels::{check_count, check_dim, jointly, letter, letters_with, one_dtype, whole};
 use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
@@ -9,7 +9,7 @@ use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp, infer_by_signature};
 use crate::piece::Piece;
 use crate::refusal::Refusal;
 use crate::tensor::Tensor;
-use shardgrad_dist::{Error, Kind, Result};
+use shardgrad_dist::Result;
 use shardgrad_kernels::DType;
 use smallvec::SmallVec;
 use std::rc::Rc;
@@ -29,11 +29,9 @@ impl Unbind {
     ///
     /// # Errors
     /// Of kind `Kind::Shape` if there is no such dim, or it has no or more than 16 elements.
-    pub fn new(ndim: usize, dim: usize, count: usize) -> Result<Rc<dyn Op>> {
+    pub fn along(ndim: usize, dim: usize, count: usize) -> Result<Rc<dyn Op>> {
         check_dim("unbind", ndim, dim)?;
-        if !(1..=16).contains(&count) {
-            return misuse(format!("unbind: {count} results; between 1 and 16 are possible"));
-        }
+        check_count("unbind", count)?;
         Ok(Unbind::of(ndim, dim, count))
     }
 
@@ -69,7 +67,7 @@ impl Op for Unbind {
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         cx.each(|_| {
-            let grads: Vec<Tensor> = all(self.count).iter().map(|&i| cx.grad(i)).collect();
+            let grads: Vec<Tensor> = (0..self.count).map(|i| cx.grad(i)).collect();
             let grads: Vec<&Tensor> = grads.iter().collect();
             let op = Stack::of(self.ndim - 1, self.dim, self.count);
             Tensor::apply_with(op, &grads, cx.goal(0))
@@ -86,37 +84,14 @@ pub struct Stack {
     count: usize,
 }
 
-/// Per number of arguments the one group in which the op is linear.
-static GROUPS: [&[&[usize]]; 17] = [
-    &[all(0)],
-    &[all(1)],
-    &[all(2)],
-    &[all(3)],
-    &[all(4)],
-    &[all(5)],
-    &[all(6)],
-    &[all(7)],
-    &[all(8)],
-    &[all(9)],
-    &[all(10)],
-    &[all(11)],
-    &[all(12)],
-    &[all(13)],
-    &[all(14)],
-    &[all(15)],
-    &[all(16)],
-];
-
 impl Stack {
     /// `count` tensors of `ndim` dims along a new dim, counted in the result.
     ///
     /// # Errors
     /// Of kind `Kind::Shape` if the result has no such dim, or there are no or more than 16 arguments.
-    pub fn new(ndim: usize, dim: usize, count: usize) -> Result<Rc<dyn Op>> {
+    pub fn along(ndim: usize, dim: usize, count: usize) -> Result<Rc<dyn Op>> {
         check_dim("stack", ndim + 1, dim)?;
-        if !(1..=16).contains(&count) {
-            return misuse(format!("stack: {count} arguments; between 1 and 16 are possible"));
-        }
+        check_count("stack", count)?;
         Ok(Stack::of(ndim, dim, count))
     }
 
@@ -137,14 +112,11 @@ impl Op for Stack {
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
-        GROUPS[self.count]
+        jointly(self.count)
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
-        match inputs.iter().find(|d| **d != inputs[0]) {
-            None => Ok(SmallVec::from_slice(&inputs[..1])),
-            Some(other) => Err(Error::new(Kind::DType, format!("arguments of {} and {other}", inputs[0]))),
-        }
+        one_dtype(inputs)
     }
 
     fn infer(
@@ -220,8 +192,8 @@ mod tests {
 
     #[test]
     fn what_cannot_be_unbound_is_refused() {
-        assert!(Unbind::new(2, 2, 3).is_err());
-        assert!(Unbind::new(2, 0, 17).is_err());
+        assert!(Unbind::along(2, 2, 3).is_err());
+        assert!(Unbind::along(2, 0, 17).is_err());
     }
 
     #[test]

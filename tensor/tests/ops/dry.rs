@@ -7,7 +7,10 @@ use shardgrad_tensor::{Layout, Tensor, op};
 use std::panic::Location;
 
 /// Layouts of the results of every case with its arguments pending or whole, and the number of collectives.
-fn shapes(rank: &shardgrad_dist::Rank, standards: &[Vec<shardgrad_tensor::check::Standard>]) -> shardgrad_dist::Result<Vec<String>> {
+fn shapes(
+    rank: &shardgrad_dist::Rank,
+    standards: &[Vec<shardgrad_tensor::check::Standard>],
+) -> shardgrad_dist::Result<Vec<String>> {
     let mut lines = Vec::new();
     for (entry, standards) in OPS.iter().zip(standards) {
         for (case, standard) in cases(entry).iter().zip(standards) {
@@ -24,7 +27,12 @@ fn shapes(rank: &shardgrad_dist::Rank, standards: &[Vec<shardgrad_tensor::check:
                 let refs: Vec<&Tensor> = args.iter().collect();
                 let outputs = op::apply(&case.op, &refs, &[], Location::caller())?;
                 let layouts: Vec<String> = outputs.iter().map(|t| t.layout().to_string()).collect();
-                lines.push(format!("{}: {} {}", entry.name, layouts.join(" "), rank.trace().num_collectives()));
+                lines.push(format!(
+                    "{}: {} {}",
+                    entry.name,
+                    layouts.join(" "),
+                    rank.trace().num_collectives()
+                ));
             }
         }
     }

@@ -4,8 +4,8 @@ use crate::rows::{cases, standards};
 use shardgrad_dist::{Mesh, Result, World};
 use shardgrad_kernels::DType;
 use shardgrad_tensor::check::Global;
-use shardgrad_tensor::ops::OPS;
 use shardgrad_tensor::op::DTypes;
+use shardgrad_tensor::ops::OPS;
 use shardgrad_tensor::{Layout, Tensor, op};
 use std::panic::Location;
 
@@ -18,11 +18,16 @@ fn narrower_floats_agree_to_rounding() {
             for (entry, standards) in OPS.iter().zip(&standards).filter(|(e, _)| e.name != "cast") {
                 for (case, standard) in cases(entry).iter().zip(standards) {
                     let narrow = |(i, g): (usize, &Global)| {
-                        let narrow = if i == 1 && entry.name == "cross_entropy_terms" { dtype.accumulator() } else { dtype };
+                        let narrow = if i == 1 && entry.name == "cross_entropy_terms" {
+                            dtype.accumulator()
+                        } else {
+                            dtype
+                        };
                         Global { dtype: if g.dtype.is_float() { narrow } else { g.dtype }, ..g.clone() }
                     };
                     let inputs: Vec<Global> = standard.inputs.iter().enumerate().map(narrow).collect();
-                    let whole = |g: &Global| g.place(rank, &Layout::invariant(rank.mesh(), g.dtype, &g.shape));
+                    let whole =
+                        |g: &Global| g.place(rank, &Layout::invariant(rank.mesh(), g.dtype, &g.shape));
                     let args: Vec<Tensor> = inputs.iter().map(whole).collect::<Result<_>>()?;
                     let refs: Vec<&Tensor> = args.iter().collect();
                     let outputs = op::apply(&case.op, &refs, &[], Location::caller())?;

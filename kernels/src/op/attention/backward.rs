@@ -1,16 +1,15 @@
 //! The backward of attention on the CPU: one task per batch element and key head. Probabilities come again from the
 //! scores and the saved logarithms.
 
-use super::tile::{KEYS, QUERIES, columns, mask, row_len, rows, rows_mut, score};
+use super::tile::{KEYS, Pairs, QUERIES};
 use super::{BACKWARD, Head, Problem};
-use crate::cpu::gemm::product;
 use crate::cpu::math::Maths;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Float, Real};
 use crate::error::KernelError;
 use crate::kernel::{Arg, Launch};
 use crate::match_float;
-use crate::op::rows::{operands, sum_pairs, write};
+use crate::op::rows::{LANES, operands, sum_pairs, write};
 
 /// Where the results of one key head go: a row of channels per query (in the order (t, r)), key and value.
 struct Outputs<'a, T> {
@@ -97,6 +96,7 @@ struct State<R> {
 impl<R: Maths> State<R> {
     fn new(problem: &Problem) -> State<R> {
         let queries = QUERIES.min(problem.t);
+        let row_len = queries.next_multiple_of(LANES);
         let zeros = |count: usize| vec![R::ZERO; count];
         State {
             dk: zeros(problem.s * problem.c),
@@ -104,10 +104,10 @@ impl<R: Maths> State<R> {
             q: zeros(queries * problem.c),
             d_out: zeros(queries * problem.c),
             dq: zeros(queries * problem.c),
-            lse: zeros(row_len(queries)),
-            delta: zeros(row_len(queries)),
-            prob: zeros(row_len(queries) * KEYS),
-            d_score: zeros(row_len(queries) * KEYS),
+            lse: zeros(row_len),
+            delta: zeros(row_len),
+            prob: zeros(row_len * KEYS),
+            d_score: zeros(row_len * KEYS),
         }
     }
 
@@ -139,36 +139,31 @@ impl<R: Maths> State<R> {
         [k, v]: [&Head<'_, T>; 2],
         [first, queries]: [usize; 2],
     ) {
-        let (c, row_len) = (problem.c, row_len(queries));
-        let limit = problem.visible(first + queries - 1);
-        for first_key in (0..limit).step_by(KEYS) {
-            let keys = KEYS.min(limit - first_key);
-            let (dk, dv) = (&mut self.dk[first_key * c..], &mut self.dv[first_key * c..]);
-            score([queries, keys, c], &self.q, k, first_key, &mut self.prob);
-            score([queries, keys, c], &self.d_out, v, first_key, &mut self.d_score);
-            let (prob, d_score) = (&mut self.prob[..keys * row_len], &mut self.d_score[..keys * row_len]);
-            let (lse, delta) = (&self.lse[..row_len], &self.delta[..row_len]);
-            vectorized(#[inline(always)] || {
-                let pairs = prob.chunks_exact_mut(row_len).zip(d_score.chunks_exact_mut(row_len));
-                for (j, (prob, d_score)) in pairs.enumerate() {
-                    differentiate(prob, d_score, lse, delta);
-                    mask(problem, first, first_key + j, prob, R::ZERO);
-                    mask(problem, first, first_key + j, d_score, R::ZERO);
-                }
-            });
-            product([keys, c, queries], rows(prob, row_len), rows(&self.d_out, c), true, rows_mut(dv, c));
-            product([keys, c, queries], rows(d_score, row_len), rows(&self.q, c), true, rows_mut(dk, c));
-            let d_score = columns(d_score, row_len);
-            product([queries, c, keys], d_score, k.matrix(first_key), true, rows_mut(&mut self.dq, c));
+        for pairs in Pairs::of(*problem, first, queries) {
+            pairs.score(&self.q, k, &mut self.prob);
+            pairs.score(&self.d_out, v, &mut self.d_score);
+            vectorized(#[inline(always)] || self.differentiate(problem, pairs));
+            pairs.gather_queries(&self.prob, &self.d_out, &mut self.dv);
+            pairs.gather_queries(&self.d_score, &self.q, &mut self.dk);
+            pairs.gather_keys(&self.d_score, k, &mut self.dq);
         }
     }
-}
 
-/// From scores and cotangents of probabilities to probabilities and cotangents of scores, for one key.
-#[inline(always)]
-fn differentiate<R: Maths>(prob: &mut [R], d_score: &mut [R], lse: &[R], delta: &[R]) {
-    for (((prob, d_score), &lse), &delta) in prob.iter_mut().zip(d_score).zip(lse).zip(delta) {
-        *prob = (*prob - lse).exp();
-        *d_score = *prob * (*d_score - delta);
+    /// From scores and cotangents of probabilities to probabilities and cotangents of scores.
+    #[inline(always)]
+    fn differentiate(&mut self, problem: &Problem, pairs: Pairs) {
+        let row_len = pairs.row_len();
+        let rows = self.prob.chunks_exact_mut(row_len).zip(self.d_score.chunks_exact_mut(row_len));
+        for (j, (prob, d_score)) in rows.take(pairs.keys).enumerate() {
+            let hidden = pairs.hidden(problem, j);
+            let whole = hidden / LANES * LANES;
+            let row = prob[whole..].iter_mut().zip(&mut d_score[whole..]);
+            for (((prob, d_score), &lse), &delta) in row.zip(&self.lse[whole..]).zip(&self.delta[whole..]) {
+                *prob = (*prob - lse).exp();
+                *d_score = *prob * (*d_score - delta);
+            }
+            prob[pairs.skip..hidden].fill(R::ZERO);
+            d_score[pairs.skip..hidden].fill(R::ZERO);
+        }
     }
 }

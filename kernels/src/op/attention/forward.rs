@@ -1,8 +1,7 @@
 //! Attention on the CPU: one task per head and tile of queries; keys in tiles, with a running maximum and sum.
 
-use super::tile::{KEYS, QUERIES, columns, mask, row_len, rows_mut, score, vectors};
+use super::tile::{KEYS, Pairs, QUERIES};
 use super::{FORWARD, Head, Problem};
-use crate::cpu::gemm::product;
 use crate::cpu::math::Maths;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Float, Real};
@@ -54,13 +53,10 @@ fn forward_tile<T: Float<Acc: Maths>>(
     let queries = outputs.len();
     let mut state = State::new(queries, c);
     vectorized(#[inline(always)] || q.gather(first, c, T::Acc::lit(problem.scale), &mut state.q));
-    let limit = problem.visible(first + queries - 1);
-    for first_key in (0..limit).step_by(KEYS) {
-        let keys = KEYS.min(limit - first_key);
-        score([queries, keys, c], &state.q, &k, first_key, &mut state.scores);
-        vectorized(#[inline(always)] || state.soften(problem, first, first_key, keys));
-        let scores = columns(&state.scores, row_len(queries));
-        product([queries, c, keys], scores, v.matrix(first_key), true, rows_mut(&mut state.out, c));
+    for pairs in Pairs::of(*problem, first, queries) {
+        pairs.score(&state.q, &k, &mut state.scores);
+        vectorized(#[inline(always)] || state.soften(problem, pairs));
+        pairs.gather_keys(&state.scores, &v, &mut state.out);
     }
     vectorized(#[inline(always)] || state.finish::<T>(problem, first, outputs));
 }
@@ -73,11 +69,13 @@ struct State<R> {
     scores: Vec<R>,
     /// The sums of exponentials times values.
     out: Vec<R>,
-    /// Per query, filled up to a full vector: the largest score so far, the sum of exponentials below it, and what
-    /// the last tile shrank them by.
+    /// Per query, filled up to a full vector: the largest score so far and the sum of exponentials measured from it.
     max: Vec<R>,
     sum: Vec<R>,
+    /// Per query, for one tile: what scores are measured from, what the state before is scaled by, and the new sum.
+    origin: Vec<R>,
     shrink: Vec<R>,
+    total: Vec<R>,
 }
 
 /// What scores are measured from. Without a finite maximum that is 0; the sum then tells 0 from not-a-number.
@@ -88,32 +86,52 @@ fn origin<R: Real>(max: R) -> R {
 
 impl<R: Maths> State<R> {
     fn new(queries: usize, c: usize) -> State<R> {
-        let row = row_len(queries);
+        let row_len = queries.next_multiple_of(LANES);
+        let zeros = |count: usize| vec![R::ZERO; count];
         State {
-            q: vec![R::ZERO; queries * c],
-            scores: vec![R::ZERO; row * KEYS],
-            out: vec![R::ZERO; queries * c],
-            max: vec![R::NEG_INFINITY; row],
-            sum: vec![R::ZERO; row],
-            shrink: vec![R::ZERO; row],
+            q: zeros(queries * c),
+            scores: zeros(row_len * KEYS),
+            out: zeros(queries * c),
+            max: vec![R::NEG_INFINITY; row_len],
+            sum: zeros(row_len),
+            origin: zeros(row_len),
+            shrink: zeros(row_len),
+            total: zeros(row_len),
         }
     }
 
     /// Turns the scores of a tile into exponentials below the new maxima, and scales what came before down to them.
     #[inline(always)]
-    fn soften(&mut self, problem: &Problem, first: usize, first_key: usize, keys: usize) {
-        let row_len = self.max.len();
-        let scores = &mut self.scores[..keys * row_len];
-        for (j, row) in scores.chunks_exact_mut(row_len).enumerate() {
-            mask(problem, first, first_key + j, row, R::NEG_INFINITY);
+    fn soften(&mut self, problem: &Problem, pairs: Pairs) {
+        let (row_len, skip, c) = (pairs.row_len(), pairs.skip, pairs.c);
+        self.shrink.copy_from_slice(&self.max);
+        for (j, row) in self.scores.chunks_exact_mut(row_len).take(pairs.keys).enumerate() {
+            let hidden = pairs.hidden(problem, j);
+            row[skip..hidden].fill(R::NEG_INFINITY);
+            let whole = hidden / LANES * LANES;
+            for (max, &score) in self.max[whole..].iter_mut().zip(&row[whole..]) {
+                *max = if score > *max { score } else { *max };
+            }
         }
-        for at in (0..row_len).step_by(LANES) {
-            let [max, sum, shrink] = [&mut self.max, &mut self.sum, &mut self.shrink]
-                .map(|state| state[at..].first_chunk_mut().expect("rows are whole vectors"));
-            soften_lanes(scores, row_len, at, [max, sum, shrink]);
+        for ((start, shrink), &max) in self.origin.iter_mut().zip(&mut self.shrink).zip(&self.max).skip(skip) {
+            *start = origin(max);
+            *shrink = (*shrink - *start).exp();
         }
-        if first_key > 0 {
-            for (out, &shrink) in self.out.chunks_exact_mut(problem.c).zip(&self.shrink) {
+        self.total.fill(R::ZERO);
+        for (j, row) in self.scores.chunks_exact_mut(row_len).take(pairs.keys).enumerate() {
+            let whole = pairs.hidden(problem, j) / LANES * LANES;
+            row[skip..whole].fill(R::ZERO);
+            let seeing = row[whole..].iter_mut().zip(&self.origin[whole..]).zip(&mut self.total[whole..]);
+            for ((score, &origin), total) in seeing {
+                *score = (*score - origin).exp();
+                *total += *score;
+            }
+        }
+        for ((sum, &shrink), &total) in self.sum.iter_mut().zip(&self.shrink).zip(&self.total).skip(skip) {
+            *sum = sum.fma(shrink, total);
+        }
+        if pairs.first_key > 0 {
+            for (out, &shrink) in self.out.chunks_exact_mut(c).zip(&self.shrink).skip(skip) {
                 for out in out {
                     *out *= shrink;
                 }
@@ -135,33 +153,5 @@ impl<R: Maths> State<R> {
             }
             **lse = self.max[i];
         }
-    }
-}
-
-/// One vector of queries: exponentials below the new maxima in place of scores, and their sums.
-#[inline(always)]
-fn soften_lanes<R: Maths>(
-    scores: &mut [R],
-    row_len: usize,
-    at: usize,
-    [max, sum, shrink]: [&mut [R; LANES]; 3],
-) {
-    let old = *max;
-    for row in vectors(scores, row_len, at) {
-        for i in 0..LANES {
-            max[i] = max[i].greater(row[i]);
-        }
-    }
-    let from = max.map(origin);
-    let mut total = [R::ZERO; LANES];
-    for row in vectors(scores, row_len, at) {
-        for i in 0..LANES {
-            row[i] = (row[i] - from[i]).exp();
-            total[i] += row[i];
-        }
-    }
-    for i in 0..LANES {
-        shrink[i] = (old[i] - from[i]).exp();
-        sum[i] = sum[i].fma(shrink[i], total[i]);
     }
 }

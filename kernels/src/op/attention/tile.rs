@@ -6,7 +6,7 @@ use crate::dtype::{Float, Real};
 use crate::op::rows::LANES;
 
 /// Queries of a tile.
-pub(super) const QUERIES: usize = 64;
+pub(super) const QUERIES: usize = 128;
 /// Keys of a tile. Changing this changes results.
 pub(super) const KEYS: usize = 64;
 
@@ -30,48 +30,81 @@ impl<'a, T: Float> Head<'a, T> {
     }
 }
 
+/// A tile of pairs. Scores lie in one row per key and one column per query, so that what is done per query is done
+/// in whole vectors.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pairs {
+    /// The first query, how many there are, and how many of them, in whole vectors, see no key of the tile.
+    pub(super) first: usize,
+    pub(super) queries: usize,
+    pub(super) skip: usize,
+    /// The first key, and how many there are.
+    pub(super) first_key: usize,
+    pub(super) keys: usize,
+    pub(super) c: usize,
+}
+
+impl Pairs {
+    /// The tiles of keys that queries from `first` on see.
+    pub(super) fn of(problem: Problem, first: usize, queries: usize) -> impl Iterator<Item = Pairs> {
+        let limit = problem.visible(first + queries - 1);
+        (0..limit).step_by(KEYS).map(move |first_key| {
+            let keys = KEYS.min(limit - first_key);
+            let pairs = Pairs { first, queries, skip: 0, first_key, keys, c: problem.c };
+            Pairs { skip: pairs.hidden(&problem, 0) / LANES * LANES, ..pairs }
+        })
+    }
+
+    /// The length of a row of scores: as many as queries, up to a full vector.
+    pub(super) fn row_len(&self) -> usize {
+        self.queries.next_multiple_of(LANES)
+    }
+
+    /// How many queries, the first ones, do not see key j of the tile.
+    #[inline(always)]
+    pub(super) fn hidden(&self, problem: &Problem, j: usize) -> usize {
+        match problem.causal {
+            true => {
+                let first_seeing = (self.first_key + j) as i64 - problem.t_start - self.first as i64;
+                first_seeing.clamp(0, self.queries as i64) as usize
+            }
+            false => 0,
+        }
+    }
+
+    /// Scores of all pairs but those skipped: each row of `k` times each row of `q` (in scratch).
+    pub(super) fn score<T: Float>(&self, q: &[T::Acc], k: &Head<'_, T>, scores: &mut [T::Acc]) {
+        let dims = [self.keys, self.queries - self.skip, self.c];
+        let (q, scores) = (columns(&q[self.skip * self.c..], self.c), rows_mut(&mut scores[self.skip..], self.row_len()));
+        product(dims, k.matrix(self.first_key), q, false, scores);
+    }
+
+    /// Adds to each row of `to` (one per query) the rows of `k`, weighed by the scores.
+    pub(super) fn gather_keys<T: Float>(&self, scores: &[T::Acc], k: &Head<'_, T>, to: &mut [T::Acc]) {
+        let dims = [self.queries - self.skip, self.c, self.keys];
+        let (scores, to) = (columns(&scores[self.skip..], self.row_len()), rows_mut(&mut to[self.skip * self.c..], self.c));
+        product(dims, scores, k.matrix(self.first_key), true, to);
+    }
+
+    /// Adds to each row of `to` (one per key) the rows of `q` (in scratch), weighed by the scores.
+    pub(super) fn gather_queries<R: Real>(&self, scores: &[R], q: &[R], to: &mut [R]) {
+        let dims = [self.keys, self.c, self.queries - self.skip];
+        let (scores, q) = (rows(&scores[self.skip..], self.row_len()), rows(&q[self.skip * self.c..], self.c));
+        product(dims, scores, q, true, rows_mut(&mut to[self.first_key * self.c..], self.c));
+    }
+}
+
 /// A matrix in scratch, row-major.
-pub(super) fn rows<R>(data: &[R], width: usize) -> Matrix<'_, R> {
+fn rows<R>(data: &[R], width: usize) -> Matrix<'_, R> {
     Matrix { data, row_stride: width, col_stride: 1 }
 }
 
 /// The same turned.
-pub(super) fn columns<R>(data: &[R], width: usize) -> Matrix<'_, R> {
+fn columns<R>(data: &[R], width: usize) -> Matrix<'_, R> {
     Matrix { data, row_stride: 1, col_stride: width }
 }
 
 /// A matrix in scratch to be written, row-major.
-pub(super) fn rows_mut<R>(data: &mut [R], width: usize) -> MatrixMut<'_, R> {
+fn rows_mut<R>(data: &mut [R], width: usize) -> MatrixMut<'_, R> {
     MatrixMut { data, row_stride: width, col_stride: 1 }
-}
-
-/// The length of a row of scores: so many queries, up to a full vector.
-pub(super) fn row_len(queries: usize) -> usize {
-    queries.next_multiple_of(LANES)
-}
-
-/// The scores of a tile: one row per key from `first_key` on, one column per query in `q`.
-pub(super) fn score<T: Float>(
-    [queries, keys, c]: [usize; 3],
-    q: &[T::Acc],
-    k: &Head<'_, T>,
-    first_key: usize,
-    scores: &mut [T::Acc],
-) {
-    product([keys, queries, c], k.matrix(first_key), columns(q, c), false, rows_mut(scores, row_len(queries)));
-}
-
-/// Overwrites what queries from `first` on have in the row of a key that they do not see: the first few columns.
-#[inline(always)]
-pub(super) fn mask<R: Real>(problem: &Problem, first: usize, key: usize, row: &mut [R], with: R) {
-    if problem.causal {
-        let hidden = (key as i64 - problem.t_start - first as i64).clamp(0, row.len() as i64);
-        row[..hidden as usize].fill(with);
-    }
-}
-
-/// One vector of each row of scores.
-#[inline(always)]
-pub(super) fn vectors<R>(scores: &mut [R], row_len: usize, at: usize) -> impl Iterator<Item = &mut [R; LANES]> {
-    scores.chunks_exact_mut(row_len).map(move |row| row[at..].first_chunk_mut().expect("rows are whole vectors"))
 }

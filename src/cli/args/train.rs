@@ -1,0 +1,174 @@
+//! The options of `train`.
+
+use super::{DataArgs, ModelArgs, RunArgs, defaults, seq, values};
+use clap::{Args, ValueEnum};
+use shardgrad::nn::{Gpt2Config, Schedule};
+use shardgrad::{Error, Kind, Result};
+use std::path::PathBuf;
+
+// Variants bear no doc comment: clap would take it for help and print each option over four lines.
+
+/// How the learning rate goes on after the warmup.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum LrSchedule {
+    Cosine,
+    Constant,
+}
+
+/// Options of `train`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct TrainArgs {
+    #[command(flatten)]
+    pub(crate) source: DataArgs,
+    /// Read windows, or rows of tokens, in file order and begin again at the end
+    #[arg(long, help_heading = "Data")]
+    pub(crate) no_shuffle: bool,
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    /// Dropout probability in training [default: what config.json says; 0 for presets]
+    #[arg(long, value_name = "P", help_heading = "Model", value_parser = values::below_one)]
+    pub(crate) dropout: Option<f64>,
+    #[command(flatten)]
+    pub(crate) run: RunArgs,
+    #[command(flatten)]
+    pub(crate) steps: StepsArgs,
+    #[command(flatten)]
+    pub(crate) optim: OptimArgs,
+    /// Folder for metrics.jsonl, loss.svg and model/; what is there is replaced
+    #[arg(long, value_name = "DIR", default_value = defaults::OUT, help_heading = "Output")]
+    pub(crate) out: PathBuf,
+    /// Steps between measurements of the loss on the held-out tenth of the text; 0 for none [default: 50]
+    #[arg(long, value_name = "N", help_heading = "Output", value_parser = values::count_or_none)]
+    eval_every: Option<usize>,
+    /// Print one JSON object a step and nothing else on stdout
+    #[arg(long, help_heading = "Output")]
+    pub(crate) json: bool,
+}
+
+/// How much to train.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Steps")]
+pub(crate) struct StepsArgs {
+    /// Updates of the weights
+    #[arg(long, value_name = "N", default_value = defaults::STEPS, value_parser = values::count)]
+    pub(crate) steps: usize,
+    /// Sequences in the global batch
+    #[arg(long, value_name = "N", default_value = defaults::BATCH, value_parser = values::count)]
+    pub(crate) batch: usize,
+    /// Tokens in a sequence [default: the positions of the model, at most 128]
+    #[arg(long, value_name = "N", value_parser = values::count)]
+    pub(crate) seq: Option<usize>,
+    /// Equal parts that the batch is cut into, to save memory
+    #[arg(long, value_name = "N", default_value = "1", value_parser = values::count)]
+    pub(crate) microbatches: usize,
+    /// Seed of weights, data order and dropout
+    #[arg(long, value_name = "N", default_value = "0")]
+    pub(crate) seed: u64,
+}
+
+/// How to update.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Optimizer (AdamW)")]
+pub(crate) struct OptimArgs {
+    /// Learning rate after the warmup
+    #[arg(long, value_name = "RATE", default_value = defaults::LR, value_parser = values::positive)]
+    pub(crate) lr: f64,
+    /// Learning rate at the last step [default: a tenth of --lr]
+    #[arg(long, value_name = "RATE", value_parser = values::not_negative)]
+    min_lr: Option<f64>,
+    /// After the warmup the rate falls along half a cosine to --min-lr at the last step, or stays
+    #[arg(long, value_name = "NAME", value_enum, default_value_t = LrSchedule::Cosine)]
+    lr_schedule: LrSchedule,
+    /// Steps of linear rise to --lr [default: a tenth of --steps, at most 100; 0 if constant]
+    #[arg(long, value_name = "N", value_parser = values::count_or_none)]
+    warmup: Option<usize>,
+    /// Pull towards zero of weights with two or more dims, as a part of the learning rate
+    #[arg(
+        long, value_name = "X", default_value = defaults::WEIGHT_DECAY,
+        value_parser = values::not_negative
+    )]
+    pub(crate) weight_decay: f64,
+    /// Memory of the mean of gradients
+    #[arg(long, value_name = "X", default_value = defaults::BETA1, value_parser = values::below_one)]
+    pub(crate) beta1: f64,
+    /// Memory of the mean of squared gradients
+    #[arg(long, value_name = "X", default_value = defaults::BETA2, value_parser = values::below_one)]
+    pub(crate) beta2: f64,
+    /// Added to the root of the mean of squared gradients
+    #[arg(long, value_name = "X", default_value = defaults::EPS, value_parser = values::positive)]
+    pub(crate) eps: f64,
+    /// Largest norm of the whole gradient, which is scaled down to it; 0 for no limit
+    #[arg(
+        long, value_name = "NORM", default_value = defaults::GRAD_CLIP,
+        value_parser = values::not_negative
+    )]
+    grad_clip: f64,
+}
+
+impl OptimArgs {
+    /// The bound of the gradient norm, if there is one.
+    pub(crate) fn clip(&self) -> Option<f64> {
+        Some(self.grad_clip).filter(|clip| *clip > 0.0)
+    }
+}
+
+impl TrainArgs {
+    /// The tokens of a sequence.
+    ///
+    /// # Errors
+    /// `Kind::Config` for more than the model has positions.
+    pub(crate) fn seq(&self, config: &Gpt2Config) -> Result<usize> {
+        seq(self.steps.seq, config, defaults::SEQ_MAX)
+    }
+
+    /// The learning rate of each step.
+    pub(crate) fn schedule(&self) -> Schedule {
+        let (steps, optim) = (self.steps.steps, &self.optim);
+        let rise = Schedule::constant(optim.lr);
+        match optim.lr_schedule {
+            LrSchedule::Constant => rise.warmup(optim.warmup.unwrap_or(0)),
+            LrSchedule::Cosine => rise
+                .warmup(optim.warmup.unwrap_or(defaults::WARMUP_MAX.min(steps / 10)))
+                .cosine(steps, optim.min_lr.unwrap_or(optim.lr * defaults::MIN_LR_PART)),
+        }
+    }
+
+    /// How many steps lie between two measurements of the held-out loss, if it is measured.
+    pub(crate) fn eval_every(&self) -> Option<usize> {
+        let default = if self.source.tokens.is_some() { 0 } else { defaults::EVAL_EVERY };
+        Some(self.eval_every.unwrap_or(default)).filter(|n| *n > 0)
+    }
+
+    /// Checks what no single option can tell; all that is wrong is told at once.
+    ///
+    /// # Errors
+    /// `Kind::Config` with one detail a fault.
+    pub(crate) fn check(&self) -> Result<()> {
+        let mut faults = Vec::new();
+        let StepsArgs { steps, batch, microbatches, .. } = self.steps;
+        let OptimArgs { lr, min_lr, lr_schedule, warmup, .. } = self.optim;
+        if batch % microbatches != 0 {
+            faults.push(format!(
+                "--batch {batch} cannot be cut into {microbatches} equal parts (--microbatches)"
+            ));
+        }
+        match min_lr {
+            Some(_) if lr_schedule == LrSchedule::Constant => {
+                faults.push("--min-lr has no meaning with --lr-schedule constant".to_string());
+            }
+            Some(min) if min > lr => faults.push(format!("--min-lr {min} exceeds --lr {lr}")),
+            _ => {}
+        }
+        if let Some(warmup) = warmup.filter(|w| *w > steps) {
+            faults.push(format!("--warmup {warmup} exceeds --steps {steps}"));
+        }
+        if self.source.tokens.is_some() && self.eval_every.is_some_and(|n| n > 0) {
+            faults.push("--eval-every needs a text; a file of --tokens has no held-out part".to_string());
+        }
+        if faults.is_empty() {
+            return Ok(());
+        }
+        let error = Error::new(Kind::Config, "the options contradict each other");
+        Err(faults.into_iter().fold(error, |error, fault| error.detail("option", fault)))
+    }
+}

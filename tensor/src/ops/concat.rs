@@ -1,0 +1,130 @@
+//! Tensors one after another along a dim that they all have, which must be whole.
+
+use super::labels::{check_count, check_dim, jointly, letters_with, one_dtype, whole};
+use super::slice::Slice;
+use super::{Case, Input};
+use crate::context::Context;
+use crate::infer::Inference;
+use crate::layout::Layout;
+use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp, infer_by_signature, unwind};
+use crate::piece::Piece;
+use crate::refusal::Refusal;
+use crate::tensor::Tensor;
+use shardgrad_dist::Result;
+use shardgrad_kernels::DType;
+use std::rc::Rc;
+
+/// `..m d!, ..m e! -> ..m f`, `a x0! c, a x1! c, .. -> a y c`: one dtype, any. Linear jointly. The cotangents are the ranges
+/// of g.
+#[derive(Debug)]
+pub struct Concat {
+    signature: String,
+    dim: usize,
+    count: usize,
+}
+
+impl Concat {
+    /// `count` tensors of `ndim` dims one after another along dim `dim`.
+    ///
+    /// # Errors
+    /// Of kind `Kind::Shape` if there is no such dim, or there are no or more than 16 arguments.
+    pub fn along(ndim: usize, dim: usize, count: usize) -> Result<Rc<dyn Op>> {
+        check_dim("concat", ndim, dim)?;
+        check_count("concat", count)?;
+        let signature = if count == 2 && dim + 1 == ndim {
+            "..m d!, ..m e! -> ..m f".to_string()
+        } else {
+            let parts: Vec<String> = (0..count).map(|i| letters_with(ndim, dim, &format!("x{i}!"))).collect();
+            format!("{} -> {}", parts.join(", "), letters_with(ndim, dim, "y"))
+        };
+        Ok(Rc::new(Concat { signature, dim, count }))
+    }
+}
+
+impl Op for Concat {
+    fn name(&self) -> &'static str {
+        "concat"
+    }
+
+    fn signature(&self) -> &str {
+        &self.signature
+    }
+
+    fn linear_in(&self) -> &'static [&'static [usize]] {
+        jointly(self.count)
+    }
+
+    fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
+        one_dtype(inputs)
+    }
+
+    fn infer(
+        &self,
+        context: &Context,
+        args: &[&Layout],
+        dtypes: &[DType],
+        want: &[Option<Layout>],
+    ) -> Result<Inference, Refusal> {
+        if !want.is_empty() {
+            return infer_by_signature(self, context, args, dtypes, want);
+        }
+        let mut shape = args[0].shape();
+        shape[self.dim] = args.iter().map(|l| l.shape().get(self.dim).copied().unwrap_or(0)).sum();
+        infer_by_signature(self, context, args, dtypes, &[whole(args[0], dtypes[0], &shape)])
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        let mut out = local.output(0)?;
+        let mut start = 0;
+        for piece in x {
+            let end = start + piece.view.shape[self.dim];
+            let at = out.view.narrow(self.dim, start, end);
+            out.write(local.rank, at, piece)?;
+            start = end;
+        }
+        Ok([out].into_iter().collect())
+    }
+
+    fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
+        let (ndim, extent) = (cx.output_layouts[0].ndim(), cx.output_layouts[0].extent(self.dim));
+        let extents: Vec<usize> = cx.input_layouts.iter().map(|l| l.extent(self.dim)).collect();
+        cx.each(|i| {
+            let start: usize = extents[..i].iter().sum();
+            let op = unwind(Slice::along(ndim, extent, self.dim, start..start + extents[i]));
+            Tensor::apply_with(op, &[&cx.grad(0)], cx.goal(i))
+        })
+    }
+}
+
+pub(super) fn cases() -> Vec<Case> {
+    let case = |dim, shapes: &[&[usize]]| {
+        let op = Concat::along(shapes[0].len(), dim, shapes.len()).expect("a dim of the case");
+        Case::new(op, shapes.iter().map(|s| Input::real(s)).collect()).exact()
+    };
+    vec![case(1, &[&[5, 3], &[5, 2]]), case(0, &[&[3, 4], &[0, 4], &[2, 4]]), case(0, &[&[3]])]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::value::Value;
+    use shardgrad_dist::{Mesh, World};
+
+    #[test]
+    fn parts_by_hand() {
+        World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[2, 1], &[1i64, 2])?;
+            let y = Tensor::from_host(rank, &[2, 2], &[3i64, 4, 5, 6])?;
+            assert_eq!(Tensor::concat(&[&x, &y], 1).to_host::<i64>()?, [1, 3, 4, 2, 5, 6]);
+            assert_eq!(Tensor::concat(&[&y, &y], 0).shape().as_slice(), [4, 2]);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn what_cannot_be_joined_is_refused() {
+        assert!(Concat::along(2, 2, 2).is_err());
+        assert!(Concat::along(2, 0, 17).is_err());
+    }
+}
