@@ -48,10 +48,10 @@ impl Repeater {
     }
 }
 
-/// Token `t` of row `row` of a step: the second half of a row repeats the first.
+/// Token `t` of row `row` of a step: random, and the second half of a row repeats the first.
 fn token(step: usize, row: usize, t: usize) -> i64 {
-    let seed = ((step * ROWS + row) * HALF + t % HALF) as u64;
-    ((seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ seed << 7) >> 33) as i64 % VOCAB as i64
+    let place = (step * ROWS + row) * HALF + t % HALF;
+    (shardgrad::nn::name::key(place as u64, "token") % VOCAB as u64) as i64
 }
 
 fn main() -> Result<()> {

@@ -18,7 +18,7 @@ use std::rc::Rc;
 /// dx = g under the old shape.
 ///
 /// No signature can say where a split of merged dims lands, so the rule is
-/// [`reshape_layout`](crate::reshape_rule::reshape_layout): no element moves between ranks, and a cut that falls inside
+/// [`reshape_layout`]: no element moves between ranks, and a cut that falls inside
 /// of a row of the new shape is refused.
 #[derive(Debug)]
 pub struct Reshape {

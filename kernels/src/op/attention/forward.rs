@@ -113,7 +113,8 @@ impl<R: Maths> State<R> {
                 *max = if score > *max { score } else { *max };
             }
         }
-        for ((start, shrink), &max) in self.origin.iter_mut().zip(&mut self.shrink).zip(&self.max).skip(skip) {
+        let states = self.origin[skip..].iter_mut().zip(&mut self.shrink[skip..]).zip(&self.max[skip..]);
+        for ((start, shrink), &max) in states {
             *start = origin(max);
             *shrink = (*shrink - *start).exp();
         }
@@ -127,11 +128,11 @@ impl<R: Maths> State<R> {
                 *total += *score;
             }
         }
-        for ((sum, &shrink), &total) in self.sum.iter_mut().zip(&self.shrink).zip(&self.total).skip(skip) {
+        for ((sum, &shrink), &total) in self.sum[skip..].iter_mut().zip(&self.shrink[skip..]).zip(&self.total[skip..]) {
             *sum = sum.fma(shrink, total);
         }
         if pairs.first_key > 0 {
-            for (out, &shrink) in self.out.chunks_exact_mut(c).zip(&self.shrink).skip(skip) {
+            for (out, &shrink) in self.out[skip * c..].chunks_exact_mut(c).zip(&self.shrink[skip..]) {
                 for out in out {
                     *out *= shrink;
                 }

@@ -1,0 +1,180 @@
+//! The command line from outside: what bad input is told, and with which exit code; what a run leaves behind.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+/// A folder of its own for one test, gone afterwards.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Folder {
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = std::env::temp_dir().join(format!("shardgrad-cli-{}-{number}", std::process::id()));
+        fs::create_dir_all(&path).unwrap();
+        Folder(path)
+    }
+
+    fn file(&self, name: &str, bytes: impl AsRef<[u8]>) -> String {
+        let path = self.0.join(name);
+        fs::write(&path, bytes).unwrap();
+        path.display().to_string()
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.0.join(name).display().to_string()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn shardgrad(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_shardgrad")).args(args).output().unwrap()
+}
+
+/// Runs a command that must fail; gives the exit code and what it said on stderr.
+fn told(args: &[&str]) -> (i32, String) {
+    let output = shardgrad(args);
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(!text.contains("panicked at"), "a raw panic reached the user: {text}");
+    (output.status.code().expect("it exits by itself"), text)
+}
+
+fn text(folder: &Folder) -> String {
+    folder.file("text", "The quick brown fox jumps over the lazy dog. ".repeat(200))
+}
+
+#[test]
+fn misuse_has_exit_code_2_and_a_repair() {
+    let folder = Folder::new();
+    let data = text(&folder);
+    let latin = folder.file("latin", [b"caf".as_slice(), &[0xe9], b" au lait ".as_slice()].concat().repeat(300));
+    let (empty, short) = (folder.file("empty", ""), folder.file("short", "abc"));
+    let out = folder.path("out");
+    let cases: &[(&[&str], &[&str])] = &[
+        (&["train", "--stepps", "3"], &["unexpected argument '--stepps'", "--steps"]),
+        (&["trian"], &["unrecognized subcommand 'trian'", "train"]),
+        (&["train", "--steps", "0"], &["--steps"]),
+        (&["train", "--lr", "-1"], &["--lr"]),
+        (&["train", "--preset", "tinny"], &["did you mean `tiny`?"]),
+        (&["train", "--mesh", "tp=2,tq=2"], &["there is no mesh axis `tq`", "did you mean `tp`?"]),
+        (&["train", "--mesh", "tp=0"], &["size 0"]),
+        (&["train", "--mesh", "dp=100,tp=100"], &["10000 ranks"]),
+        (&["train", "--data", "/no/such/file"], &["cannot read /no/such/file"]),
+        (&["train", "--data", "/"], &["/"]),
+        (&["train", "--data", &empty], &["empty"]),
+        (&["train", "--data", &short], &["too short"]),
+        (&["train", "--data", &latin], &["UTF-8", "byte 3"]),
+        (&["train", "--data", &data, "--mesh", "tp=8"], &["heads", "4", "8"]),
+        (&["train", "--data", &data, "--seq", "9999"], &["--seq 9999", "256 positions"]),
+        (&["train", "--data", &data, "--batch", "5", "--microbatches", "2"], &["--microbatches"]),
+        (&["train", "--data", &data, "--out", "/proc/nowhere"], &["/proc/nowhere"]),
+        (&["eval", "--model", "/no/such/model", "--data", &data], &["/no/such/model"]),
+        (&["generate", "--model", "/no/such/model", "--prompt", "x"], &["/no/such/model"]),
+        (&["generate"], &["--prompt"]),
+    ];
+    for (args, parts) in cases {
+        let mut args = args.to_vec();
+        if args[0] == "train" && !args.contains(&"--out") {
+            args.extend(["--out", &out]);
+        }
+        let (code, said) = told(&args);
+        assert_eq!(code, 2, "{args:?}: {said}");
+        for part in *parts {
+            assert!(said.contains(part), "{args:?} should mention `{part}`: {said}");
+        }
+    }
+}
+
+#[test]
+fn a_loss_that_is_not_finite_stops_every_rank_before_the_update() {
+    let folder = Folder::new();
+    let (data, out) = (text(&folder), folder.path("out"));
+    let (code, said) = told(&[
+        "train", "--data", &data, "--out", &out, "--mesh", "dp=2,tp=2", "--steps", "50", "--batch", "4", "--seq", "8",
+        "--lr", "1e30", "--warmup", "0", "--grad-clip", "0", "--eval-every", "0",
+    ]);
+    assert_eq!(code, 1, "{said}");
+    assert!(said.contains("the step was not taken") && said.contains("error: step "), "{said}");
+}
+
+#[test]
+fn a_run_leaves_metrics_a_plot_and_a_model_that_is_read_on_another_mesh() {
+    let folder = Folder::new();
+    let (data, out) = (text(&folder), folder.path("out"));
+    let common = ["--batch", "4", "--seq", "16"];
+    let train = ["train", "--data", &data, "--out", &out, "--mesh", "tp=2", "--steps", "12", "--eval-every", "6"];
+    let output = shardgrad(&[&train[..], &common].concat());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let printed = String::from_utf8(output.stdout).unwrap();
+    assert!(printed.contains("held-out loss") && printed.contains("generate --model"), "{printed}");
+    let metrics = fs::read_to_string(Path::new(&out).join("metrics.jsonl")).unwrap();
+    assert_eq!(metrics.lines().count(), 12);
+    assert!(fs::read_to_string(Path::new(&out).join("loss.svg")).unwrap().contains("<svg"));
+    let model = format!("{out}/model");
+    let losses = ["", "tp=2", "dp=2", "dp=3,tp=2"].map(|mesh| {
+        let eval = ["eval", "--model", &model, "--data", &data, "--mesh", mesh, "--seq", "16", "--json"];
+        let output = shardgrad(&eval);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let line: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        line["loss"].as_f64().unwrap()
+    });
+    assert!(losses.iter().all(|l| (l - losses[0]).abs() < 1e-5 * losses[0]), "{losses:?}");
+    let generate = ["generate", "--model", &model, "--prompt", "The ", "--tokens", "5", "--greedy", "--json"];
+    let texts = ["", "tp=2"].map(|mesh| shardgrad(&[&generate[..], &["--mesh", mesh]].concat()).stdout);
+    assert_eq!(texts[0], texts[1], "the mesh does not change what is generated");
+}
+
+#[test]
+fn a_signal_ends_the_run_after_its_step_with_a_saved_model() {
+    let folder = Folder::new();
+    let (data, out) = (text(&folder), folder.path("out"));
+    let mut child = Command::new(env!("CARGO_BIN_EXE_shardgrad"))
+        .args(["train", "--data", &data, "--out", &out, "--mesh", "dp=2", "--steps", "100000", "--eval-every", "0"])
+        .args(["--batch", "4", "--seq", "16"])
+        .stdout(std::process::Stdio::null())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let metrics = Path::new(&out).join("metrics.jsonl");
+    let begun = || fs::read_to_string(&metrics).is_ok_and(|m| m.lines().count() > 2);
+    for _ in 0..3000 {
+        if begun() {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let killed = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(killed.success());
+    let mut said = String::new();
+    std::io::Read::read_to_string(&mut child.stderr.take().unwrap(), &mut said).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130), "{said}");
+    assert!(said.contains("stopped by a signal after step"), "{said}");
+    assert!(Path::new(&out).join("model/model.safetensors").is_file());
+}
+
+#[test]
+fn explain_counts_what_theory_counts() {
+    let output = shardgrad(&["explain", "--preset", "tiny", "--mesh", "tp=2", "--batch", "2", "--seq", "8", "--json"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let lines = String::from_utf8(output.stdout).unwrap();
+    let records: Vec<serde_json::Value> = lines.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    let blocks = |phase: &str| {
+        let found = records.iter().filter(|r| {
+            let in_block = r["path"].as_str().is_some_and(|p| p.starts_with("h."));
+            r["kind"] == "collective" && r["phase"] == phase && in_block
+        });
+        found.map(|r| (r["op"].as_str().unwrap().to_string(), r["bytes"].as_u64().unwrap())).collect::<Vec<_>>()
+    };
+    // Four blocks, two all-reduces each way, of 2 x 8 x 128 numbers of 4 bytes: 2 (N - N/2) for each rank.
+    let one = ("all_reduce".to_string(), 2 * 8 * 128 * 4);
+    assert_eq!(blocks("forward"), vec![one.clone(); 8]);
+    assert_eq!(blocks("backward"), vec![one; 8]);
+}
