@@ -1,5 +1,7 @@
 //! A two-layer network that learns a product, on any mesh: `cargo run --release --example mlp -- --mesh dp=2,tp=2`.
 
+#![allow(clippy::print_stdout, reason = "an example talks to people")]
+
 use shardgrad::prelude::*;
 
 module! { struct Net { up: Linear, down: Linear } }

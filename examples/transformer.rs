@@ -1,6 +1,8 @@
 //! A transformer written by hand that learns to repeat what it read: each row is some random tokens, twice.
 //! `cargo run --release --example transformer -- --mesh dp=2,tp=2`
 
+#![allow(clippy::print_stdout, reason = "an example talks to people")]
+
 use shardgrad::nn::cross_entropy;
 use shardgrad::prelude::*;
 

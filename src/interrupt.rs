@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// The exit code of a run that was stopped by a signal.
 pub(crate) const EXIT_CODE: i32 = 130;
 
-/// Whether somebody has asked the process to stop. Clones share the answer, so each rank may hold one; ranks must agree
-/// on the step at which they act on it.
+/// Whether somebody has asked the process to stop. Clones share the answer, so each rank may hold one; ranks
+/// must agree on the step at which they act on it.
 #[derive(Clone, Debug)]
 pub(crate) struct Interrupt(Arc<AtomicBool>);
 
@@ -46,7 +46,8 @@ mod tests {
     /// Set in the process that `signals_in_a_process_of_its_own` starts: the signals it shall send itself.
     const SIGNALS: &str = "SHARDGRAD_TEST_SIGNALS";
 
-    /// Signals reach the whole process, so they are tried in a child: this test binary, asked for this test alone.
+    /// Signals reach the whole process, so they are tried in a child: this test binary, asked for this test
+    /// alone.
     fn child(signals: &str) -> Option<i32> {
         let mut child = Command::new(std::env::current_exe().unwrap());
         child.args(["--exact", "interrupt::tests::signals_in_a_process_of_its_own"]).env(SIGNALS, signals);

@@ -32,8 +32,8 @@ fn null_is_nan<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Erro
     Ok(Option::<f64>::deserialize(from)?.unwrap_or(f64::NAN))
 }
 
-/// Appends a line a step. Each line goes to the system at once, so a run that is killed leaves whole lines, but for the
-/// last one at most.
+/// Appends a line a step. Each line goes to the system at once, so a run that is killed leaves whole lines,
+/// but for the last one at most.
 #[derive(Debug)]
 pub(crate) struct MetricsWriter {
     path: PathBuf,
@@ -44,7 +44,8 @@ impl MetricsWriter {
     /// Begins a record, replacing an older one; makes the folder if need be.
     ///
     /// # Errors
-    /// `Kind::Io` naming the file and the reason, so that a folder that cannot be written shows before the first step.
+    /// `Kind::Io` naming the file and the reason, so that a folder that cannot be written shows before the
+    /// first step.
     pub(crate) fn create(path: &Path) -> Result<MetricsWriter> {
         let folder = path.parent().filter(|p| !p.as_os_str().is_empty());
         folder.map_or(Ok(()), fs::create_dir_all).map_err(|e| failed("write", path, &e))?;

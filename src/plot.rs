@@ -10,8 +10,8 @@ use std::path::Path;
 
 /// The size of the picture in pixels.
 const SIZE: (i32, i32) = (900, 540);
-/// The drawing library counts in whole numbers. So that lines are smooth all the same, it draws a picture ten times as
-/// large, and the first tag of the file shrinks it.
+/// The drawing library counts in whole numbers. So that lines are smooth all the same, it draws a picture ten
+/// times as large, and the first tag of the file shrinks it.
 const FINE: i32 = 10;
 /// At most this many points make a line; more would not be seen.
 const POINTS_MAX: usize = 1600;
@@ -133,8 +133,9 @@ impl Series {
     }
 }
 
-/// The mean over a window of `reach` points to either side. It shrinks towards the beginning, so that it stays centred and
-/// a steep descent is not smeared, and looks back at the end, so that the last value is a mean too.
+/// The mean over a window of `reach` points to either side. It shrinks towards the beginning, so that it
+/// stays centred and a steep descent is not smeared, and looks back at the end, so that the last value is a
+/// mean too.
 fn running_mean(points: &[Point], reach: usize) -> Vec<Point> {
     let mut sums = vec![0.0; points.len() + 1];
     for (i, p) in points.iter().enumerate() {
@@ -148,7 +149,8 @@ fn running_mean(points: &[Point], reach: usize) -> Vec<Point> {
     points.iter().enumerate().map(|(i, p)| (p.0, mean(i))).collect()
 }
 
-/// No more than about `POINTS_MAX` points: of each group of neighbours the lowest and the highest, in their order.
+/// No more than about `POINTS_MAX` points: of each group of neighbours the lowest and the highest, in their
+/// order.
 fn thin(points: &[Point]) -> Vec<Point> {
     if points.len() <= POINTS_MAX {
         return points.to_vec();

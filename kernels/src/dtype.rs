@@ -112,10 +112,22 @@ macro_rules! element {
 element! {
     f64 => F64, |x| x, |y| y;
     f32 => F32, |x| f64::from(x), |y| y as f32;
-    bf16 => BF16, |x| x.to_f64(), |y| bf16::from_f64(y);
-    f16 => F16, |x| x.to_f64(), |y| f16::from_f64(y);
+    bf16 => BF16, |x| x.to_f64(), |y| bf16::from_f32(to_odd(y));
+    f16 => F16, |x| x.to_f64(), |y| f16::from_f32(to_odd(y));
     i64 => I64, |x| x as f64, |y| y as i64;
     u8 => U8, |x| f64::from(x), |y| y as u8;
+}
+
+/// The nearest f32, or the odd one of its two neighbours if x lies between: rounding that once more to 16 bits gives what
+/// rounding x itself gives (`half`'s own conversions from f64 drop the low half of x, and with it what breaks a tie).
+#[inline(always)]
+fn to_odd(x: f64) -> f32 {
+    let near = x as f32;
+    if x.is_nan() || f64::from(near) == x {
+        return near;
+    }
+    let towards_zero = near.to_bits() - u32::from(f64::from(near).abs() > x.abs());
+    f32::from_bits(towards_zero | 1)
 }
 
 /// A float that kernels compute with: loads widen to the accumulator type, stores round once.
@@ -222,4 +234,23 @@ macro_rules! match_dtype {
             $crate::DType::U8 | $crate::DType::Bool => { type $t = u8; $body }
         }
     };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_lies_just_beside_a_tie_rounds_to_its_own_side() {
+        let tie = 1.0 + 2f64.powi(-8);
+        for beside in [2f64.powi(-23), 2f64.powi(-40), 2f64.powi(-52)] {
+            assert_eq!(<bf16 as Element>::from_f64(tie + beside).to_f64(), 1.0 + 2f64.powi(-7));
+            assert_eq!(<bf16 as Element>::from_f64(tie - beside).to_f64(), 1.0);
+            assert_eq!(<f16 as Element>::from_f64(-1.0 - 2f64.powi(-11) - beside).to_f64(), -1.0 - 2f64.powi(-10));
+        }
+        assert_eq!(<bf16 as Element>::from_f64(tie).to_f64(), 1.0);
+        assert_eq!(<f16 as Element>::from_f64(f64::MAX).to_f64(), f64::INFINITY);
+        assert_eq!(<bf16 as Element>::from_f64(1e-300).to_f64(), 0.0);
+        assert!(<bf16 as Element>::from_f64(f64::NAN).to_f64().is_nan());
+    }
 }

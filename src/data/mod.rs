@@ -1,8 +1,8 @@
 //! What a language model is trained on: text as bytes, files of token numbers, and which rows a step reads.
 //!
-//! Everything is read with plain reads and held in memory or read by position; nothing is mapped, so a file that shrinks
-//! under a run is an error and not a signal. Which tokens a row holds is a pure function of the data, the seed and the
-//! number of the row in the whole run, so the mesh does not change what is read.
+//! Everything is read with plain reads and held in memory or read by position; nothing is mapped, so a file
+//! that shrinks under a run is an error and not a signal. Which tokens a row holds is a pure function of the
+//! data, the seed and the number of the row in the whole run, so the mesh does not change what is read.
 
 mod text;
 mod sources;

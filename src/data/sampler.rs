@@ -39,8 +39,8 @@ enum Source {
 
 /// Hands out rows by their number in the run. Cheap to clone; ranks that are threads share the data.
 ///
-/// Row r of step s of a run with `batch` rows a step has the number `s * batch + r`, wherever in the mesh it is read and
-/// however the batch is cut into microbatches.
+/// Row r of step s of a run with `batch` rows a step has the number `s * batch + r`, wherever in the mesh it
+/// is read and however the batch is cut into microbatches.
 #[derive(Clone, Debug)]
 pub(crate) struct Sampler {
     source: Source,
@@ -78,8 +78,8 @@ impl Sampler {
         }
     }
 
-    /// The number of windows that do not overlap, or of rows in the file: what [`Order::InFileOrder`] goes through before
-    /// it begins again. A last window that is not full is dropped.
+    /// The number of windows that do not overlap, or of rows in the file: what [`Order::InFileOrder`] goes
+    /// through before it begins again. A last window that is not full is dropped.
     #[must_use]
     pub(crate) fn num_windows(&self) -> u64 {
         match &self.source {
@@ -104,7 +104,8 @@ impl Sampler {
     /// Reads rows by their numbers in the run: those of a step, or the part of them that a rank has.
     ///
     /// # Errors
-    /// `Kind::Data` or `Kind::Io` if a file of tokens has changed or cannot be read any more; a text never fails.
+    /// `Kind::Data` or `Kind::Io` if a file of tokens has changed or cannot be read any more; a text never
+    /// fails.
     pub(crate) fn batch(&self, rows: Range<u64>) -> Result<Batch> {
         let mut batch = Batch::default();
         let mut row_tokens = Vec::new();
@@ -207,7 +208,8 @@ mod tests {
 
     #[test]
     fn starts_reach_every_place_equally_often() {
-        // 100 places, 100 draws each on average: chi squared of 99 degrees is below 160 but once in 10^4 seeds.
+        // 100 places, 100 draws each on average: chi squared of 99 degrees is below 160 but once in 10^4
+        // seeds.
         for seed in [0, 1, u64::MAX] {
             let sampler = shuffled(109, 9, seed);
             let mut counts = [0f64; 100];

@@ -12,11 +12,12 @@ pub(crate) const SOURCES_BYTES_MAX: usize = 16 << 20;
 const BUILD_FOLDERS: [&str; 4] = ["build", "node_modules", "runs", "target"];
 
 impl Corpus {
-    /// Joins the Rust and Markdown files (`*.rs`, `*.md`) under a folder in the order of their paths, each followed by a
-    /// newline, and cuts the text after [`SOURCES_BYTES_MAX`] bytes.
+    /// Joins the Rust and Markdown files (`*.rs`, `*.md`) under a folder in the order of their paths, each
+    /// followed by a newline, and cuts the text after [`SOURCES_BYTES_MAX`] bytes.
     ///
-    /// Left out are hidden files, what `.gitignore` names (in a repository or not), folders of build products, what
-    /// stands behind symbolic links, and (counted in the description) what is not UTF-8 or cannot be read.
+    /// Left out are hidden files, what `.gitignore` names (in a repository or not), folders of build
+    /// products, what stands behind symbolic links, and (counted in the description) what is not UTF-8 or
+    /// cannot be read.
     ///
     /// # Errors
     /// `Kind::Data` if the folder holds no such file; `Kind::Io` if it cannot be entered.
@@ -79,8 +80,9 @@ fn source(entry: &DirEntry) -> Found {
 
 /// The entries under a folder, sorted by path.
 fn walk(root: &Path) -> ignore::Walk {
-    // Rules of the folders above hold only inside of a repository: a stray `.gitignore` in a home folder must not hide
-    // a project that has none. The user's global rules never hold, so that two people get the same text.
+    // Rules of the folders above hold only inside of a repository: a stray `.gitignore` in a home folder must
+    // not hide a project that has none. The user's global rules never hold, so that two people get the same
+    // text.
     let in_repository = root.ancestors().any(|above| above.join(".git").exists());
     WalkBuilder::new(root)
         .require_git(false)

@@ -57,8 +57,9 @@ impl Corpus {
     /// Reads a file of UTF-8 text, whatever its line ends.
     ///
     /// # Errors
-    /// `Kind::Data` naming the file if it is missing, a folder, a pipe or a device, empty, or not UTF-8 (with the offset of
-    /// the first bad byte); `Kind::OutOfMemory` if it does not fit; `Kind::Io` if the system refuses.
+    /// `Kind::Data` naming the file if it is missing, a folder, a pipe or a device, empty, or not UTF-8 (with
+    /// the offset of the first bad byte); `Kind::OutOfMemory` if it does not fit; `Kind::Io` if the system
+    /// refuses.
     pub(crate) fn from_file(path: &Path) -> Result<Corpus> {
         let refuse = |why: String, help: &str| {
             Err(Error::new(Kind::Data, format!("{}: {why}", path.display())).detail("help", help))
@@ -135,8 +136,8 @@ pub(super) fn failed(path: &Path, e: &std::io::Error) -> Error {
     Error::new(Kind::Io, format!("cannot read {}: {e}", path.display()))
 }
 
-/// All bytes of a regular file. Its length is taken once: a file that grows meanwhile is cut there, one that shrinks is
-/// an error.
+/// All bytes of a regular file. Its length is taken once: a file that grows meanwhile is cut there, one that
+/// shrinks is an error.
 pub(super) fn read_whole(path: &Path) -> Result<Vec<u8>> {
     let file = File::open(path).map_err(|e| failed(path, &e))?;
     let length = file.metadata().map_err(|e| failed(path, &e))?.len();

@@ -24,9 +24,9 @@ impl TokenFile {
     /// Opens a file and checks that each number is a token of a vocabulary of `vocab`.
     ///
     /// # Errors
-    /// `Kind::Data` naming the file for one that is no safetensors file, lacks `input_ids`, holds it in another dtype than
-    /// i64 or in a shape that is not [N >= 1, T+1 >= 2], or holds a number outside of 0..vocab (with its place);
-    /// `Kind::Io` if the system refuses.
+    /// `Kind::Data` naming the file for one that is no safetensors file, lacks `input_ids`, holds it in
+    /// another dtype than i64 or in a shape that is not [N >= 1, T+1 >= 2], or holds a number outside of
+    /// 0..vocab (with its place); `Kind::Io` if the system refuses.
     pub(crate) fn open(path: &Path, vocab: usize) -> Result<TokenFile> {
         let file = TensorFile::open(path).map_err(as_data)?;
         let info = file.find(NAME).map_err(as_data)?;

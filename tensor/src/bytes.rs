@@ -23,7 +23,10 @@ impl Tensor {
             return Err(Error::new(Kind::Shape, text).detail("layout", layout.to_string()));
         }
         if from != layout.dtype() && !(from.is_float() && layout.dtype().is_float()) {
-            return Err(Error::new(Kind::DType, format!("bytes of {from} for a tensor of {}", layout.dtype())));
+            return Err(Error::new(
+                Kind::DType,
+                format!("bytes of {from} for a tensor of {}", layout.dtype()),
+            ));
         }
         let mut view = Strides::contiguous(&layout.shape());
         for d in 0..layout.ndim() {
@@ -63,7 +66,8 @@ mod tests {
         let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
         for text in ["f32[5, 3]", "f32[5@tp, 3]", "f32[5, 3@tp]"] {
             World::run(Mesh::parse("tp=2").unwrap(), |rank| {
-                let tensor = Tensor::from_bytes(rank, &Layout::parse(text, rank.mesh())?, DType::F32, &bytes)?;
+                let tensor =
+                    Tensor::from_bytes(rank, &Layout::parse(text, rank.mesh())?, DType::F32, &bytes)?;
                 assert_eq!(tensor.to_host::<f32>()?, values);
                 assert_eq!(tensor.to_bytes()?, bytes);
                 Ok(())
@@ -80,9 +84,18 @@ mod tests {
             let tensor = Tensor::from_bytes(rank, &layout, DType::F64, &bytes)?;
             assert_eq!(tensor.to_host::<f32>()?, [1.0, 2.5, 1.0, -8.0]);
             assert_eq!(tensor.piece().buffer.bytes(), 8);
-            assert_eq!(Tensor::from_bytes(rank, &layout, DType::F32, &bytes).unwrap_err().kind(), Kind::Shape);
-            assert_eq!(Tensor::from_bytes(rank, &layout, DType::I64, &bytes).unwrap_err().kind(), Kind::DType);
-            assert!(Tensor::from_bytes(rank, &Layout::parse("f32[4] +tp", rank.mesh())?, DType::F64, &bytes).is_err());
+            assert_eq!(
+                Tensor::from_bytes(rank, &layout, DType::F32, &bytes).unwrap_err().kind(),
+                Kind::Shape
+            );
+            assert_eq!(
+                Tensor::from_bytes(rank, &layout, DType::I64, &bytes).unwrap_err().kind(),
+                Kind::DType
+            );
+            assert!(
+                Tensor::from_bytes(rank, &Layout::parse("f32[4] +tp", rank.mesh())?, DType::F64, &bytes)
+                    .is_err()
+            );
             Ok(())
         })
         .unwrap();

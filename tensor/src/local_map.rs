@@ -47,16 +47,8 @@ pub fn local_map<V: Value>(
     forward: impl Fn(&Rank, &[Piece]) -> Result<Pieces> + 'static,
     backward: impl Fn(&Rank, &[Piece], &[Piece]) -> Result<Pieces> + 'static,
 ) -> SmallVec<[V; 2]> {
-    let op = LocalMap {
-        name,
-        signature: signature(layouts.inputs, layouts.outputs),
-        inputs: layouts.inputs.to_vec(),
-        outputs: layouts.outputs.to_vec(),
-        forward: Box::new(forward),
-        backward: Rc::new(backward),
-    };
     unwind(check(name, inputs.len(), layouts));
-    V::apply(Rc::new(op), inputs)
+    V::apply(Rc::new(LocalMap::new(name, layouts, forward, backward)), inputs)
 }
 
 /// At most so many arguments.
@@ -112,6 +104,24 @@ struct LocalMapBackward {
     num_inputs: usize,
     outputs: Vec<Layout>,
     backward: Rc<MapBackward>,
+}
+
+impl LocalMap {
+    fn new(
+        name: &'static str,
+        layouts: MapLayouts<'_>,
+        forward: impl Fn(&Rank, &[Piece]) -> Result<Pieces> + 'static,
+        backward: impl Fn(&Rank, &[Piece], &[Piece]) -> Result<Pieces> + 'static,
+    ) -> LocalMap {
+        LocalMap {
+            name,
+            signature: signature(layouts.inputs, layouts.outputs),
+            inputs: layouts.inputs.to_vec(),
+            outputs: layouts.outputs.to_vec(),
+            forward: Box::new(forward),
+            backward: Rc::new(backward),
+        }
+    }
 }
 
 impl fmt::Debug for LocalMap {
@@ -221,21 +231,47 @@ mod tests {
     use shardgrad_kernels::Scalar;
     use shardgrad_kernels::op::reduce::SUM;
 
-    /// The sum of a split vector, written as a local sum that leaves a pending one.
-    fn total(x: &Tensor, cotangents: &[Layout]) -> Tensor {
-        let (rank, layout) = (x.rank().clone(), x.layout().clone());
-        let scalar = Layout::parse("f64[] +a", rank.mesh()).unwrap();
-        let layouts = MapLayouts { inputs: &[layout], outputs: &[scalar], cotangents };
-        let forward = |rank: &Rank, x: &[Piece]| {
-            let mut y = Piece::alloc(rank, x[0].dtype, &[])?;
-            launch(rank, &SUM, &[&x[0]], &mut [&mut y], &[Scalar::Int(1), Scalar::Real(1.0)])?;
-            Ok([y].into_iter().collect())
-        };
-        let backward = |_: &Rank, x: &[Piece], g: &[Piece]| {
-            let view = g[0].view.broadcast(&x[0].view.shape).expect("a scalar repeats to any shape");
-            Ok([g[0].viewed(view)].into_iter().collect())
-        };
-        local_map("total", &[x], layouts, forward, backward).remove(0)
+    /// The sum of the elements that a rank holds.
+    fn total(rank: &Rank, x: &[Piece]) -> Result<Pieces> {
+        let mut y = Piece::alloc(rank, x[0].dtype, &[])?;
+        launch(rank, &SUM, &[&x[0]], &mut [&mut y], &[Scalar::Int(1), Scalar::Real(1.0)])?;
+        Ok([y].into_iter().collect())
+    }
+
+    /// Its cotangent, repeated.
+    fn repeated(_: &Rank, x: &[Piece], g: &[Piece]) -> Result<Pieces> {
+        let view = g[0].view.broadcast(&x[0].view.shape).expect("a scalar repeats to any shape");
+        Ok([g[0].viewed(view)].into_iter().collect())
+    }
+
+    fn summed(x: &Tensor, cotangents: &[Layout]) -> Tensor {
+        let scalar = Layout::parse("f64[] +a", x.rank().mesh()).unwrap();
+        let layouts = MapLayouts { inputs: &[x.layout().clone()], outputs: &[scalar], cotangents };
+        local_map("total", &[x], layouts, total, repeated).remove(0)
+    }
+
+    #[test]
+    fn the_cotangent_comes_from_the_backward_function() {
+        World::run(Mesh::parse("a=2").unwrap(), |rank| {
+            let layout = Layout::parse("f64[5@a]", rank.mesh())?;
+            let x = Tensor::zeros(rank, &layout)?;
+            let scalar = Layout::parse("f64[] +a", rank.mesh())?;
+            let (inputs, outputs) = ([layout.clone()], [scalar.clone()]);
+            let layouts = MapLayouts { inputs: &inputs, outputs: &outputs, cotangents: &inputs };
+            let cotangents = LocalMap::new("total", layouts, total, repeated).vjp(&Vjp {
+                rank,
+                inputs: &[Some(x)],
+                outputs: &[None],
+                input_layouts: &inputs,
+                output_layouts: &outputs,
+                grads: &[Some(Tensor::full(rank, &scalar.dual(), 2.5)?)],
+                wanted: &[true],
+            });
+            let dx = cotangents[0].as_ref().expect("it was wanted");
+            assert_eq!((dx.layout(), dx.to_f64()?), (&layout, vec![2.5; 5]));
+            Ok(())
+        })
+        .unwrap();
     }
 
     #[test]
@@ -243,7 +279,7 @@ mod tests {
         World::run(Mesh::parse("a=2").unwrap(), |rank| {
             let layout = Layout::parse("f64[5@a]", rank.mesh())?;
             let x = Tensor::from_global(rank, &layout, &[1.0, 2.0, 3.0, 4.0, 5.0])?;
-            let y = total(&x, &[layout]);
+            let y = summed(&x, &[layout]);
             assert_eq!(y.layout().to_string(), "f64[] +a");
             assert_eq!(y.item()?, 15.0);
             Ok(())
@@ -256,7 +292,7 @@ mod tests {
         let refused = |x: &'static str, cotangent: &'static str| {
             World::run(Mesh::parse("a=2").unwrap(), |rank| {
                 let x = Tensor::zeros(rank, &Layout::parse(x, rank.mesh())?)?;
-                let _ = total(&x, &[Layout::parse(cotangent, rank.mesh())?]);
+                let _ = summed(&x, &[Layout::parse(cotangent, rank.mesh())?]);
                 Ok(())
             })
             .unwrap_err()

@@ -50,7 +50,7 @@ pub trait Op: fmt::Debug {
         Keeps { inputs: &[], outputs: &[] }
     }
 
-    /// Dtypes of the outputs. The default: all float arguments agree, and so do the outputs.
+    /// Dtypes of the outputs. The default: all arguments have one float dtype, and so have the outputs.
     ///
     /// # Errors
     /// `Kind::DType` where the arguments do not fit.
@@ -127,15 +127,17 @@ pub struct Keeps {
     pub outputs: &'static [usize],
 }
 
-/// The one float dtype of some arguments.
+/// The one float dtype that all of some arguments have.
 ///
 /// # Errors
-/// `Kind::DType` if there is none or there are two.
+/// `Kind::DType` if one is no float, or there are two.
 pub fn common_float(inputs: &[DType]) -> Result<DType> {
-    let mut floats = inputs.iter().filter(|d| d.is_float());
-    let first = floats.next().ok_or_else(|| Error::new(Kind::DType, "needs a float argument"))?;
-    match floats.find(|d| *d != first) {
-        None => Ok(*first),
+    if let Some(i) = inputs.iter().position(|d| !d.is_float()) {
+        return Err(Error::new(Kind::DType, format!("argument {i} is {}, which is no float", inputs[i])));
+    }
+    let first = *inputs.first().ok_or_else(|| Error::new(Kind::DType, "needs a float argument"))?;
+    match inputs.iter().find(|d| **d != first) {
+        None => Ok(first),
         Some(other) => Err(Error::new(Kind::DType, format!("arguments of {first} and {other}"))
             .detail("help", "cast one of them: x.cast(DType::F32)")),
     }
@@ -266,7 +268,9 @@ pub fn plan(
     let signature = context.signature(op.signature());
     let dtypes: DTypes = args.iter().map(|l| l.dtype()).collect();
     let outputs = op.dtypes(&dtypes, signature.num_outputs()).map_err(|e| {
-        describe(Error::new(e.kind(), format!("{}: {}", op.name(), e.message())), op, rank, args, site)
+        let named = Error::new(e.kind(), format!("{}: {}", op.name(), e.message()));
+        let described = describe(named, op, rank, args, site);
+        e.details().iter().fold(described, |error, (label, text)| error.detail(label, text.as_str()))
     })?;
     let inference = op
         .infer(&context, args, &outputs, want)

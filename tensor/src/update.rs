@@ -59,7 +59,8 @@ impl Moments {
         match [&m, &v].into_iter().find(|t| *t.layout() != layout) {
             None => Ok(Moments { layout, m: m.piece().clone(), v: v.piece().clone() }),
             Some(other) => {
-                let text = format!("moments of {} for a parameter whose moments are {layout}", other.layout());
+                let text =
+                    format!("moments of {} for a parameter whose moments are {layout}", other.layout());
                 Err(Error::new(Kind::Layout, text))
             }
         }
@@ -78,7 +79,11 @@ impl Moments {
     pub fn step(&mut self, param: Tensor, grad: &Tensor, rates: &AdamWRates) -> Result<Tensor> {
         let layout = param.layout().clone();
         if layout.with_dtype(self.layout.dtype()) != self.layout || *grad.layout() != layout {
-            let text = format!("an AdamW step of {layout} with a gradient of {} and moments of {}", grad.layout(), self.layout);
+            let text = format!(
+                "an AdamW step of {layout} with a gradient of {} and moments of {}",
+                grad.layout(),
+                self.layout
+            );
             return Err(Error::new(Kind::Layout, text));
         }
         let rank = param.rank().clone();
@@ -86,7 +91,8 @@ impl Moments {
         own(&rank, &mut self.m)?;
         own(&rank, &mut self.v)?;
         let AdamWRates { lr, beta1, beta2, eps, weight_decay, correction1, correction2, grad_scale } = *rates;
-        let scalars = [lr, beta1, beta2, eps, weight_decay, correction1, correction2, grad_scale].map(Scalar::Real);
+        let scalars =
+            [lr, beta1, beta2, eps, weight_decay, correction1, correction2, grad_scale].map(Scalar::Real);
         param.update(|p| launch(&rank, &STEP, &[&grad], &mut [p, &mut self.m, &mut self.v], &scalars))
     }
 }

@@ -80,8 +80,8 @@ fn product_at<A, B, R>(
     assert!(reach([m, k], a.row_stride, a.col_stride) <= a.data.len(), "a lies inside of its memory");
     assert!(reach([k, n], b.row_stride, b.col_stride) <= b.data.len(), "b lies inside of its memory");
     assert!(reach([m, n], c.row_stride, c.col_stride) <= c.data.len(), "c lies inside of its memory");
-    let a = Source { start: a.data.as_ptr(), row: a.row_stride, col: a.col_stride };
-    let b = Source { start: b.data.as_ptr(), row: b.row_stride, col: b.col_stride };
+    let a = Source::new(a.data, a.row_stride, a.col_stride);
+    let b = Source::new(b.data, b.row_stride, b.col_stride);
     let c = Target { start: c.data.as_mut_ptr(), row: c.row_stride, col: c.col_stride };
     // SAFETY: the reaches and the level were checked above; strides of c that let two elements share memory make
     // the result arbitrary, on this one thread no worse.
@@ -165,7 +165,7 @@ pub fn products<T: Float>(
     let (row_tasks, col_tasks) = (m.div_ceil(split.rows), n.div_ceil(split.cols));
     let parts = row_tasks * col_tasks;
     let tiles = Tiles::at(level());
-    let source = |x: Stack<'_, T>| Source { start: x.data.as_ptr(), row: x.strides[1], col: x.strides[2] };
+    let source = |x: Stack<'_, T>| Source::new(x.data, x.strides[1], x.strides[2]);
     let (sa, sb) = (source(a), source(b));
     let sc = Target { start: c.data.as_mut_ptr(), row: c.strides[1], col: c.strides[2] };
     pool.run((g * parts).div_ceil(split.together), &|task| {
@@ -192,8 +192,8 @@ pub fn products<T: Float>(
 unsafe fn rounded<T: Float>(
     tiles: &Tiles<T::Acc>,
     dims: [usize; 3],
-    a: Source<T>,
-    b: Source<T>,
+    a: Source<T::Acc>,
+    b: Source<T::Acc>,
     c: Target<T>,
 ) {
     let [m, n, _] = dims;
@@ -245,32 +245,19 @@ fn apart(extents: [usize; 3], strides: [usize; 3]) -> bool {
 ///
 /// # Safety
 /// As for [`blocks`].
-unsafe fn either_way<A, B, R>(
+unsafe fn either_way<R: Real>(
     tiles: &Tiles<R>,
     [m, n, k]: [usize; 3],
-    a: Source<A>,
-    b: Source<B>,
+    a: Source<R>,
+    b: Source<R>,
     accumulate: bool,
     c: Target<R>,
-) where
-    A: Float<Acc = R>,
-    B: Float<Acc = R>,
-    R: Real,
-{
-    let turned = if m.min(n) < tiles.lanes { n < m } else { c.row == 1 && c.col != 1 };
-    vectorized(
-        #[inline(always)]
-        || {
-            // SAFETY: as promised by the caller; turning keeps what a matrix reaches.
-            unsafe {
-                if turned {
-                    blocks(tiles, [n, m, k], b.turned(), a.turned(), accumulate, c.turned());
-                } else {
-                    blocks(tiles, [m, n, k], a, b, accumulate, c);
-                }
-            }
-        },
-    );
+) {
+    let turn = if m.min(n) < tiles.lanes { n < m } else { c.row == 1 && c.col != 1 };
+    let (dims, a, b, c) =
+        if turn { ([n, m, k], b.turned(), a.turned(), c.turned()) } else { ([m, n, k], a, b, c) };
+    // SAFETY: as promised by the caller; turning keeps what a matrix reaches.
+    unsafe { blocks(tiles, dims, a, b, accumulate, c) }
 }
 
 /// One past the furthest element of a matrix.
@@ -331,21 +318,18 @@ fn room<R>(len: usize, near: &mut [MaybeUninit<Line>; NEAR], far: &mut Vec<Maybe
     far.as_mut_ptr().cast()
 }
 
+/// Block by block, in the order that the module states.
+///
 /// # Safety
 /// The matrices lie inside of their memories; c overlaps neither a nor b, nor itself.
-#[inline(always)]
-unsafe fn blocks<A, B, R>(
+unsafe fn blocks<R: Real>(
     tiles: &Tiles<R>,
     [m, n, k]: [usize; 3],
-    a: Source<A>,
-    b: Source<B>,
+    a: Source<R>,
+    b: Source<R>,
     accumulate: bool,
     c: Target<R>,
-) where
-    A: Float<Acc = R>,
-    B: Float<Acc = R>,
-    R: Real,
-{
+) {
     let (rows_max, cols_max, depth_max) =
         (m.min(ROWS), n.min(COLS).next_multiple_of(tiles.lanes), k.min(DEPTH));
     let few_rows = m <= FEW_ROWS;
@@ -388,7 +372,6 @@ unsafe fn blocks<A, B, R>(
 ///
 /// # Safety
 /// `a` and `b` are laid out as above, and c lies inside of its memory.
-#[inline(always)]
 unsafe fn multiply<R: Real>(
     tiles: &Tiles<R>,
     [rows, cols, depth]: [usize; 3],

@@ -5,7 +5,8 @@ mod check;
 #[cfg(test)]
 mod differences;
 mod rows;
-mod runs;
+mod walk;
+mod pointwise;
 pub mod copy;
 pub mod fill;
 pub mod binary;
@@ -56,27 +57,6 @@ pub static KERNELS: &[&Kernel] = &[
     &ranks::SUM,
     &ranks::MAX,
     &ranks::MIN,
-    &unary::NEG,
-    &unary::EXP,
-    &unary::LOG,
-    &unary::SQRT,
-    &unary::TANH,
-    &unary::RELU,
-    &unary::GELU,
-    &unary::SILU,
-    &unary::SQUARE,
-    &unary::RECIPROCAL,
-    &unary::SCALE,
-    &unary::ADD_SCALAR,
-    &unary::RELU_GRAD,
-    &unary::GELU_GRAD,
-    &unary::SILU_GRAD,
-    &unary::TANH_GRAD,
-    &binary::ADD,
-    &binary::SUB,
-    &binary::MUL,
-    &binary::DIV,
-    &binary::ACCUMULATE,
     &softmax::FORWARD,
     &softmax::BACKWARD,
     &layer_norm::FORWARD,
@@ -94,3 +74,15 @@ pub static KERNELS: &[&Kernel] = &[
     &random::NORMAL,
     &random::DROPOUT,
 ];
+
+#[cfg(test)]
+mod tests {
+    use super::KERNELS;
+
+    #[test]
+    fn every_kernel_is_listed_once_under_its_own_name() {
+        let mut names: Vec<&str> = KERNELS.iter().map(|kernel| kernel.name).collect();
+        names.sort_unstable();
+        assert!(names.windows(2).all(|pair| pair[0] != pair[1]), "{names:?}");
+    }
+}

@@ -91,6 +91,29 @@ fn apply<const N: usize, T: Element, U: Element>(rows: [&[T]; N], y: &mut [U], f
     }
 }
 
+/// Cuts an output of any strides into parts: `walk` visits it (its first operand) in memory order; `task` gets the
+/// part of the walk, the memory that it covers and where that begins.
+pub(crate) fn scatter<const N: usize, U: Element>(
+    pool: &Pool,
+    walk: &Walk<N>,
+    y: &mut ArgMut<'_>,
+    task: impl Fn(&Walk<N>, &mut [U], usize) + Sync,
+) {
+    let (rows, steps) = walk.dims()[0];
+    let numel = walk.numel();
+    if numel == 0 {
+        return;
+    }
+    let (start, step) = (y.view.offset, steps[0]);
+    let memory = &mut y.buffer.as_mut::<U>().expect("an output buffer has one handle")[start..y.view.reach()];
+    assert!(rows == 1 || memory.len() <= rows * step, "the contract asks for an output without overlap");
+    let per_task = (TASK / (numel / rows)).max(1);
+    pool.chunks(memory, (per_task * step).max(1), |i, memory| {
+        let first = i * per_task;
+        task(&walk.rows(first..rows.min(first + per_task)), memory, start + first * step);
+    });
+}
+
 /// y_i = f(x0_i, x1_i, ...), element by element.
 pub(crate) fn plain<const N: usize, T: Element>(
     inputs: [&Arg<'_>; N],

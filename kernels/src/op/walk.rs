@@ -16,14 +16,15 @@ impl<const N: usize> Walk<N> {
     /// All elements, row-major.
     #[inline]
     pub(crate) fn new(views: [&Strides; N]) -> Walk<N> {
-        Walk::over(views, 0..views[0].ndim())
+        Walk::over(views, 0..views[0].ndim(), views.map(|v| v.offset))
     }
 
-    /// Only some dims, row-major; the others stand at 0.
-    pub(crate) fn over(views: [&Strides; N], dims: Range<usize>) -> Walk<N> {
+    /// Only some dims, row-major, from somewhere in memory.
+    #[inline]
+    pub(crate) fn over(views: [&Strides; N], dims: Range<usize>, start: [usize; N]) -> Walk<N> {
         debug_assert!(views.iter().all(|v| v.shape == views[0].shape), "the contract asks for one shape");
         let dims = dims.map(|d| (views[0].shape[d], views.map(|v| v.strides[d])));
-        Walk::merged(dims, views.map(|v| v.offset))
+        Walk::merged(dims, start)
     }
 
     /// All elements in the order in which they lie in the first operand, whatever the order of its dims.
@@ -71,10 +72,18 @@ impl<const N: usize> Walk<N> {
         self.dims[self.dims.len() - 1].1
     }
 
-    /// The same without the innermost merged dim.
-    pub(crate) fn outer(&self) -> Walk<N> {
-        let kept = self.dims[..self.dims.len() - 1].iter().copied();
-        Walk::merged(kept, self.start)
+    /// Only `rows` of the outermost merged dim.
+    pub(crate) fn rows(&self, rows: Range<usize>) -> Walk<N> {
+        let mut part = self.clone();
+        (0..N).for_each(|n| part.start[n] += rows.start * part.dims[0].1[n]);
+        part.dims[0].0 = rows.len();
+        part
+    }
+
+    /// The same with two of the merged dims, `first` and the innermost, standing at 0.
+    pub(crate) fn without(&self, first: usize) -> Walk<N> {
+        let kept = self.dims[..self.dims.len() - 1].iter().enumerate().filter(|&(d, _)| d != first);
+        Walk::merged(kept.map(|(_, &dim)| dim), self.start)
     }
 
     /// Where the operands' elements number `position` lie.
@@ -188,8 +197,15 @@ mod tests {
     }
 
     #[test]
-    fn the_outer_walk_drops_the_inner_dim() {
+    fn parts_of_a_walk() {
         let view = Strides::contiguous(&[2, 3, 4]).narrow(2, 0, 2);
-        assert_eq!(visited(&Walk::new([&view]).outer(), 0..6), (0..6).map(|i| [4 * i]).collect::<Vec<_>>());
+        let walk = Walk::new([&view]);
+        assert_eq!(walk.dims(), [(6, [4]), (2, [1])]);
+        assert_eq!(visited(&walk.rows(2..4), 0..4), [[8], [9], [12], [13]]);
+        let turned = Walk::new([&Strides::contiguous(&[2, 3, 4]).permute(&[2, 0, 1])]);
+        assert_eq!(turned.dims(), [(4, [1]), (6, [4])]);
+        assert_eq!(visited(&turned.without(0), 0..1), [[0]]);
+        let apart = Walk::new([&Strides::contiguous(&[2, 3, 4]).permute(&[2, 1, 0])]);
+        assert_eq!(visited(&apart.without(0), 0..3), [[0], [4], [8]]);
     }
 }

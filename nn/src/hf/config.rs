@@ -13,13 +13,14 @@ pub const WEIGHTS_FILE: &str = "model.safetensors";
 
 /// No config file is longer than this.
 const CONFIG_BYTES_MAX: u64 = 1 << 20;
-/// No extent in a config file is larger than this; products of three of them fit u128, parameter counts fit u64.
+/// No extent in a config file is larger than this; products of three of them fit u128, parameter counts fit
+/// u64.
 const EXTENT_MAX: u64 = 1 << 24;
 
 /// The shape of a GPT-2 model and what else its config file tells.
 ///
-/// The activation is the tanh form of GELU, heads divide `n_embd` evenly, and attention is scaled by the square root of
-/// the head size; files that say otherwise are refused.
+/// The activation is the tanh form of GELU, heads divide `n_embd` evenly, and attention is scaled by the
+/// square root of the head size; files that say otherwise are refused.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gpt2Config {
     /// The number of tokens.
@@ -56,8 +57,8 @@ pub struct Gpt2Config {
 
 /// The preset names and their shapes: (name, vocabulary, positions, width, blocks, heads).
 ///
-/// `tiny` is made for bytes of text on a laptop; `s`, `m` and `l` are measuring sizes; the `gpt2-` ones are the published
-/// models, named by their parameter count.
+/// `tiny` is made for bytes of text on a laptop; `s`, `m` and `l` are measuring sizes; the `gpt2-` ones are
+/// the published models, named by their parameter count.
 const PRESETS: [(&str, usize, usize, usize, usize, usize); 8] = [
     ("tiny", 256, 256, 128, 4, 4),
     ("s", 512, 128, 256, 4, 4),
@@ -130,11 +131,13 @@ impl Gpt2Config {
     /// Reads `config.json` of a model folder.
     ///
     /// # Errors
-    /// `Kind::Checkpoint` if the file is missing, is no JSON, or describes a model that is not this one; all missing and
-    /// unsupported fields are listed at once. `Kind::Io` if the system refuses.
+    /// `Kind::Checkpoint` if the file is missing, is no JSON, or describes a model that is not this one; all
+    /// missing and unsupported fields are listed at once. `Kind::Io` if the system refuses.
     pub fn read(dir: &Path) -> Result<Gpt2Config> {
         let path = dir.join(CONFIG_FILE);
-        Gpt2Config::parse(&path, &read_text(&path, CONFIG_BYTES_MAX)?)
+        let help = format!("a model folder holds {CONFIG_FILE} and {WEIGHTS_FILE}");
+        let text = read_text(&path, CONFIG_BYTES_MAX).map_err(|e| e.detail("help", help))?;
+        Gpt2Config::parse(&path, &text)
     }
 
     /// Reads the text of the config file at `path` (named in errors).
@@ -274,7 +277,8 @@ impl Raw {
         config.attn_pdrop = number("attn_pdrop", self.attn_pdrop, 0.1, 1.0);
         config.resid_pdrop = number("resid_pdrop", self.resid_pdrop, 0.1, 1.0);
         config.tie_word_embeddings = self.tie_word_embeddings.unwrap_or(true);
-        // Not an index into anything here: `generate` in `transformers` may name a token that the vocabulary lacks.
+        // Not an index into anything here: `generate` in `transformers` may name a token that the vocabulary
+        // lacks.
         config.bos_token_id = self.bos_token_id.and_then(|id| usize::try_from(id).ok());
         config.eos_token_id = self.eos_token_id.and_then(|id| usize::try_from(id).ok());
         let dtype = self.torch_dtype.as_deref().unwrap_or("float32");
@@ -452,6 +456,7 @@ mod tests {
         let dir = Scratch::new();
         let error = Gpt2Config::read(&dir.path("")).unwrap_err();
         assert!(error.message().ends_with("config.json: there is no such file"), "{error}");
+        assert_eq!(error.details()[0].1, "a model folder holds config.json and model.safetensors");
         dir.file(CONFIG_FILE, &vec![b' '; CONFIG_BYTES_MAX as usize + 1]);
         assert!(Gpt2Config::read(&dir.path("")).unwrap_err().message().contains("at most 1048576 are read"));
     }

@@ -21,8 +21,8 @@ pub(super) fn failed(path: &Path, doing: &str, e: &std::io::Error) -> Error {
     }
 }
 
-/// Opens a regular file and tells its length. Anything else (a folder, a pipe that would block for ever, a device
-/// without end) is refused before it is opened.
+/// Opens a regular file and tells its length. Anything else (a folder, a pipe that would block for ever, a
+/// device without end) is refused before it is opened.
 pub(super) fn open_regular(path: &Path) -> Result<(File, u64)> {
     let kind = fs::metadata(path).map_err(|e| failed(path, "open", &e))?;
     if !kind.is_file() {
@@ -48,8 +48,8 @@ pub(super) fn zeros(path: &Path, len: u64) -> Result<Vec<u8>> {
 /// The text of a small file, such as `config.json`.
 ///
 /// # Errors
-/// `Kind::Checkpoint` if it is missing, no regular file, longer than `bytes_max`, or not UTF-8; `Kind::Io` if the system
-/// refuses.
+/// `Kind::Checkpoint` if it is missing, no regular file, longer than `bytes_max`, or not UTF-8; `Kind::Io` if
+/// the system refuses.
 pub(super) fn read_text(path: &Path, bytes_max: u64) -> Result<String> {
     let (file, length) = open_regular(path)?;
     if length > bytes_max {
@@ -61,8 +61,8 @@ pub(super) fn read_text(path: &Path, bytes_max: u64) -> Result<String> {
         .map_err(|e| refuse(path, format_args!("is not UTF-8 at byte {}", e.utf8_error().valid_up_to())))
 }
 
-/// A file that takes its name only when it is whole: written under another name beside it, synced, then renamed.
-/// Dropped unfinished, it leaves nothing behind.
+/// A file that takes its name only when it is whole: written under another name beside it, synced, then
+/// renamed. Dropped unfinished, it leaves nothing behind.
 #[derive(Debug)]
 pub(super) struct Pending {
     pub(super) path: PathBuf,

@@ -98,11 +98,12 @@ impl TensorFile {
         Ok(bytes)
     }
 
-    /// Fills `into` with the bytes of a tensor from byte `start` of it on (so that a rank reads its rows only).
+    /// Fills `into` with the bytes of a tensor from byte `start` of it on (so that a rank reads its rows
+    /// only).
     ///
     /// # Errors
-    /// As [`TensorFile::find`]; `Kind::Checkpoint` if the range leaves the tensor or the file has become shorter;
-    /// `Kind::Io` if the system refuses.
+    /// As [`TensorFile::find`]; `Kind::Checkpoint` if the range leaves the tensor or the file has become
+    /// shorter; `Kind::Io` if the system refuses.
     pub fn read_at(&self, name: &str, start: u64, into: &mut [u8]) -> Result<()> {
         let range = &self.find(name)?.bytes;
         let (length, wanted) = (range.end - range.start, into.len() as u64);
@@ -115,8 +116,9 @@ impl TensorFile {
     }
 }
 
-/// Writes a safetensors file in one pass: header first, then each tensor's bytes in the order of the list, in pieces
-/// of any size, so that no more than one piece is ever in memory. The file appears under its name when it is whole.
+/// Writes a safetensors file in one pass: header first, then each tensor's bytes in the order of the list, in
+/// pieces of any size, so that no more than one piece is ever in memory. The file appears under its name when
+/// it is whole.
 #[derive(Debug)]
 pub struct TensorWriter {
     pending: Pending,
@@ -130,7 +132,8 @@ impl TensorWriter {
     /// Begins a file of these tensors (name, dtype, global shape).
     ///
     /// # Errors
-    /// `Kind::Checkpoint` for names and shapes that no file can hold ([`render`]); `Kind::Io` if the system refuses.
+    /// `Kind::Checkpoint` for names and shapes that no file can hold ([`render`]); `Kind::Io` if the system
+    /// refuses.
     pub fn create(path: &Path, tensors: &[(String, DType, Vec<usize>)]) -> Result<TensorWriter> {
         let (text, header) = render(path, tensors)?;
         let mut pending = Pending::create(path)?;
@@ -156,7 +159,8 @@ impl TensorWriter {
     /// Appends bytes (little endian, row major) of the expected tensor, which must be `name`.
     ///
     /// # Errors
-    /// `Kind::Checkpoint` for another tensor or more bytes than it has left; `Kind::Io` if the system refuses.
+    /// `Kind::Checkpoint` for another tensor or more bytes than it has left; `Kind::Io` if the system
+    /// refuses.
     pub fn append(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
         let given = bytes.len() as u64;
         if given == 0 {
@@ -184,7 +188,8 @@ impl TensorWriter {
     /// Ends the file: syncs it to the disk and gives it its name, replacing what stood there.
     ///
     /// # Errors
-    /// `Kind::Checkpoint` if bytes are missing; `Kind::Io` if the system refuses. Either way the old file stays.
+    /// `Kind::Checkpoint` if bytes are missing; `Kind::Io` if the system refuses. Either way the old file
+    /// stays.
     pub fn finish(self) -> Result<()> {
         if let Some(t) = self.expected() {
             let left = t.bytes.end - t.bytes.start - self.written;

@@ -1,8 +1,10 @@
-//! The header of a safetensors file: which tensors stand where. Text in, checked facts out; no file is touched here.
+//! The header of a safetensors file: which tensors stand where. Text in, checked facts out; no file is
+//! touched here.
 //!
 //! A file is `length: u64 LE | header: JSON of that length | payload`. The header maps each tensor's name to
-//! `{"dtype", "shape", "data_offsets": [begin, end]}` with offsets into the payload, and `__metadata__` to a map of
-//! strings. The tensors must cover the payload without hole or overlap, so that a file has one reading only.
+//! `{"dtype", "shape", "data_offsets": [begin, end]}` with offsets into the payload, and `__metadata__` to a
+//! map of strings. The tensors must cover the payload without hole or overlap, so that a file has one reading
+//! only.
 
 use super::disk::refuse;
 use serde::Deserialize;
@@ -71,9 +73,9 @@ pub fn num_bytes(dtype: DType, shape: &[usize]) -> Option<u64> {
 /// Reads the header text of the file at `path` (named in errors), whose payload has `payload_bytes` bytes.
 ///
 /// # Errors
-/// `Kind::Checkpoint` for text that is not UTF-8 or not JSON, unknown fields, a name or a metadata key used twice, a
-/// dtype that is unknown or not held here, more than [`DIMS_MAX`] dims, a byte range that does not fit dtype and
-/// shape, and ranges that leave a hole, overlap, or do not end with the file.
+/// `Kind::Checkpoint` for text that is not UTF-8 or not JSON, unknown fields, a name or a metadata key used
+/// twice, a dtype that is unknown or not held here, more than [`DIMS_MAX`] dims, a byte range that does not
+/// fit dtype and shape, and ranges that leave a hole, overlap, or do not end with the file.
 pub fn parse(path: &Path, text: &[u8], payload_bytes: u64) -> Result<Header> {
     let text = std::str::from_utf8(text)
         .map_err(|e| refuse(path, format_args!("the header is not UTF-8 at byte {}", 8 + e.valid_up_to())))?;
@@ -107,8 +109,8 @@ pub fn parse(path: &Path, text: &[u8], payload_bytes: u64) -> Result<Header> {
     Ok(Header { tensors, metadata: raw.metadata })
 }
 
-/// Writes the header text of tensors whose bytes follow each other in the given order, padded with spaces to a multiple
-/// of 8 bytes, as `{"format": "pt"}` files that PyTorch programs open.
+/// Writes the header text of tensors whose bytes follow each other in the given order, padded with spaces to
+/// a multiple of 8 bytes, as `{"format": "pt"}` files that PyTorch programs open.
 ///
 /// # Errors
 /// `Kind::Checkpoint` for what [`parse`] would refuse: a bad or doubled name, too many dims, too many bytes.
@@ -363,8 +365,8 @@ mod tests {
 
     #[test]
     fn every_changed_byte_is_refused_or_read_as_a_whole_file() {
-        // Whatever a changed byte makes of the header, the reader neither panics nor accepts ranges that do not cover
-        // the payload exactly.
+        // Whatever a changed byte makes of the header, the reader neither panics nor accepts ranges that do
+        // not cover the payload exactly.
         let mut accepted = 0;
         for at in 0..GOOD.len() {
             for byte in (0..=255u8).step_by(5).chain(*b"0123456789[]{},:\"") {

@@ -1,10 +1,11 @@
 //! Attention with several heads, in the form of GPT-2.
 
+use super::dropout::Dropout;
 use super::linear::Linear;
 use crate::module;
 use crate::param::Init;
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Error, Kind, Value};
+use shardgrad_tensor::{Error, Kind, Tensor, Value, unwind};
 
 module! {
     /// softmax(q k^T / sqrt(c)) v in every head, between one product that makes q, k, v and one that joins the heads.
@@ -14,7 +15,8 @@ module! {
         /// `[d]` to `[3, h, c]`: q, k and v of all heads.
         pub c_attn: Linear,
         /// `[h, c]` to `[d]`.
-        pub c_proj: Linear;
+        pub c_proj: Linear,
+        drop: Dropout;
         causal: bool,
     }
 }
@@ -35,6 +37,7 @@ impl Attention {
         Attention {
             c_attn: Linear::shaped(&[d], &[3, h, c]).never_empty(2, "heads"),
             c_proj: Linear::shaped(&[h, c], &[d]).never_empty(0, "heads"),
+            drop: Dropout::default(),
             causal: true,
         }
     }
@@ -43,6 +46,17 @@ impl Attention {
     #[must_use]
     pub fn causal(self, causal: bool) -> Attention {
         Attention { causal, ..self }
+    }
+
+    /// The same layer with dropout on its attention weights. On tapes with noise it then keeps all weights, `t` times `t` a
+    /// head; without, none.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` if `p` is not in `0..1`.
+    #[track_caller]
+    #[must_use]
+    pub fn dropout(self, p: f64) -> Attention {
+        Attention { drop: Dropout::new(p), ..self }
     }
 
     /// The same layer with other initial weights: of the first product, and of the one that ends in the residual stream.
@@ -59,6 +73,26 @@ impl Attention {
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
         let qkv = self.c_attn.forward(x).unbind(2);
-        self.c_proj.forward(&qkv[0].attention(&qkv[1], &qkv[2], self.causal))
+        let [q, k, v] = [0, 1, 2].map(|i| &qkv[i]);
+        let y = if self.drop.is_on(x.tape()) {
+            self.spelled_out(q, k, v)
+        } else {
+            q.attention(k, v, self.causal)
+        };
+        self.c_proj.forward(&y)
+    }
+
+    /// The same by single ops, with dropout between them.
+    #[track_caller]
+    fn spelled_out(&self, q: &Var, k: &Var, v: &Var) -> Var {
+        let (t, c) = (q.shape()[1], q.shape()[3]);
+        let mut scores = q.einsum("b t h c, b s h c -> b h t s", k).scale(1.0 / (c as f64).sqrt());
+        if self.causal {
+            let hidden = |i: usize| if i % t > i / t { f32::NEG_INFINITY } else { 0.0 };
+            let mask: Vec<f32> = (0..t * t).map(hidden).collect();
+            let mask = unwind(Tensor::from_host(q.rank(), &[t, t], &mask)).cast(q.dtype());
+            scores = scores.add(&q.constant(mask));
+        }
+        self.drop.forward(&scores.softmax()).einsum("b h t s, b s h c -> b t h c", v)
     }
 }

@@ -3,7 +3,7 @@
 use crate::module::{Leaf, Module};
 use crate::name::key;
 use crate::point::Point;
-use shardgrad_autograd::Var;
+use shardgrad_autograd::{Tape, Var};
 use shardgrad_tensor::{Error, Kind, Value};
 
 /// y = x / (1 - p) where a random number of the element is at least p, else 0; the identity on tapes without noise.
@@ -29,6 +29,11 @@ impl Dropout {
             Error::new(Kind::Config, text).at(std::panic::Location::caller()).raise();
         }
         Dropout { point: Point::default(), p }
+    }
+
+    /// Whether anything is dropped on a tape.
+    pub(super) fn is_on(&self, tape: &Tape) -> bool {
+        self.p > 0.0 && tape.noise().is_some()
     }
 
     /// Any shape with the rows of the batch first, to the same shape.

@@ -43,7 +43,7 @@ impl Gpt2 {
         let std = Init::Normal(config.initializer_range);
         let residual = Init::Normal(config.initializer_range / (2.0 * config.n_layer as f64).sqrt());
         let block = |_| {
-            let attn = Attention::new(d, config.n_head).init(std, residual);
+            let attn = Attention::new(d, config.n_head).init(std, residual).dropout(config.attn_pdrop);
             let mlp = Mlp::new(d, config.hidden()).init(std, residual);
             Block::new(d, attn, mlp, config.layer_norm_epsilon, config.resid_pdrop)
         };
@@ -81,8 +81,7 @@ impl Gpt2 {
     /// Logits of the next token: `[b, t]` (i64) to `[b, t, vocab_size]`.
     ///
     /// # Panics
-    /// Unwinds with `Kind::Shape` if `t` exceeds `n_positions`, and with `Kind::Unsupported` on a tape with noise if the
-    /// config asks for dropout on attention weights.
+    /// Unwinds with `Kind::Shape` if the ids have other dims, or `t` exceeds `n_positions`.
     #[track_caller]
     #[must_use]
     pub fn forward(&self, ids: &Var) -> Var {
@@ -120,13 +119,6 @@ impl Gpt2 {
             let text = format!("ids of shape {:?} for a model of at most {most} positions", shape.as_slice());
             Error::new(Kind::Shape, text)
                 .detail("help", "give [batch, tokens]; shorten the rows")
-                .at(site)
-                .raise();
-        }
-        if self.config.attn_pdrop > 0.0 && ids.tape().noise().is_some() {
-            let text = format!("dropout of {} on attention weights (attn_pdrop)", self.config.attn_pdrop);
-            Error::new(Kind::Unsupported, text)
-                .detail("help", "set attn_pdrop to 0 to train")
                 .at(site)
                 .raise();
         }

@@ -2,6 +2,7 @@
 //! collectives that they cost, counted.
 
 mod support;
+mod layers;
 mod names;
 mod parity;
 mod rounds;

@@ -2,7 +2,9 @@
 
 use crate::support::{ROWS, Setup, run};
 use shardgrad_autograd::Var;
-use shardgrad_nn::{AdamW, Attention, Block, Init, LayerNorm, Linear, Mlp, Model, Module, Param, Plan, StepArgs, module};
+use shardgrad_nn::{
+    AdamW, Attention, Block, Init, LayerNorm, Linear, Mlp, Model, Module, Param, Plan, StepArgs, module,
+};
 use shardgrad_tensor::{DType, Mesh, Phase, Rank, Record, Result, Value, World};
 
 /// How often each collective ran in each phase, in alphabetical order: `backward all_reduce 2`.
@@ -158,7 +160,8 @@ fn without_data_a_step_leaves_the_same_trace() {
     for (mesh, plan) in [("dp=2,tp=2", Plan::gpt2()), ("tp=3", Plan::gpt2()), ("dp=2,tp=2", sharded)] {
         let setup = Setup { plan, recompute: mesh == "tp=3", ..Setup::new() };
         for (index, real) in run(mesh, |rank| step(rank, &setup)).into_iter().enumerate() {
-            let dry = World::new(Mesh::parse(mesh).unwrap()).dry_run(index, |rank| step(rank, &setup)).unwrap();
+            let dry =
+                World::new(Mesh::parse(mesh).unwrap()).dry_run(index, |rank| step(rank, &setup)).unwrap();
             assert_eq!(dry, real, "{mesh}, rank {index}");
         }
     }

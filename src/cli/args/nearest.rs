@@ -1,7 +1,7 @@
 //! The word that somebody may have meant.
 
-/// The candidate with the fewest edits (letters changed, added, dropped, or swapped with their neighbour) from `word`, if
-/// they are at most half of its letters, at least one; the first of several.
+/// The candidate with the fewest edits (letters changed, added, dropped, or swapped with their neighbour)
+/// from `word`, if they are at most half of its letters, at least one; the first of several.
 pub(crate) fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let near = word.chars().count().div_ceil(2).max(1);
     candidates

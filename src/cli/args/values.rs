@@ -12,7 +12,8 @@ pub(crate) const AXES: [&str; 4] = ["pp", "dp", "cp", "tp"];
 /// No count is larger than this; steps times batch then fit 64 bits.
 const COUNT_MAX: usize = 1 << 31;
 
-/// A mesh such as `dp=2,tp=2`: its axes are put into their fixed order; those left out have one rank and do not appear.
+/// A mesh such as `dp=2,tp=2`: its axes are put into their fixed order; those left out have one rank and do
+/// not appear.
 pub(super) fn mesh(text: &str) -> Result<Mesh> {
     let read = Mesh::parse(text)?;
     for axis in read.axes() {

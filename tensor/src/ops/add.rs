@@ -61,7 +61,8 @@ pub(super) fn cases() -> Vec<Case> {
 mod tests {
     use crate::tensor::Tensor;
     use crate::value::Value;
-    use shardgrad_dist::{Mesh, World};
+    use shardgrad_dist::{Kind, Mesh, World};
+    use shardgrad_kernels::DType;
 
     #[test]
     fn sums_by_hand() {
@@ -74,5 +75,21 @@ mod tests {
             Ok(())
         })
         .unwrap();
+    }
+
+    #[test]
+    fn dtypes_that_differ_are_refused() {
+        let refused = |other: DType| {
+            World::run(Mesh::single(), |rank| {
+                let x = Tensor::from_host(rank, &[1], &[1.0f32])?;
+                let _ = x.add(&Tensor::zeros(rank, &x.layout().with_dtype(other))?);
+                Ok(())
+            })
+            .unwrap_err()
+        };
+        let two = refused(DType::F64).to_string();
+        assert!(two.contains("add: arguments of f32 and f64") && two.contains("cast one of them"), "{two}");
+        assert!(refused(DType::I64).to_string().contains("add: argument 1 is i64, which is no float"));
+        assert_eq!(refused(DType::I64).kind(), Kind::DType);
     }
 }

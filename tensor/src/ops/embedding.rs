@@ -89,6 +89,10 @@ impl Op for EmbeddingBackward {
         &[false, true]
     }
 
+    fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
+        Ok(inputs[1..].into())
+    }
+
     fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
         let x = local.contiguous(x)?;
         local.launch(&BACKWARD, &[&x[0], &x[1]], &rows(local))

@@ -1,48 +1,54 @@
 //! Blocks of matrices as tiles read them: in strips, widened, with the elements of one step side by side.
 
 use crate::cpu::simd::tile::Tiles;
+use crate::cpu::simd::vectorized;
 use crate::dtype::{Element, Float, Real};
 
-/// A matrix that is read; the caller vouches for what it reaches.
-pub(crate) struct Source<T> {
-    pub(crate) start: *const T,
-    pub(crate) row: usize,
-    pub(crate) col: usize,
+/// A matrix that is read, of any float type that widens to R; the caller vouches for what it reaches.
+pub(crate) struct Source<R> {
+    start: *const u8,
+    row: usize,
+    col: usize,
+    /// Bytes of an element.
+    size: usize,
+    /// Whether elements are of type R itself, so that tiles can read them where they lie.
+    direct: bool,
+    /// Copies a block of it.
+    pack: Pack<R>,
 }
 
-impl<T> Clone for Source<T> {
+/// to[p * width + j] = from(p, j) for j below `used`, else 0: from, \[depth, used\], width, to.
+type Pack<R> = unsafe fn(&Tiles<R>, Source<R>, [usize; 2], usize, *mut R);
+
+impl<R> Clone for Source<R> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<T> Copy for Source<T> {}
+impl<R> Copy for Source<R> {}
 
-// SAFETY: tasks on several threads only read through it.
-unsafe impl<T: Sync> Sync for Source<T> {}
+// SAFETY: it points to floats, and tasks on several threads only read through it.
+unsafe impl<R> Sync for Source<R> {}
 
-impl<T> Source<T> {
+impl<R: Real> Source<R> {
+    pub(crate) fn new<T: Float<Acc = R>>(data: &[T], row: usize, col: usize) -> Source<R> {
+        let direct = T::DTYPE == R::DTYPE;
+        Source { start: data.as_ptr().cast(), row, col, size: size_of::<T>(), direct, pack: pack::<T> }
+    }
+
     pub(crate) fn turned(self) -> Self {
         Source { row: self.col, col: self.row, ..self }
     }
 
+    /// The same from another element on.
     pub(crate) fn moved(self, distance: usize) -> Self {
-        Source { start: self.start.wrapping_add(distance), ..self }
+        Source { start: self.start.wrapping_add(distance * self.size), ..self }
     }
 
-    /// # Safety
-    /// The element lies inside of the memory.
-    #[inline(always)]
-    pub(crate) unsafe fn at(self, i: usize, j: usize) -> *const T {
-        // SAFETY: as promised by the caller.
-        unsafe { self.start.add(i * self.row + j * self.col) }
-    }
-
-    /// # Safety
-    /// The element lies inside of the memory.
-    pub(crate) unsafe fn from(self, i: usize, j: usize) -> Self {
-        // SAFETY: as promised by the caller.
-        Source { start: unsafe { self.at(i, j) }, ..self }
+    /// The same from element (i, j) on.
+    pub(crate) fn from(self, i: usize, j: usize) -> Self {
+        self.moved(i * self.row + j * self.col)
     }
 }
 
@@ -50,18 +56,19 @@ impl<T> Source<T> {
 ///
 /// # Safety
 /// The block lies inside of its memory, and `to` has room for it.
-#[inline(always)]
-pub(crate) unsafe fn pack_rows<T: Float>(
-    tiles: &Tiles<T::Acc>,
-    from: Source<T>,
+pub(crate) unsafe fn pack_rows<R: Real>(
+    tiles: &Tiles<R>,
+    from: Source<R>,
     [rows, depth]: [usize; 2],
-    to: *mut T::Acc,
+    to: *mut R,
 ) {
     let tallest = tiles.heights[0];
     for first in (0..rows).step_by(tallest) {
         let height = tallest.min(rows - first);
         // SAFETY: as promised by the caller.
-        unsafe { pack(tiles, from.from(first, 0).turned(), [depth, height], height, to.add(first * depth)) };
+        unsafe {
+            (from.pack)(tiles, from.from(first, 0).turned(), [depth, height], height, to.add(first * depth))
+        };
     }
 }
 
@@ -79,53 +86,63 @@ pub(crate) struct Strips<R> {
 ///
 /// # Safety
 /// The block lies inside of its memory, and `to` has room for it.
-#[inline(always)]
-pub(crate) unsafe fn cols_of<T: Float>(
-    tiles: &Tiles<T::Acc>,
-    from: Source<T>,
+pub(crate) unsafe fn cols_of<R: Real>(
+    tiles: &Tiles<R>,
+    from: Source<R>,
     [depth, cols]: [usize; 2],
     few_rows: bool,
-    to: *mut T::Acc,
-) -> Strips<T::Acc> {
+    to: *mut R,
+) -> Strips<R> {
     let wide = 2 * tiles.lanes;
-    let direct = few_rows && from.col == 1 && T::DTYPE == <T::Acc as Element>::DTYPE;
-    let packed_from = if direct { cols / wide * wide } else { 0 };
+    let packed_from = if few_rows && from.col == 1 && from.direct { cols / wide * wide } else { 0 };
     for first in (packed_from..cols).step_by(wide) {
         let used = wide.min(cols - first);
         let width = used.next_multiple_of(tiles.lanes);
         // SAFETY: as promised by the caller.
         unsafe {
-            pack(tiles, from.from(0, first), [depth, used], width, to.add((first - packed_from) * depth))
-        };
+            let to = to.add((first - packed_from) * depth);
+            (from.pack)(tiles, from.from(0, first), [depth, used], width, to);
+        }
     }
     Strips { packed: to, packed_from, direct: from.start.cast(), direct_row: from.row }
 }
 
-/// to[p * width + j] = from(p, j), and 0 for j from `used` to `width`.
+/// See [`Pack`].
 ///
 /// # Safety
-/// The block lies inside of its memory, and `to` has room for it.
-#[inline(always)]
+/// `from` is of type T; the block lies inside of its memory, and `to` has room for it.
 unsafe fn pack<T: Float>(
     tiles: &Tiles<T::Acc>,
-    from: Source<T>,
+    from: Source<T::Acc>,
     [depth, used]: [usize; 2],
     width: usize,
     to: *mut T::Acc,
 ) {
     let block = tiles.block;
+    let start = from.start.cast::<T>();
     // SAFETY: p is below `depth` and j below `used` or, where only `to` is touched, below `width`.
     unsafe {
         if from.row == 1 && from.col != 1 && depth >= block && used >= block {
             for j in starts(used, block) {
                 for p in starts(depth, block) {
-                    turn(tiles, (from.at(p, j), from.col), (to.add(p * width + j), width));
+                    turn(tiles, (start.add(p + j * from.col), from.col), (to.add(p * width + j), width));
                 }
             }
+        } else if from.col == 1 {
+            vectorized(
+                #[inline(always)]
+                || {
+                    for p in 0..depth {
+                        for j in 0..used {
+                            *to.add(p * width + j) = (*start.add(p * from.row + j)).widen();
+                        }
+                    }
+                },
+            );
         } else {
             for p in 0..depth {
                 for j in 0..used {
-                    *to.add(p * width + j) = (*from.at(p, j)).widen();
+                    *to.add(p * width + j) = (*start.add(p * from.row + j * from.col)).widen();
                 }
             }
         }
@@ -138,7 +155,6 @@ unsafe fn pack<T: Float>(
 }
 
 /// Where blocks start that cover `len` elements; the last may overlap the one before.
-#[inline(always)]
 fn starts(len: usize, block: usize) -> impl Iterator<Item = usize> {
     (0..len).step_by(block).map(move |at| at.min(len - block))
 }
@@ -159,12 +175,17 @@ unsafe fn turn<T: Float>(
         return;
     }
     let mut wide = [T::Acc::ZERO; 64];
-    for i in 0..tiles.block {
-        for j in 0..tiles.block {
-            // SAFETY: as promised by the caller.
-            wide[i * 8 + j] = unsafe { *from.add(i * from_step + j) }.widen();
-        }
-    }
+    vectorized(
+        #[inline(always)]
+        || {
+            for i in 0..tiles.block {
+                for j in 0..tiles.block {
+                    // SAFETY: as promised by the caller.
+                    wide[i * 8 + j] = unsafe { *from.add(i * from_step + j) }.widen();
+                }
+            }
+        },
+    );
     // SAFETY: as promised by the caller.
     unsafe { (tiles.turn)((wide.as_ptr(), 8), (to, to_step)) };
 }

@@ -1,121 +1,130 @@
-//! Arithmetic of two operands, element by element.
-//!
-//! In: a, b of one shape after broadcasting (stride 0 repeats), any strides, one dtype. Out: y, contiguous, same shape
-//! and dtype. Floats are computed in the accumulator type and rounded once; i64 wraps.
+//! Arithmetic of two operands of one shape (broadcast by strides of 0), and sums in place.
 
-use super::rows::write;
-use super::runs::{Walk, each_run};
-use crate::cpu::{Pool, vectorized};
-use crate::dtype::{DType, Element, Float};
+use crate::cpu::Pool;
+use crate::cpu::math::Maths;
+use crate::dtype::{DType, Element, Float, Real};
 use crate::error::KernelError;
 use crate::kernel::{Bound, Kernel, Launch};
 use crate::match_float;
+use crate::op::pointwise::{map, plain, pointwise, update};
+use crate::op::rows::{operands, write};
+use crate::op::walk::place;
 
-macro_rules! arithmetic {
-    ($($(#[$doc:meta])* $static:ident $name:literal $op:tt $wrapping:expr;)*) => {$(
-        $(#[$doc])*
-        pub static $static: Kernel = Kernel {
-            name: $name,
-            reference: |_, launch| {
-                let one = &Pool::new(1);
-                match_float!(launch.inputs[0].dtype,
-                    T => zip_runs::<T, T>(one, launch, |a, b| T::from_f64(a.to_f64() $op b.to_f64())),
-                    else return integers($name, one, launch, $wrapping));
-                Ok(())
-            },
-            cpu: Some(|pool, launch| {
-                match_float!(launch.inputs[0].dtype,
-                    T => zip_runs::<T, T>(pool, launch, |a, b| T::narrow(a.widen() $op b.widen())),
-                    else return integers($name, pool, launch, $wrapping));
-                Ok(())
-            }),
-            flops: |l| l.outputs[0].view.numel() as u64,
-            bound: Bound { ulps: 1.0 },
-        };
-    )*};
-}
-
-arithmetic! {
+pointwise! {
     /// y = a + b.
-    ADD "add" + Some(i64::wrapping_add);
-    /// y = a - b.
-    SUB "sub" - Some(i64::wrapping_sub);
-    /// y = a * b.
-    MUL "mul" * Some(i64::wrapping_mul);
-    /// y = a / b; floats only.
-    DIV "div" / None;
+    ///
+    /// - in: a, b: one dtype (float or i64) and shape, any strides
+    /// - out: y, same dtype and shape, contiguous
+    ///
+    /// Integers wrap around; 16-bit floats are computed in f32 and rounded once.
+    ADD "add" 1 1.0 |[a, b], _| a + b, Some(|[a, b]| a.wrapping_add(b));
+    /// y = a - b. Operands as in [`ADD`].
+    SUB "sub" 1 1.0 |[a, b], _| a - b, Some(|[a, b]| a.wrapping_sub(b));
+    /// y = a b. Operands as in [`ADD`].
+    MUL "mul" 1 1.0 |[a, b], _| a * b, Some(|[a, b]| a.wrapping_mul(b));
+    /// y = a / b. Operands as in [`ADD`], floats only.
+    DIV "div" 1 1.0 |[a, b], _| a / b, None;
 }
 
-/// y += x. In: x (any strides). Out: y (contiguous, same shape and float dtype), updated.
+/// y = y + x.
+///
+/// - in: x: float or i64, any strides
+/// - out: y: same dtype and shape, contiguous, updated
 pub static ACCUMULATE: Kernel = Kernel {
     name: "accumulate",
-    reference: accumulate,
-    cpu: None,
-    flops: |l| l.inputs[0].view.numel() as u64,
+    reference: |_, launch| {
+        let ([x], [y], _) = operands(launch);
+        match x.dtype {
+            DType::I64 => {
+                let from = x.buffer.as_slice::<i64>();
+                let sums = write::<i64>(y).iter_mut().enumerate();
+                sums.for_each(|(i, y)| *y = y.wrapping_add(from[place(x.view, i)]));
+            }
+            dtype => match_float!(dtype, T => {
+                let from = x.buffer.as_slice::<T>();
+                let sums = write::<T>(y).iter_mut().enumerate();
+                sums.for_each(|(i, y)| *y = T::from_f64(y.to_f64() + from[place(x.view, i)].to_f64()));
+            }, else return Err(KernelError::DType { kernel: ACCUMULATE.name, dtype })),
+        }
+        Ok(())
+    },
+    cpu: Some(|pool, launch| {
+        let ([x], [y], _) = operands(launch);
+        match x.dtype {
+            DType::I64 => update::<1, i64, i64>(pool, [x], y, |y, [x]| y.wrapping_add(x)),
+            dtype => match_float!(dtype, T => update::<1, T, T>(
+                pool,
+                [x],
+                y,
+                #[inline(always)]
+                |y, [x]| T::narrow(y.widen() + x.widen()),
+            ), else return Err(KernelError::DType { kernel: ACCUMULATE.name, dtype })),
+        }
+        Ok(())
+    }),
+    flops: |launch| launch.outputs[0].view.numel() as u64,
     bound: Bound { ulps: 1.0 },
 };
 
-type Wrapping = Option<fn(i64, i64) -> i64>;
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::check::{Case, Kind, values};
+    use crate::op::differences::{Value, evaluate};
+    use crate::strides::Strides;
 
-fn integers(
-    kernel: &'static str,
-    pool: &Pool,
-    launch: &mut Launch<'_>,
-    f: Wrapping,
-) -> Result<(), KernelError> {
-    match (launch.inputs[0].dtype, f) {
-        (DType::I64, Some(f)) => {
-            zip_runs::<i64, i64>(pool, launch, f);
-            Ok(())
-        }
-        (dtype, _) => Err(KernelError::DType { kernel, dtype }),
+    const ALL: [&Kernel; 4] = [&ADD, &SUB, &MUL, &DIV];
+
+    #[test]
+    fn by_hand() {
+        let (a, b) = (Value::real(&[3], &[1.0, -2.0, 3.0]), Value::real(&[3], &[4.0, 5.0, -0.5]));
+        let run = |kernel| evaluate(kernel, &[a.clone(), b.clone()], &[&[3]], &[]).remove(0);
+        assert_eq!(run(&ADD), [5.0, 3.0, 2.5]);
+        assert_eq!(run(&SUB), [-3.0, -7.0, 3.5]);
+        assert_eq!(run(&MUL), [4.0, -10.0, -1.5]);
+        assert_eq!(run(&DIV), [0.25, -0.4, -6.0]);
     }
-}
 
-/// Writes f(a, b) for every element.
-#[inline(always)]
-pub(crate) fn zip_runs<T: Element, U: Element>(
-    pool: &Pool,
-    launch: &mut Launch<'_>,
-    f: impl Fn(T, T) -> U + Sync + Copy,
-) {
-    let (a, b) = (&launch.inputs[0], &launch.inputs[1]);
-    let walk = Walk::new([a.view, b.view]);
-    let (a, b) = (a.buffer.as_slice::<T>(), b.buffer.as_slice::<T>());
-    each_run(pool, &walk, write(&mut launch.outputs[0]), |[i, j], out: &mut [U], steps| {
-        let n = out.len();
-        vectorized(
-            #[inline(always)]
-            || match steps {
-                [1, 1] => {
-                    let pairs = a[i..i + n].iter().zip(&b[j..j + n]);
-                    out.iter_mut().zip(pairs).for_each(|(y, (a, b))| *y = f(*a, *b));
+    #[test]
+    fn fast_paths_agree_however_the_operands_lie() {
+        let shape = [3, 5, 33];
+        let (a, b) = (values(1, 495), values(2, 495));
+        let views = |memory: &[f64]| {
+            let full = Strides::contiguous(&shape);
+            let bias = Strides::contiguous(&[33]).broadcast(&shape).unwrap();
+            let column = Strides::contiguous(&[3, 5, 1]).broadcast(&shape).unwrap();
+            let turned = Strides::contiguous(&[33, 3, 5]).permute(&[1, 2, 0]);
+            [full, bias, column, turned].map(|view| (view, memory.to_vec()))
+        };
+        for kernel in ALL {
+            for (view_a, memory_a) in views(&a) {
+                for (view_b, memory_b) in views(&b) {
+                    let case = Case::new(kernel).input_view(Kind::Tested, view_a.clone(), &memory_a);
+                    case.input_view(Kind::Tested, view_b, &memory_b).output(&shape).run();
                 }
-                [1, 0] => {
-                    let b = b[j];
-                    out.iter_mut().zip(&a[i..i + n]).for_each(|(y, a)| *y = f(*a, b));
-                }
-                [sa, sb] => {
-                    out.iter_mut().enumerate().for_each(|(n, y)| *y = f(a[i + n * sa], b[j + n * sb]))
-                }
-            },
-        );
-    });
-}
+            }
+        }
+    }
 
-fn accumulate(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
-    let x = &launch.inputs[0];
-    match_float!(x.dtype, T => {
-        let (walk, x) = (Walk::new([x.view]), x.buffer.as_slice::<T>());
-        each_run(pool, &walk, write(&mut launch.outputs[0]), |[at], sum: &mut [T], [step]| {
-            vectorized(#[inline(always)] || match step {
-                1 => {
-                    let x = &x[at..at + sum.len()];
-                    sum.iter_mut().zip(x).for_each(|(s, x)| *s = T::narrow(s.widen() + x.widen()));
-                }
-                _ => sum.iter_mut().enumerate().for_each(|(i, s)| *s = T::narrow(s.widen() + x[at + i * step].widen())),
-            });
-        });
-    }, else return Err(KernelError::DType { kernel: "accumulate", dtype: x.dtype }));
-    Ok(())
+    #[test]
+    fn many_tasks_and_updates() {
+        let (x, y, n) = (values(1, 50_000), values(2, 50_000), 50_000);
+        Case::new(&ADD).input(&[n], &x).input(&[n], &y).output(&[n]).run();
+        let view = Strides::contiguous(&[100, 500]);
+        let case = Case::new(&ACCUMULATE).input(&[100, 500], &x).output_view(Kind::Tested, view, &y);
+        case.strided().run();
+    }
+
+    #[test]
+    fn integers_wrap_and_other_dtypes_are_refused() {
+        let (a, b) = ([i64::MAX as f64, 7.0, -3.0], [1.0, -9.0, 2.0]);
+        for kernel in [&ADD, &SUB, &MUL] {
+            Case::new(kernel).input(&[3], &a).input(&[3], &b).output(&[3]).run_for(&[DType::I64]);
+        }
+        let view = Strides::contiguous(&[3]);
+        let case = Case::new(&ACCUMULATE).input(&[3], &b).output_view(Kind::Tested, view, &b);
+        case.run_for(&[DType::I64]);
+        let refused = Case::new(&DIV).input(&[3], &a).input(&[3], &b).output(&[3]).verify(&[DType::I64]);
+        assert!(refused.unwrap_err().contains("no kernel for dtype i64"));
+    }
 }

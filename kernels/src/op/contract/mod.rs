@@ -1,65 +1,120 @@
-//! c = a b for a stack of matrices.
+//! Products of stacks of matrices.
 
 use crate::cpu::Pool;
 use crate::cpu::gemm::{Stack, StackMut, products};
-use crate::dtype::{Element, Float};
+use crate::dtype::Element;
 use crate::error::KernelError;
 use crate::kernel::{Arg, Bound, Kernel, Launch};
 use crate::match_float;
+use crate::op::rows::operands;
+use crate::strides::Strides;
 
-/// c[g] = a[g] b[g]. In: a (g, m, k), b (g, k, n), any strides, one float dtype. Out: c (g, m, n), any strides without
-/// overlap, same dtype. Sums run over k in order, in the accumulator type, and are rounded once; k = 0 gives zeros.
+/// c_g = a_g b_g for every g.
+///
+/// - in: a (g, m, k), b (g, k, n), one float dtype, any strides (0 shares one matrix among all g)
+/// - out: c (g, m, n), same dtype, any strides without overlap
+///
+/// The sum over k is formed in the accumulator, in the order that [`crate::cpu::gemm`] states (it depends on k only), and
+/// rounded once; k = 0 gives zeros. Counted: 2 g m n k.
 pub static CONTRACT: Kernel = Kernel {
     name: "contract",
-    reference,
+    reference: plain,
     cpu: Some(fast),
-    flops: |l| 2 * l.inputs[0].view.numel() as u64 * l.outputs[0].view.shape[2] as u64,
+    flops: |launch| 2 * launch.inputs[0].view.numel() as u64 * launch.outputs[0].view.shape[2] as u64,
     bound: Bound { ulps: 64.0 },
 };
 
-fn dims(launch: &Launch<'_>) -> [usize; 4] {
-    let (a, c) = (&launch.inputs[0].view.shape, &launch.outputs[0].view.shape);
-    [c[0], c[1], c[2], a[2]]
-}
-
-fn strides(x: &[usize]) -> [usize; 3] {
-    x.try_into().expect("a contraction has three dims")
-}
-
-fn memory<'a, T: Element>(x: &Arg<'a>) -> &'a [T] {
-    if x.view.numel() == 0 { &[] } else { &x.buffer.as_slice::<T>()[x.view.offset..] }
+fn strides(view: &Strides) -> [usize; 3] {
+    view.strides[..].try_into().expect("the contract asks for three dims")
 }
 
 fn fast(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
-    let dims = dims(launch);
-    let (a, b, c) = (&launch.inputs[0], &launch.inputs[1], &mut launch.outputs[0]);
-    if c.view.numel() == 0 {
-        return Ok(());
-    }
+    let ([a, b], [c], _) = operands(launch);
+    let [g, m, n] = c.view.shape[..] else { unreachable!("the contract asks for three dims") };
+    let dims = [g, m, n, a.view.shape[2]];
+    debug_assert!(
+        a.view.shape[..] == [g, m, dims[3]] && b.view.shape[..] == [g, dims[3], n],
+        "extents agree"
+    );
     match_float!(a.dtype, T => {
-        let (sa, sb, sc) = (strides(&a.view.strides), strides(&b.view.strides), strides(&c.view.strides));
-        let data = &mut c.buffer.as_mut::<T>().expect("an output has one handle")[c.view.offset..];
-        let (a, b) = (Stack { data: memory::<T>(a), strides: sa }, Stack { data: memory::<T>(b), strides: sb });
-        products(pool, dims, a, b, StackMut { data, strides: sc });
-    }, else return Err(KernelError::DType { kernel: "contract", dtype: a.dtype }));
+        let memory = c.buffer.as_mut::<T>().expect("an output buffer has one handle");
+        let data = if c.view.reach() == 0 { &mut [] } else { &mut memory[c.view.offset..] };
+        products(pool, dims, stack::<T>(a), stack::<T>(b), StackMut { data, strides: strides(c.view) });
+    }, else return Err(KernelError::DType { kernel: CONTRACT.name, dtype: a.dtype }));
     Ok(())
 }
 
-fn reference(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
-    let [g, m, n, k] = dims(launch);
-    let (a, b, c) = (&launch.inputs[0], &launch.inputs[1], &mut launch.outputs[0]);
-    let at = |s: &[usize], p: usize, i: usize, j: usize| p * s[0] + i * s[1] + j * s[2];
+fn stack<'a, T: Element>(x: &Arg<'a>) -> Stack<'a, T> {
+    let data = if x.view.reach() == 0 { &[] } else { &x.buffer.as_slice()[x.view.offset..] };
+    Stack { data, strides: strides(x.view) }
+}
+
+fn plain(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([a, b], [c], _) = operands(launch);
+    let [g, m, n] = c.view.shape[..] else { unreachable!("the contract asks for three dims") };
+    let place = |v: &Strides, i: [usize; 3]| v.offset + (0..3).map(|d| i[d] * v.strides[d]).sum::<usize>();
     match_float!(a.dtype, T => {
-        let (x, y) = (memory::<T>(a), memory::<T>(b));
-        let out = c.buffer.as_mut::<T>().expect("an output has one handle");
-        for p in 0..g {
-            for i in 0..m {
-                for j in 0..n {
-                    let term = |l| x[at(&a.view.strides, p, i, l)].to_f64() * y[at(&b.view.strides, p, l, j)].to_f64();
-                    out[c.view.offset + at(&c.view.strides, p, i, j)] = T::from_f64((0..k).map(term).sum());
-                }
-            }
+        let (x, y) = (a.buffer.as_slice::<T>(), b.buffer.as_slice::<T>());
+        let to = c.buffer.as_mut::<T>().expect("an output buffer has one handle");
+        for (p, i, j) in (0..g * m * n).map(|at| (at / (m * n), at / n % m, at % n)) {
+            let term = |l| x[place(a.view, [p, i, l])].to_f64() * y[place(b.view, [p, l, j])].to_f64();
+            to[place(c.view, [p, i, j])] = T::from_f64((0..a.view.shape[2]).map(term).sum());
         }
-    }, else return Err(KernelError::DType { kernel: "contract", dtype: a.dtype }));
+    }, else return Err(KernelError::DType { kernel: CONTRACT.name, dtype: a.dtype }));
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::check::{Case, Kind, values};
+    use crate::op::differences::{Value, evaluate};
+
+    fn case([g, m, n, k]: [usize; 4]) -> Case<'static> {
+        let (a, b) = (values(1, g * m * k), values(2, g * k * n));
+        Case::new(&CONTRACT).input(&[g, m, k], &a).input(&[g, k, n], &b).scale(1.0)
+    }
+
+    #[test]
+    fn by_hand() {
+        let a = Value::real(&[2, 1, 2], &[1.0, 2.0, 3.0, 4.0]);
+        let b = Value::real(&[2, 2, 2], &[1.0, 0.0, 0.0, 1.0, 1.0, -1.0, 2.0, 0.5]);
+        assert_eq!(evaluate(&CONTRACT, &[a, b], &[&[2, 1, 2]], &[]).remove(0), [1.0, 2.0, 11.0, -1.0]);
+    }
+
+    #[test]
+    fn the_fast_path_agrees() {
+        for [g, m, n, k] in
+            [[1, 1, 1, 1], [3, 5, 7, 9], [2, 33, 17, 65], [1, 1, 130, 40], [1, 90, 1, 300], [40, 4, 4, 8]]
+        {
+            case([g, m, n, k]).output(&[g, m, n]).strided().run();
+        }
+        case([1, 150, 140, 70]).output(&[1, 150, 140]).run();
+    }
+
+    #[test]
+    fn empty_extents() {
+        for [g, m, n, k] in [[2, 3, 4, 0], [0, 3, 4, 5], [2, 0, 4, 5], [2, 3, 0, 5]] {
+            case([g, m, n, k]).output(&[g, m, n]).run();
+        }
+    }
+
+    #[test]
+    fn outputs_of_any_strides_and_shared_matrices() {
+        let into = |view: Strides| case([2, 20, 30, 10]).output_view(Kind::Tested, view, &[77.0; 4000]).run();
+        into(Strides::contiguous(&[2, 30, 20]).permute(&[0, 2, 1]));
+        into(Strides::contiguous(&[20, 2, 30]).permute(&[1, 0, 2]));
+        into(Strides::contiguous(&[2, 20, 60]).narrow(2, 7, 37));
+        let shared = Strides::contiguous(&[10, 30]).broadcast(&[4, 10, 30]).unwrap();
+        let a = values(3, 4 * 6 * 10);
+        let case =
+            Case::new(&CONTRACT).input(&[4, 6, 10], &a).input_view(Kind::Tested, shared, &values(4, 300));
+        case.output(&[4, 6, 30]).scale(1.0).run();
+    }
+
+    #[test]
+    fn other_dtypes_are_refused() {
+        let refused = case([1, 2, 2, 2]).output(&[1, 2, 2]).verify(&[crate::dtype::DType::I64]);
+        assert!(refused.unwrap_err().contains("contract: no kernel for dtype i64"));
+    }
 }

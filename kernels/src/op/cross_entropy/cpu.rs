@@ -7,7 +7,7 @@ use crate::dtype::{Float, Real};
 use crate::error::KernelError;
 use crate::kernel::Launch;
 use crate::match_float;
-use crate::op::rows::{check_indices, operands, read, rows_per_task, sum, width, write};
+use crate::op::rows::{check_indices, operands, read, rows_per_task, sum_of_long, width, write};
 
 pub(super) fn terms(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([z, max, target], [sum_exp, picked], scalars) = operands(launch);
@@ -21,8 +21,8 @@ pub(super) fn terms(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelEr
             vectorized(#[inline(always)] || {
                 for (j, (sum_exp, picked)) in sum_exp.iter_mut().zip(picked).enumerate() {
                     let row = i * rows + j;
-                    let z = &z[row * v..][..v];
-                    *sum_exp = sum(z, |z| (z.widen() - max[row]).exp());
+                    let (z, max) = (&z[row * v..][..v], max[row]);
+                    *sum_exp = sum_of_long(z, #[inline(always)] |z| (z.widen() - max).exp());
                     *picked = local(target[row], v_start, v).map_or(Acc::ZERO, |at| z[at].widen());
                 }
             });

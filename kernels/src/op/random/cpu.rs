@@ -1,7 +1,7 @@
-//! Random numbers on the CPU: 16 blocks of Philox side by side.
+//! Random numbers on the CPU: many blocks of Philox side by side.
 
 use super::normal::normal_pair;
-use super::philox::{philox_lanes, unit_interval, words};
+use super::philox::{philox_rounds, unit_interval, words};
 use super::{DROPOUT, NORMAL, Place, UNIFORM, seed};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Element, Float, Real};
@@ -9,24 +9,29 @@ use crate::error::KernelError;
 use crate::kernel::Launch;
 use crate::match_float;
 use crate::op::rows::{operands, read, rows_per_task, write};
+use std::ops::Range;
 
-/// Blocks of random bits that are computed together.
-const BLOCKS: usize = 16;
-/// The elements that they serve.
+/// Blocks of random bits that are computed together, at most and at least.
+const BLOCKS: usize = 64;
+const BLOCKS_MIN: usize = 16;
+/// The elements that they serve at most.
 const BATCH: usize = 4 * BLOCKS;
 
-/// The random bits of 64 neighbours in the global index, from a block on.
+/// The random bits of neighbours in the global index, from a block on; how many are filled in follows from `count`.
 #[inline(always)]
-fn batch((key, stream): (u64, u64), first_block: u64) -> [u32; BATCH] {
-    let mut counters = [[0; BLOCKS]; 4];
+fn batch((key, stream): (u64, u64), first_block: u64, count: usize, bits: &mut [u32; BATCH]) {
+    let num_blocks = count.div_ceil(4).next_multiple_of(BLOCKS_MIN);
     let [stream_low, stream_high] = words(stream);
-    for n in 0..BLOCKS {
-        let [low, high] = words(first_block.wrapping_add(n as u64));
-        (counters[0][n], counters[1][n]) = (low, high);
-        (counters[2][n], counters[3][n]) = (stream_low, stream_high);
+    let mut words_of_blocks = [[0; BLOCKS], [0; BLOCKS], [stream_low; BLOCKS], [stream_high; BLOCKS]];
+    let [c0, c1, c2, c3] = words_of_blocks.each_mut().map(|word| &mut word[..num_blocks]);
+    for (n, (c0, c1)) in c0.iter_mut().zip(&mut *c1).enumerate() {
+        [*c0, *c1] = words(first_block.wrapping_add(n as u64));
     }
-    let blocks = philox_lanes(counters, words(key));
-    std::array::from_fn(|i| blocks[i % 4][i / 4])
+    philox_rounds([&mut *c0, &mut *c1, &mut *c2, &mut *c3], words(key));
+    let blocks = c0.iter().zip(&*c1).zip(&*c2).zip(&*c3);
+    for (to, (((&c0, &c1), &c2), &c3)) in bits.as_chunks_mut::<4>().0.iter_mut().zip(blocks) {
+        *to = [c0, c1, c2, c3];
+    }
 }
 
 /// Walks over the local elements from `start` on that `count` counts: hands out the bits of a batch, how many of them to
@@ -37,8 +42,9 @@ fn each_batch(
     seed: (u64, u64),
     start: usize,
     count: usize,
-    mut fill: impl FnMut(&[u32; BATCH], usize, std::ops::Range<usize>),
+    mut fill: impl FnMut(&[u32; BATCH], usize, Range<usize>),
 ) {
+    let mut bits = [0; BATCH];
     let mut at = 0;
     while at < count {
         let run = (place.run - (start + at) % place.run).min(count - at);
@@ -46,7 +52,8 @@ fn each_batch(
         while at < end {
             let skip = (index % 4) as usize;
             let taken = (BATCH - skip).min(end - at);
-            fill(&batch(seed, index / 4), skip, at..at + taken);
+            batch(seed, index / 4, skip + taken, &mut bits);
+            fill(&bits, skip, at..at + taken);
             at += taken;
             index += taken as u64;
         }
@@ -82,7 +89,9 @@ pub(super) fn normal(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelE
             vectorized(#[inline(always)] || {
                 each_batch(&place, seed, i * task, y.len(), #[inline(always)] |bits, skip, range| {
                     let mut numbers = [0.0; BATCH];
-                    for (pair, bits) in numbers.as_chunks_mut::<2>().0.iter_mut().zip(bits.as_chunks::<2>().0) {
+                    let used = (skip + range.len()).next_multiple_of(2);
+                    let pairs = numbers[..used].as_chunks_mut::<2>().0.iter_mut().zip(bits.as_chunks::<2>().0);
+                    for (pair, bits) in pairs {
                         (pair[0], pair[1]) = normal_pair(bits[0], bits[1]);
                     }
                     for (y, &number) in y[range].iter_mut().zip(&numbers[skip..]) {

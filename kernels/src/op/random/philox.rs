@@ -13,28 +13,26 @@ fn halves(a: u32, b: u32) -> (u32, u32) {
     ((product >> 32) as u32, product as u32)
 }
 
-/// Ten rounds on N counters side by side; word i of counter n is `counters[i][n]`.
+/// Ten rounds on counters side by side; word i of counter n is `c[i][n]`.
 #[inline(always)]
-pub(super) fn philox_lanes<const N: usize>(counters: [[u32; N]; 4], mut key: [u32; 2]) -> [[u32; N]; 4] {
-    let mut c = counters;
+pub(super) fn philox_rounds(c: [&mut [u32]; 4], mut key: [u32; 2]) {
+    let [c0, c1, c2, c3] = c;
     for _ in 0..10 {
-        for n in 0..N {
-            let (high0, low0) = halves(MULTIPLIERS[0], c[0][n]);
-            let (high1, low1) = halves(MULTIPLIERS[1], c[2][n]);
-            c[0][n] = high1 ^ c[1][n] ^ key[0];
-            c[2][n] = high0 ^ c[3][n] ^ key[1];
-            c[1][n] = low1;
-            c[3][n] = low0;
+        for (((c0, c1), c2), c3) in c0.iter_mut().zip(&mut *c1).zip(&mut *c2).zip(&mut *c3) {
+            let (high0, low0) = halves(MULTIPLIERS[0], *c0);
+            let (high1, low1) = halves(MULTIPLIERS[1], *c2);
+            (*c0, *c1) = (high1 ^ *c1 ^ key[0], low1);
+            (*c2, *c3) = (high0 ^ *c3 ^ key[1], low0);
         }
         key = [key[0].wrapping_add(WEYL[0]), key[1].wrapping_add(WEYL[1])];
     }
-    c
 }
 
 /// 128 random bits for a counter and a key.
 #[must_use]
-pub fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
-    philox_lanes(counter.map(|word| [word]), key).map(|word| word[0])
+pub fn philox(mut counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
+    philox_rounds(counter.each_mut().map(std::slice::from_mut), key);
+    counter
 }
 
 /// The lower and the upper word.

@@ -1,0 +1,113 @@
+//! Copies by runs: side by side, spread out, or turned in tiles.
+
+use super::{convert, truth_of};
+use crate::cpu::{Pool, vectorized};
+use crate::dtype::{DType, Element, Float};
+use crate::error::KernelError;
+use crate::kernel::{Arg, ArgMut, Launch};
+use crate::match_dtype;
+use crate::op::pointwise::scatter;
+use crate::op::rows::operands;
+use crate::op::walk::Walk;
+use half::{bf16, f16};
+
+/// Rows and columns of a tile that is turned: both sides of it stay in the first-level cache.
+const TILE: usize = 32;
+
+pub(super) fn copy(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([x], [y], _) = operands(launch);
+    // Each line is one loop in machine code; the 16-bit floats go through f32, which is exact or rounds once.
+    macro_rules! pairs {
+        ($($from:ident $s:ty => $to:ident $d:ty, $x:ident: $value:expr;)*) => {
+            match (x.dtype, y.dtype) {
+                $((DType::$from, DType::$to) => each::<$s, $d>(pool, x, y, #[inline(always)] |$x| $value),)*
+                (from, to) if from == to => match from.size() {
+                    1 => each::<u8, u8>(pool, x, y, #[inline(always)] |x| x),
+                    2 => each::<bf16, bf16>(pool, x, y, #[inline(always)] |x| x),
+                    4 => each::<f32, f32>(pool, x, y, #[inline(always)] |x| x),
+                    _ => each::<i64, i64>(pool, x, y, #[inline(always)] |x| x),
+                },
+                (_, DType::Bool) => match_dtype!(x.dtype, S => each::<S, u8>(pool, x, y, truth_of)),
+                _ => match_dtype!(x.dtype, S => match_dtype!(y.dtype, D => each::<S, D>(pool, x, y, convert))),
+            }
+        };
+    }
+    pairs! {
+        F32 f32 => F64 f64, x: f64::from(x);
+        F64 f64 => F32 f32, x: x as f32;
+        F32 f32 => BF16 bf16, x: bf16::narrow(x);
+        BF16 bf16 => F32 f32, x: x.widen();
+        F32 f32 => F16 f16, x: f16::narrow(x);
+        F16 f16 => F32 f32, x: x.widen();
+        F16 f16 => BF16 bf16, x: bf16::narrow(x.widen());
+        BF16 bf16 => F16 f16, x: f16::narrow(x.widen());
+    }
+    Ok(())
+}
+
+fn each<S: Element, D: Element>(pool: &Pool, x: &Arg<'_>, y: &mut ArgMut<'_>, f: impl Fn(S) -> D + Sync) {
+    let from = x.buffer.as_slice::<S>();
+    let walk = Walk::in_memory_order([y.view, x.view]);
+    scatter::<2, D>(pool, &walk, y, |walk, to, start| {
+        let inner = walk.dims().len() - 1;
+        match (walk.steps(), walk.dims()[..inner].iter().position(|&(_, [_, step])| step == 1)) {
+            ([1, step], Some(turned)) if step > 1 => turn(walk, turned, from, to, start, &f),
+            _ => runs(walk, from, to, start, &f),
+        }
+    });
+}
+
+/// Run after run.
+fn runs<S: Element, D: Element>(walk: &Walk<2>, from: &[S], to: &mut [D], start: usize, f: &impl Fn(S) -> D) {
+    let [to_step, from_step] = walk.steps();
+    walk.runs(0..walk.numel(), |[to_at, from_at], length| {
+        let (from, to) = (&from[from_at..], &mut to[to_at - start..]);
+        match (to_step, from_step) {
+            (1, 1) => {
+                let (from, to) = (&from[..length], &mut to[..length]);
+                vectorized(
+                    #[inline(always)]
+                    || to.iter_mut().zip(from).for_each(|(to, from)| *to = f(*from)),
+                );
+            }
+            (1, 0) => to[..length].fill(f(from[0])),
+            _ => (0..length).for_each(|i| to[i * to_step] = f(from[i * from_step])),
+        }
+    });
+}
+
+/// The innermost dim lies side by side in y, the dim `turned` in x: tile after tile, so that whole cache lines of
+/// both are used.
+fn turn<S: Element, D: Element>(
+    walk: &Walk<2>,
+    turned: usize,
+    from: &[S],
+    to: &mut [D],
+    start: usize,
+    f: &impl Fn(S) -> D,
+) {
+    let (rows, [row_step, _]) = walk.dims()[turned];
+    let (cols, [_, col_step]) = walk.dims()[walk.dims().len() - 1];
+    let others = walk.without(turned);
+    let [to_step, from_step] = others.steps();
+    let mut tile = [[S::default(); TILE]; TILE];
+    others.runs(0..others.numel(), |[to_at, from_at], length| {
+        for other in 0..length {
+            let (to, from) =
+                (&mut to[to_at + other * to_step - start..], &from[from_at + other * from_step..]);
+            for row in (0..rows).step_by(TILE) {
+                let height = TILE.min(rows - row);
+                for col in (0..cols).step_by(TILE) {
+                    let width = TILE.min(cols - col);
+                    for (j, tile) in tile[..width].iter_mut().enumerate() {
+                        tile[..height].copy_from_slice(&from[row + (col + j) * col_step..][..height]);
+                    }
+                    for i in 0..height {
+                        let to = &mut to[(row + i) * row_step + col..][..width];
+                        to.iter_mut().zip(&tile).for_each(|(to, tile)| *to = f(tile[i]));
+                    }
+                }
+            }
+        }
+    });
+}

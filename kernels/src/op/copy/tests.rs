@@ -1,0 +1,100 @@
+//! Copies between all dtypes and all kinds of strides, and speed-relevant shapes.
+
+use super::*;
+use crate::op::check::{Case, Kind, values};
+use crate::op::differences::{Value, evaluate_as};
+use crate::strides::Strides;
+
+const FLOATS_AND_INTEGERS: [DType; 6] =
+    [DType::F64, DType::F32, DType::BF16, DType::F16, DType::I64, DType::U8];
+
+fn between(from: DType, to: DType, x: &[f64]) -> Vec<f64> {
+    let input = Value { dtype: from, ..Value::real(&[x.len()], x) };
+    let fast = evaluate_as(COPY.cpu.unwrap(), to, std::slice::from_ref(&input), &[&[x.len()]], &[]).remove(0);
+    assert_eq!(fast, evaluate_as(plain, to, &[input], &[&[x.len()]], &[]).remove(0), "{from} {to}");
+    fast
+}
+
+#[test]
+fn by_hand() {
+    // 1 + 2^-8 lies half way between two bf16 numbers, of which 1 is even; so does 1 + 3 * 2^-8, up to 1 + 2^-6.
+    let halves = [1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, 1.0 + 1.001 / 256.0];
+    assert_eq!(between(DType::F32, DType::BF16, &halves), [1.0, 1.0 + 1.0 / 64.0, 1.0 + 1.0 / 128.0]);
+    assert_eq!(between(DType::F64, DType::BF16, &halves), [1.0, 1.0 + 1.0 / 64.0, 1.0 + 1.0 / 128.0]);
+    assert_eq!(
+        between(DType::F32, DType::F16, &[65504.0, 65520.0, 1e-8, -6e-8]),
+        [65504.0, f64::INFINITY, 0.0, -2f64.powi(-24)]
+    );
+    assert_eq!(
+        between(DType::F64, DType::I64, &[2.9, -2.9, f64::NAN, 1e300]),
+        [2.0, -2.0, 0.0, i64::MAX as f64]
+    );
+    assert_eq!(between(DType::F32, DType::U8, &[300.0, -1.0, 7.5]), [255.0, 0.0, 7.0]);
+    assert_eq!(between(DType::F32, DType::Bool, &[0.25, 0.0, -0.0, f64::NAN]), [1.0, 0.0, 0.0, 1.0]);
+    assert_eq!(between(DType::I64, DType::Bool, &[-4.0, 0.0]), [1.0, 0.0]);
+    assert_eq!(between(DType::Bool, DType::F32, &[1.0, 0.0]), [1.0, 0.0]);
+}
+
+#[test]
+fn every_pair_of_dtypes_agrees_with_the_reference() {
+    let x: Vec<f64> = values(1, 301).iter().map(|x| 40.0 * x).collect();
+    for from in FLOATS_AND_INTEGERS {
+        for to in DType::ALL {
+            between(from, to, &x);
+        }
+    }
+}
+
+#[test]
+fn any_strides_on_both_sides() {
+    let full = Strides::contiguous(&[3, 40, 37]);
+    let lies = |shape: &[usize]| {
+        let gapped: Vec<usize> = shape.iter().map(|n| n + 2).collect();
+        let mut gaps = Strides::contiguous(&gapped);
+        gaps.shape = shape.into();
+        gaps.offset = 5;
+        [Strides::contiguous(shape), gaps]
+    };
+    let mut views = vec![];
+    for order in [[0, 1, 2], [0, 2, 1], [2, 1, 0], [1, 2, 0]] {
+        let mut inverse = [0; 3];
+        order.iter().enumerate().for_each(|(i, &d)| inverse[d] = i);
+        let shape: Vec<usize> = order.iter().map(|&d| full.shape[d]).collect();
+        views.extend(lies(&shape).map(|view| view.permute(&inverse)));
+    }
+    let column = Strides::contiguous(&[3, 40, 1]).broadcast(&[3, 40, 37]).unwrap();
+    let memory = values(1, 8000);
+    for from in views.iter().chain([&column]) {
+        for to in &views {
+            let case = Case::new(&COPY).input_view(Kind::Tested, from.clone(), &memory);
+            case.output_view(Kind::Tested, to.clone(), &[77.0; 8000]).run_for(&[DType::F32, DType::I64]);
+        }
+        let case = Case::new(&COPY).input_view(Kind::Fixed(DType::F32), from.clone(), &memory);
+        case.output_view(Kind::Fixed(DType::BF16), views[3].clone(), &[77.0; 8000]).run_for(&[DType::F32]);
+    }
+}
+
+#[test]
+fn many_tasks_and_small_ones() {
+    let x = values(3, 300 * 130);
+    let turned = Strides::contiguous(&[130, 300]).permute(&[1, 0]);
+    let case = Case::new(&COPY).input_view(Kind::Tested, turned, &x).output(&[300, 130]);
+    case.run();
+    Case::new(&COPY).input(&[39_000], &x).output(&[39_000]).run();
+    Case::new(&COPY).input(&[], &[3.0]).output(&[]).run();
+    Case::new(&COPY).input(&[0, 3], &[]).output(&[0, 3]).run();
+}
+
+#[test]
+fn equal_dtypes_move_bits() {
+    let big = (1i64 << 53) + 1;
+    let buffer = crate::backend::upload(&*crate::backend::Cpu::new(1), &[big, -big]).unwrap();
+    let mut to = crate::backend::upload(&*crate::backend::Cpu::new(1), &[0i64; 2]).unwrap();
+    let view = Strides::contiguous(&[2]);
+    for code in [COPY.cpu.unwrap(), COPY.reference] {
+        let inputs = [crate::kernel::Arg { buffer: &buffer, dtype: DType::I64, view: &view }];
+        let mut outputs = [crate::kernel::ArgMut { buffer: &mut to, dtype: DType::I64, view: &view }];
+        code(&Pool::new(1), &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars: &[] }).unwrap();
+        assert_eq!(to.as_slice::<i64>(), [big, -big]);
+    }
+}

@@ -1,0 +1,312 @@
+//! Reductions in the stated order, along rows or across them.
+
+use crate::cpu::{Pool, vectorized};
+use crate::dtype::{Element, Float, Real};
+use crate::kernel::Arg;
+use crate::op::pointwise::TASK;
+use crate::op::walk::Walk;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// Reduced elements in one block.
+pub(super) const BLOCK: usize = 256;
+/// Partial results within a block.
+pub(super) const LANES: usize = 16;
+/// Reduced elements in one task of a long row: a power of two of blocks, and so a branch of the tree.
+const BRANCH: usize = 64 * BLOCK;
+/// Neighbouring results that are formed together where rows are joined to each other.
+const COLUMNS: usize = 128;
+
+/// What is formed of the elements, and how two partial results join.
+pub(super) trait Fold {
+    type From: Float;
+    type Result: Real;
+    const EMPTY: Self::Result;
+    fn load(x: Self::From) -> Self::Result;
+    fn join(a: Self::Result, b: Self::Result) -> Self::Result;
+}
+
+/// x_0 + x_1 + ... in the accumulator.
+pub(super) struct Sum<T>(PhantomData<T>);
+/// The largest; not-a-number wins.
+pub(super) struct Max<T>(PhantomData<T>);
+/// x_0^2 + x_1^2 + ... in f64.
+pub(super) struct Squares<T>(PhantomData<T>);
+
+impl<T: Float> Fold for Sum<T> {
+    type From = T;
+    type Result = T::Acc;
+    const EMPTY: T::Acc = T::Acc::ZERO;
+    #[inline(always)]
+    fn load(x: T) -> T::Acc {
+        x.widen()
+    }
+    #[inline(always)]
+    fn join(a: T::Acc, b: T::Acc) -> T::Acc {
+        a + b
+    }
+}
+
+impl<T: Float> Fold for Max<T> {
+    type From = T;
+    type Result = T::Acc;
+    const EMPTY: T::Acc = T::Acc::NEG_INFINITY;
+    #[inline(always)]
+    fn load(x: T) -> T::Acc {
+        x.widen()
+    }
+    #[inline(always)]
+    #[expect(clippy::eq_op, reason = "only not-a-number differs from itself")]
+    fn join(a: T::Acc, b: T::Acc) -> T::Acc {
+        if a > b || a != a { a } else { b }
+    }
+}
+
+impl<T: Float> Fold for Squares<T> {
+    type From = T;
+    type Result = f64;
+    const EMPTY: f64 = 0.0;
+    #[inline(always)]
+    fn load(x: T) -> f64 {
+        x.to_f64() * x.to_f64()
+    }
+    #[inline(always)]
+    fn join(a: f64, b: f64) -> f64 {
+        a + b
+    }
+}
+
+/// y = finish(fold of x over its last `num_reduced` dims).
+pub(super) fn reduce<F: Fold, U: Element>(
+    pool: &Pool,
+    x: &Arg<'_>,
+    num_reduced: usize,
+    y: &mut [U],
+    finish: impl Fn(F::Result) -> U + Sync,
+) {
+    let memory = x.buffer.as_slice::<F::From>();
+    let num_kept = x.view.ndim() - num_reduced;
+    let kept = Walk::over([x.view], 0..num_kept, [x.view.offset]);
+    let reduced = Walk::over([x.view], num_kept..x.view.ndim(), [0]);
+    debug_assert_eq!(y.len(), kept.numel(), "the contract asks for one result for each kept element");
+    if y.is_empty() {
+        return;
+    }
+    let x = Operand { memory, kept, reduced };
+    let neighbours = x.kept.dims()[x.kept.dims().len() - 1];
+    if neighbours.1 == [1] && neighbours.0 >= LANES && x.reduced.steps() != [1] {
+        across::<F, U>(pool, &x, neighbours.0, y, finish);
+    } else {
+        along::<F, U>(pool, &x, y, finish);
+    }
+}
+
+struct Operand<'a, T> {
+    memory: &'a [T],
+    kept: Walk<1>,
+    reduced: Walk<1>,
+}
+
+/// Each result on its own; long rows are cut into branches of the tree.
+fn along<F: Fold, U: Element>(
+    pool: &Pool,
+    x: &Operand<'_, F::From>,
+    y: &mut [U],
+    finish: impl Fn(F::Result) -> U + Sync,
+) {
+    let count = x.reduced.numel();
+    let branches = count.div_ceil(BRANCH).max(1);
+    if branches == 1 {
+        let per_task = (TASK / count.max(1)).max(1);
+        pool.chunks(y, per_task, |task, y| {
+            for (i, y) in y.iter_mut().enumerate() {
+                *y = finish(branch::<F>(x, task * per_task + i, 0..count));
+            }
+        });
+        return;
+    }
+    let mut parts = vec![F::EMPTY; y.len() * branches];
+    pool.chunks(&mut parts, 1, |i, part| {
+        let first = i % branches * BRANCH;
+        part[0] = branch::<F>(x, i / branches, first..count.min(first + BRANCH));
+    });
+    for (y, parts) in y.iter_mut().zip(parts.chunks_mut(branches)) {
+        join_pairs::<F>(parts, 1);
+        *y = finish(parts[0]);
+    }
+}
+
+/// The elements `range` of result number `number`, from the start of a block on.
+fn branch<F: Fold>(x: &Operand<'_, F::From>, number: usize, range: Range<usize>) -> F::Result {
+    let [base] = x.kept.at(number);
+    let mut sums = Tree::<F>::new();
+    if range.is_empty() {
+        return sums.finish();
+    }
+    if x.reduced.dims().len() == 1 && x.reduced.steps() == [1] {
+        let row = &x.memory[base + range.start..base + range.end];
+        vectorized(
+            #[inline(always)]
+            || row.chunks(BLOCK).for_each(|part| sums.push(block::<F>(part))),
+        );
+        return sums.finish();
+    }
+    let [step] = x.reduced.steps();
+    let mut gathered = [F::From::default(); BLOCK];
+    let mut filled = 0;
+    x.reduced.runs(range, |[at], length| {
+        for i in 0..length {
+            gathered[filled] = x.memory[base + at + i * step];
+            filled += 1;
+            if filled == BLOCK {
+                sums.push(vectorized(|| block::<F>(&gathered)));
+                filled = 0;
+            }
+        }
+    });
+    if filled > 0 {
+        sums.push(block::<F>(&gathered[..filled]));
+    }
+    sums.finish()
+}
+
+/// One block, or what there is of the last.
+#[inline(always)]
+fn block<F: Fold>(x: &[F::From]) -> F::Result {
+    let mut lanes = [F::EMPTY; LANES];
+    let (chunks, rest) = x.as_chunks::<LANES>();
+    for chunk in chunks {
+        for i in 0..LANES {
+            lanes[i] = F::join(lanes[i], F::load(chunk[i]));
+        }
+    }
+    for (lane, &x) in lanes.iter_mut().zip(rest) {
+        *lane = F::join(*lane, F::load(x));
+    }
+    for half in [8, 4, 2, 1] {
+        for i in 0..half {
+            lanes[i] = F::join(lanes[i], lanes[i + half]);
+        }
+    }
+    lanes[0]
+}
+
+/// The balanced tree over blocks that come one by one: a whole branch for each bit of their number.
+struct Tree<F: Fold> {
+    branches: [F::Result; usize::BITS as usize],
+    count: usize,
+}
+
+impl<F: Fold> Tree<F> {
+    #[inline(always)]
+    fn new() -> Tree<F> {
+        Tree { branches: [F::EMPTY; usize::BITS as usize], count: 0 }
+    }
+
+    #[inline(always)]
+    fn push(&mut self, block: F::Result) {
+        let (mut branch, mut level) = (block, 0);
+        while self.count >> level & 1 == 1 {
+            branch = F::join(self.branches[level], branch);
+            level += 1;
+        }
+        self.branches[level] = branch;
+        self.count += 1;
+    }
+
+    #[inline(always)]
+    fn finish(self) -> F::Result {
+        let mut levels = (0..usize::BITS as usize).filter(|level| self.count >> level & 1 == 1);
+        match levels.next() {
+            None => F::EMPTY,
+            Some(lowest) => {
+                levels.fold(self.branches[lowest], |right, level| F::join(self.branches[level], right))
+            }
+        }
+    }
+}
+
+/// The same tree over parts that are all there: rows of `width` results, left in the first row.
+fn join_pairs<F: Fold>(parts: &mut [F::Result], width: usize) {
+    let count = parts.len() / width;
+    let mut distance = 1;
+    while distance < count {
+        for left in (0..count - distance).step_by(2 * distance) {
+            let (low, high) = parts.split_at_mut((left + distance) * width);
+            let pairs = low[left * width..].iter_mut().zip(&high[..width]);
+            pairs.take(width).for_each(|(a, b)| *a = F::join(*a, *b));
+        }
+        distance *= 2;
+    }
+}
+
+/// Results that are neighbours in memory: rows are joined to each other, `COLUMNS` results and one block at a time.
+fn across<F: Fold, U: Element>(
+    pool: &Pool,
+    x: &Operand<'_, F::From>,
+    neighbours: usize,
+    y: &mut [U],
+    finish: impl Fn(F::Result) -> U + Sync,
+) {
+    let count = x.reduced.numel();
+    let (blocks, tiles) = (count.div_ceil(BLOCK), neighbours.div_ceil(COLUMNS));
+    let mut parts = vec![F::EMPTY; y.len() / neighbours * tiles * blocks * COLUMNS];
+    let per_task = (TASK / (count.clamp(1, BLOCK) * neighbours.min(COLUMNS))).max(1);
+    pool.chunks(&mut parts, per_task * COLUMNS, |task, parts| {
+        for (i, part) in parts.chunks_mut(COLUMNS).enumerate() {
+            let (number, block) = ((task * per_task + i) / blocks, (task * per_task + i) % blocks);
+            let (row, first) = (number / tiles, number % tiles * COLUMNS);
+            let columns = first..neighbours.min(first + COLUMNS);
+            let range = block * BLOCK..count.min((block + 1) * BLOCK);
+            block_across::<F>(x, row * neighbours, columns, range, part);
+        }
+    });
+    for (row, y) in y.chunks_mut(neighbours).enumerate() {
+        for (tile, y) in y.chunks_mut(COLUMNS).enumerate() {
+            let size = blocks * COLUMNS;
+            let parts = &mut parts[(row * tiles + tile) * size..][..size];
+            join_pairs::<F>(parts, COLUMNS);
+            let results = parts.iter().copied().chain(std::iter::repeat(F::EMPTY));
+            y.iter_mut().zip(results).for_each(|(y, result)| *y = finish(result));
+        }
+    }
+}
+
+/// One block of the results `first + columns`, into the start of `out`.
+fn block_across<F: Fold>(
+    x: &Operand<'_, F::From>,
+    first: usize,
+    columns: Range<usize>,
+    range: Range<usize>,
+    out: &mut [F::Result],
+) {
+    let [base] = x.kept.at(first + columns.start);
+    let [step] = x.reduced.steps();
+    let width = columns.len();
+    let mut lanes = [[F::EMPTY; COLUMNS]; LANES];
+    let mut lane = 0;
+    vectorized(
+        #[inline(always)]
+        || {
+            x.reduced.runs(
+                range,
+                #[inline(always)]
+                |[at], length| {
+                    for i in 0..length {
+                        let row = &x.memory[base + at + i * step..][..width];
+                        let sums = lanes[lane % LANES].iter_mut().zip(row);
+                        sums.for_each(|(sum, &x)| *sum = F::join(*sum, F::load(x)));
+                        lane += 1;
+                    }
+                },
+            );
+            for half in [8, 4, 2, 1] {
+                let (low, high) = lanes.split_at_mut(half);
+                for (low, high) in low.iter_mut().zip(high) {
+                    low.iter_mut().zip(high).for_each(|(a, b)| *a = F::join(*a, *b));
+                }
+            }
+            out[..width].copy_from_slice(&lanes[0][..width]);
+        },
+    );
+}

@@ -1,0 +1,132 @@
+//! Layers against hand-worked numbers, and their misuse.
+
+use crate::support::run;
+use shardgrad_autograd::{Noise, Tape, Var};
+use shardgrad_nn::{
+    AdamW, Attention, Dropout, Embedding, Gpt2Config, LayerNorm, Linear, Model, Module, Plan, RmsNorm,
+    Schedule,
+};
+use shardgrad_tensor::{DType, Error, Kind, Mesh, Rank, Result, Tensor, Value, World};
+
+fn placed<M: Module>(rank: &Rank, module: M) -> Result<Model<M>> {
+    Model::with_dtype(rank, module, &Plan::new(), 1, DType::F64)
+}
+
+fn input(tape: &Tape, shape: &[usize], values: &[f64]) -> Result<Var> {
+    Ok(tape.constant(Tensor::from_host(tape.rank(), shape, values)?))
+}
+
+#[test]
+fn norms_by_hand() {
+    run("", |rank| {
+        let (layer, rms) =
+            (placed(rank, LayerNorm::new(2).eps(0.0))?, placed(rank, RmsNorm::new(2).eps(0.0))?);
+        let tape = layer.tape();
+        let x = input(&tape, &[1, 2], &[1.0, 7.0])?;
+        layer.bias.set_tensor(Tensor::from_host(rank, &[2], &[0.0, 10.0])?)?;
+        assert_eq!(layer.forward(&x).tensor().to_f64()?, [-1.0, 11.0]);
+        rms.weight.set_tensor(Tensor::from_host(rank, &[2], &[5.0, 1.0])?)?;
+        let y = rms.forward(&x).tensor().to_f64()?;
+        assert!((y[0] - 1.0).abs() < 1e-15 && (y[1] - 1.4).abs() < 1e-15, "{y:?}");
+        Ok(())
+    });
+}
+
+#[test]
+fn tables_look_up_and_score() {
+    run("", |rank| {
+        let table = placed(rank, Embedding::new(3, 2))?;
+        table.weight.set_tensor(Tensor::from_host(rank, &[3, 2], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0])?)?;
+        let tape = table.tape();
+        let ids = tape.constant(Tensor::from_host(rank, &[2], &[2i64, 0])?);
+        assert_eq!(table.forward(&ids).tensor().to_f64()?, [5.0, 6.0, 1.0, 2.0]);
+        assert_eq!(table.first(&ids, 2).tensor().to_f64()?, [1.0, 2.0, 3.0, 4.0]);
+        let x = input(&tape, &[1, 2], &[1.0, -1.0])?;
+        assert_eq!(table.scores(&x).tensor().to_f64()?, [-1.0, -1.0, -1.0]);
+        Ok(())
+    });
+}
+
+#[test]
+fn attention_sees_the_past_or_everything() {
+    run("tp=2", |rank| {
+        let plan = Plan::new().store("c_attn.weight", "tp@2").store("c_proj.weight", "tp@0");
+        let values: Vec<f64> = (0..24).map(|i| f64::from(i * i % 7) - 3.0).collect();
+        let (mut first, mut last) = (Vec::new(), Vec::new());
+        for causal in [true, false] {
+            let model = Model::with_dtype(rank, Attention::new(8, 2).causal(causal), &plan, 1, DType::F64)?;
+            let tape = model.tape();
+            let y = model.forward(&input(&tape, &[1, 3, 8], &values)?).tensor().to_f64()?;
+            // The same rows as a sequence of one: what the first token sees of itself.
+            let alone = model.forward(&input(&tape, &[1, 1, 8], &values[..8])?).tensor().to_f64()?;
+            let same = y[..8].iter().zip(&alone).all(|(a, b)| (a - b).abs() < 1e-12);
+            assert_eq!(same, causal);
+            first.push(y[..8].to_vec());
+            last.push(y[16..].to_vec());
+        }
+        assert_ne!(first[0], first[1]);
+        assert_eq!(last[0], last[1], "the last token sees everything either way");
+        Ok(())
+    });
+}
+
+#[test]
+fn dropout_drops_its_share_and_scales_the_rest() {
+    run("", |rank| {
+        let model = placed(rank, Dropout::new(0.25))?;
+        let tape = model.tape();
+        let x = input(&tape, &[100, 100], &[3.0; 10_000])?;
+        assert_eq!(model.forward(&x).tensor().to_f64()?, [3.0; 10_000]);
+        let drawn = |step| {
+            tape.set_noise(Some(Noise { seed: 1, step, first_row: 0 }));
+            model.forward(&x).tensor().to_f64()
+        };
+        let y = drawn(0)?;
+        let dropped = y.iter().filter(|y| **y == 0.0).count();
+        assert!((2300..2700).contains(&dropped) && y.iter().all(|y| *y == 0.0 || *y == 4.0), "{dropped}");
+        assert_eq!(drawn(0)?, y);
+        assert_ne!(drawn(1)?, y);
+        Ok(())
+    });
+}
+
+#[test]
+fn misuse_is_an_error() {
+    let kind = |f: &(dyn Fn(&Rank) -> Result<()> + Sync)| World::run(Mesh::single(), f).unwrap_err().kind();
+    assert_eq!(kind(&|_| Ok(drop(Attention::new(10, 3)))), Kind::Config);
+    assert_eq!(kind(&|_| Ok(drop(Attention::new(10, 0)))), Kind::Config);
+    for p in [-0.1, 1.0, f64::NAN] {
+        assert_eq!(kind(&|_| Ok(drop(Dropout::new(p)))), Kind::Config);
+    }
+    let unnamed = |rank: &Rank| {
+        let tape = Tape::new(rank);
+        tape.set_noise(Some(Noise { seed: 1, step: 0, first_row: 0 }));
+        Ok::<_, Error>(drop(Dropout::new(0.5).forward(&input(&tape, &[1], &[1.0])?)))
+    };
+    assert_eq!(kind(&unnamed), Kind::Config);
+    let narrow = |rank: &Rank| {
+        let model = placed(rank, Linear::new(3, 2))?;
+        Ok(drop(model.forward(&input(&model.tape(), &[1, 4], &[0.0; 4])?)))
+    };
+    assert_eq!(kind(&narrow), Kind::Shape);
+    let point = |rank: &Rank| {
+        let model =
+            Model::with_dtype(rank, Linear::new(1, 1), &Plan::new().point("out", "tp@5"), 1, DType::F64)?;
+        Ok(drop(model.forward(&input(&model.tape(), &[1, 1], &[0.0])?)))
+    };
+    let error = World::run(Mesh::parse("tp=2").unwrap(), point).unwrap_err();
+    assert_eq!(error.kind(), Kind::Layout);
+    assert!(
+        error.to_string().contains("splits dim 5 over tp") && error.to_string().contains("out"),
+        "{error}"
+    );
+}
+
+#[test]
+fn what_a_program_shares_between_ranks_may_cross_threads() {
+    fn shared<T: Send + Sync + Clone + std::fmt::Debug>() {}
+    shared::<Plan>();
+    shared::<AdamW>();
+    shared::<Schedule>();
+    shared::<Gpt2Config>();
+}
