@@ -81,7 +81,7 @@ fn main() -> Result<()> {
             let logits = model.forward(&tape.constant(batch(step, 0..2 * HALF - 1)?));
             // What is asked for is the second half: each token from those before it.
             let asked = logits.slice(1, HALF - 1..2 * HALF - 1);
-            let loss = cross_entropy(&asked, &tape.constant(batch(step, HALF..2 * HALF)?));
+            let loss = cross_entropy(&asked, &tape.constant(batch(step, HALF..2 * HALF)?)).mean();
             loss.backward()?;
             optim.update(&model, tape.gradients())?;
             let loss = loss.item()?;

@@ -3,8 +3,8 @@
 use shardgrad_autograd::Var;
 use shardgrad_tensor::Value;
 
-/// Mean of -log softmax(logits)[target] over all rows: logits `[..m, v]` (any float), targets `[..m]` (i64); a scalar in
-/// the accumulator type of the logits.
+/// -log softmax(logits)[target] of each row: logits `[..m, v]` (any float), targets `[..m]` (i64); `[..m]` in the
+/// accumulator type of the logits. Its mean is the usual loss.
 ///
 /// It is log(sum exp(z - max)) + max - picked. Over a split vocabulary the sum and the picked logit are pending sums, so
 /// that three all-reduces of one number a row are needed forward, and none backward.
@@ -16,5 +16,5 @@ use shardgrad_tensor::Value;
 pub fn cross_entropy(logits: &Var, targets: &Var) -> Var {
     let max = logits.max_last();
     let (sum, picked) = logits.cross_entropy_terms(&max, targets);
-    sum.log().add(&max).sub(&picked).mean()
+    sum.log().add(&max).sub(&picked)
 }

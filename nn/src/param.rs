@@ -1,7 +1,7 @@
 //! A parameter: declared by a layer, named and placed by a model.
 
 use shardgrad_autograd::{Key, Tape, Var};
-use shardgrad_tensor::{Context, DType, Error, Kind, Layout, Result, Tensor};
+use shardgrad_tensor::{Context, DType, Error, Kind, Layout, Rank, Result, Tensor, Value};
 use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::panic::Location;
@@ -18,6 +18,9 @@ pub enum Init {
     Normal(f64),
     /// Uniform numbers between plus and minus this bound.
     Uniform(f64),
+    /// Whole numbers between plus and minus this bound, all as likely: sums of their products are exact, so that runs on
+    /// different meshes can be compared bit for bit.
+    Integers(u32),
 }
 
 /// A parameter. Cloning copies the handle: two layers that hold clones of one parameter share it, and it has the name
@@ -293,17 +296,19 @@ impl fmt::Debug for Param {
 }
 
 /// Fresh values of a parameter.
-pub(crate) fn draw(
-    param: &Param,
-    layout: &Layout,
-    rank: &shardgrad_tensor::Rank,
-    key: u64,
-) -> Result<Tensor> {
+pub(crate) fn draw(param: &Param, layout: &Layout, rank: &Rank, key: u64) -> Result<Tensor> {
     match param.initial() {
         Init::Zeros => Tensor::zeros(rank, layout),
         Init::Ones => Tensor::full(rank, layout, 1.0),
         Init::Normal(std) => Tensor::normal(rank, layout, key, 0, std),
         Init::Uniform(bound) => Tensor::uniform(rank, layout, key, 0, -bound, bound),
+        Init::Integers(bound) => {
+            let bound = f64::from(bound);
+            // In f64, where the upper end is never reached; the cast to integers rounds towards zero.
+            let wide = layout.with_dtype(DType::F64);
+            let drawn = Tensor::uniform(rank, &wide, key, 0, 0.0, 2.0 * bound + 1.0)?;
+            Ok(drawn.cast(DType::I64).cast(DType::F64).add_scalar(-bound).cast(layout.dtype()))
+        }
     }
 }
 

@@ -143,8 +143,9 @@ impl RunArgs {
     /// The world to launch.
     ///
     /// # Errors
-    /// `Kind::Config` for more ranks than one process should have.
+    /// `Kind::Config` for more ranks than one process should have, and for axes that no plan splits anything over.
     pub(crate) fn world(&self) -> Result<World> {
+        check_axes(&self.mesh)?;
         let num_ranks = self.mesh.num_ranks();
         if num_ranks > defaults::RANKS_MAX {
             let why = format!(
@@ -163,6 +164,14 @@ impl RunArgs {
 }
 
 // No doc comment on the variant: clap would take it for help and print each option over four lines.
+
+/// Refuses axes that the plan of GPT-2 splits nothing over: their ranks would all do the same work.
+pub(crate) fn check_axes(mesh: &Mesh) -> Result<()> {
+    let idle = |axis: &shardgrad::dist::Axis| mesh.size(*axis) > 1 && !["dp", "tp"].contains(&mesh.name(*axis));
+    let Some(axis) = mesh.axes().find(idle) else { return Ok(()) };
+    let why = format!("nothing is split over {}={} yet", mesh.name(axis), mesh.size(axis));
+    Err(Error::new(Kind::Unsupported, why).detail("help", "use the axes dp and tp"))
+}
 
 /// Where tensors live.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

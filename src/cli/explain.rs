@@ -1,6 +1,6 @@
 //! `explain`: what one training step of a model would hold, move and compute on a mesh. Nothing is computed.
 
-use super::args::ExplainArgs;
+use super::args::{ExplainArgs, check_axes};
 use crate::data::Batch;
 use crate::train::batch;
 use serde_json::json;
@@ -23,6 +23,7 @@ struct Step {
 pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     let config = args.model.config()?;
     let mesh = args.mesh.clone();
+    check_axes(&mesh)?;
     let shape = [args.batch, args.seq.unwrap_or(config.n_positions.min(1024))];
     let plan = Gpt2::plan(&config);
     let step = World::new(mesh.clone()).dry_run(0, |rank| {

@@ -28,7 +28,12 @@ impl Value {
 }
 
 /// The outputs (all f64) of a kernel's reference.
-pub(crate) fn evaluate(kernel: &Kernel, inputs: &[Value], outputs: &[&[usize]], scalars: &[Scalar]) -> Vec<Vec<f64>> {
+pub(crate) fn evaluate(
+    kernel: &Kernel,
+    inputs: &[Value],
+    outputs: &[&[usize]],
+    scalars: &[Scalar],
+) -> Vec<Vec<f64>> {
     evaluate_as(kernel.reference, DType::F64, inputs, outputs, scalars)
 }
 
@@ -49,8 +54,9 @@ pub(crate) fn evaluate_as(
     let args: Vec<Arg<'_>> = (inputs.iter().zip(&read).zip(&views))
         .map(|((v, buffer), view)| Arg { buffer, dtype: v.dtype, view })
         .collect();
-    let mut outs: Vec<ArgMut<'_>> =
-        (written.iter_mut().zip(&written_views)).map(|(buffer, view)| ArgMut { buffer, dtype, view }).collect();
+    let mut outs: Vec<ArgMut<'_>> = (written.iter_mut().zip(&written_views))
+        .map(|(buffer, view)| ArgMut { buffer, dtype, view })
+        .collect();
     let mut launch = Launch { inputs: &args, outputs: &mut outs, scalars };
     code(&Pool::new(1), &mut launch).expect("the kernel runs");
     written.iter().map(|b| load(b, dtype)).collect()
@@ -74,7 +80,9 @@ pub(crate) fn compare(
             };
             let found = (at(step) - at(-step)) / (2.0 * step);
             if (found - claimed).abs() > 1e-7 * (1.0 + found.abs()) {
-                return Err(format!("input {number}, element {place}: {claimed} but differences give {found}"));
+                return Err(format!(
+                    "input {number}, element {place}: {claimed} but differences give {found}"
+                ));
             }
         }
     }

@@ -64,7 +64,9 @@ pub(crate) fn width(arg: &Arg<'_>) -> usize {
 pub(crate) fn check_indices(kernel: &'static str, indices: &[i64], rows: i64) -> Result<(), KernelError> {
     match indices.iter().position(|i| !(0..rows).contains(i)) {
         None => Ok(()),
-        Some(position) => Err(KernelError::Index { kernel, index: indices[position], position, rows: rows as usize }),
+        Some(position) => {
+            Err(KernelError::Index { kernel, index: indices[position], position, rows: rows as usize })
+        }
     }
 }
 
@@ -133,34 +135,21 @@ pub(crate) fn sum_triples<T: Copy, U: Copy, V: Copy, R: Real>(
     fold(lanes, |a, b| a + b)
 }
 
-/// As [`sum`] for a term that is long enough to want a loop of its own: the compiler vectorises that one alone.
-#[inline(always)]
-pub(crate) fn sum_of_long<T: Copy, R: Real>(x: &[T], term: impl Fn(T) -> R) -> R {
-    let (mut terms, mut lanes) = ([R::ZERO; 16 * LANES], [R::ZERO; LANES]);
-    for x in x.chunks(terms.len()) {
-        let terms = &mut terms[..x.len()];
-        for (to, &x) in terms.iter_mut().zip(x) {
-            *to = term(x);
-        }
-        for terms in terms.chunks(LANES) {
-            lanes.iter_mut().zip(terms).for_each(|(lane, &term)| *lane += term);
-        }
-    }
-    fold(lanes, |a, b| a + b)
-}
-
 /// Adds up blocks of `out.len()` partial sums in order.
 pub(crate) fn add_blocks<T: Float>(pool: &Pool, blocks: &[T::Acc], out: &mut [T]) {
     let width = out.len();
     pool.chunks(out, COLUMNS_PER_TASK, |i, out| {
         let mut total = vec![T::Acc::ZERO; out.len()];
-        vectorized(#[inline(always)] || {
-            for block in blocks.chunks_exact(width) {
-                for (total, part) in total.iter_mut().zip(&block[i * COLUMNS_PER_TASK..]) {
-                    *total += *part;
+        vectorized(
+            #[inline(always)]
+            || {
+                for block in blocks.chunks_exact(width) {
+                    for (total, part) in total.iter_mut().zip(&block[i * COLUMNS_PER_TASK..]) {
+                        *total += *part;
+                    }
                 }
-            }
-        });
+            },
+        );
         out.iter_mut().zip(total).for_each(|(out, total)| *out = T::narrow(total));
     });
 }
@@ -174,8 +163,6 @@ mod tests {
         let x: Vec<f32> = (0..37).map(|i| i as f32).collect();
         assert_eq!(sum(&x, |v| v), 666.0);
         assert_eq!(sum_pairs(&x, &x, |a, b| a * b), 16206.0);
-        let long: Vec<f32> = (0..1000).map(|i| (i % 7) as f32 * 0.1).collect();
-        assert_eq!(sum_of_long(&long, |v| v).to_bits(), sum(&long, |v| v).to_bits());
         assert_eq!(largest(&x, |v| -v), 0.0);
         assert_eq!(largest(&[f32::NAN, -3.0, f32::NAN], |v| v), -3.0);
         assert_eq!(largest(&[] as &[f32], |v| v), f32::NEG_INFINITY);

@@ -60,7 +60,7 @@ pub struct Gpt2Config {
 /// `tiny` is made for bytes of text on a laptop; `s`, `m` and `l` are measuring sizes; the `gpt2-` ones are
 /// the published models, named by their parameter count.
 const PRESETS: [(&str, usize, usize, usize, usize, usize); 8] = [
-    ("tiny", 256, 256, 128, 4, 4),
+    ("tiny", 256, 64, 128, 4, 4),
     ("s", 512, 128, 256, 4, 4),
     ("m", 4096, 256, 384, 6, 6),
     ("l", 8192, 256, 768, 12, 12),
@@ -109,6 +109,8 @@ impl Gpt2Config {
     pub fn preset(name: &str) -> Option<Gpt2Config> {
         let &(name, vocab, positions, width, blocks, heads) = PRESETS.iter().find(|p| p.0 == name)?;
         let mut config = Gpt2Config::new(vocab, positions, width, blocks, heads);
+        // The measuring sizes are those of peers, whose output layer is a matrix of its own.
+        config.tie_word_embeddings = !matches!(name, "s" | "m" | "l");
         if name.starts_with("gpt2-") {
             (config.bos_token_id, config.eos_token_id) = (Some(vocab - 1), Some(vocab - 1));
         }

@@ -1,13 +1,13 @@
 //! Layers: architecture only. They name no mesh axis and no rank; where a plan may want a say, they have a point.
 
+mod dropout;
+mod linear;
+mod layer_norm;
+mod rms_norm;
+mod embedding;
+mod mlp;
 mod attention;
 mod block;
-mod dropout;
-mod embedding;
-mod layer_norm;
-mod linear;
-mod mlp;
-mod rms_norm;
 
 pub use attention::Attention;
 pub use block::Block;

@@ -108,7 +108,7 @@ impl Gpt2 {
     #[track_caller]
     #[must_use]
     pub fn loss(&self, ids: &Var, targets: &Var) -> Var {
-        cross_entropy(&self.forward(ids), targets)
+        cross_entropy(&self.forward(ids), targets).mean()
     }
 
     #[track_caller]

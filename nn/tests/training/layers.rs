@@ -4,9 +4,9 @@ use crate::support::run;
 use shardgrad_autograd::{Noise, Tape, Var};
 use shardgrad_nn::{
     AdamW, Attention, Dropout, Embedding, Gpt2Config, LayerNorm, Linear, Model, Module, Plan, RmsNorm,
-    Schedule,
+    Schedule, cross_entropy,
 };
-use shardgrad_tensor::{DType, Error, Kind, Mesh, Rank, Result, Tensor, Value, World};
+use shardgrad_tensor::{DType, Error, Kind, Layout, Mesh, Rank, Result, State, Tensor, Value, World};
 
 fn placed<M: Module>(rank: &Rank, module: M) -> Result<Model<M>> {
     Model::with_dtype(rank, module, &Plan::new(), 1, DType::F64)
@@ -45,6 +45,32 @@ fn tables_look_up_and_score() {
         assert_eq!(table.scores(&x).tensor().to_f64()?, [-1.0, -1.0, -1.0]);
         Ok(())
     });
+}
+
+#[test]
+fn a_loss_by_hand_over_whole_and_split_vocabularies() {
+    for mesh in ["", "tp=2", "tp=3"] {
+        run(mesh, |rank| {
+            let layout = Layout::invariant(rank.mesh(), DType::F64, &[2, 3]);
+            let split =
+                rank.mesh().axis("tp").map_or(layout.clone(), |tp| layout.with_state(tp, State::Shard(1)));
+            let logits = [0.0, 2f64.ln(), 5f64.ln(), 700.0, 700.0, -700.0];
+            let tape = Tape::new(rank);
+            let logits = tape.leaf(0, &Tensor::from_global(rank, &split, &logits)?);
+            let targets = tape.constant(Tensor::from_host(rank, &[2], &[1i64, 0])?);
+            let losses = cross_entropy(&logits, &targets);
+            let found = losses.tensor().to_f64()?;
+            assert!(
+                (found[0] - 4f64.ln()).abs() < 1e-15 && (found[1] - 2f64.ln()).abs() < 1e-12,
+                "{found:?}"
+            );
+            losses.sum().backward()?;
+            let got = tape.gradients().remove(&0).unwrap().to_f64()?;
+            let want = [0.125, -0.75, 0.625, -0.5, 0.5, 0.0];
+            assert!(got.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-14), "{got:?}");
+            Ok(())
+        });
+    }
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Names, sharing, first values, and plans that do not fit.
 
 use crate::support::{MESHES, Setup, config, run};
-use shardgrad_nn::{Attention, Embedding, Gpt2, Leaf, Linear, Model, Module, Plan, module};
+use shardgrad_nn::{Attention, Embedding, Gpt2, Init, Leaf, Linear, Model, Module, Plan, module};
 use shardgrad_tensor::{DType, Error, Kind, Mesh, Value, World};
 use std::collections::HashSet;
 
@@ -170,4 +170,22 @@ fn first_values_depend_on_seed_and_name_only() {
         (std("h.0.mlp.c_proj.weight") - 0.15).abs() < 0.015,
         "residual weights are narrower by sqrt(2 n_layer)"
     );
+}
+
+#[test]
+fn whole_numbers_are_drawn_evenly() {
+    for mesh in ["", "tp=2"] {
+        run(mesh, |rank| {
+            let table = Embedding::new(100, 70).init(Init::Integers(3));
+            let model = Model::new(rank, table, &Plan::new().store("weight", "tp@1"), 1)?;
+            let drawn = model.weight.tensor().to_f64()?;
+            let mut counts = [0; 7];
+            drawn.iter().for_each(|x| counts[(x + 3.0) as usize] += 1);
+            assert!(
+                drawn.iter().all(|x| x.fract() == 0.0) && counts.iter().all(|n| (900..1100).contains(n)),
+                "{counts:?}"
+            );
+            Ok(())
+        });
+    }
 }

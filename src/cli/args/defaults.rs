@@ -3,21 +3,21 @@
 pub(super) const PRESET: &str = "tiny";
 pub(super) const OUT: &str = "runs/latest";
 pub(super) const MODEL: &str = "runs/latest/model";
-pub(super) const STEPS: &str = "300";
-pub(super) const BATCH: &str = "16";
+pub(super) const STEPS: &str = "900";
+pub(super) const BATCH: &str = "32";
 /// The longest sequence that is not asked for.
 pub(super) const SEQ_MAX: usize = 128;
-pub(super) const LR: &str = "0.001";
+pub(super) const LR: &str = "0.002";
 /// `--min-lr` as a part of `--lr`.
 pub(super) const MIN_LR_PART: f64 = 0.1;
 /// `--warmup`: a tenth of the steps, at most so many.
 pub(super) const WARMUP_MAX: usize = 100;
 pub(super) const WEIGHT_DECAY: &str = "0.1";
 pub(super) const BETA1: &str = "0.9";
-pub(super) const BETA2: &str = "0.95";
+pub(super) const BETA2: &str = "0.99";
 pub(super) const EPS: &str = "1e-8";
 pub(super) const GRAD_CLIP: &str = "1";
-pub(super) const EVAL_EVERY: usize = 50;
+pub(super) const EVAL_EVERY: usize = 100;
 pub(super) const EVAL_BATCH: &str = "16";
 pub(super) const TIMEOUT_SECONDS: &str = "60";
 pub(super) const NEW_TOKENS: &str = "200";

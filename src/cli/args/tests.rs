@@ -81,7 +81,7 @@ fn the_schedule_follows_the_options() {
 
 #[test]
 fn the_held_out_loss_is_measured_on_text_only() {
-    assert_eq!(train("").eval_every(), Some(50));
+    assert_eq!(train("").eval_every(), Some(100));
     assert_eq!(train("--eval-every 7").eval_every(), Some(7));
     assert_eq!(train("--eval-every 0").eval_every(), None);
     assert_eq!(train("--tokens f").eval_every(), None);

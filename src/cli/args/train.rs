@@ -37,7 +37,7 @@ pub(crate) struct TrainArgs {
     /// Folder for metrics.jsonl, loss.svg and model/; what is there is replaced
     #[arg(long, value_name = "DIR", default_value = defaults::OUT, help_heading = "Output")]
     pub(crate) out: PathBuf,
-    /// Steps between measurements of the loss on the held-out tenth of the text; 0 for none [default: 50]
+    /// Steps between measurements of the loss on the held-out tenth of the text; 0 for none [default: 100]
     #[arg(long, value_name = "N", help_heading = "Output", value_parser = values::count_or_none)]
     eval_every: Option<usize>,
     /// Print one JSON object a step and nothing else on stdout

@@ -191,7 +191,10 @@ fn refusal_without_help() -> Vec<Case> {
     Broken { refuses: true, ..Broken::of(Rc::new(Silu)) }.on(matrix())
 }
 
-const PLANTED: &[(&str, fn() -> Vec<Case>)] = &[
+/// What a check must say, and of which cases.
+type Plant = (&'static str, fn() -> Vec<Case>);
+
+const PLANTED: &[Plant] = &[
     ("implies a step inside a vjp", silu_declared_linear),
     ("instead of", squares_declared_linear),
     ("instead of", add_declared_linear_in_each),

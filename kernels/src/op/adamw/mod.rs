@@ -48,7 +48,8 @@ struct Rates<R> {
 impl<R: Element> Rates<R> {
     fn new(scalars: &[Scalar]) -> Rates<R> {
         let scalars: [Scalar; 8] = scalars.try_into().expect("a launch has the scalars of its contract");
-        let [lr, beta1, beta2, eps, weight_decay, correction1, correction2, grad_scale] = scalars.map(Scalar::real);
+        let [lr, beta1, beta2, eps, weight_decay, correction1, correction2, grad_scale] =
+            scalars.map(Scalar::real);
         Rates {
             keep: R::from_f64(1.0 - lr * weight_decay),
             lr: R::from_f64(lr),

@@ -37,7 +37,12 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
 }
 
 /// Hands outputs, which come in the order (b, rows, g, `each`), out to tasks in the order (b, g): `count` each.
-fn by_key_head<O>(problem: &Problem, count: usize, each: usize, outputs: impl Iterator<Item = O>) -> Vec<Vec<O>> {
+fn by_key_head<O>(
+    problem: &Problem,
+    count: usize,
+    each: usize,
+    outputs: impl Iterator<Item = O>,
+) -> Vec<Vec<O>> {
     let mut tasks: Vec<Vec<O>> = (0..problem.b * problem.g).map(|_| Vec::with_capacity(count)).collect();
     for (at, output) in outputs.enumerate() {
         tasks[at / (count * problem.g) * problem.g + at / each % problem.g].push(output);
@@ -59,7 +64,10 @@ fn backward_head<T: Float<Acc: Maths>>(
         let lse = Head::<T::Acc>::new(lse, b, &[g, r]);
         for first in (0..problem.t).step_by(QUERIES) {
             let queries = QUERIES.min(problem.t - first);
-            vectorized(#[inline(always)] || state.load(problem, [&q, &o, &d_out], &lse, [first, queries]));
+            vectorized(
+                #[inline(always)]
+                || state.load(problem, [&q, &o, &d_out], &lse, [first, queries]),
+            );
             state.walk(problem, [&k, &v], [first, queries]);
             for (i, dq) in state.dq.chunks_exact(problem.c).take(queries).enumerate() {
                 store(dq, T::Acc::lit(problem.scale), outputs.dq[(first + i) * problem.r + r]);
@@ -67,7 +75,9 @@ fn backward_head<T: Float<Acc: Maths>>(
         }
     }
     for (out, sums) in [(&mut outputs.dk, &state.dk), (&mut outputs.dv, &state.dv)] {
-        out.iter_mut().zip(sums.chunks_exact(problem.c)).for_each(|(out, sums)| store(sums, T::Acc::ONE, out));
+        out.iter_mut()
+            .zip(sums.chunks_exact(problem.c))
+            .for_each(|(out, sums)| store(sums, T::Acc::ONE, out));
     }
 }
 
@@ -142,7 +152,10 @@ impl<R: Maths> State<R> {
         for pairs in Pairs::of(*problem, first, queries) {
             pairs.score(&self.q, k, &mut self.prob);
             pairs.score(&self.d_out, v, &mut self.d_score);
-            vectorized(#[inline(always)] || self.differentiate(problem, pairs));
+            vectorized(
+                #[inline(always)]
+                || self.differentiate(problem, pairs),
+            );
             pairs.gather_queries(&self.prob, &self.d_out, &mut self.dv);
             pairs.gather_queries(&self.d_score, &self.q, &mut self.dk);
             pairs.gather_keys(&self.d_score, k, &mut self.dq);

@@ -52,13 +52,22 @@ fn forward_tile<T: Float<Acc: Maths>>(
     let (q, k, v) = (Head::<T>::new(q, b, &[g, r]), Head::<T>::new(k, b, &[g]), Head::<T>::new(v, b, &[g]));
     let queries = outputs.len();
     let mut state = State::new(queries, c);
-    vectorized(#[inline(always)] || q.gather(first, c, T::Acc::lit(problem.scale), &mut state.q));
+    vectorized(
+        #[inline(always)]
+        || q.gather(first, c, T::Acc::lit(problem.scale), &mut state.q),
+    );
     for pairs in Pairs::of(*problem, first, queries) {
         pairs.score(&state.q, &k, &mut state.scores);
-        vectorized(#[inline(always)] || state.soften(problem, pairs));
+        vectorized(
+            #[inline(always)]
+            || state.soften(problem, pairs),
+        );
         pairs.gather_keys(&state.scores, &v, &mut state.out);
     }
-    vectorized(#[inline(always)] || state.finish::<T>(problem, first, outputs));
+    vectorized(
+        #[inline(always)]
+        || state.finish::<T>(problem, first, outputs),
+    );
 }
 
 /// A tile of queries on its way over the keys.
@@ -128,7 +137,9 @@ impl<R: Maths> State<R> {
                 *total += *score;
             }
         }
-        for ((sum, &shrink), &total) in self.sum[skip..].iter_mut().zip(&self.shrink[skip..]).zip(&self.total[skip..]) {
+        for ((sum, &shrink), &total) in
+            self.sum[skip..].iter_mut().zip(&self.shrink[skip..]).zip(&self.total[skip..])
+        {
             *sum = sum.fma(shrink, total);
         }
         if pairs.first_key > 0 {

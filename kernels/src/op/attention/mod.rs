@@ -4,7 +4,7 @@
 //! Query head (g, r) reads key and value head g. If causal, key j is visible to query i (both counted on this rank) if
 //! j <= t_start + i, where t_start is the global index of the first query less that of the first key; it may be
 //! negative. A query that sees no key gives zeros and lse = -inf. If all scores of a query are -inf, or one is
-//! not a number or +inf, its row is not a number.
+//! not a number or +inf, its row is not a number. Hidden keys and values must be finite: they may meet a factor 0.
 
 mod backward;
 mod forward;
@@ -40,7 +40,7 @@ pub static FORWARD: Kernel = Kernel {
 /// - out: dq `(b, t, g, r, c)`, dk `(b, s, g, c)`, dv `(b, s, g, c)`, contiguous
 /// - scalars: as for [`FORWARD`]
 ///
-/// dk and dv are summed over r, then over queries in tiles of 64, in order.
+/// dk and dv are summed over r, then over queries in tiles of 128, in order.
 /// Counted: 10 c operations per visible pair of query and key.
 pub static BACKWARD: Kernel = Kernel {
     name: "attention_backward",

@@ -32,7 +32,10 @@ fn by_hand() {
     let inputs = [q, k, v];
     let causal = attend(&inputs, &scalars(1.0, true, 0));
     let near = |found: &[f64], expected: [f64; 4]| {
-        assert!(found.iter().zip(expected).all(|(f, e)| f == &e || (f - e).abs() < 1e-14), "{found:?} {expected:?}");
+        assert!(
+            found.iter().zip(expected).all(|(f, e)| f == &e || (f - e).abs() < 1e-14),
+            "{found:?} {expected:?}"
+        );
     };
     near(&causal[0], [10.0, 10.0, 17.5, 19.0]);
     near(&causal[1], [0.0, 0.0, 4f64.ln(), 10f64.ln()]);
@@ -48,11 +51,13 @@ fn agree(shape: [usize; 6], scalars: &[Scalar], dtypes: &[DType]) {
     let (of_queries, of_keys) = ([b, t, g, r, c], [b, s, g, c]);
     let inputs = inputs(shape);
     let [q, k, v] = inputs.each_ref().map(|value| &value.data[..]);
-    let case = Case::new(&FORWARD).input(&of_queries, q).input(&of_keys, k).input(&of_keys, v).scalars(scalars);
+    let case =
+        Case::new(&FORWARD).input(&of_queries, q).input(&of_keys, k).input(&of_keys, v).scalars(scalars);
     case.output(&of_queries).output_as(Kind::Accumulator, &of_queries[..4]).strided().run_for(dtypes);
     let saved = attend(&inputs, scalars);
     let d_out = values(4, q.len());
-    let case = Case::new(&BACKWARD).input(&of_queries, q).input(&of_keys, k).input(&of_keys, v).scalars(scalars);
+    let case =
+        Case::new(&BACKWARD).input(&of_queries, q).input(&of_keys, k).input(&of_keys, v).scalars(scalars);
     case.input(&of_queries, &saved[0])
         .input_as(Kind::Accumulator, &of_queries[..4], &saved[1])
         .input(&of_queries, &d_out)
@@ -130,7 +135,8 @@ fn backward_agrees_with_finite_differences() {
         ];
         let all: Vec<Value> = inputs.iter().chain(&saved).cloned().collect();
         let shapes = inputs.each_ref().map(|value| &value.shape[..]);
-        let gradients: Vec<_> = evaluate(&BACKWARD, &all, &shapes, &scalars).into_iter().enumerate().collect();
+        let gradients: Vec<_> =
+            evaluate(&BACKWARD, &all, &shapes, &scalars).into_iter().enumerate().collect();
         compare(&inputs, &gradients, |x| dot(&attend(x, &scalars)[0], &d_out.data)).unwrap();
     }
 }
@@ -141,7 +147,8 @@ fn everything(inputs: &[Value], d_out: &[f64], scalars: &[Scalar]) -> Vec<Vec<f6
     let shape = &inputs[0].shape;
     let mut all: Vec<Value> = inputs.iter().map(as_f32).collect();
     let mut found = evaluate_as(FORWARD.cpu.unwrap(), DType::F32, &all, &[shape, &shape[..4]], scalars);
-    let more = [Value::real(shape, &found[0]), Value::real(&shape[..4], &found[1]), Value::real(shape, d_out)];
+    let more =
+        [Value::real(shape, &found[0]), Value::real(&shape[..4], &found[1]), Value::real(shape, d_out)];
     all.extend(more.iter().map(as_f32));
     let shapes = [&shape[..], &inputs[1].shape, &inputs[2].shape];
     found.extend(evaluate_as(BACKWARD.cpu.unwrap(), DType::F32, &all, &shapes, scalars));
@@ -161,11 +168,11 @@ fn the_bits_of_a_head_depend_on_nothing_else() {
     let d_out = Value::real(&inputs[0].shape, &values(4, inputs[0].data.len()));
     let scalars = scalars(0.2, true, 0);
     let whole = everything(&inputs, &d_out.data, &scalars);
-    let [one, d_one] = [&inputs[..], &[d_out]].map(|values| {
-        values.iter().map(|x| narrowed(&narrowed(x, 0, 1..2), 2, 1..2)).collect::<Vec<_>>()
-    });
+    let [one, d_one] = [&inputs[..], &[d_out]]
+        .map(|values| values.iter().map(|x| narrowed(&narrowed(x, 0, 1..2), 2, 1..2)).collect::<Vec<_>>());
     let alone = everything(&one, &d_one[0].data, &scalars);
-    let shapes = [&inputs[0].shape[..], &inputs[0].shape[..4], &inputs[0].shape, &inputs[1].shape, &inputs[2].shape];
+    let shapes =
+        [&inputs[0].shape[..], &inputs[0].shape[..4], &inputs[0].shape, &inputs[1].shape, &inputs[2].shape];
     for ((whole, alone), shape) in whole.iter().zip(alone).zip(shapes) {
         let part = narrowed(&narrowed(&Value::real(shape, whole), 0, 1..2), 2, 1..2);
         assert!(part.data.iter().zip(&alone).all(|(a, b)| a.to_bits() == b.to_bits()));
@@ -184,7 +191,10 @@ fn the_bits_of_a_query_do_not_depend_on_the_other_queries() {
         let found = everything(&part, &d_part.data, &scalars(0.2, true, range.start as i64));
         for (i, shape) in [(0, &q.shape[..]), (1, &q.shape[..4]), (2, &q.shape)] {
             let expected = narrowed(&Value::real(shape, &whole[i]), 1, range.clone());
-            assert!(expected.data.iter().zip(&found[i]).all(|(a, b)| a.to_bits() == b.to_bits()), "{range:?} {i}");
+            assert!(
+                expected.data.iter().zip(&found[i]).all(|(a, b)| a.to_bits() == b.to_bits()),
+                "{range:?} {i}"
+            );
         }
     }
 }

@@ -13,7 +13,11 @@ pub(super) const KEYS: usize = 64;
 impl<'a, T: Float> Head<'a, T> {
     /// The vectors from `row` on as a matrix with one row each.
     pub(super) fn matrix(&self, row: usize) -> Matrix<'a, T> {
-        Matrix { data: &self.data[self.start + row * self.step..], row_stride: self.step, col_stride: self.inner }
+        Matrix {
+            data: &self.data[self.start + row * self.step..],
+            row_stride: self.step,
+            col_stride: self.inner,
+        }
     }
 
     /// Widens the vectors from `row` on, times a factor, as many as fit.
@@ -24,7 +28,9 @@ impl<'a, T: Float> Head<'a, T> {
             if self.inner == 1 {
                 to.iter_mut().zip(from).for_each(|(to, from)| *to = from.widen() * factor);
             } else {
-                to.iter_mut().zip(from.iter().step_by(self.inner)).for_each(|(to, from)| *to = from.widen() * factor);
+                to.iter_mut()
+                    .zip(from.iter().step_by(self.inner))
+                    .for_each(|(to, from)| *to = from.widen() * factor);
             }
         }
     }
@@ -75,21 +81,24 @@ impl Pairs {
     /// Scores of all pairs but those skipped: each row of `k` times each row of `q` (in scratch).
     pub(super) fn score<T: Float>(&self, q: &[T::Acc], k: &Head<'_, T>, scores: &mut [T::Acc]) {
         let dims = [self.keys, self.queries - self.skip, self.c];
-        let (q, scores) = (columns(&q[self.skip * self.c..], self.c), rows_mut(&mut scores[self.skip..], self.row_len()));
+        let (q, scores) =
+            (columns(&q[self.skip * self.c..], self.c), rows_mut(&mut scores[self.skip..], self.row_len()));
         product(dims, k.matrix(self.first_key), q, false, scores);
     }
 
     /// Adds to each row of `to` (one per query) the rows of `k`, weighed by the scores.
     pub(super) fn gather_keys<T: Float>(&self, scores: &[T::Acc], k: &Head<'_, T>, to: &mut [T::Acc]) {
         let dims = [self.queries - self.skip, self.c, self.keys];
-        let (scores, to) = (columns(&scores[self.skip..], self.row_len()), rows_mut(&mut to[self.skip * self.c..], self.c));
+        let (scores, to) =
+            (columns(&scores[self.skip..], self.row_len()), rows_mut(&mut to[self.skip * self.c..], self.c));
         product(dims, scores, k.matrix(self.first_key), true, to);
     }
 
     /// Adds to each row of `to` (one per key) the rows of `q` (in scratch), weighed by the scores.
     pub(super) fn gather_queries<R: Real>(&self, scores: &[R], q: &[R], to: &mut [R]) {
         let dims = [self.keys, self.c, self.queries - self.skip];
-        let (scores, q) = (rows(&scores[self.skip..], self.row_len()), rows(&q[self.skip * self.c..], self.c));
+        let (scores, q) =
+            (rows(&scores[self.skip..], self.row_len()), rows(&q[self.skip * self.c..], self.c));
         product(dims, scores, q, true, rows_mut(&mut to[self.first_key * self.c..], self.c));
     }
 }

@@ -7,7 +7,7 @@ use crate::dtype::{Float, Real};
 use crate::error::KernelError;
 use crate::kernel::Launch;
 use crate::match_float;
-use crate::op::rows::{check_indices, operands, read, rows_per_task, sum_of_long, width, write};
+use crate::op::rows::{check_indices, operands, read, rows_per_task, sum, width, write};
 
 pub(super) fn terms(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([z, max, target], [sum_exp, picked], scalars) = operands(launch);
@@ -21,8 +21,8 @@ pub(super) fn terms(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelEr
             vectorized(#[inline(always)] || {
                 for (j, (sum_exp, picked)) in sum_exp.iter_mut().zip(picked).enumerate() {
                     let row = i * rows + j;
-                    let (z, max) = (&z[row * v..][..v], max[row]);
-                    *sum_exp = sum_of_long(z, #[inline(always)] |z| (z.widen() - max).exp());
+                    let z = &z[row * v..][..v];
+                    *sum_exp = terms_row(z, max[row]);
                     *picked = local(target[row], v_start, v).map_or(Acc::ZERO, |at| z[at].widen());
                 }
             });
@@ -48,10 +48,8 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
                 for (j, dz) in dz.chunks_exact_mut(v).enumerate() {
                     let row = i * rows + j;
                     let z = &z[row * v..][..v];
-                    backward_row(z, max[row], d_sum[row], dz);
-                    if let Some(at) = local(target[row], v_start, v) {
-                        dz[at] = T::narrow((z[at].widen() - max[row]).exp().fma(d_sum[row], d_picked[row]));
-                    }
+                    let picked = local(target[row], v_start, v).map(|at| (at, d_picked[row]));
+                    backward_row(z, max[row], d_sum[row], picked, dz);
                 }
             });
         });
@@ -59,9 +57,25 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
     }, else Err(KernelError::DType { kernel: BACKWARD.name, dtype: z.dtype }))
 }
 
+// The elementary functions are reached through generic code only: on a plain f32, `exp` would be that of std.
+
 #[inline(always)]
-fn backward_row<T: Float<Acc: Maths>>(z: &[T], max: T::Acc, d_sum: T::Acc, dz: &mut [T]) {
+fn terms_row<T: Float<Acc: Maths>>(z: &[T], max: T::Acc) -> T::Acc {
+    sum(z, |z| (z.widen() - max).exp())
+}
+
+#[inline(always)]
+fn backward_row<T: Float<Acc: Maths>>(
+    z: &[T],
+    max: T::Acc,
+    d_sum: T::Acc,
+    picked: Option<(usize, T::Acc)>,
+    dz: &mut [T],
+) {
     for (dz, z) in dz.iter_mut().zip(z) {
         *dz = T::narrow((z.widen() - max).exp() * d_sum);
+    }
+    if let Some((at, d_picked)) = picked {
+        dz[at] = T::narrow((z[at].widen() - max).exp().fma(d_sum, d_picked));
     }
 }

@@ -105,7 +105,8 @@ mod tests {
         let z = Value::real(&[2, 2], &[0.0, 2f64.ln(), 3f64.ln(), 5f64.ln()]);
         let max = Value::real(&[2], &[0.0, 0.0]);
         let target = Value::index(&[2], &[3.0, 4.0]);
-        let outputs = evaluate(&TERMS, &[z.clone(), max.clone(), target.clone()], &[&[2], &[2]], &shard(2, 5));
+        let outputs =
+            evaluate(&TERMS, &[z.clone(), max.clone(), target.clone()], &[&[2], &[2]], &shard(2, 5));
         assert!((outputs[0][0] - 3.0).abs() + (outputs[0][1] - 8.0).abs() < 1e-14, "{outputs:?}");
         assert_eq!(outputs[1], [2f64.ln(), 0.0]);
         let (d_sum, d_picked) = (Value::real(&[2], &[10.0, 1.0]), Value::real(&[2], &[-1.0, -1.0]));
@@ -138,7 +139,9 @@ mod tests {
 
     #[test]
     fn a_target_outside_of_the_vocabulary_is_an_error() {
-        for (bad, text) in [(-1.0, "index -1 at position 2"), (5000.0, "index 5000 at position 2 is outside of 0..5000")] {
+        for (bad, text) in
+            [(-1.0, "index -1 at position 2"), (5000.0, "index 5000 at position 2 is outside of 0..5000")]
+        {
             let case = case(&TERMS, 4, 6, &[0.0, 4999.0, bad, -7.0]);
             let case = case.output_as(Kind::Accumulator, &[4]).output_as(Kind::Accumulator, &[4]);
             let error = case.verify(&[DType::F32]).unwrap_err();
@@ -152,7 +155,8 @@ mod tests {
         let inputs = [Value::real(&[3, 4], &values(5, 12)), max, Value::index(&[3], &[2.0, 6.0, 1.0])];
         let (d_sum, d_picked) = (values(6, 3), values(7, 3));
         let cotangents = [Value::real(&[3], &d_sum), Value::real(&[3], &d_picked)];
-        let dz = evaluate(&BACKWARD, &[&inputs[..], &cotangents].concat(), &[&[3, 4]], &shard(2, 9)).remove(0);
+        let dz =
+            evaluate(&BACKWARD, &[&inputs[..], &cotangents].concat(), &[&[3, 4]], &shard(2, 9)).remove(0);
         let loss = |x: &[Value]| {
             let outputs = evaluate(&TERMS, x, &[&[3], &[3]], &shard(2, 9));
             dot(&outputs[0], &d_sum) + dot(&outputs[1], &d_picked)

@@ -68,7 +68,8 @@ fn sum_rows<T: Float>(
             continue;
         }
         sum.fill(T::Acc::ZERO);
-        while let Some((&(_, n), rest)) = tokens.split_first().filter(|(token, _)| token.0 == first_row + row) {
+        while let Some((&(_, n), rest)) = tokens.split_first().filter(|(token, _)| token.0 == first_row + row)
+        {
             for (sum, dy) in sum.iter_mut().zip(&dy[n * d..]) {
                 *sum += dy.widen();
             }

@@ -107,7 +107,8 @@ mod tests {
 
     #[test]
     fn the_fast_path_agrees() {
-        for (v, d, n) in [(1, 1, 1), (5, 3, 40), (300, 70, 50), (7, 0, 3), (0, 4, 3), (4, 4, 0), (2, 3000, 9)] {
+        for (v, d, n) in [(1, 1, 1), (5, 3, 40), (300, 70, 50), (7, 0, 3), (0, 4, 3), (4, 4, 0), (2, 3000, 9)]
+        {
             let index: Vec<f64> = (0..n).map(|i| ((i * i + 1) % (v + 9)) as f64).collect();
             Case::new(&FORWARD)
                 .input(&[v, d], &values(1, v * d))
@@ -138,9 +139,11 @@ mod tests {
 
     #[test]
     fn backward_agrees_with_finite_differences() {
-        let inputs = [Value::real(&[3, 2], &values(5, 6)), Value::index(&[2, 3], &[1.0, 2.0, 0.0, 3.0, 2.0, 4.0])];
+        let inputs =
+            [Value::real(&[3, 2], &values(5, 6)), Value::index(&[2, 3], &[1.0, 2.0, 0.0, 3.0, 2.0, 4.0])];
         let dy = Value::real(&[2, 3, 2], &values(6, 12));
-        let dtable = evaluate(&BACKWARD, &[inputs[1].clone(), dy.clone()], &[&[3, 2]], &shard(1, 5)).remove(0);
+        let dtable =
+            evaluate(&BACKWARD, &[inputs[1].clone(), dy.clone()], &[&[3, 2]], &shard(1, 5)).remove(0);
         let loss = |x: &[Value]| dot(&evaluate(&FORWARD, x, &[&[2, 3, 2]], &shard(1, 5))[0], &dy.data);
         compare(&inputs, &[(0, dtable)], loss).unwrap();
     }

@@ -6,7 +6,9 @@ use crate::dtype::{Float, Real};
 use crate::error::KernelError;
 use crate::kernel::Launch;
 use crate::match_float;
-use crate::op::rows::{ROWS_PER_SUM, add_blocks, operands, read, rows_per_task, sum, sum_pairs, sum_triples, width, write};
+use crate::op::rows::{
+    ROWS_PER_SUM, add_blocks, operands, read, rows_per_task, sum, sum_pairs, sum_triples, width, write,
+};
 
 pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([x, w, b], [y, mean, rstd], scalars) = operands(launch);
@@ -91,7 +93,8 @@ fn backward_row<T: Float>(
     }
     let count = T::Acc::lit(x.len() as f64);
     let g_mean = sum_pairs(dy, w, |dy, w| dy.widen() * w.widen()) / count;
-    let gh_mean = sum_triples(dy, w, x, |dy, w, x| dy.widen() * w.widen() * ((x.widen() - mean) * rstd)) / count;
+    let gh_mean =
+        sum_triples(dy, w, x, |dy, w, x| dy.widen() * w.widen() * ((x.widen() - mean) * rstd)) / count;
     for (((dx, x), w), dy) in dx.iter_mut().zip(x).zip(w).zip(dy) {
         let h = (x.widen() - mean) * rstd;
         *dx = T::narrow(rstd * (dy.widen() * w.widen() - g_mean - h * gh_mean));

@@ -118,8 +118,13 @@ mod tests {
         assert_eq!(outputs, [vec![9.0, 19.0, 30.0, 46.0], vec![3.0], vec![0.5]]);
         // dy = 1, 0, 0, 0: g = (1, 0, 0, 0), h = (-1, -1/2, 0, 3/2), mean(g) = 1/4, mean(g h) = -1/4.
         let [x, w, _] = inputs;
-        let backward_inputs =
-            [x, w, Value::real(&[1], &[3.0]), Value::real(&[1], &[0.5]), Value::real(&[1, 4], &[1.0, 0.0, 0.0, 0.0])];
+        let backward_inputs = [
+            x,
+            w,
+            Value::real(&[1], &[3.0]),
+            Value::real(&[1], &[0.5]),
+            Value::real(&[1, 4], &[1.0, 0.0, 0.0, 0.0]),
+        ];
         let cotangents = evaluate(&BACKWARD, &backward_inputs, &[&[1, 4], &[4], &[4]], &[]);
         assert_eq!(cotangents[0], [0.25, -0.1875, -0.125, 0.0625]);
         assert_eq!(cotangents[1..], [vec![-1.0, 0.0, 0.0, 0.0], vec![1.0, 0.0, 0.0, 0.0]]);
@@ -156,7 +161,8 @@ mod tests {
             agree(rows, d, if d > 1 { 0.0 } else { 1.0 });
         }
         let empty = Case::new(&BACKWARD).input(&[2, 0], &[]).input(&[0], &[]);
-        let statistics = empty.input_as(Kind::Accumulator, &[2], &[0.0; 2]).input_as(Kind::Accumulator, &[2], &[1.0; 2]);
+        let statistics =
+            empty.input_as(Kind::Accumulator, &[2], &[0.0; 2]).input_as(Kind::Accumulator, &[2], &[1.0; 2]);
         statistics.input(&[2, 0], &[]).output(&[2, 0]).output(&[0]).output(&[0]).run();
     }
 

@@ -114,7 +114,11 @@ mod tests {
         for i in 0..40_000u32 {
             let (first, second) = (i.wrapping_mul(2_654_435_761), i.wrapping_mul(0x9e37_79b1) ^ 0x55);
             // Small radii and the borders of the octants too.
-            for (first, second) in [(first, second), (u32::MAX - i, second), (first, ((i % 8) << 29).wrapping_add(i % 3).wrapping_sub(1))] {
+            for (first, second) in [
+                (first, second),
+                (u32::MAX - i, second),
+                (first, ((i % 8) << 29).wrapping_add(i % 3).wrapping_sub(1)),
+            ] {
                 let ((a, b), (c, d)) = (normal_pair(first, second), normal_pair_plain(first, second));
                 worst = worst.max((a - c).abs().max((b - d).abs()));
             }

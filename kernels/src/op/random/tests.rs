@@ -68,7 +68,9 @@ fn a_shard_is_the_slice_of_the_whole_bit_for_bit() {
     let (rows, columns) = (6, 150);
     let x = values(1, rows * columns);
     for dtype in [DType::F32, DType::BF16] {
-        for (kernel, first) in [(&UNIFORM, &drawn(0.0, 1.0)[..]), (&NORMAL, &drawn(0.0, 1.0)), (&DROPOUT, &dropped(0.4))] {
+        for (kernel, first) in
+            [(&UNIFORM, &drawn(0.0, 1.0)[..]), (&NORMAL, &drawn(0.0, 1.0)), (&DROPOUT, &dropped(0.4))]
+        {
             let draw = |row: std::ops::Range<usize>, column: std::ops::Range<usize>| {
                 let shape = [row.len(), column.len()];
                 let places = row.clone().flat_map(|r| column.clone().map(move |c| r * columns + c));
@@ -79,10 +81,16 @@ fn a_shard_is_the_slice_of_the_whole_bit_for_bit() {
                 evaluate_as(kernel.cpu.unwrap(), dtype, inputs, &[&shape], &scalars).remove(0)
             };
             let whole = draw(0..rows, 0..columns);
-            for (row, column) in [(0..3, 0..columns), (3..6, 0..columns), (0..rows, 7..80), (2..5, 81..150), (1..2, 3..4)] {
+            for (row, column) in
+                [(0..3, 0..columns), (3..6, 0..columns), (0..rows, 7..80), (2..5, 81..150), (1..2, 3..4)]
+            {
                 let part = draw(row.clone(), column.clone());
                 let mut slice = row.flat_map(|r| whole[r * columns..][column.clone()].to_vec());
-                assert!(part.iter().all(|x| slice.next().unwrap().to_bits() == x.to_bits()), "{}", kernel.name);
+                assert!(
+                    part.iter().all(|x| slice.next().unwrap().to_bits() == x.to_bits()),
+                    "{}",
+                    kernel.name
+                );
             }
         }
     }
@@ -92,10 +100,14 @@ fn a_shard_is_the_slice_of_the_whole_bit_for_bit() {
 fn moments_are_those_of_the_distribution() {
     let n = 1_000_000;
     let draw = |kernel: &Kernel| {
-        let y = evaluate_as(kernel.cpu.unwrap(), DType::F32, &[], &[&[n]], &shard(&drawn(0.0, 1.0), &[(n, 0)])).remove(0);
+        let y =
+            evaluate_as(kernel.cpu.unwrap(), DType::F32, &[], &[&[n]], &shard(&drawn(0.0, 1.0), &[(n, 0)]))
+                .remove(0);
         [1, 2, 3, 4].map(|power| y.iter().map(|y| y.powi(power)).sum::<f64>() / n as f64)
     };
-    for (found, exact) in [(draw(&UNIFORM), [0.5, 1.0 / 3.0, 0.25, 0.2]), (draw(&NORMAL), [0.0, 1.0, 0.0, 3.0])] {
+    for (found, exact) in
+        [(draw(&UNIFORM), [0.5, 1.0 / 3.0, 0.25, 0.2]), (draw(&NORMAL), [0.0, 1.0, 0.0, 3.0])]
+    {
         assert!(found.iter().zip(exact).all(|(f, e)| (f - e).abs() < 0.01 * (1.0 + e)), "{found:?}");
     }
 }

@@ -6,7 +6,9 @@ use crate::dtype::{Float, Real};
 use crate::error::KernelError;
 use crate::kernel::Launch;
 use crate::match_float;
-use crate::op::rows::{ROWS_PER_SUM, add_blocks, operands, read, rows_per_task, sum, sum_triples, width, write};
+use crate::op::rows::{
+    ROWS_PER_SUM, add_blocks, operands, read, rows_per_task, sum, sum_triples, width, write,
+};
 
 pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([x, w], [y, rstd], scalars) = operands(launch);

@@ -92,7 +92,12 @@ mod tests {
             let x: Vec<f64> = values(1, rows * n).iter().map(|v| 4.0 * v).collect();
             Case::new(&FORWARD).input(&shape, &x).output(&shape).run();
             let y = values(2, rows * n).iter().map(|v| v.abs() / 8.0).collect::<Vec<_>>();
-            Case::new(&BACKWARD).input(&shape, &y).input(&shape, &values(3, rows * n)).output(&shape).scale(2.0).run();
+            Case::new(&BACKWARD)
+                .input(&shape, &y)
+                .input(&shape, &values(3, rows * n))
+                .output(&shape)
+                .scale(2.0)
+                .run();
         }
     }
 
