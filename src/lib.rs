@@ -48,7 +48,8 @@ pub mod prelude {
     pub use shardgrad_dist::{Error, Kind, Mesh, Rank, Result, World};
     pub use shardgrad_kernels::DType;
     pub use shardgrad_nn::{
-        AdamW, Attention, Dropout, Embedding, LayerNorm, Linear, Mlp, Model, Module, Param, Plan, Point, StepArgs, module,
+        AdamW, Attention, Dropout, Embedding, LayerNorm, Linear, Mlp, Model, Module, Param, Plan, Point,
+        StepArgs, module,
     };
     pub use shardgrad_tensor::{Layout, State, Tensor, Value};
 }

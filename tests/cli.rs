@@ -3,17 +3,15 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 /// A folder of its own for one test, gone afterwards.
 struct Folder(PathBuf);
 
 impl Folder {
-    fn new() -> Folder {
-        static NEXT: AtomicUsize = AtomicUsize::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("shardgrad-cli-{}-{number}", std::process::id()));
+    /// `name` is the test's: two tests of one process never share a folder.
+    fn new(name: &str) -> Folder {
+        let path = std::env::temp_dir().join(format!("shardgrad-cli-{}-{name}", std::process::id()));
         fs::create_dir_all(&path).unwrap();
         Folder(path)
     }
@@ -53,16 +51,17 @@ fn text(folder: &Folder) -> String {
 
 #[test]
 fn misuse_has_exit_code_2_and_a_repair() {
-    let folder = Folder::new();
+    let folder = Folder::new("misuse");
     let data = text(&folder);
-    let latin = folder.file("latin", [b"caf".as_slice(), &[0xe9], b" au lait ".as_slice()].concat().repeat(300));
+    let latin =
+        folder.file("latin", [b"caf".as_slice(), &[0xe9], b" au lait ".as_slice()].concat().repeat(300));
     let (empty, short) = (folder.file("empty", ""), folder.file("short", "abc"));
     let out = folder.path("out");
     let cases: &[(&[&str], &[&str])] = &[
         (&["train", "--stepps", "3"], &["unexpected argument '--stepps'", "--steps"]),
         (&["trian"], &["unrecognized subcommand 'trian'", "train"]),
         (&["train", "--steps", "0"], &["--steps"]),
-        (&["train", "--lr", "-1"], &["--lr"]),
+        (&["train", "--lr=-1"], &["--lr"]),
         (&["train", "--preset", "tinny"], &["did you mean `tiny`?"]),
         (&["train", "--mesh", "tp=2,tq=2"], &["there is no mesh axis `tq`", "did you mean `tp`?"]),
         (&["train", "--mesh", "tp=0"], &["size 0"]),
@@ -96,11 +95,30 @@ fn misuse_has_exit_code_2_and_a_repair() {
 
 #[test]
 fn a_loss_that_is_not_finite_stops_every_rank_before_the_update() {
-    let folder = Folder::new();
+    let folder = Folder::new("nan");
     let (data, out) = (text(&folder), folder.path("out"));
     let (code, said) = told(&[
-        "train", "--data", &data, "--out", &out, "--mesh", "dp=2,tp=2", "--steps", "50", "--batch", "4", "--seq", "8",
-        "--lr", "1e30", "--warmup", "0", "--grad-clip", "0", "--eval-every", "0",
+        "train",
+        "--data",
+        &data,
+        "--out",
+        &out,
+        "--mesh",
+        "dp=2,tp=2",
+        "--steps",
+        "50",
+        "--batch",
+        "4",
+        "--seq",
+        "8",
+        "--lr",
+        "1e30",
+        "--warmup",
+        "0",
+        "--grad-clip",
+        "0",
+        "--eval-every",
+        "0",
     ]);
     assert_eq!(code, 1, "{said}");
     assert!(said.contains("the step was not taken") && said.contains("error: step "), "{said}");
@@ -108,10 +126,11 @@ fn a_loss_that_is_not_finite_stops_every_rank_before_the_update() {
 
 #[test]
 fn a_run_leaves_metrics_a_plot_and_a_model_that_is_read_on_another_mesh() {
-    let folder = Folder::new();
+    let folder = Folder::new("run");
     let (data, out) = (text(&folder), folder.path("out"));
     let common = ["--batch", "4", "--seq", "16"];
-    let train = ["train", "--data", &data, "--out", &out, "--mesh", "tp=2", "--steps", "12", "--eval-every", "6"];
+    let train =
+        ["train", "--data", &data, "--out", &out, "--mesh", "tp=2", "--steps", "12", "--eval-every", "6"];
     let output = shardgrad(&[&train[..], &common].concat());
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let printed = String::from_utf8(output.stdout).unwrap();
@@ -135,10 +154,22 @@ fn a_run_leaves_metrics_a_plot_and_a_model_that_is_read_on_another_mesh() {
 
 #[test]
 fn a_signal_ends_the_run_after_its_step_with_a_saved_model() {
-    let folder = Folder::new();
+    let folder = Folder::new("signal");
     let (data, out) = (text(&folder), folder.path("out"));
     let mut child = Command::new(env!("CARGO_BIN_EXE_shardgrad"))
-        .args(["train", "--data", &data, "--out", &out, "--mesh", "dp=2", "--steps", "100000", "--eval-every", "0"])
+        .args([
+            "train",
+            "--data",
+            &data,
+            "--out",
+            &out,
+            "--mesh",
+            "dp=2",
+            "--steps",
+            "100000",
+            "--eval-every",
+            "0",
+        ])
         .args(["--batch", "4", "--seq", "16"])
         .stdout(std::process::Stdio::null())
         .stderr(std::process::Stdio::piped())
@@ -163,7 +194,8 @@ fn a_signal_ends_the_run_after_its_step_with_a_saved_model() {
 
 #[test]
 fn explain_counts_what_theory_counts() {
-    let output = shardgrad(&["explain", "--preset", "tiny", "--mesh", "tp=2", "--batch", "2", "--seq", "8", "--json"]);
+    let output =
+        shardgrad(&["explain", "--preset", "tiny", "--mesh", "tp=2", "--batch", "2", "--seq", "8", "--json"]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let lines = String::from_utf8(output.stdout).unwrap();
     let records: Vec<serde_json::Value> = lines.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
@@ -172,7 +204,9 @@ fn explain_counts_what_theory_counts() {
             let in_block = r["path"].as_str().is_some_and(|p| p.starts_with("h."));
             r["kind"] == "collective" && r["phase"] == phase && in_block
         });
-        found.map(|r| (r["op"].as_str().unwrap().to_string(), r["bytes"].as_u64().unwrap())).collect::<Vec<_>>()
+        found
+            .map(|r| (r["op"].as_str().unwrap().to_string(), r["bytes"].as_u64().unwrap()))
+            .collect::<Vec<_>>()
     };
     // Four blocks, two all-reduces each way, of 2 x 8 x 128 numbers of 4 bytes: 2 (N - N/2) for each rank.
     let one = ("all_reduce".to_string(), 2 * 8 * 128 * 4);

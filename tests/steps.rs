@@ -30,7 +30,11 @@ fn train(world: World, dtype: DType, steps: usize, rounds: usize, dropout: f64) 
                 let mut loss_sum = 0.0;
                 for round in 0..rounds {
                     let rows = 6 / rounds;
-                    tape.set_noise(Some(Noise { seed: 1, step: step as u64, first_row: (round * rows) as u64 }));
+                    tape.set_noise(Some(Noise {
+                        seed: 1,
+                        step: step as u64,
+                        first_row: (round * rows) as u64,
+                    }));
                     let batch = |shift| tokens(rank, &plan, step, round * rows..(round + 1) * rows, shift);
                     let loss = model.loss(&tape.constant(batch(0)?), &tape.constant(batch(1)?));
                     let loss = loss.scale(1.0 / rounds as f64);
@@ -51,7 +55,13 @@ fn train(world: World, dtype: DType, steps: usize, rounds: usize, dropout: f64) 
     ranks.into_iter().next().expect("a world has a rank")
 }
 
-fn tokens(rank: &Rank, plan: &Plan, step: usize, rows: std::ops::Range<usize>, shift: usize) -> Result<Tensor> {
+fn tokens(
+    rank: &Rank,
+    plan: &Plan,
+    step: usize,
+    rows: std::ops::Range<usize>,
+    shift: usize,
+) -> Result<Tensor> {
     let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), 8])?;
     let token = |r: usize, t: usize| ((r * 5 + (t + shift) * (t + shift) + step * 3) % 19) as i64;
     let all: Vec<i64> = rows.flat_map(|r| (0..8).map(move |t| token(r, t))).collect();
@@ -108,7 +118,10 @@ fn the_same_run_gives_the_same_bits() {
             let world = mesh(text).threads(threads);
             let again = train(jitter.map_or(world.clone(), |seed| world.jitter(seed)), DType::F32, 5, 1, 0.1);
             assert_eq!(first.losses, again.losses, "{text}, {threads} threads, jitter {jitter:?}");
-            assert!(first.bits == again.bits, "{text}, {threads} threads, jitter {jitter:?}: parameters differ");
+            assert!(
+                first.bits == again.bits,
+                "{text}, {threads} threads, jitter {jitter:?}: parameters differ"
+            );
         }
     }
 }

@@ -21,7 +21,11 @@ impl Tape {
     ///
     /// # Errors
     /// Whatever `block` returns, and `Kind::Unsupported` inside another recording.
-    pub fn checkpoint(&self, arguments: &[Var], block: impl FnOnce(&[Var]) -> Result<Vec<Var>>) -> Result<Vec<Var>> {
+    pub fn checkpoint(
+        &self,
+        arguments: &[Var],
+        block: impl FnOnce(&[Var]) -> Result<Vec<Var>>,
+    ) -> Result<Vec<Var>> {
         let Recording { program, outers, results } = self.recorded(arguments, block)?;
         let inputs: SmallVec<[Option<Id>; 4]> = outers.iter().map(Var::id).collect();
         if !self.records() || inputs.iter().all(Option::is_none) {
@@ -47,7 +51,13 @@ impl Tape {
 
 impl PullBack for Program {
     /// Replays the program on the kept inputs and goes backwards through it from the given cotangents.
-    fn pull_back(&self, rank: &Rank, inputs: &[Option<Tensor>], cotangents: &[Option<Tensor>], wanted: &[bool]) -> Cotangents {
+    fn pull_back(
+        &self,
+        rank: &Rank,
+        inputs: &[Option<Tensor>],
+        cotangents: &[Option<Tensor>],
+        wanted: &[bool],
+    ) -> Cotangents {
         let tape = Tape::new(rank);
         let mut values: HashMap<Slot, Var> = HashMap::new();
         for (i, (input, wanted)) in inputs.iter().zip(wanted).enumerate() {

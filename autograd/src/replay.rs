@@ -24,7 +24,10 @@ impl Tape {
         text: impl FnOnce(&[Var]) -> Result<Vec<Var>>,
     ) -> Result<Recording> {
         if self.is_recording() {
-            return Err(Error::new(Kind::Unsupported, "a program is recorded inside the recording of another"));
+            return Err(Error::new(
+                Kind::Unsupported,
+                "a program is recorded inside the recording of another",
+            ));
         }
         let mut recorder = Recorder::default();
         for argument in arguments {
@@ -65,7 +68,8 @@ impl Program {
         for at in range {
             let record = &self.records[at];
             let missing = |slot: &Slot| {
-                let text = format!("replay: record {at} ({}) needs {slot:?}, which is not there", record.op.name());
+                let text =
+                    format!("replay: record {at} ({}) needs {slot:?}, which is not there", record.op.name());
                 Error::new(Kind::Unsupported, text)
             };
             let inputs: SmallVec<[Var; 4]> = record

@@ -35,7 +35,13 @@ pub(crate) enum Work {
 /// A block of ops that is one node of the tape.
 pub(crate) trait PullBack {
     /// Cotangents of the wanted inputs from those of the outputs.
-    fn pull_back(&self, rank: &Rank, inputs: &[Option<Tensor>], cotangents: &[Option<Tensor>], wanted: &[bool]) -> Cotangents;
+    fn pull_back(
+        &self,
+        rank: &Rank,
+        inputs: &[Option<Tensor>],
+        cotangents: &[Option<Tensor>],
+        wanted: &[bool],
+    ) -> Cotangents;
 }
 
 /// Something that happened: what it kept, and where its cotangents go.
@@ -137,7 +143,12 @@ impl Tape {
     }
 
     /// Another layout of a leaf as a derived leaf; `None` if the id is no leaf's.
-    pub(crate) fn leaf_form(&self, id: Option<Id>, to: &Layout, site: &'static Location<'static>) -> Option<(Id, Tensor)> {
+    pub(crate) fn leaf_form(
+        &self,
+        id: Option<Id>,
+        to: &Layout,
+        site: &'static Location<'static>,
+    ) -> Option<(Id, Tensor)> {
         let Some(Id::Leaf(origin)) = id else { return None };
         let mut arena = self.0.arena.borrow_mut();
         let same = |l: &Leaf| l.origin.as_ref().is_some_and(|o| o.0 == origin) && l.tensor.layout() == to;
@@ -217,7 +228,9 @@ impl Tape {
                 continue;
             }
             context.set_path(&node.path);
-            for (input, cotangent) in node.inputs.clone().into_iter().zip(node.pull_back(&self.0.rank, &context)) {
+            for (input, cotangent) in
+                node.inputs.clone().into_iter().zip(node.pull_back(&self.0.rank, &context))
+            {
                 if let (Some(id), Some(cotangent)) = (input, cotangent) {
                     add(&mut arena.leaves, &mut nodes, id, cotangent);
                 }
@@ -296,7 +309,10 @@ impl Node {
                 context.set_closed(closed);
                 for (cotangent, layout) in cotangents.iter().zip(&self.input_layouts) {
                     let lawful = cotangent.as_ref().is_none_or(|c| *c.layout() == layout.dual());
-                    assert!(lawful, "bug in shardgrad: {op:?} gave {cotangent:?} for an argument of {layout}");
+                    assert!(
+                        lawful,
+                        "bug in shardgrad: {op:?} gave {cotangent:?} for an argument of {layout}"
+                    );
                 }
                 cotangents
             }

@@ -91,7 +91,10 @@ impl Var {
         }
         let id = self.live(site).ok_or_else(|| {
             Error::new(Kind::Unsupported, "backward of a value that no gradient reaches")
-                .detail("help", "no parameter took part in it, or it was made under no_grad or an inference tape")
+                .detail(
+                    "help",
+                    "no parameter took part in it, or it was made under no_grad or an inference tape",
+                )
                 .at(site)
         })?;
         let seed = Tensor::full(self.rank(), &layout.dual(), 1.0)?;
@@ -153,8 +156,7 @@ impl Var {
             .map(|(v, target)| target.as_ref().map_or_else(|| (*v).clone(), |to| v.form(to, site)))
             .collect();
         let tensors: SmallVec<[Tensor; 4]> = args.iter().map(|v| v.0.tensor.clone()).collect();
-        let outputs =
-            op::run(&*op, &tensors, &inference, first.rank(), site).unwrap_or_else(|e| e.raise());
+        let outputs = op::run(&*op, &tensors, &inference, first.rank(), site).unwrap_or_else(|e| e.raise());
         first.0.tape.put(&op, &args, outputs, site)
     }
 }
@@ -200,7 +202,11 @@ impl Tape {
             self.push(Node {
                 work: Work::Op(op.clone()),
                 inputs,
-                kept_inputs: args.iter().enumerate().map(|(i, v)| keep(i, keeps.inputs, v.tensor())).collect(),
+                kept_inputs: args
+                    .iter()
+                    .enumerate()
+                    .map(|(i, v)| keep(i, keeps.inputs, v.tensor()))
+                    .collect(),
                 kept_outputs: outputs.iter().enumerate().map(|(i, t)| keep(i, keeps.outputs, t)).collect(),
                 input_layouts: args.iter().map(|v| v.layout().clone()).collect(),
                 output_layouts: outputs.iter().map(|t| t.layout().clone()).collect(),

@@ -138,7 +138,7 @@ impl World {
         if index >= self.mesh.num_ranks() {
             return Err(Error::new(Kind::Mesh, format!("there is no rank {index} in {}", self.mesh)));
         }
-        let rank = Rank::new(self.mesh.clone(), index, Null::new(), Box::new(Recording));
+        let rank = Rank::new(self.mesh.clone(), index, Null::backend(), Box::new(Recording));
         rank.trace().enable();
         caught(&self.mesh, index, || f(&rank))
     }

@@ -78,7 +78,7 @@ pub struct Cpu {
 impl Cpu {
     /// A CPU back end whose kernels use `num_threads` threads, the caller's among them (at least 1).
     #[must_use]
-    pub fn new(num_threads: usize) -> Arc<dyn Backend> {
+    pub fn backend(num_threads: usize) -> Arc<dyn Backend> {
         Cpu::with_allocator(num_threads, Allocator::default())
     }
 

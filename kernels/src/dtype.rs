@@ -83,6 +83,7 @@ impl fmt::Display for DType {
 }
 
 mod sealed {
+    /// Keeps other crates from adding elements whose bit patterns are not all valid.
     pub trait Sealed {}
 }
 
@@ -212,10 +213,22 @@ narrow_float!(bf16, f16);
 macro_rules! match_float {
     ($dtype:expr, $t:ident => $body:expr, else $other:expr) => {
         match $dtype {
-            $crate::DType::F64 => { type $t = f64; $body }
-            $crate::DType::F32 => { type $t = f32; $body }
-            $crate::DType::BF16 => { type $t = ::half::bf16; $body }
-            $crate::DType::F16 => { type $t = ::half::f16; $body }
+            $crate::DType::F64 => {
+                type $t = f64;
+                $body
+            }
+            $crate::DType::F32 => {
+                type $t = f32;
+                $body
+            }
+            $crate::DType::BF16 => {
+                type $t = ::half::bf16;
+                $body
+            }
+            $crate::DType::F16 => {
+                type $t = ::half::f16;
+                $body
+            }
             _ => $other,
         }
     };
@@ -226,12 +239,30 @@ macro_rules! match_float {
 macro_rules! match_dtype {
     ($dtype:expr, $t:ident => $body:expr) => {
         match $dtype {
-            $crate::DType::F64 => { type $t = f64; $body }
-            $crate::DType::F32 => { type $t = f32; $body }
-            $crate::DType::BF16 => { type $t = ::half::bf16; $body }
-            $crate::DType::F16 => { type $t = ::half::f16; $body }
-            $crate::DType::I64 => { type $t = i64; $body }
-            $crate::DType::U8 | $crate::DType::Bool => { type $t = u8; $body }
+            $crate::DType::F64 => {
+                type $t = f64;
+                $body
+            }
+            $crate::DType::F32 => {
+                type $t = f32;
+                $body
+            }
+            $crate::DType::BF16 => {
+                type $t = ::half::bf16;
+                $body
+            }
+            $crate::DType::F16 => {
+                type $t = ::half::f16;
+                $body
+            }
+            $crate::DType::I64 => {
+                type $t = i64;
+                $body
+            }
+            $crate::DType::U8 | $crate::DType::Bool => {
+                type $t = u8;
+                $body
+            }
         }
     };
 }
@@ -246,7 +277,10 @@ mod tests {
         for beside in [2f64.powi(-23), 2f64.powi(-40), 2f64.powi(-52)] {
             assert_eq!(<bf16 as Element>::from_f64(tie + beside).to_f64(), 1.0 + 2f64.powi(-7));
             assert_eq!(<bf16 as Element>::from_f64(tie - beside).to_f64(), 1.0);
-            assert_eq!(<f16 as Element>::from_f64(-1.0 - 2f64.powi(-11) - beside).to_f64(), -1.0 - 2f64.powi(-10));
+            assert_eq!(
+                <f16 as Element>::from_f64(-1.0 - 2f64.powi(-11) - beside).to_f64(),
+                -1.0 - 2f64.powi(-10)
+            );
         }
         assert_eq!(<bf16 as Element>::from_f64(tie).to_f64(), 1.0);
         assert_eq!(<f16 as Element>::from_f64(f64::MAX).to_f64(), f64::INFINITY);

@@ -4,7 +4,9 @@
 //! `unsafe` is allowed here in `buffer.rs`, `cpu/pool.rs`, `cpu/simd/` and `cpu/gemm.rs` only.
 
 #[cfg(panic = "abort")]
-compile_error!("shardgrad needs unwinding: a failing rank must release the others; remove `panic = \"abort\"`");
+compile_error!(
+    "shardgrad needs unwinding: a failing rank must release the others; remove `panic = \"abort\"`"
+);
 
 pub mod dtype;
 pub mod strides;

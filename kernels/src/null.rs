@@ -15,7 +15,7 @@ pub struct Null {
 impl Null {
     /// A null back end that has counted nothing yet.
     #[must_use]
-    pub fn new() -> Arc<dyn Backend> {
+    pub fn backend() -> Arc<dyn Backend> {
         Arc::new(Null::default())
     }
 }

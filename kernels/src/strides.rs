@@ -119,7 +119,11 @@ impl Strides {
     /// The view under another shape of equal numel; `None` if that needs a copy.
     #[must_use]
     pub fn reshape(&self, shape: &[usize]) -> Option<Strides> {
-        debug_assert_eq!(self.numel(), shape.iter().product::<usize>(), "a reshape keeps the number of elements");
+        debug_assert_eq!(
+            self.numel(),
+            shape.iter().product::<usize>(),
+            "a reshape keeps the number of elements"
+        );
         if self.is_contiguous() {
             return Some(Strides { offset: self.offset, ..Strides::contiguous(shape) });
         }

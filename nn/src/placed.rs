@@ -145,9 +145,12 @@ impl<M> fmt::Debug for Model<M> {
     }
 }
 
+/// Parameters with their paths.
+type NamedParams = Vec<(String, Param)>;
+
 /// Parameters (shared ones under their first name) and names of points, in the order of traversal.
-fn leaves(module: &dyn Module) -> Result<(Vec<(String, Param)>, Vec<String>)> {
-    let mut params: Vec<(String, Param)> = Vec::new();
+fn leaves(module: &dyn Module) -> Result<(NamedParams, Vec<String>)> {
+    let mut params = NamedParams::new();
     let mut points = Vec::new();
     walk(module, &mut |path, leaf| match leaf {
         Leaf::Param(param) if !params.iter().any(|(_, p)| p.same_as(param)) => {

@@ -167,7 +167,8 @@ impl RunArgs {
 
 /// Refuses axes that the plan of GPT-2 splits nothing over: their ranks would all do the same work.
 pub(crate) fn check_axes(mesh: &Mesh) -> Result<()> {
-    let idle = |axis: &shardgrad::dist::Axis| mesh.size(*axis) > 1 && !["dp", "tp"].contains(&mesh.name(*axis));
+    let idle =
+        |axis: &shardgrad::dist::Axis| mesh.size(*axis) > 1 && !["dp", "tp"].contains(&mesh.name(*axis));
     let Some(axis) = mesh.axes().find(idle) else { return Ok(()) };
     let why = format!("nothing is split over {}={} yet", mesh.name(axis), mesh.size(axis));
     Err(Error::new(Kind::Unsupported, why).detail("help", "use the axes dp and tp"))

@@ -56,7 +56,8 @@ fn write_logits(model: &Model<Gpt2>, plan: &Plan, windows: &Sampler, rows: usize
     let logits = model.forward(&model.inference().constant(ids)).cast(DType::F32);
     let bytes = logits.tensor().to_bytes()?;
     if model.rank().index() == 0 {
-        let mut writer = TensorWriter::create(path, &[("logits".to_string(), DType::F32, logits.shape().to_vec())])?;
+        let mut writer =
+            TensorWriter::create(path, &[("logits".to_string(), DType::F32, logits.shape().to_vec())])?;
         writer.append("logits", &bytes)?;
         writer.finish()?;
     }

@@ -31,16 +31,31 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
         let parameters = model.params().iter().map(|p| (p.name(), p.tensor().layout().clone())).collect();
         let tape = model.tape();
         let blank = |own: std::ops::Range<usize>| vec![0; own.len() * shape[1]];
-        let read = |own: std::ops::Range<usize>| Ok(Batch { inputs: blank(own.clone()), targets: blank(own) });
+        let read =
+            |own: std::ops::Range<usize>| Ok(Batch { inputs: blank(own.clone()), targets: blank(own) });
         let (ids, targets) = batch(rank, &plan, shape, read)?;
         let loss = model.loss(&tape.constant(ids), &tape.constant(targets));
         let saved_bytes = tape.saved_bytes();
         loss.backward()?;
-        AdamW::new(1e-3).step(&model, tape.gradients(), StepArgs { lr: 1e-3, clip: None, control: &[0.0, 0.0] })?;
+        AdamW::new(1e-3).step(
+            &model,
+            tape.gradients(),
+            StepArgs { lr: 1e-3, clip: None, control: &[0.0, 0.0] },
+        )?;
         Ok(Step { parameters, records: rank.trace().take(), cost: rank.backend().cost(), saved_bytes })
     })?;
-    let title = format!("one step of {} on {mesh}, batch {} x {}, {}", args.model.name(), shape[0], shape[1], args.dtype);
-    if args.json { print_json(&mesh, &step) } else { print!("{}", text(&title, &mesh, &step)) }
+    let title = format!(
+        "one step of {} on {mesh}, batch {} x {}, {}",
+        args.model.name(),
+        shape[0],
+        shape[1],
+        args.dtype
+    );
+    if args.json {
+        print_json(&mesh, &step)
+    } else {
+        print!("{}", text(&title, &mesh, &step))
+    }
     Ok(())
 }
 
@@ -50,11 +65,17 @@ fn print_json(mesh: &Mesh, step: &Step) {
     }
     for r in &step.records {
         let line = format!("{}:{}", r.site.file(), r.site.line());
-        println!("{}", json!({"kind": "collective", "op": r.op, "axes": mesh.names(r.axes), "phase": phase(r.phase),
-            "path": r.path, "dtype": r.dtype.name(), "numel": r.numel(), "bytes": r.bytes, "line": line}));
+        println!(
+            "{}",
+            json!({"kind": "collective", "op": r.op, "axes": mesh.names(r.axes), "phase": phase(r.phase),
+            "path": r.path, "dtype": r.dtype.name(), "numel": r.numel(), "bytes": r.bytes, "line": line})
+        );
     }
-    println!("{}", json!({"kind": "total", "flops": step.cost.flops, "memory_bytes": step.cost.bytes,
-        "saved_bytes": step.saved_bytes}));
+    println!(
+        "{}",
+        json!({"kind": "total", "flops": step.cost.flops, "memory_bytes": step.cost.bytes,
+        "saved_bytes": step.saved_bytes})
+    );
 }
 
 fn phase(phase: Phase) -> &'static str {

@@ -40,7 +40,7 @@ fn next(model: &Model<Gpt2>, config: &Gpt2Config, text: &[i64], how: &SamplingAr
     let ids = Tensor::from_host(model.rank(), &[1, seen.len()], seen)?;
     let logits = model.forward(&model.inference().constant(ids));
     let last = logits.slice(1, seen.len() - 1..seen.len());
-    Ok(choose(&last.tensor().to_f64()?, how, uniform_at(how.seed, 0, n).into()))
+    Ok(choose(&last.tensor().to_f64()?, how, uniform_at(how.seed, 0, n)))
 }
 
 /// Chooses among tokens by their logits; `u` is uniform in 0..1.
@@ -112,7 +112,10 @@ mod tests {
         let logits = [0.0, 4f64.ln(), 2f64.ln()];
         assert_eq!(choose(&logits, &how(None, None, true), 0.999), 1);
         let pick = |u| choose(&logits, &how(None, None, false), u);
-        assert_eq!([pick(0.0), pick(0.57), pick(0.58), pick(0.85), pick(0.86), pick(0.9999)], [1, 1, 2, 2, 0, 0]);
+        assert_eq!(
+            [pick(0.0), pick(0.57), pick(0.58), pick(0.85), pick(0.86), pick(0.9999)],
+            [1, 1, 2, 2, 0, 0]
+        );
         assert_eq!(choose(&logits, &how(Some(1), None, false), 0.99), 1);
         assert_eq!(choose(&logits, &how(None, Some(0.6), false), 0.99), 2);
         assert_eq!(choose(&logits, &how(None, Some(0.5), false), 0.99), 1);

@@ -36,8 +36,14 @@ pub(crate) fn run(args: &TrainArgs) -> Result<()> {
     let world = args.run.train_world()?;
     let mesh = args.run.train_mesh();
     let job = prepare(args)?;
-    let text = format!("{} on {mesh}, {} steps of {} x {} tokens, {}", args.model.name(), job.recipe.steps,
-        job.recipe.batch, job.recipe.seq, job.recipe.dtype);
+    let text = format!(
+        "{} on {mesh}, {} steps of {} x {} tokens, {}",
+        args.model.name(),
+        job.recipe.steps,
+        job.recipe.batch,
+        job.recipe.seq,
+        job.recipe.dtype
+    );
     if !job.json {
         println!("training {text}");
     }
@@ -89,7 +95,10 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         seq: rows.seq(),
         microbatches: steps.microbatches,
         schedule: args.schedule(),
-        optim: AdamW::new(optim.lr).betas(optim.beta1, optim.beta2).eps(optim.eps).weight_decay(optim.weight_decay),
+        optim: AdamW::new(optim.lr)
+            .betas(optim.beta1, optim.beta2)
+            .eps(optim.eps)
+            .weight_decay(optim.weight_decay),
         clip: optim.clip(),
         seed: steps.seed,
         dtype: args.run.dtype,
@@ -190,7 +199,8 @@ impl Progress {
             return Ok(());
         }
         let mut shown = self.lines.borrow_mut();
-        let due = entry.step == 1 || entry.step == self.steps as u64 || shown.elapsed() > Duration::from_secs(5);
+        let due =
+            entry.step == 1 || entry.step == self.steps as u64 || shown.elapsed() > Duration::from_secs(5);
         if due || entry.val_loss.is_some() {
             *shown = Instant::now();
             println!("step {:>5}  {text}", entry.step);
@@ -209,5 +219,8 @@ fn tell(out: &Path, steps: &[StepMetrics]) {
     println!("  {:<28} every step", out.join("metrics.jsonl").display());
     println!("  {:<28} the loss as a picture", out.join("loss.svg").display());
     println!("  {:<28} the model, as transformers reads it", out.join("model").display());
-    println!("sample from it:\n  cargo run --release -- generate --model {} --prompt \"fn \"", out.join("model").display());
+    println!(
+        "sample from it:\n  cargo run --release -- generate --model {} --prompt \"fn \"",
+        out.join("model").display()
+    );
 }

@@ -85,12 +85,16 @@ impl Session<'_> {
                 Err(other) => std::panic::resume_unwind(other),
             },
         };
-        let text = format!("step {}: the loss is {loss} and the gradient norm {grad_norm}; the step was not taken", step + 1);
+        let text = format!(
+            "step {}: the loss is {loss} and the gradient norm {grad_norm}; the step was not taken",
+            step + 1
+        );
         let error = Error::new(Kind::NotFinite, text);
         match cause {
-            Some(cause) if cause.kind() == Kind::NotFinite => {
-                cause.details().iter().fold(error.detail("first", cause.message()), |e, (l, t)| e.detail(l, t.clone()))
-            }
+            Some(cause) if cause.kind() == Kind::NotFinite => cause
+                .details()
+                .iter()
+                .fold(error.detail("first", cause.message()), |e, (l, t)| e.detail(l, t.clone())),
             _ => error.detail("help", "no single op made it; a smaller learning rate is the usual cure"),
         }
     }

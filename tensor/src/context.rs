@@ -35,7 +35,8 @@ impl Context {
         if let Some(found) = self.signatures.borrow().get(text) {
             return found.clone();
         }
-        let parsed = Signature::parse(text).unwrap_or_else(|e| panic!("bug in shardgrad: signature `{text}`: {e}"));
+        let parsed =
+            Signature::parse(text).unwrap_or_else(|e| panic!("bug in shardgrad: signature `{text}`: {e}"));
         let parsed = Rc::new(parsed);
         self.signatures.borrow_mut().insert(text.into(), parsed.clone());
         parsed

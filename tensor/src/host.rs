@@ -106,8 +106,11 @@ impl Tensor {
         let values = self.to_f64()?;
         match values[..] {
             [x] => Ok(x),
-            _ => Err(Error::new(Kind::Shape, format!("item() of a tensor of {} elements", self.layout().numel()))
-                .at(Location::caller())),
+            _ => Err(Error::new(
+                Kind::Shape,
+                format!("item() of a tensor of {} elements", self.layout().numel()),
+            )
+            .at(Location::caller())),
         }
     }
 

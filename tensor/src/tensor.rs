@@ -107,7 +107,14 @@ impl Tensor {
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
-    pub fn uniform(rank: &Rank, layout: &Layout, key: u64, stream: u64, low: f64, high: f64) -> Result<Tensor> {
+    pub fn uniform(
+        rank: &Rank,
+        layout: &Layout,
+        key: u64,
+        stream: u64,
+        low: f64,
+        high: f64,
+    ) -> Result<Tensor> {
         Tensor::random(rank, layout, &UNIFORM, key, stream, [low, high])
     }
 
@@ -148,7 +155,8 @@ impl Tensor {
     /// `Kind::OutOfMemory`.
     pub fn accumulate(mut self, other: &Tensor) -> Result<Tensor> {
         debug_assert_eq!(self.layout(), other.layout(), "cotangents of one value share a layout");
-        let owned = Rc::get_mut(&mut self.0).is_some_and(|i| i.piece.view.is_contiguous() && i.piece.buffer.is_unique());
+        let owned = Rc::get_mut(&mut self.0)
+            .is_some_and(|i| i.piece.view.is_contiguous() && i.piece.buffer.is_unique());
         let rank = self.rank().clone();
         if owned {
             return self.update(|sum| launch(&rank, &ACCUMULATE, &[other.piece()], &mut [sum], &[]));

@@ -6,10 +6,12 @@
 //!
 //! Each check is proved by planting the bugs it must find (`planted.rs`).
 
+mod bug;
 mod model;
 mod planted;
 
-use model::{Bug, Sample, Trained, strategy};
+use bug::Bug;
+use model::{Sample, Trained, strategy};
 use proptest::prelude::*;
 use shardgrad::prelude::*;
 

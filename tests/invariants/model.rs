@@ -1,35 +1,11 @@
 //! Random models under random plans: a stack of products, norms, non-linearities and residuals, with an embedding at
 //! the bottom and a tied head at the top. With `integers` every step is exact in f64.
 
-use super::planted;
+use super::bug::{self, Bug};
 use proptest::prelude::*;
 use shardgrad::nn::Init;
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
-
-/// What is wrong with a run, on purpose.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Bug {
-    None,
-    /// The hidden activation passes a pending sum through a non-linear op.
-    PendingThroughRelu,
-    /// A mean divides by the local extent.
-    LocalMean,
-    /// A vjp scales by the size of the world.
-    WorldScaledVjp,
-    /// A vjp gives zeros.
-    ZeroVjp,
-    /// A layer reads a cut-off copy of its input.
-    Detached,
-    /// A parameter is multiplied by a mask of zeros.
-    Masked,
-    /// Each rank updates with a rate of its own.
-    RankRate,
-    /// A parameter that should be replicated is initialised by rank.
-    RankInit,
-    /// One rank leaves a parameter out of its update.
-    RankSkips,
-}
 
 /// One random case.
 #[derive(Clone, Debug)]
@@ -55,8 +31,8 @@ pub(crate) fn strategy() -> impl Strategy<Value = Sample> {
     let sizes = (1usize..=3, 1usize..=3, 2usize..=6, 1usize..=7, 2usize..=9);
     let data = (1usize..=5, 1usize..=4, 1usize..=2, 1usize..=2, any::<u64>());
     let flags = (any::<bool>(), any::<bool>(), any::<bool>());
-    (sizes, data, flags).prop_map(|((dp, tp, width, hidden, vocabulary), (rows, columns, num_blocks, rounds, seed), flags)| {
-        Sample {
+    (sizes, data, flags).prop_map(
+        |((dp, tp, width, hidden, vocabulary), (rows, columns, num_blocks, rounds, seed), flags)| Sample {
             dp,
             tp,
             width,
@@ -71,16 +47,19 @@ pub(crate) fn strategy() -> impl Strategy<Value = Sample> {
             split_vocabulary: flags.1,
             store_sharded: flags.2,
             integers: false,
-        }
-    })
+        },
+    )
 }
+
+/// What one rank holds of a parameter: its range of each dim, and the bits there.
+pub(crate) type Held = (Vec<std::ops::Range<usize>>, Vec<u64>);
 
 /// What a run left: gathered gradients and losses of the first step, and the parameters' bits after two steps.
 #[derive(Clone, Debug)]
 pub(crate) struct Trained {
     pub(crate) loss: f64,
     pub(crate) gradients: BTreeMap<String, Vec<f64>>,
-    pub(crate) replicas: BTreeMap<String, Vec<(Vec<std::ops::Range<usize>>, Vec<u64>)>>,
+    pub(crate) replicas: BTreeMap<String, Vec<Held>>,
 }
 
 module! {
@@ -99,8 +78,7 @@ impl Block {
         let gain = if self.bug == Bug::Masked { gain.scale(0.0) } else { gain };
         let h = self.up.forward(&h.mul(&gain));
         let h = if self.integers { h.relu() } else { h.gelu() };
-        let y = self.down.forward(&planted::forward(&h, self.bug));
-        x.add(&planted::residual(&y, self.bug))
+        x.add(&bug::down(&self.down, &bug::forward(&h, self.bug), self.bug))
     }
 }
 
@@ -115,7 +93,7 @@ impl Net {
         if self.integers {
             return logits.mul(&logits).sum();
         }
-        planted::mean(&shardgrad::nn::loss::cross_entropy(&logits, targets), self.bug)
+        bug::mean(&shardgrad::nn::loss::cross_entropy(&logits, targets), self.bug)
     }
 }
 
@@ -175,25 +153,31 @@ impl Sample {
     fn on_rank(&self, rank: &Rank, bug: Bug) -> Result<Trained> {
         let plan = self.plan();
         let model = Model::with_dtype(rank, self.net(bug), &plan, self.seed, DType::F64)?;
-        planted::initialise(&model, bug)?;
+        bug::initialise(&model, bug)?;
         let mut optim = AdamW::new(0.05);
         let mut seen: Option<(f64, BTreeMap<String, Vec<f64>>)> = None;
         for step in 0..2 {
             let tape = model.tape();
             let mut loss_sum = 0.0;
             for round in 0..self.rounds {
-                let loss = model.loss(&self.tokens(&tape, &plan, 2 * step + round, 0)?, &self.tokens(&tape, &plan, 2 * step + round, 1)?);
+                let loss = model.loss(
+                    &self.tokens(&tape, &plan, 2 * step + round, 0)?,
+                    &self.tokens(&tape, &plan, 2 * step + round, 1)?,
+                );
                 loss_sum += loss.item()?;
                 loss.backward()?;
             }
             let gradients = tape.gradients();
             if seen.is_none() {
-                let gathered = model.params().iter().filter_map(|p| Some((p, gradients.get(&p.key())?)));
-                let gathered = gathered.map(|(p, g)| Ok((p.name(), g.to_f64()?))).collect::<Result<_>>()?;
-                seen = Some((loss_sum, gathered));
+                // A parameter that no gradient reaches counts as one whose gradient is zero.
+                let gathered = |p: &Param| match gradients.get(&p.key()) {
+                    Some(gradient) => Ok((p.name(), gradient.to_f64()?)),
+                    None => Ok((p.name(), vec![0.0; p.numel()])),
+                };
+                seen = Some((loss_sum, model.params().iter().map(gathered).collect::<Result<_>>()?));
             }
-            let lr = planted::rate(rank, 0.05, bug);
-            let gradients = planted::skip(rank, &model, gradients, bug);
+            let lr = bug::rate(rank, 0.05, bug);
+            let gradients = bug::skip(rank, &model, gradients, bug);
             optim.step(&model, gradients, StepArgs { lr, clip: None, control: &[] })?;
         }
         let (loss, gradients) = seen.expect("two steps were taken");
@@ -209,7 +193,8 @@ impl Sample {
     fn tokens(&self, tape: &Tape, plan: &Plan, draw: usize, shift: usize) -> Result<Var> {
         let rank = tape.rank();
         let layout = plan.batch_layout(rank.mesh(), DType::I64, &[self.rows, self.columns])?;
-        let token = |i: usize| ((i + shift + 7 * draw) * 5 + i * i + self.seed as usize % 11) % self.vocabulary;
+        let token =
+            |i: usize| ((i + shift + 7 * draw) * 5 + i * i + self.seed as usize % 11) % self.vocabulary;
         let all: Vec<i64> = (0..self.rows * self.columns).map(|i| token(i) as i64).collect();
         Ok(tape.constant(Tensor::from_global(rank, &layout, &all)?))
     }

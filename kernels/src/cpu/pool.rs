@@ -100,7 +100,8 @@ impl Pool {
             return;
         }
         // SAFETY: only the lifetime is erased; see `Job`.
-        let task: *const Task<'static> = unsafe { std::mem::transmute::<&Task<'_>, &'static Task<'static>>(task) };
+        let task: *const Task<'static> =
+            unsafe { std::mem::transmute::<&Task<'_>, &'static Task<'static>>(task) };
         let job = Arc::new(Job {
             task,
             count,
@@ -118,7 +119,10 @@ impl Pool {
             if spins < 20_000 { std::hint::spin_loop() } else { std::thread::yield_now() }
         }
         self.shared.inbox.lock().unwrap_or_else(PoisonError::into_inner).job = None;
-        assert!(!job.panicked.load(Ordering::Relaxed), "a kernel task panicked (its own message stands above)");
+        assert!(
+            !job.panicked.load(Ordering::Relaxed),
+            "a kernel task panicked (its own message stands above)"
+        );
     }
 
     /// Cuts `out` into chunks of `chunk` elements (the last may be shorter) and calls `task(i, chunk i)` for each.
@@ -132,7 +136,8 @@ impl Pool {
             let from = i * chunk;
             // SAFETY: chunks of different i do not overlap, each i runs once, and `out` stays borrowed until
             // `run` returns.
-            let part = unsafe { std::slice::from_raw_parts_mut(start.get().add(from), chunk.min(len - from)) };
+            let part =
+                unsafe { std::slice::from_raw_parts_mut(start.get().add(from), chunk.min(len - from)) };
             task(i, part);
         });
     }
@@ -149,14 +154,20 @@ impl Pool {
     ) {
         let (chunk_a, chunk_b) = (chunk_a.max(1), chunk_b.max(1));
         let (len_a, len_b) = (a.len(), b.len());
-        assert_eq!(len_a.div_ceil(chunk_a), len_b.div_ceil(chunk_b), "both outputs have the same number of chunks");
+        assert_eq!(
+            len_a.div_ceil(chunk_a),
+            len_b.div_ceil(chunk_b),
+            "both outputs have the same number of chunks"
+        );
         let (start_a, start_b) = (Shares(a.as_mut_ptr()), Shares(b.as_mut_ptr()));
         self.run(len_a.div_ceil(chunk_a), &|i| {
             let (at, bt) = (i * chunk_a, i * chunk_b);
             // SAFETY: as in `chunks`, for `a`.
-            let part_a = unsafe { std::slice::from_raw_parts_mut(start_a.get().add(at), chunk_a.min(len_a - at)) };
+            let part_a =
+                unsafe { std::slice::from_raw_parts_mut(start_a.get().add(at), chunk_a.min(len_a - at)) };
             // SAFETY: as in `chunks`, for `b`.
-            let part_b = unsafe { std::slice::from_raw_parts_mut(start_b.get().add(bt), chunk_b.min(len_b - bt)) };
+            let part_b =
+                unsafe { std::slice::from_raw_parts_mut(start_b.get().add(bt), chunk_b.min(len_b - bt)) };
             task(i, part_a, part_b);
         });
     }
@@ -236,7 +247,11 @@ mod tests {
     fn a_panicking_task_is_reported_and_the_pool_survives() {
         let pool = Pool::new(2);
         let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            pool.run(8, &|i| if i == 5 { std::panic::resume_unwind(Box::new("task 5")) });
+            pool.run(8, &|i| {
+                if i == 5 {
+                    std::panic::resume_unwind(Box::new("task 5"))
+                }
+            });
         }));
         assert!(caught.is_err());
         let sum = AtomicUsize::new(0);

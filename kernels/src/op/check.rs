@@ -1,7 +1,7 @@
 //! The proof that every kernel owes: its fast path agrees with its reference in f64, for every float dtype and on
 //! pools of 1, 2 and 3 threads bit for bit.
 //!
-//! ```ignore
+//! ```text
 //! Case::new(&KERNEL).input(&[2, 3], &values(1, 6)).output(&[2]).scalars(&[Scalar::Int(1)]).strided().run();
 //! ```
 

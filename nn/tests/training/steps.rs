@@ -33,9 +33,9 @@ impl Plain {
 
     fn step(&mut self, g: &[f64], lr: f64, t: i32) {
         let lr = lr * self.lr_scale;
-        for i in 0..self.w.len() {
-            self.m[i] = 0.8 * self.m[i] + 0.2 * g[i];
-            self.v[i] = 0.9 * self.v[i] + 0.1 * g[i] * g[i];
+        for (i, &g) in g.iter().enumerate() {
+            self.m[i] = 0.8 * self.m[i] + 0.2 * g;
+            self.v[i] = 0.9 * self.v[i] + 0.1 * g * g;
             let (m, v) = (self.m[i] / (1.0 - 0.8f64.powi(t)), self.v[i] / (1.0 - 0.9f64.powi(t)));
             self.w[i] -= lr * self.decay * self.w[i] + lr * m / (v.sqrt() + 1e-6);
         }

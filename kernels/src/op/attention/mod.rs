@@ -6,9 +6,9 @@
 //! negative. A query that sees no key gives zeros and lse = -inf. If all scores of a query are -inf, or one is
 //! not a number or +inf, its row is not a number. Hidden keys and values must be finite: they may meet a factor 0.
 
-mod backward;
-mod forward;
 mod tile;
+mod forward;
+mod backward;
 
 use crate::cpu::Pool;
 use crate::dtype::{Element, Float};

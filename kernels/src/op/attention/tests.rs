@@ -1,3 +1,5 @@
+//! Attention against its reference, by hand, and at the edges.
+
 use super::*;
 use crate::dtype::DType;
 use crate::op::check::{Case, Kind, values};

@@ -88,8 +88,8 @@ fn many_tasks_and_small_ones() {
 #[test]
 fn equal_dtypes_move_bits() {
     let big = (1i64 << 53) + 1;
-    let buffer = crate::backend::upload(&*crate::backend::Cpu::new(1), &[big, -big]).unwrap();
-    let mut to = crate::backend::upload(&*crate::backend::Cpu::new(1), &[0i64; 2]).unwrap();
+    let buffer = crate::backend::upload(&*crate::backend::Cpu::backend(1), &[big, -big]).unwrap();
+    let mut to = crate::backend::upload(&*crate::backend::Cpu::backend(1), &[0i64; 2]).unwrap();
     let view = Strides::contiguous(&[2]);
     for code in [COPY.cpu.unwrap(), COPY.reference] {
         let inputs = [crate::kernel::Arg { buffer: &buffer, dtype: DType::I64, view: &view }];

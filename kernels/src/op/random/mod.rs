@@ -1,9 +1,9 @@
 //! Random numbers as functions of the global element index: they do not depend on how a tensor is split, on the
 //! number of threads, or on what was drawn before.
 
-mod cpu;
-mod normal;
 mod philox;
+mod normal;
+mod cpu;
 
 pub use philox::{bits_at, philox, uniform_at};
 

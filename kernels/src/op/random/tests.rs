@@ -1,3 +1,5 @@
+//! Known answers, shards against the whole, and the shape of the distributions.
+
 use super::*;
 use crate::dtype::DType;
 use crate::op::check::{Case, values};

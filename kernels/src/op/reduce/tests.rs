@@ -115,7 +115,7 @@ fn stated(x: &[f32]) -> f32 {
 
 /// The bits of the sums over the last dim.
 fn sums(view: Strides, memory: &[f32]) -> Vec<u32> {
-    let cpu = Cpu::new(2);
+    let cpu = Cpu::backend(2);
     let (x, out) = (upload(&*cpu, memory).unwrap(), Strides::contiguous(&view.shape[..1]));
     let mut y = upload(&*cpu, &vec![0f32; view.shape[0]]).unwrap();
     let inputs = [Arg { buffer: &x, dtype: DType::F32, view: &view }];
