@@ -3,7 +3,7 @@
 use shardgrad_autograd::Var;
 use shardgrad_tensor::Value;
 
-/// -log softmax(logits)[target] of each row: logits `[..m, v]` (any float), targets `[..m]` (i64); `[..m]` in the
+/// `-log softmax(logits)[target]` of each row: logits `[..m, v]` (any float), targets `[..m]` (i64); `[..m]` in the
 /// accumulator type of the logits. Its mean is the usual loss.
 ///
 /// It is log(sum exp(z - max)) + max - picked. Over a split vocabulary the sum and the picked logit are pending sums, so

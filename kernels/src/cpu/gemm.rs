@@ -6,7 +6,7 @@
 //! the rows around it.
 
 use crate::cpu::Pool;
-use crate::cpu::simd::pack::{Source, Strips, cols_of, pack_rows};
+use crate::cpu::simd::pack::{DEPTH_MAX, Source, Strips, cols_of, pack_rows};
 use crate::cpu::simd::tile::Tiles;
 use crate::cpu::simd::{Level, level, vectorized};
 use crate::dtype::{Element, Float, Real};
@@ -35,7 +35,7 @@ pub struct MatrixMut<'a, T> {
 }
 
 /// Terms of a sum that are added up before they meet the rest. Changing this changes results.
-pub const DEPTH: usize = 256;
+pub const DEPTH: usize = DEPTH_MAX;
 /// Rows of a that are packed at a time: with [`DEPTH`] columns they fill a part of the second-level cache.
 const ROWS: usize = 192;
 /// Columns of b that are packed at a time.
@@ -211,9 +211,15 @@ unsafe fn rounded<T: Float>(
         #[inline(always)]
         || {
             for (i, row) in wide.chunks_exact(n).enumerate() {
-                for (j, &sum) in row.iter().enumerate() {
-                    // SAFETY: (i, j) lies inside of c.
-                    unsafe { *c.at(i, j) = T::narrow(sum) };
+                if c.col == 1 {
+                    // SAFETY: row i of c lies inside of c, side by side, and nobody else uses it meanwhile.
+                    let to = unsafe { std::slice::from_raw_parts_mut(c.at(i, 0), n) };
+                    to.iter_mut().zip(row).for_each(|(to, &sum)| *to = T::narrow(sum));
+                } else {
+                    for (j, &sum) in row.iter().enumerate() {
+                        // SAFETY: (i, j) lies inside of c.
+                        unsafe { *c.at(i, j) = T::narrow(sum) };
+                    }
                 }
             }
         },

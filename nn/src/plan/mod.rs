@@ -31,7 +31,7 @@ struct Rule {
 
 /// An ordered list of rules, of which a later one wins over an earlier one for the same name and axis.
 ///
-/// A rule is a pattern over names (see [`matches`](crate::name::matches)) and states, one word per axis: `tp@1` splits
+/// A rule is a pattern over names (see [`matches()`]) and states, one word per axis: `tp@1` splits
 /// dim 1 over axis `tp`, `dp~` makes copies with gradients of their own, `tp=` one copy for all, `tp+` a pending sum.
 /// Several axes on one dim split it in the order of their rules, the first outermost. Axes that a mesh does not have
 /// are passed over, so one plan serves many meshes. What no rule names is one copy for all (`=`), or, at a point,

@@ -3,6 +3,10 @@
 use crate::cpu::simd::tile::Tiles;
 use crate::cpu::simd::vectorized;
 use crate::dtype::{Element, Float, Real};
+use std::mem::MaybeUninit;
+
+/// The deepest block that is packed at a time.
+pub(crate) const DEPTH_MAX: usize = 256;
 
 /// A matrix that is read, of any float type that widens to R; the caller vouches for what it reaches.
 pub(crate) struct Source<R> {
@@ -124,9 +128,7 @@ unsafe fn pack<T: Float>(
     unsafe {
         if from.row == 1 && from.col != 1 && depth >= block && used >= block {
             for j in starts(used, block) {
-                for p in starts(depth, block) {
-                    turn(tiles, (start.add(p + j * from.col), from.col), (to.add(p * width + j), width));
-                }
+                turn(tiles, (start.add(j * from.col), from.col), depth, (to.add(j), width));
             }
         } else if from.col == 1 {
             vectorized(
@@ -159,33 +161,36 @@ fn starts(len: usize, block: usize) -> impl Iterator<Item = usize> {
     (0..len).step_by(block).map(move |at| at.min(len - block))
 }
 
-/// Turns one block, widening it first if it is of 16-bit elements.
+/// Turns a block's worth of rows of `depth` elements, widening them first if they are of 16 bits.
 ///
 /// # Safety
-/// Both blocks lie inside of their memories.
-#[inline(always)]
+/// The rows, and as many columns of `to`, lie inside of their memories.
 unsafe fn turn<T: Float>(
     tiles: &Tiles<T::Acc>,
     (from, from_step): (*const T, usize),
+    depth: usize,
     (to, to_step): (*mut T::Acc, usize),
 ) {
-    if T::DTYPE == <T::Acc as Element>::DTYPE {
-        // SAFETY: as promised by the caller; T is its own accumulator.
-        unsafe { (tiles.turn)((from.cast(), from_step), (to, to_step)) };
-        return;
-    }
-    let mut wide = [T::Acc::ZERO; 64];
-    vectorized(
-        #[inline(always)]
-        || {
-            for i in 0..tiles.block {
-                for j in 0..tiles.block {
-                    // SAFETY: as promised by the caller.
-                    wide[i * 8 + j] = unsafe { *from.add(i * from_step + j) }.widen();
+    let mut wide = [MaybeUninit::<T::Acc>::uninit(); 8 * DEPTH_MAX];
+    let (rows, step) = if T::DTYPE == <T::Acc as Element>::DTYPE {
+        (from.cast::<T::Acc>(), from_step)
+    } else {
+        assert!(depth <= DEPTH_MAX && tiles.block <= 8, "a block of rows fits the scratch");
+        vectorized(
+            #[inline(always)]
+            || {
+                for (i, row) in wide.chunks_exact_mut(DEPTH_MAX).take(tiles.block).enumerate() {
+                    for (p, to) in row[..depth].iter_mut().enumerate() {
+                        // SAFETY: as promised by the caller.
+                        to.write(unsafe { *from.add(i * from_step + p) }.widen());
+                    }
                 }
-            }
-        },
-    );
-    // SAFETY: as promised by the caller.
-    unsafe { (tiles.turn)((wide.as_ptr(), 8), (to, to_step)) };
+            },
+        );
+        (wide.as_ptr().cast::<T::Acc>(), DEPTH_MAX)
+    };
+    for p in starts(depth, tiles.block) {
+        // SAFETY: as promised by the caller; of `wide`, what was just written is read.
+        unsafe { (tiles.turn)((rows.add(p), step), (to.add(p * to_step), to_step)) };
+    }
 }
