@@ -19,7 +19,9 @@ use std::rc::Rc;
 
 struct Leaf {
     key: Key,
-    tensor: Tensor,
+    layout: Layout,
+    /// Given up when gradients are handed out, so that the optimizer can update the parameter in place.
+    tensor: Option<Tensor>,
     origin: Option<(u32, Rc<dyn Op>)>,
     cotangent: Option<Tensor>,
 }
@@ -127,11 +129,13 @@ impl Tape {
         let known = arena.by_key.get(&key).copied();
         let at = known.unwrap_or_else(|| {
             let at = arena.leaves.len() as u32;
-            arena.leaves.push(Leaf { key, tensor: tensor.clone(), origin: None, cotangent: None });
+            let layout = tensor.layout().clone();
+            arena.leaves.push(Leaf { key, layout, tensor: None, origin: None, cotangent: None });
             arena.by_key.insert(key, at);
             at
         });
-        (Id::Leaf(at), arena.leaves[at as usize].tensor.clone())
+        let held = arena.leaves[at as usize].tensor.get_or_insert_with(|| tensor.clone());
+        (Id::Leaf(at), held.clone())
     }
 
     /// Runs `f` without recording; what it makes are constants.
@@ -145,24 +149,25 @@ impl Tape {
     /// Another layout of a leaf as a derived leaf; `None` if the id is no leaf's.
     pub(crate) fn leaf_form(
         &self,
-        id: Option<Id>,
+        (id, stored): (Option<Id>, &Tensor),
         to: &Layout,
         site: &'static Location<'static>,
     ) -> Option<(Id, Tensor)> {
         let Some(Id::Leaf(origin)) = id else { return None };
         let mut arena = self.0.arena.borrow_mut();
-        let same = |l: &Leaf| l.origin.as_ref().is_some_and(|o| o.0 == origin) && l.tensor.layout() == to;
-        let at = arena.leaves.iter().position(same).unwrap_or_else(|| {
-            let Leaf { key, tensor: stored, .. } = &arena.leaves[origin as usize];
+        let from_origin = |l: &Leaf| l.origin.as_ref().is_some_and(|o| o.0 == origin);
+        let known = arena.leaves.iter().position(|l| from_origin(l) && l.tensor.is_some() && l.layout == *to);
+        let at = known.unwrap_or_else(|| {
+            let key = arena.leaves[origin as usize].key;
             let op = unwind(Redistribute::between(&self.0.rank, stored.layout(), to));
             let inference = unwind(op::plan(&*op, &self.0.rank, &[stored.layout()], &[], site));
             let made = unwind(op::run(&*op, std::slice::from_ref(stored), &inference, &self.0.rank, site));
             let tensor = made.into_iter().next().expect("redistribute has one output");
-            let leaf = Leaf { key: *key, tensor, origin: Some((origin, op)), cotangent: None };
-            arena.leaves.push(leaf);
+            let (layout, origin) = (to.clone(), Some((origin, op)));
+            arena.leaves.push(Leaf { key, layout, tensor: Some(tensor), origin, cotangent: None });
             arena.leaves.len() - 1
         });
-        Some((Id::Leaf(at as u32), arena.leaves[at].tensor.clone()))
+        Some((Id::Leaf(at as u32), arena.leaves[at].tensor.clone().expect("a leaf in use has its tensor")))
     }
 
     pub(crate) fn key_of(&self, id: Id) -> Option<Key> {
@@ -249,13 +254,14 @@ impl Tape {
         let mut gradients = Gradients::new();
         for at in (0..arena.leaves.len()).rev() {
             let leaf = &mut arena.leaves[at];
+            leaf.tensor = None;
             let Some(cotangent) = leaf.cotangent.take() else { continue };
             match leaf.origin.clone() {
                 None => {
                     gradients.insert(leaf.key, cotangent);
                 }
                 Some((origin, op)) => {
-                    let layout = arena.leaves[origin as usize].tensor.layout().clone();
+                    let layout = arena.leaves[origin as usize].layout.clone();
                     let vjp = Vjp {
                         rank: &self.0.rank,
                         inputs: &[None],

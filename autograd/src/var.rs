@@ -135,7 +135,7 @@ impl Var {
         if let Some(form) = self.0.forms.borrow().iter().find(|v| v.layout() == to) {
             return form.clone();
         }
-        let form = match self.0.tape.leaf_form(self.0.id, to, site) {
+        let form = match self.0.tape.leaf_form((self.0.id, &self.0.tensor), to, site) {
             Some((id, tensor)) => Var::new(&self.0.tape, tensor, Some(id), None),
             None => {
                 let op = unwind(Redistribute::between(self.rank(), self.layout(), to));
