@@ -24,6 +24,8 @@ struct Leaf {
     tensor: Option<Tensor>,
     origin: Option<(u32, Rc<dyn Op>)>,
     cotangent: Option<Tensor>,
+    /// What the parameter is called in the model.
+    path: Rc<str>,
 }
 
 /// How the cotangents of a node's inputs come about.
@@ -130,7 +132,8 @@ impl Tape {
         let at = known.unwrap_or_else(|| {
             let at = arena.leaves.len() as u32;
             let layout = tensor.layout().clone();
-            arena.leaves.push(Leaf { key, layout, tensor: None, origin: None, cotangent: None });
+            let path = Context::of(&self.0.rank).path();
+            arena.leaves.push(Leaf { key, layout, tensor: None, origin: None, cotangent: None, path });
             arena.by_key.insert(key, at);
             at
         });
@@ -158,13 +161,15 @@ impl Tape {
         let from_origin = |l: &Leaf| l.origin.as_ref().is_some_and(|o| o.0 == origin);
         let known = arena.leaves.iter().position(|l| from_origin(l) && l.tensor.is_some() && l.layout == *to);
         let at = known.unwrap_or_else(|| {
-            let key = arena.leaves[origin as usize].key;
+            let origin_at = origin as usize;
+            let key = arena.leaves[origin_at].key;
             let op = unwind(Redistribute::between(&self.0.rank, stored.layout(), to));
             let inference = unwind(op::plan(&*op, &self.0.rank, &[stored.layout()], &[], site));
             let made = unwind(op::run(&*op, std::slice::from_ref(stored), &inference, &self.0.rank, site));
             let tensor = made.into_iter().next().expect("redistribute has one output");
             let (layout, origin) = (to.clone(), Some((origin, op)));
-            arena.leaves.push(Leaf { key, layout, tensor: Some(tensor), origin, cotangent: None });
+            let path = arena.leaves[origin_at].path.clone();
+            arena.leaves.push(Leaf { key, layout, tensor: Some(tensor), origin, cotangent: None, path });
             arena.leaves.len() - 1
         });
         Some((Id::Leaf(at as u32), arena.leaves[at].tensor.clone().expect("a leaf in use has its tensor")))
@@ -256,6 +261,7 @@ impl Tape {
             let leaf = &mut arena.leaves[at];
             leaf.tensor = None;
             let Some(cotangent) = leaf.cotangent.take() else { continue };
+            context.set_path(&leaf.path);
             match leaf.origin.clone() {
                 None => {
                     gradients.insert(leaf.key, cotangent);

@@ -3,13 +3,15 @@
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp};
+use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp, apply, unwind};
 use crate::piece::Piece;
 use crate::refusal::Refusal;
 use crate::step::{Step, adjoint};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Rank, Result};
 use shardgrad_kernels::DType;
+use std::cell::Cell;
+use std::panic::Location;
 use std::rc::Rc;
 
 /// A chosen route between two layouts. Any dtype.
@@ -18,6 +20,8 @@ pub struct Redistribute {
     from: Layout,
     to: Layout,
     steps: Vec<Step>,
+    /// The line that asked, noted on the way forward: the adjoint belongs to it too.
+    site: Cell<Option<&'static Location<'static>>>,
 }
 
 impl Redistribute {
@@ -27,7 +31,8 @@ impl Redistribute {
     /// `Kind::Layout` if the layouts are of different tensors or meshes.
     pub fn between(rank: &Rank, from: &Layout, to: &Layout) -> Result<Rc<dyn Op>> {
         let route = Context::of(rank).routes.route(from, to, from.dtype().is_float())?;
-        Ok(Rc::new(Redistribute { from: from.clone(), to: to.clone(), steps: route.steps.to_vec() }))
+        let (from, to, steps) = (from.clone(), to.clone(), route.steps.to_vec());
+        Ok(Rc::new(Redistribute { from, to, steps, site: Cell::new(None) }))
     }
 }
 
@@ -60,6 +65,7 @@ impl Op for Redistribute {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        self.site.set(Some(local.site));
         let value = Tensor::assemble(local.rank, self.from.clone(), x[0].clone());
         let moved = crate::redistribute::run(&value, &self.steps, &self.to, local.site)?;
         Ok([moved.piece().clone()].into_iter().collect())
@@ -73,7 +79,12 @@ impl Op for Redistribute {
             layout = layout.after(step);
         }
         steps.reverse();
-        let op: Rc<dyn Op> = Rc::new(Redistribute { from: self.to.dual(), to: self.from.dual(), steps });
-        cx.each(|i| Tensor::apply_with(op.clone(), &[&cx.grad(0)], cx.goal(i)))
+        let (from, to) = (self.to.dual(), self.from.dual());
+        let op: Rc<dyn Op> = Rc::new(Redistribute { from, to, steps, site: self.site.clone() });
+        let site = self.site.get().unwrap_or(Location::caller());
+        cx.each(|i| {
+            let outputs = unwind(apply(&op, &[&cx.grad(0)], &[Some(cx.goal(i))], site));
+            outputs.into_iter().next().expect("redistribute has one output")
+        })
     }
 }
