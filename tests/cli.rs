@@ -70,7 +70,7 @@ fn misuse_has_exit_code_2_and_a_repair() {
         (&["train", "--data", "/no/such/file"], &["/no/such/file: there is no such file"]),
         (&["train", "--data", "/"], &["/"]),
         (&["train", "--data", &empty], &["empty"]),
-        (&["train", "--data", &short], &["too short"]),
+        (&["train", "--data", &short], &["bytes, but --seq 64 needs 65"]),
         (&["train", "--data", &latin], &["UTF-8", "byte 3"]),
         (&["train", "--data", &data, "--mesh", "tp=8"], &["heads", "4", "8"]),
         (&["train", "--data", &data, "--seq", "9999"], &["--seq 9999", "64 positions"]),

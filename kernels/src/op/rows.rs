@@ -1,7 +1,7 @@
 //! What the row-wise kernels share: contiguous operands as slices, fixed tasks, and sums in a fixed order.
 
 use crate::cpu::{Pool, vectorized};
-use crate::dtype::{Element, Float, Real};
+use crate::dtype::{DType, Element, Float, Real};
 use crate::error::KernelError;
 use crate::kernel::{Arg, ArgMut, Launch, Scalar};
 
@@ -32,10 +32,15 @@ pub(crate) fn operands<'s, 'a, const I: usize, const O: usize>(
     (inputs, outputs.each_mut(), launch.scalars)
 }
 
+/// Whether elements of a dtype are read as this type; truth values are bytes.
+fn holds<T: Element>(dtype: DType) -> bool {
+    dtype == T::DTYPE || (dtype == DType::Bool && T::DTYPE == DType::U8)
+}
+
 /// The elements of a contiguous operand.
 pub(crate) fn read<'a, T: Element>(arg: &Arg<'a>) -> &'a [T] {
     debug_assert!(arg.view.is_contiguous(), "the contract asks for a contiguous input");
-    debug_assert_eq!(arg.dtype, T::DTYPE, "the contract asks for this dtype");
+    debug_assert!(holds::<T>(arg.dtype), "the contract asks for this dtype");
     match arg.view.numel() {
         0 => &[],
         numel => &arg.buffer.as_slice()[arg.view.offset..][..numel],
@@ -45,7 +50,7 @@ pub(crate) fn read<'a, T: Element>(arg: &Arg<'a>) -> &'a [T] {
 /// The elements of a contiguous output.
 pub(crate) fn write<'s, T: Element>(arg: &'s mut ArgMut<'_>) -> &'s mut [T] {
     debug_assert!(arg.view.is_contiguous(), "the contract asks for a contiguous output");
-    debug_assert_eq!(arg.dtype, T::DTYPE, "the contract asks for this dtype");
+    debug_assert!(holds::<T>(arg.dtype), "the contract asks for this dtype");
     match arg.view.numel() {
         0 => &mut [],
         numel => {

@@ -91,7 +91,7 @@ fn plain<J: Join>(kernel: &'static str, launch: &mut Launch<'_>) -> Result<(), K
     }
     match launch.outputs[0].dtype {
         DType::I64 => each::<i64, i64>(launch, |x| x, J::integers, |x| x),
-        DType::U8 => each::<u8, i64>(launch, i64::from, J::integers, |x| x as u8),
+        DType::U8 | DType::Bool => each::<u8, i64>(launch, i64::from, J::integers, |x| x as u8),
         dtype => match_float!(dtype, T => each::<T, f64>(launch, T::to_f64, J::floats, T::from_f64),
             else return Err(KernelError::DType { kernel, dtype })),
     }
@@ -101,7 +101,7 @@ fn plain<J: Join>(kernel: &'static str, launch: &mut Launch<'_>) -> Result<(), K
 fn fast<J: Join>(kernel: &'static str, pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     match launch.outputs[0].dtype {
         DType::I64 => blocks::<i64, i64>(pool, launch, |x| x, J::integers, |x| x),
-        DType::U8 => {
+        DType::U8 | DType::Bool => {
             blocks::<u8, u8>(pool, launch, |x| x, |a, b| J::integers(i64::from(a), i64::from(b)) as u8, |x| x)
         }
         dtype => match_float!(dtype, T => blocks::<T, <T as Float>::Acc>(
