@@ -3,7 +3,7 @@
 pub(super) const PRESET: &str = "tiny";
 pub(super) const OUT: &str = "runs/latest";
 pub(super) const MODEL: &str = "runs/latest/model";
-pub(super) const STEPS: &str = "700";
+pub(super) const STEPS: &str = "500";
 pub(super) const BATCH: &str = "32";
 /// The longest sequence that is not asked for.
 pub(super) const SEQ_MAX: usize = 128;
