@@ -53,3 +53,8 @@ pub mod prelude {
     };
     pub use shardgrad_tensor::{Layout, State, Tensor, Value};
 }
+
+/// Compiles and runs the code of the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
