@@ -103,10 +103,10 @@ pub struct StackMut<'a, T> {
 
 /// Below so many operations a task is not worth its hand-over.
 const OPERATIONS_MIN: usize = 1 << 20;
-/// More tasks than this do not help.
-const TASKS_MAX: usize = 16;
+/// About so many tasks a thread: each packs its operands anew, but threads that are held up hand less on.
+const TASKS_PER_THREAD: usize = 4;
 
-/// How a stack of products is cut into tasks. It depends on the extents only.
+/// How a stack of products is cut into tasks. It may depend on the number of threads, since no sum is cut.
 #[derive(Debug, PartialEq, Eq)]
 struct Split {
     /// Rows of c in one task.
@@ -118,15 +118,16 @@ struct Split {
 }
 
 impl Split {
-    fn of([g, m, n, k]: [usize; 4]) -> Split {
+    fn of([g, m, n, k]: [usize; 4], num_threads: usize) -> Split {
+        let tasks_max = if num_threads == 1 { 1 } else { TASKS_PER_THREAD * num_threads };
         let (mut rows, mut cols) = (m, n);
         let operations = |rows: usize, cols: usize| rows.saturating_mul(cols).saturating_mul(2 * k);
         let tasks = |rows: usize, cols: usize| g * m.div_ceil(rows.max(1)) * n.div_ceil(cols.max(1));
-        while operations(rows, cols) >= 2 * OPERATIONS_MIN && 2 * tasks(rows, cols) <= TASKS_MAX {
+        while operations(rows, cols) >= 2 * OPERATIONS_MIN && 2 * tasks(rows, cols) <= tasks_max {
             if cols >= rows && cols >= 128 {
                 cols = (cols / 2).next_multiple_of(64);
             } else if rows >= 48 {
-                rows = (rows / 2).next_multiple_of(24);
+                rows = (rows / 2).next_multiple_of(2);
             } else {
                 break;
             }
@@ -155,7 +156,7 @@ pub fn products<T: Float>(
     if g * m * n == 0 {
         return;
     }
-    let split = Split::of(dims);
+    let split = Split::of(dims, pool.num_threads());
     let (row_tasks, col_tasks) = (m.div_ceil(split.rows), n.div_ceil(split.cols));
     let parts = row_tasks * col_tasks;
     let tiles = Tiles::at(level());
