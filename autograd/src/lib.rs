@@ -14,5 +14,6 @@ mod remat;
 
 pub use id::{Gradients, Key, Noise};
 pub use program::{OpRecord, Outer, Program, Slot};
+pub use replay::Values;
 pub use tape::Tape;
 pub use var::Var;

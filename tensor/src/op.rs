@@ -72,6 +72,13 @@ pub trait Op: fmt::Debug {
         infer_by_signature(self, context, args, dtypes, want)
     }
 
+    /// The same op with the random numbers of another step, the batch beginning at row `first_row`; `None` for ops that
+    /// draw none. A recorded program is replayed with it.
+    fn redrawn(&self, step: u64, first_row: u64) -> Option<Rc<dyn Op>> {
+        let _ = (step, first_row);
+        None
+    }
+
     /// This rank's piece of the work. Only ops that override [`Op::infer`] may talk to other ranks.
     ///
     /// # Errors
@@ -307,6 +314,12 @@ pub fn run(
         .zip(outputs)
         .map(|(layout, piece)| Tensor::assemble(rank, layout.clone(), piece))
         .collect())
+}
+
+/// The outputs of an op in outline: layouts without values. Nothing is computed, nothing moves.
+#[must_use]
+pub fn outline(inference: &Inference, rank: &Rank) -> SmallVec<[Tensor; 2]> {
+    inference.outputs.iter().map(|layout| Tensor::outline(rank, layout)).collect()
 }
 
 /// Names the op whose outputs are the first that are not finite.
