@@ -11,6 +11,7 @@ pub mod tape;
 pub mod var;
 pub mod replay;
 mod remat;
+pub mod pipeline;
 
 pub use id::{Gradients, Key, Noise};
 pub use program::{OpRecord, Outer, Program, Slot};

@@ -225,7 +225,14 @@ impl Tape {
 
     /// Says that a range of records is to be computed again in the backward pass.
     pub(crate) fn note_block(&self, block: Range<usize>) {
-        self.0.recorder.borrow_mut().as_mut().expect("asked for while recording only").program.blocks.push(block);
+        self.0
+            .recorder
+            .borrow_mut()
+            .as_mut()
+            .expect("asked for while recording only")
+            .program
+            .blocks
+            .push(block);
     }
 
     /// Adds a record; gives its number.

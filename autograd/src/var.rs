@@ -146,7 +146,11 @@ impl Var {
         form
     }
 
-    pub(crate) fn apply_at(op: Rc<dyn Op>, args: &[&Var], site: &'static Location<'static>) -> SmallVec<[Var; 2]> {
+    pub(crate) fn apply_at(
+        op: Rc<dyn Op>,
+        args: &[&Var],
+        site: &'static Location<'static>,
+    ) -> SmallVec<[Var; 2]> {
         let first = args.first().expect("an op has at least one argument");
         let layouts: SmallVec<[&Layout; 4]> = args.iter().map(|v| v.layout()).collect();
         let inference = op::plan(&*op, first.rank(), &layouts, &[], site).unwrap_or_else(|e| e.raise());
