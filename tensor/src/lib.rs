@@ -31,6 +31,7 @@ pub mod op;
 pub mod ops;
 pub mod value;
 pub mod local_map;
+pub mod quotient;
 pub mod check;
 
 pub use context::Context;
