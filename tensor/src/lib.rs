@@ -21,6 +21,7 @@ pub mod reshape_rule;
 pub mod repair;
 pub mod context;
 pub mod piece;
+mod watch;
 pub mod tensor;
 pub mod redistribute;
 pub mod host;
