@@ -3,6 +3,7 @@
 use crate::context::Context;
 use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
+use crate::watch::Watch;
 use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Phase, Rank, ReduceOp, Result};
 use shardgrad_kernels::DType;
 use shardgrad_kernels::op::reduce::SUM_SQUARES;
@@ -56,6 +57,40 @@ pub fn pass_bytes(
     }
     let received = rank.recv(&call, len, from)?;
     Ok(Some(received.as_slice::<u8>()[..len].to_vec()))
+}
+
+/// Runs a piece of the program, such as a step again that went wrong, with every op watched. Gives the labelled lines of
+/// an error that name the op that made the first number that is not finite, where in the model, and on which rank: the
+/// same on every rank, and `None` if no op made one. Two all_reduces over all axes after `replay`; every rank calls this
+/// together and applies the same ops in it.
+///
+/// # Errors
+/// What `replay` and the collectives report.
+#[track_caller]
+pub fn first_not_finite(
+    rank: &Rank,
+    replay: impl FnOnce() -> Result<()>,
+) -> Result<Option<Vec<(&'static str, String)>>> {
+    let site = Location::caller();
+    Watch::begin(rank);
+    let done = replay();
+    let found = Watch::end(rank);
+    done?;
+    let rank = rank.world();
+    let text = found.as_ref().map(|f| f.lines.join("\n")).unwrap_or_default();
+    // Two numbers of each rank: which op it was, counted from 1, and the length of what it has to say.
+    let mut word = vec![0.0; 2 * rank.mesh().num_ranks()];
+    if let Some(found) = &found {
+        (word[2 * rank.index()], word[2 * rank.index() + 1]) = ((found.number + 1) as f64, text.len() as f64);
+    }
+    let word = world_sum(rank, &word, site)?;
+    let with_one = (0..rank.mesh().num_ranks()).filter(|r| word[2 * r] > 0.0);
+    let Some(first) = with_one.min_by(|a, b| word[2 * a].total_cmp(&word[2 * b])) else { return Ok(None) };
+    let byte = |i: usize| if rank.index() == first { f64::from(text.as_bytes()[i]) } else { 0.0 };
+    let bytes: Vec<f64> = (0..word[2 * first + 1] as usize).map(byte).collect();
+    let bytes = world_sum(rank, &bytes, site)?.into_iter().map(|b| b as u8).collect();
+    let text = String::from_utf8(bytes).map_err(|e| Error::new(Kind::Collective, e.to_string()))?;
+    Ok(Some(["first", "at", "asked for", "rank"].into_iter().zip(text.lines().map(String::from)).collect()))
 }
 
 impl Tensor {

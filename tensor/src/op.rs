@@ -7,6 +7,7 @@ use crate::piece::Piece;
 use crate::refusal::Refusal;
 use crate::repair::repairs;
 use crate::tensor::Tensor;
+use crate::watch::Watch;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::{DType, Kernel, Scalar};
 use smallvec::SmallVec;
@@ -306,7 +307,9 @@ pub fn run(
     let local = Local { rank, inputs: &inputs, inference, site };
     let outputs = op.forward(&local, &pieces).map_err(|e| e.at(site))?;
     if Context::of(rank).is_watched() {
-        check_finite(op, rank, &outputs, site)?;
+        let (inputs, outputs): (Vec<&Piece>, Vec<&Piece>) =
+            (pieces.iter().collect(), outputs.iter().collect());
+        Watch::look(rank, op.name(), &inputs, &outputs, site)?;
     }
     Ok(inference
         .outputs
@@ -342,25 +345,6 @@ pub fn volume(op: &dyn Op, rank: &Rank, args: &[&Layout], outputs: &[Layout]) ->
 #[must_use]
 pub fn outline(inference: &Inference, rank: &Rank) -> SmallVec<[Tensor; 2]> {
     inference.outputs.iter().map(|layout| Tensor::outline(rank, layout)).collect()
-}
-
-/// Names the op whose outputs are the first that are not finite.
-fn check_finite(op: &dyn Op, rank: &Rank, outputs: &[Piece], site: &'static Location<'static>) -> Result<()> {
-    for piece in outputs.iter().filter(|p| p.dtype.is_float()) {
-        let values = piece.to_f64(rank)?;
-        if let Some((at, value)) = values.iter().enumerate().find(|(_, v)| v.is_nan() || **v == f64::INFINITY)
-        {
-            let path = Context::of(rank).path();
-            return Err(Error::new(
-                Kind::NotFinite,
-                format!("{}: the result is {value} at local element {at}", op.name()),
-            )
-            .detail("at", path.to_string())
-            .detail("rank", rank.describe())
-            .at(site));
-        }
-    }
-    Ok(())
 }
 
 /// Applies an op to plain tensors: implied steps are taken once per value and kept with it.
