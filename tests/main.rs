@@ -2,6 +2,7 @@
 
 mod cli;
 mod invariants;
+mod pipelines;
 mod not_finite;
 mod steps;
 mod tidy;
