@@ -1,9 +1,9 @@
 //! Models in Hugging Face folders: saved from any mesh, loaded on any other.
 
+use crate::hf::TensorWriter;
 use crate::hf::config::WEIGHTS_FILE;
 use crate::hf::folder::Weights;
-use crate::hf::{Gpt2Config, TensorWriter};
-use crate::model::Gpt2;
+use crate::model::Family;
 use crate::module::Module;
 use crate::name::matches;
 use crate::param::Param;
@@ -15,13 +15,7 @@ use std::fs;
 use std::panic::Location;
 use std::path::Path;
 
-/// The part of names in files that names here do not have.
-const PREFIX: &str = "transformer.";
-
-/// Buffers that old files hold beside the weights, and the head that a tied model has no use for.
-const PASSED_OVER: [&str; 3] = ["*.attn.bias", "*.attn.masked_bias", "lm_head.weight"];
-
-impl Model<Gpt2> {
+impl<M: Family> Model<M> {
     /// Writes `config.json` and `model.safetensors` into a folder, made if there is none. Weights keep the dtype of the
     /// model. Tensors are gathered one by one, so every rank calls this together; the first rank writes, and the files
     /// are whole when any rank returns.
@@ -34,21 +28,19 @@ impl Model<Gpt2> {
             fs::create_dir_all(dir).map_err(|e| {
                 Error::new(Kind::Io, format!("cannot make the folder {}: {e}", dir.display()))
             })?;
-            Gpt2Config { dtype: self.dtype(), ..self.config().clone() }.write(dir)?;
+            self.describe().with_dtype(self.dtype()).write(dir)?;
         }
-        save_weights(self, &dir.join(WEIGHTS_FILE), &|name| {
-            if name.starts_with("lm_head.") { name.to_string() } else { format!("{PREFIX}{name}") }
-        })
+        save_weights(self, &dir.join(WEIGHTS_FILE), &|name| self.name_in_files(name))
     }
 
-    /// Fills the parameters from a folder whose config fits this model. Names may lack the prefix `transformer.`. Each
-    /// rank reads for itself; nothing is communicated.
+    /// Fills the parameters from a folder whose config fits this model. Names may be those of this
+    /// model instead of those in files. Each rank reads for itself; nothing is communicated.
     ///
     /// # Errors
     /// `Kind::Checkpoint` listing all tensors that are missing, of another shape, or unknown; parameters are untouched
     /// then. `Kind::Io` if the system refuses.
     pub fn load(&self, dir: &Path) -> Result<()> {
-        load_weights(self, &Weights::open(dir)?, PREFIX, &PASSED_OVER)
+        load_weights(self, &Weights::open(dir)?, &|name| self.name_in_files(name), self.passed_over())
     }
 }
 
@@ -81,15 +73,15 @@ pub fn save_weights<M: Module>(
     Ok(())
 }
 
-/// Fills the parameters of a model from files. A parameter `x` is the tensor `{prefix}x`, or `x`; tensors that match a
-/// pattern of `passed_over` may be there for nothing. Values are rounded to the model's dtype.
+/// Fills the parameters of a model from files. A parameter is the tensor of the name that `name_in_file` gives, or of its own
+/// name; tensors that match a pattern of `passed_over` may be there for nothing. Values are rounded to the model's dtype.
 ///
 /// # Errors
 /// `Kind::Checkpoint` listing all that does not fit, before any parameter is changed; what reading reports.
 pub fn load_weights<M: Module>(
     model: &Model<M>,
     weights: &Weights,
-    prefix: &str,
+    name_in_file: &dyn Fn(&str) -> String,
     passed_over: &[&str],
 ) -> Result<()> {
     let mut misfits = Misfits::default();
@@ -97,7 +89,7 @@ pub fn load_weights<M: Module>(
     let mut used = HashSet::new();
     for param in model.params() {
         let name = param.name();
-        let candidates = [format!("{prefix}{name}"), name];
+        let candidates = [name_in_file(&name), name];
         let Some(tensor) = candidates.iter().find_map(|n| weights.get(n)) else {
             misfits.missing.push(candidates[0].clone());
             continue;

@@ -24,10 +24,10 @@ pub mod hf;
 pub mod model;
 pub mod checkpoint;
 
-pub use hf::Gpt2Config;
+pub use hf::{Gpt2Config, ModelConfig};
 pub use layer::{Attention, Block, Dropout, Embedding, LayerNorm, Linear, Mlp, RmsNorm};
 pub use loss::cross_entropy;
-pub use model::Gpt2;
+pub use model::{Family, Gpt2, LanguageModel};
 pub use module::{Leaf, Module};
 pub use optim::{AdamW, Report, Schedule, StepArgs};
 pub use param::{Init, Param};

@@ -12,7 +12,7 @@ use clap::builder::{NonEmptyStringValueParser, PossibleValuesParser, TypedValueP
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use shardgrad::dist::{Mesh, World};
 use shardgrad::kernels::DType;
-use shardgrad::nn::Gpt2Config;
+use shardgrad::nn::ModelConfig;
 use shardgrad::{Error, Kind, Result};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -64,10 +64,10 @@ pub(crate) struct ModelArgs {
 
 impl ModelArgs {
     /// The shape of the model.
-    pub(crate) fn config(&self) -> Result<Gpt2Config> {
+    pub(crate) fn config(&self) -> Result<ModelConfig> {
         match &self.model {
-            Some(dir) => Gpt2Config::read(dir),
-            None => Gpt2Config::preset(&self.preset)
+            Some(dir) => ModelConfig::read(dir),
+            None => ModelConfig::preset(&self.preset)
                 .ok_or_else(|| Error::new(Kind::Config, format!("there is no preset `{}`", self.preset))),
         }
     }
@@ -191,8 +191,8 @@ fn splits() -> impl TypedValueParser<Value = Split> {
 }
 
 /// The tokens of a row: as asked for, else what the model takes, at most `most`.
-fn seq(asked: Option<usize>, config: &Gpt2Config, most: usize) -> Result<usize> {
-    let limit = config.n_positions;
+fn seq(asked: Option<usize>, config: &ModelConfig, most: usize) -> Result<usize> {
+    let limit = config.positions();
     match asked {
         Some(seq) if seq > limit => {
             let why = format!("--seq {seq} exceeds the {limit} positions of the model");
@@ -241,7 +241,7 @@ impl EvalArgs {
     ///
     /// # Errors
     /// `Kind::Config` for more than the model has positions.
-    pub(crate) fn seq(&self, config: &Gpt2Config) -> Result<usize> {
+    pub(crate) fn seq(&self, config: &ModelConfig) -> Result<usize> {
         seq(self.seq, config, defaults::SEQ_MAX)
     }
 }

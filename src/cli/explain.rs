@@ -6,7 +6,7 @@ use crate::train::batch;
 use serde_json::json;
 use shardgrad::dist::{Phase, Record};
 use shardgrad::kernels::Cost;
-use shardgrad::nn::model::Gpt2;
+use shardgrad::nn::LanguageModel;
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -24,10 +24,10 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     let config = args.model.config()?;
     let mesh = args.mesh.clone();
     check_axes(&mesh)?;
-    let shape = [args.batch, args.seq.unwrap_or(config.n_positions.min(1024))];
-    let plan = Gpt2::plan(&config);
+    let shape = [args.batch, args.seq.unwrap_or(config.positions().min(1024))];
+    let plan = LanguageModel::plan(&config);
     let step = World::new(mesh.clone()).dry_run(0, |rank| {
-        let model = Model::with_dtype(rank, Gpt2::new(&config), &plan, 0, args.dtype)?;
+        let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 0, args.dtype)?;
         let parameters = model.params().iter().map(|p| (p.name(), p.tensor().layout().clone())).collect();
         let tape = model.tape();
         let blank = |own: std::ops::Range<usize>| vec![0; own.len() * shape[1]];

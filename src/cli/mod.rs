@@ -8,7 +8,7 @@ mod train;
 
 use crate::data::Corpus;
 use clap::Parser;
-use shardgrad::nn::Gpt2Config;
+use shardgrad::nn::ModelConfig;
 use shardgrad::{Error, Kind, Result};
 use std::path::Path;
 use std::process::ExitCode;
@@ -56,10 +56,10 @@ fn text(file: Option<&Path>) -> Result<Corpus> {
 }
 
 /// Text is read as bytes: refuses a model that does not have one token a byte value.
-fn check_bytes(config: &Gpt2Config) -> Result<()> {
-    if config.vocab_size >= Corpus::VOCAB {
+fn check_bytes(config: &ModelConfig) -> Result<()> {
+    if config.vocab_size() >= Corpus::VOCAB {
         return Ok(());
     }
-    let why = format!("a vocabulary of {} tokens is too small for bytes of text", config.vocab_size);
+    let why = format!("a vocabulary of {} tokens is too small for bytes of text", config.vocab_size());
     Err(Error::new(Kind::Config, why).detail("help", "use --tokens FILE, or a model with 256 tokens or more"))
 }

@@ -7,7 +7,7 @@ use crate::metrics::{self, MetricsWriter, StepMetrics};
 use crate::plot;
 use crate::train::{Recipe, Session, mean_loss};
 use indicatif::{ProgressBar, ProgressStyle};
-use shardgrad::nn::{Gpt2, Gpt2Config};
+use shardgrad::nn::{LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
 use std::cell::RefCell;
 use std::io::IsTerminal;
@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 /// All that ranks share of a run; made before the first of them starts.
 struct Job {
-    config: Gpt2Config,
+    config: ModelConfig,
     plan: Plan,
     recipe: Recipe,
     rows: Sampler,
@@ -72,7 +72,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
     let order = if args.no_shuffle { Order::InFileOrder } else { Order::Shuffled { seed: steps.seed } };
     let (rows, held_out) = match &args.source.tokens {
         Some(path) => {
-            let file = TokenFile::open(path, config.vocab_size)?;
+            let file = TokenFile::open(path, config.vocab_size())?;
             if steps.seq.is_some() {
                 file.require_seq(seq)?;
             }
@@ -105,7 +105,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
     };
     let metrics = Mutex::new(MetricsWriter::create(&args.out.join("metrics.jsonl"))?);
     Ok(Job {
-        plan: Gpt2::plan(&config),
+        plan: LanguageModel::plan(&config),
         config,
         recipe,
         rows,
@@ -122,7 +122,8 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
 /// One rank's run; says whether it was stopped before its last step.
 fn train(rank: &Rank, job: &Job) -> Result<bool> {
     let recipe = &job.recipe;
-    let model = Model::with_dtype(rank, Gpt2::new(&job.config), &job.plan, recipe.seed, recipe.dtype)?;
+    let model =
+        Model::with_dtype(rank, LanguageModel::new(&job.config), &job.plan, recipe.seed, recipe.dtype)?;
     if let Some(dir) = &job.start {
         model.load(dir)?;
     }

@@ -2,7 +2,7 @@
 
 use super::{Recipe, batch, share};
 use crate::data::Sampler;
-use shardgrad::nn::model::Gpt2;
+use shardgrad::nn::LanguageModel;
 use shardgrad::prelude::*;
 use shardgrad::tensor::control::first_not_finite;
 use std::ops::Range;
@@ -22,7 +22,7 @@ pub(crate) struct Session<'a> {
     pub(crate) rank: &'a Rank,
     pub(crate) recipe: &'a Recipe,
     pub(crate) plan: &'a Plan,
-    pub(crate) model: Model<Gpt2>,
+    pub(crate) model: Model<LanguageModel>,
     pub(crate) optim: AdamW,
     pub(crate) sampler: &'a Sampler,
 }

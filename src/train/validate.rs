@@ -2,7 +2,7 @@
 
 use super::{batch, share};
 use crate::data::Sampler;
-use shardgrad::nn::model::Gpt2;
+use shardgrad::nn::LanguageModel;
 use shardgrad::prelude::*;
 use shardgrad::tensor::control::world_sum;
 use std::ops::Range;
@@ -14,7 +14,12 @@ use std::panic::Location;
 /// # Errors
 /// What the model and the collectives report.
 #[track_caller]
-pub(crate) fn mean_loss(model: &Model<Gpt2>, plan: &Plan, windows: &Sampler, rows_max: usize) -> Result<f64> {
+pub(crate) fn mean_loss(
+    model: &Model<LanguageModel>,
+    plan: &Plan,
+    windows: &Sampler,
+    rows_max: usize,
+) -> Result<f64> {
     let (rank, site) = (model.rank(), Location::caller());
     let num_windows = windows.num_windows();
     let mut sum = 0.0;

@@ -4,18 +4,19 @@ use crate::context::Context;
 use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
 use crate::watch::Watch;
-use shardgrad_dist::{Call, Error, Kind, Phase, Rank, ReduceOp, Result};
+use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Phase, Rank, ReduceOp, Result};
 use shardgrad_kernels::DType;
 use shardgrad_kernels::op::reduce::SUM_SQUARES;
 use std::panic::Location;
 
-/// The sums of each number over all ranks of the world, the same bits on every rank: one all_reduce over all axes, none
+/// The sums of each number over all ranks of the world (of a slice: of the world it is cut from), the same bits on every rank: one all_reduce over all axes, none
 /// on a mesh of one rank. Every rank calls this together with as many numbers. On the null back end, which has no
 /// numbers, the call is recorded and the rank's own come back.
 ///
 /// # Errors
 /// What the collective reports.
 pub fn world_sum(rank: &Rank, values: &[f64], site: &'static Location<'static>) -> Result<Vec<f64>> {
+    let rank = rank.world();
     let mesh = rank.mesh();
     if mesh.num_ranks() == 1 {
         return Ok(values.to_vec());
@@ -27,6 +28,35 @@ pub fn world_sum(rank: &Rank, values: &[f64], site: &'static Location<'static>) 
     let call = Call { axes, dtype: DType::F64, phase: Phase::Control, path: &path, site };
     let sums = rank.all_reduce(&call, &own.buffer, values.len(), ReduceOp::Sum)?;
     Ok(if sums.has_memory() { sums.as_slice::<f64>()[..values.len()].to_vec() } else { values.to_vec() })
+}
+
+/// Hands `len` bytes on along an axis, from the rank at place `from` to the one at place `to`; `bytes` is read on the first of
+/// them, and comes out on the second. All other ranks have nothing to do and get nothing. Every rank calls this together.
+///
+/// # Errors
+/// What the transport reports.
+pub fn pass_bytes(
+    rank: &Rank,
+    axis: Axis,
+    [from, to]: [usize; 2],
+    bytes: &[u8],
+    len: usize,
+    site: &'static Location<'static>,
+) -> Result<Option<Vec<u8>>> {
+    let here = rank.coordinate(axis);
+    if from == to {
+        return Ok((here == to).then(|| bytes.to_vec()));
+    }
+    let axes = AxisSet::one(axis);
+    let call = Call { axes, dtype: DType::U8, phase: Phase::Control, path: "", site };
+    if here == from {
+        rank.send(&call, &Piece::upload(rank, &[bytes.len()], bytes)?.buffer, len, to)?;
+    }
+    if here != to {
+        return Ok(None);
+    }
+    let received = rank.recv(&call, len, from)?;
+    Ok(Some(received.as_slice::<u8>()[..len].to_vec()))
 }
 
 /// Runs a piece of the program, such as a step again that went wrong, with every op watched. Gives the labelled lines of
@@ -46,6 +76,7 @@ pub fn first_not_finite(
     let done = replay();
     let found = Watch::end(rank);
     done?;
+    let rank = rank.world();
     let text = found.as_ref().map(|f| f.lines.join("\n")).unwrap_or_default();
     // Two numbers of each rank: which op it was, counted from 1, and the length of what it has to say.
     let mut word = vec![0.0; 2 * rank.mesh().num_ranks()];

@@ -73,6 +73,13 @@ pub trait Op: fmt::Debug {
         infer_by_signature(self, context, args, dtypes, want)
     }
 
+    /// The same op with the random numbers of another step, the batch beginning at row `first_row`; `None` for ops that
+    /// draw none. A recorded program is replayed with it.
+    fn redrawn(&self, step: u64, first_row: u64) -> Option<Rc<dyn Op>> {
+        let _ = (step, first_row);
+        None
+    }
+
     /// This rank's piece of the work. Only ops that override [`Op::infer`] may talk to other ranks.
     ///
     /// # Errors
@@ -310,6 +317,34 @@ pub fn run(
         .zip(outputs)
         .map(|(layout, piece)| Tensor::assemble(rank, layout.clone(), piece))
         .collect())
+}
+
+/// How many index tuples the signature of an op runs over: the multiply-adds of a product, the elements of an element-wise
+/// op. An estimate of its cost that needs no kernel.
+#[must_use]
+pub fn volume(op: &dyn Op, rank: &Rank, args: &[&Layout], outputs: &[Layout]) -> usize {
+    let signature = Context::of(rank).signature(op.signature());
+    let made = outputs.first().map_or(0, Layout::numel);
+    let Ok(labels) =
+        signature.bind(|i| args.get(i).map_or(0, |l| l.ndim()), |k| outputs.get(k).map(Layout::ndim))
+    else {
+        return made;
+    };
+    let mut extents: SmallVec<[usize; 8]> = SmallVec::from_elem(1, labels.count());
+    for (layout, row) in args.iter().zip(labels.inputs()) {
+        for (d, label) in row.iter().enumerate().take(layout.ndim()) {
+            if let Some(extent) = extents.get_mut(usize::from(*label)) {
+                *extent = (*extent).max(layout.extent(d));
+            }
+        }
+    }
+    extents.iter().product::<usize>().max(made)
+}
+
+/// The outputs of an op in outline: layouts without values. Nothing is computed, nothing moves.
+#[must_use]
+pub fn outline(inference: &Inference, rank: &Rank) -> SmallVec<[Tensor; 2]> {
+    inference.outputs.iter().map(|layout| Tensor::outline(rank, layout)).collect()
 }
 
 /// Applies an op to plain tensors: implied steps are taken once per value and kept with it.

@@ -7,7 +7,7 @@ use crate::watch::Watch;
 use shardgrad_dist::{Rank, Result};
 use shardgrad_kernels::op::binary::{ACCUMULATE, ADD};
 use shardgrad_kernels::op::random::{NORMAL, UNIFORM};
-use shardgrad_kernels::{DType, Dims, Element, Scalar};
+use shardgrad_kernels::{Buffer, DType, Dims, Element, Scalar, Strides};
 use std::cell::RefCell;
 use std::fmt;
 use std::panic::Location;
@@ -76,6 +76,21 @@ impl Tensor {
     #[must_use]
     pub fn dtype(&self) -> DType {
         self.0.layout.dtype()
+    }
+
+    /// A layout that stands for a tensor whose values are not here: what a program is recorded on. To read it is an
+    /// error.
+    #[must_use]
+    pub fn outline(rank: &Rank, layout: &Layout) -> Tensor {
+        let (dtype, shape) = (layout.dtype(), layout.local_shape(rank.coordinates()));
+        let buffer = Buffer::without_memory(shape.iter().product::<usize>() * dtype.size());
+        Tensor::assemble(rank, layout.clone(), Piece { buffer, dtype, view: Strides::contiguous(&shape) })
+    }
+
+    /// Whether the values are here, so that this is no outline.
+    #[must_use]
+    pub fn has_values(&self) -> bool {
+        self.0.piece.buffer.has_memory()
     }
 
     /// A tensor with one value everywhere. On a pending axis coordinate 0 holds the value, the others zeros.

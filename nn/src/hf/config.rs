@@ -12,7 +12,7 @@ pub const CONFIG_FILE: &str = "config.json";
 pub const WEIGHTS_FILE: &str = "model.safetensors";
 
 /// No config file is longer than this.
-const CONFIG_BYTES_MAX: u64 = 1 << 20;
+pub(super) const CONFIG_BYTES_MAX: u64 = 1 << 20;
 /// No extent in a config file is larger than this; products of three of them fit u128, parameter counts fit
 /// u64.
 const EXTENT_MAX: u64 = 1 << 24;

@@ -7,9 +7,11 @@ mod disk;
 pub mod header;
 pub mod files;
 pub mod config;
+pub mod family;
 pub mod folder;
 
 pub use config::Gpt2Config;
+pub use family::ModelConfig;
 pub use files::{TensorFile, TensorWriter};
 pub use folder::Weights;
 pub use header::TensorInfo;

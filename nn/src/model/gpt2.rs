@@ -1,6 +1,7 @@
 //! GPT-2: a decoder with learned positions. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
 
-use crate::hf::Gpt2Config;
+use super::family::Family;
+use crate::hf::{Gpt2Config, ModelConfig};
 use crate::layer::{Attention, Block, Dropout, Embedding, LayerNorm, Mlp};
 use crate::loss::cross_entropy;
 use crate::module;
@@ -122,5 +123,23 @@ impl Gpt2 {
                 .at(site)
                 .raise();
         }
+    }
+}
+
+/// The part of names in files that names here do not have.
+const PREFIX: &str = "transformer.";
+
+impl Family for Gpt2 {
+    fn describe(&self) -> ModelConfig {
+        ModelConfig::Gpt2(self.config.clone())
+    }
+
+    fn name_in_files(&self, name: &str) -> String {
+        if name.starts_with("lm_head.") { name.to_string() } else { format!("{PREFIX}{name}") }
+    }
+
+    /// Buffers that old files hold beside the weights, and the head that a tied model has no use for.
+    fn passed_over(&self) -> &'static [&'static str] {
+        &["*.attn.bias", "*.attn.masked_bias", "lm_head.weight"]
     }
 }

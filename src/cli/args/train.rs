@@ -2,7 +2,7 @@
 
 use super::{DataArgs, ModelArgs, RunArgs, defaults, seq, values};
 use clap::{Args, ValueEnum};
-use shardgrad::nn::{Gpt2Config, Schedule};
+use shardgrad::nn::{ModelConfig, Schedule};
 use shardgrad::{Error, Kind, Result};
 use std::path::PathBuf;
 
@@ -117,7 +117,7 @@ impl TrainArgs {
     ///
     /// # Errors
     /// `Kind::Config` for more than the model has positions.
-    pub(crate) fn seq(&self, config: &Gpt2Config) -> Result<usize> {
+    pub(crate) fn seq(&self, config: &ModelConfig) -> Result<usize> {
         seq(self.steps.seq, config, defaults::SEQ_MAX)
     }
 

@@ -2,7 +2,7 @@
 
 use super::nearest::nearest;
 use shardgrad::dist::Mesh;
-use shardgrad::nn::Gpt2Config;
+use shardgrad::nn::ModelConfig;
 use shardgrad::{Error, Kind, Result};
 use std::time::Duration;
 
@@ -35,12 +35,12 @@ pub(super) fn mesh(text: &str) -> Result<Mesh> {
 
 /// The name of a preset.
 pub(super) fn preset(text: &str) -> Result<String, String> {
-    if Gpt2Config::preset_names().any(|name| name == text) {
+    if ModelConfig::preset_names().any(|name| name == text) {
         return Ok(text.to_string());
     }
     let near =
-        nearest(text, Gpt2Config::preset_names()).map_or(String::new(), |n| format!("did you mean `{n}`? "));
-    let names: Vec<&str> = Gpt2Config::preset_names().collect();
+        nearest(text, ModelConfig::preset_names()).map_or(String::new(), |n| format!("did you mean `{n}`? "));
+    let names: Vec<&str> = ModelConfig::preset_names().collect();
     Err(format!("there is no such preset; {near}presets are {}", names.join(", ")))
 }
 
