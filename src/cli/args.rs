@@ -4,7 +4,9 @@ pub(crate) mod nearest;
 mod defaults;
 mod values;
 mod train;
+mod tools;
 
+pub(crate) use tools::OpsArgs;
 pub(crate) use train::TrainArgs;
 
 use crate::data::Split;
@@ -40,6 +42,8 @@ pub(crate) enum Command {
     Generate(Box<GenerateArgs>),
     /// Show layouts, collectives and costs of one training step; nothing is computed
     Explain(Box<ExplainArgs>),
+    /// Print the table of ops: signatures, dtypes, costs, layouts
+    Ops(OpsArgs),
 }
 
 const TRAIN_EXAMPLES: &str = "\

@@ -4,6 +4,7 @@ pub(crate) mod args;
 mod eval;
 mod explain;
 mod generate;
+mod ops;
 mod train;
 
 use crate::data::Corpus;
@@ -20,6 +21,7 @@ pub(crate) fn main() -> ExitCode {
         args::Command::Eval(args) => eval::run(&args),
         args::Command::Generate(args) => generate::run(&args),
         args::Command::Explain(args) => explain::run(&args),
+        args::Command::Ops(args) => ops::run(&args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
