@@ -13,7 +13,7 @@ pub mod replay;
 mod remat;
 pub mod pipeline;
 
-pub use id::{Gradients, Key, Noise};
+pub use id::{Draw, Gradients, Key, Noise};
 pub use program::{OpRecord, Outer, Program, Slot};
 pub use replay::Values;
 pub use tape::Tape;

@@ -4,7 +4,7 @@
 //! that came from outside. Random numbers are keyed inside the ops, so the replay draws the same ones. Chen et al.,
 //! "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
 
-use crate::id::Id;
+use crate::id::{Draw, Id};
 use crate::program::{Program, Slot};
 use crate::replay::{Recording, Values};
 use crate::tape::{Node, PullBack, Tape, Work};
@@ -74,7 +74,7 @@ impl PullBack for Program {
         }
         let context = Context::of(rank);
         let before = context.set_backward(false);
-        unwind(self.replay(0..self.records.len(), &mut values, None));
+        unwind(self.replay(0..self.records.len(), &mut values, Draw::Same));
         context.set_backward(before);
         let seed = |(slot, cotangent): (&Slot, &Option<Tensor>)| {
             let id = values.get(slot).and_then(Var::id)?;

@@ -1,6 +1,6 @@
 //! Recording a program from model text, and replaying a slice of one on other values.
 
-use crate::id::Noise;
+use crate::id::{Draw, Noise};
 use crate::program::{Program, Recorder, Slot};
 use crate::tape::Tape;
 use crate::var::Var;
@@ -76,22 +76,22 @@ impl Program {
     }
 
     /// Applies a slice of the records to values; `values` holds what the slice takes from before it (outer slots
-    /// and results of earlier records) and receives what it makes. Random ops draw the numbers of `noise`, or what they
-    /// were recorded with. Blocks that lie in the slice keep only what they take for the backward pass.
+    /// and results of earlier records) and receives what it makes. Random ops draw as `draw` says. Blocks that lie
+    /// in the slice keep only what they take for the backward pass.
     ///
     /// # Errors
     /// `Kind::Unsupported` if a value that the slice needs is missing.
-    pub fn replay(&self, range: Range<usize>, values: &mut Values, noise: Option<Noise>) -> Result<()> {
+    pub fn replay(&self, range: Range<usize>, values: &mut Values, draw: Draw) -> Result<()> {
         let mut at = range.start;
         while at < range.end {
             let whole = |b: &&Range<usize>| b.start == at && !b.is_empty() && b.end <= range.end;
             match self.blocks.iter().filter(whole).max_by_key(|b| b.end).cloned() {
                 Some(block) => {
-                    self.replay_block(&block, values, noise)?;
+                    self.replay_block(&block, values, draw)?;
                     at = block.end;
                 }
                 None => {
-                    self.replay_one(at, values, noise)?;
+                    self.replay_one(at, values, draw)?;
                     at += 1;
                 }
             }
@@ -99,13 +99,21 @@ impl Program {
         Ok(())
     }
 
-    fn replay_one(&self, at: usize, values: &mut Values, noise: Option<Noise>) -> Result<()> {
+    fn replay_one(&self, at: usize, values: &mut Values, draw: Draw) -> Result<()> {
         let record = &self.records[at];
         let inputs: SmallVec<[Var; 4]> =
             record.inputs.iter().map(|slot| self.value(at, slot, values)).collect::<Result<_>>()?;
         let inputs: SmallVec<[&Var; 4]> = inputs.iter().collect();
         Context::of(inputs[0].rank()).set_path(&record.path);
-        let redrawn = noise.and_then(|n| record.op.redrawn(n.step, n.first_row));
+        let redrawn = match draw {
+            Draw::Same => None,
+            Draw::Of(noise) => record.op.redrawn(noise.step, noise.first_row),
+            Draw::Off if record.op.redrawn(0, 0).is_some() => {
+                values.insert(Slot::Made { record: at as u32, out: 0 }, inputs[0].clone());
+                return Ok(());
+            }
+            Draw::Off => None,
+        };
         let op: Rc<dyn Op> = redrawn.unwrap_or_else(|| record.op.clone());
         for (out, var) in Var::apply_at(op, &inputs, record.site).into_iter().enumerate() {
             values.insert(Slot::Made { record: at as u32, out: out as u8 }, var);
@@ -113,14 +121,14 @@ impl Program {
         Ok(())
     }
 
-    fn replay_block(&self, block: &Range<usize>, values: &mut Values, noise: Option<Noise>) -> Result<()> {
+    fn replay_block(&self, block: &Range<usize>, values: &mut Values, draw: Draw) -> Result<()> {
         let (needs, leaves) = (self.needs(block.clone()), self.leaves(block.clone()));
         let arguments: Vec<Var> =
             needs.iter().map(|slot| self.value(block.start, slot, values)).collect::<Result<_>>()?;
         let tape = arguments[0].tape().clone();
         let made = tape.checkpoint(&arguments, |arguments| {
             let mut inner: Values = needs.iter().copied().zip(arguments.iter().cloned()).collect();
-            block.clone().try_for_each(|at| self.replay_one(at, &mut inner, noise))?;
+            block.clone().try_for_each(|at| self.replay_one(at, &mut inner, draw))?;
             Ok(leaves.iter().map(|slot| inner[slot].clone()).collect())
         })?;
         values.extend(leaves.into_iter().zip(made));

@@ -1,7 +1,7 @@
 //! A program cut anywhere, under every schedule, gives the values and gradients of one rank.
 
 use shardgrad_autograd::pipeline::{Cut, Feed, Runner, Schedule, Stages};
-use shardgrad_autograd::{Gradients, Noise, Program, Tape, Var};
+use shardgrad_autograd::{Draw, Gradients, Noise, Program, Tape, Var};
 use shardgrad_dist::{Mesh, Rank, Result, World};
 use shardgrad_tensor::{DType, Layout, Tensor, Value};
 use std::collections::BTreeMap;
@@ -101,7 +101,7 @@ fn check(name: &str, mesh: &str, starts: &[usize], num_microbatches: usize) {
         let outcome = runner.run(&Feed {
             arguments: &|m| arguments(&here, m),
             parameter: &|key| (parameter(&here, key).unwrap(), true),
-            noise: &noise,
+            draw: &|m| Draw::Of(noise(m).unwrap()),
             weight: 0.5,
         })?;
         let losses: Result<Vec<Option<f64>>> =

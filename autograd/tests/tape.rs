@@ -1,6 +1,6 @@
 //! The tape by hand: gradients, rounds, routes, recomputation, recording, and what it refuses.
 
-use shardgrad_autograd::{Program, Slot, Tape, Var};
+use shardgrad_autograd::{Draw, Program, Slot, Tape, Var};
 use shardgrad_dist::{Kind, Mesh, Rank, Result, World};
 use shardgrad_tensor::{Layout, Tensor, Value};
 use std::collections::HashMap;
@@ -150,11 +150,11 @@ fn a_recorded_program_replays_in_slices() {
         assert_eq!(program.needs(2..4), [Slot::Made { record: 1, out: 0 }, Slot::Outer(0)]);
         let other = tape.constant(Tensor::from_host(rank, &[1, 2], &[0.5f64, 2.0])?);
         let mut values = HashMap::from([(Slot::Outer(0), other.clone()), (Slot::Outer(1), tape.leaf(9, &w))]);
-        program.replay(0..2, &mut values, None)?;
-        program.replay(2..4, &mut values, None)?;
+        program.replay(0..2, &mut values, Draw::Same)?;
+        program.replay(2..4, &mut values, Draw::Same)?;
         let replayed = values[&program.outputs[0]].tensor().to_host::<f64>()?;
         assert_eq!(replayed, block(&other, &tape.leaf(9, &w)).tensor().to_host::<f64>()?);
-        let error = program.replay(0..1, &mut HashMap::new(), None).unwrap_err();
+        let error = program.replay(0..1, &mut HashMap::new(), Draw::Same).unwrap_err();
         assert_eq!(error.kind(), Kind::Unsupported);
         let read = Program::record(rank, &[x.layout().clone()], None, |args| {
             args[0].sum().item()?;

@@ -23,6 +23,8 @@ pub mod optim;
 pub mod hf;
 pub mod model;
 pub mod checkpoint;
+mod staged;
+pub mod trainer;
 
 pub use hf::{Gpt2Config, ModelConfig};
 pub use layer::{Attention, Block, Dropout, Embedding, LayerNorm, Linear, Mlp, RmsNorm};
@@ -34,3 +36,4 @@ pub use param::{Init, Param};
 pub use placed::Model;
 pub use plan::Plan;
 pub use point::Point;
+pub use trainer::{Settings, StepReport, Trainer};

@@ -2,6 +2,7 @@
 
 use crate::context::Context;
 use crate::piece::{Piece, launch};
+use crate::state::State;
 use crate::tensor::Tensor;
 use crate::watch::Watch;
 use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Phase, Rank, ReduceOp, Result};
@@ -94,6 +95,21 @@ pub fn first_not_finite(
 }
 
 impl Tensor {
+    /// This rank's part of a scalar, such that the parts of all ranks of its mesh add up to it. No communication; 0 on the
+    /// null back end.
+    ///
+    /// # Errors
+    /// `Kind::Shape` if this is no scalar.
+    pub fn local_part_once(&self) -> Result<f64> {
+        let (layout, rank) = (self.layout(), self.rank());
+        if layout.ndim() != 0 {
+            return Err(Error::new(Kind::Shape, format!("{layout} is no scalar")));
+        }
+        let counts = |a| layout.state(a) == State::Partial || rank.coordinate(a) == 0;
+        let value = self.to_local_f64()?.first().copied().unwrap_or(0.0);
+        Ok(if layout.mesh().axes().all(counts) { value } else { 0.0 })
+    }
+
     /// This rank's share of the sum of squares, in f64: added up over the world, every global element counts once.
     /// Copies count where this rank stands at 0 on every axis that does not split the tensor. No communication; 0 on the
     /// null back end.

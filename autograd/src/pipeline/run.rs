@@ -2,7 +2,7 @@
 
 use super::action::{Action, Schedule, Transfer};
 use super::stage::Stages;
-use crate::id::{Gradients, Id, Key, Noise};
+use crate::id::{Draw, Gradients, Id, Key};
 use crate::program::Slot;
 use crate::replay::Values;
 use crate::tape::Tape;
@@ -22,8 +22,8 @@ pub struct Feed<'a> {
     pub arguments: &'a dyn Fn(usize) -> Result<Vec<Tensor>>,
     /// A parameter as it is stored, and whether it is trained.
     pub parameter: &'a dyn Fn(Key) -> (Tensor, bool),
-    /// What random ops of a microbatch are keyed by.
-    pub noise: &'a dyn Fn(usize) -> Option<Noise>,
+    /// What random ops of a microbatch draw.
+    pub draw: &'a dyn Fn(usize) -> Draw,
     /// By what the gradient of each microbatch's result counts.
     pub weight: f64,
 }
@@ -148,7 +148,7 @@ impl Step<'_> {
                 values.insert(slot, var);
             }
         }
-        program.replay(slice.range.clone(), &mut values, (self.feed.noise)(microbatch))?;
+        program.replay(slice.range.clone(), &mut values, (self.feed.draw)(microbatch))?;
         for (to, slots) in &slice.gives {
             let made = slots.iter().map(|slot| values[slot].tensor().clone()).collect();
             self.store.insert(Transfer { from: stage, to: *to, microbatch }, made);
