@@ -6,7 +6,7 @@ mod values;
 mod train;
 mod tools;
 
-pub(crate) use tools::OpsArgs;
+pub(crate) use tools::{DoctorArgs, OpsArgs};
 pub(crate) use train::TrainArgs;
 
 use crate::data::Split;
@@ -44,6 +44,8 @@ pub(crate) enum Command {
     Explain(Box<ExplainArgs>),
     /// Print the table of ops: signatures, dtypes, costs, layouts
     Ops(OpsArgs),
+    /// Show what this machine has: cores, SIMD, memory, GPU libraries
+    Doctor(DoctorArgs),
 }
 
 const TRAIN_EXAMPLES: &str = "\

@@ -1,6 +1,7 @@
 //! Commands: one file each. Errors go to stderr, once; the exit code says whose fault it was.
 
 pub(crate) mod args;
+mod doctor;
 mod eval;
 mod explain;
 mod generate;
@@ -22,6 +23,7 @@ pub(crate) fn main() -> ExitCode {
         args::Command::Generate(args) => generate::run(&args),
         args::Command::Explain(args) => explain::run(&args),
         args::Command::Ops(args) => ops::run(&args),
+        args::Command::Doctor(args) => doctor::run(&args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

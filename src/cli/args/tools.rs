@@ -12,3 +12,11 @@ pub(crate) struct OpsArgs {
     #[arg(long)]
     pub(crate) markdown: bool,
 }
+
+/// Options of `doctor`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct DoctorArgs {
+    /// Print one JSON object and nothing else on stdout
+    #[arg(long)]
+    pub(crate) json: bool,
+}
