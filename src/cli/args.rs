@@ -5,8 +5,10 @@ mod defaults;
 mod values;
 mod pipeline;
 mod train;
+mod tools;
 
 pub(crate) use pipeline::PipelineArgs;
+pub(crate) use tools::{DoctorArgs, OpsArgs};
 pub(crate) use train::TrainArgs;
 
 use crate::data::Split;
@@ -42,6 +44,10 @@ pub(crate) enum Command {
     Generate(Box<GenerateArgs>),
     /// Show layouts, collectives and costs of one training step; nothing is computed
     Explain(Box<ExplainArgs>),
+    /// Print the table of ops: signatures, dtypes, costs, layouts
+    Ops(OpsArgs),
+    /// Show what this machine has: cores, SIMD, memory, GPU libraries
+    Doctor(DoctorArgs),
 }
 
 const TRAIN_EXAMPLES: &str = "\

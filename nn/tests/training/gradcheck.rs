@@ -4,8 +4,8 @@
 use crate::support::run;
 use shardgrad_autograd::{Key, Noise, Tape, Var};
 use shardgrad_nn::{
-    Attention, Block, Dropout, Embedding, Gpt2, Gpt2Config, LayerNorm, Linear, Mlp, Model, Module, Plan,
-    RmsNorm, cross_entropy,
+    Attention, Block, Dropout, Embedding, Gpt2, Gpt2Config, LanguageModel, LayerNorm, Linear, Mlp, Model,
+    ModelConfig, Module, Plan, RmsNorm, cross_entropy,
 };
 use shardgrad_tensor::check::Global;
 use shardgrad_tensor::ops::Input;
@@ -205,6 +205,12 @@ fn gpt2() {
     }
 }
 
+fn language() {
+    let tokens = [Input::index(&[2, 3], 5), Input::index(&[2, 3], 5)];
+    let config = ModelConfig::Gpt2(Gpt2Config::new(5, 4, 4, 1, 2));
+    check("any family", || on(LanguageModel::new(&config), &[], |m, x| m.loss(&x[0], &x[1])).inputs(&tokens));
+}
+
 /// The file of each layer and model, and its check.
 const FILES: &[(&str, fn())] = &[
     ("layer/attention", attention),
@@ -216,6 +222,7 @@ const FILES: &[(&str, fn())] = &[
     ("layer/mlp", mlp),
     ("layer/rms_norm", rms_norm),
     ("model/gpt2", gpt2),
+    ("model/language", language),
 ];
 
 #[test]
@@ -238,7 +245,8 @@ fn every_file_has_an_entry() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("src").join(folder);
         for file in std::fs::read_dir(path).unwrap() {
             let name = file.unwrap().path().file_stem().unwrap().to_str().unwrap().to_string();
-            if name != "mod" {
+            // A list of modules and a trait: there is nothing to differentiate in them.
+            if name != "mod" && name != "family" {
                 found.insert(format!("{folder}/{name}"));
             }
         }
