@@ -27,6 +27,7 @@ pub mod reciprocal;
 pub mod relu;
 pub mod reshape;
 pub mod rms_norm;
+pub mod rope;
 pub mod silu;
 pub mod slice;
 pub mod concat;
@@ -34,6 +35,7 @@ pub mod softmax;
 pub mod sqrt;
 pub mod square;
 pub mod sum_squares;
+pub mod swiglu;
 pub mod tanh;
 pub mod unbind;
 pub mod redistribute;
@@ -152,6 +154,7 @@ list! {
     relu,
     reshape,
     rms_norm,
+    rope,
     scale,
     silu,
     slice,
@@ -161,6 +164,7 @@ list! {
     sub,
     sum,
     sum_squares,
+    swiglu,
     tanh,
     unbind,
 }
