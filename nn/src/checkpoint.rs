@@ -1,7 +1,7 @@
 //! Models in Hugging Face folders: saved from any mesh, loaded on any other.
 
 use crate::hf::TensorWriter;
-use crate::hf::config::WEIGHTS_FILE;
+use crate::hf::WEIGHTS_FILE;
 use crate::hf::folder::Weights;
 use crate::model::Family;
 use crate::module::Module;
@@ -55,12 +55,12 @@ pub fn save_weights<M: Module>(
     path: &Path,
     name_in_file: &dyn Fn(&str) -> String,
 ) -> Result<()> {
-    let entry = |p: &Param| (name_in_file(&p.name()), model.dtype(), p.shape_in_files().to_vec());
+    let entry = |p: &Param| (name_in_file(&p.name()), model.dtype(), p.shape_in_files());
     let entries: Vec<_> = model.params().iter().map(entry).collect();
     let writes = model.rank().index() == 0;
     let mut writer = if writes { Some(TensorWriter::create(path, &entries)?) } else { None };
     for (param, (name, ..)) in model.params().iter().zip(&entries) {
-        let bytes = param.tensor().to_bytes()?;
+        let bytes = param.as_in_files().to_bytes()?;
         if let Some(writer) = &mut writer {
             writer.append(name, &bytes)?;
         }
@@ -108,8 +108,8 @@ pub fn load_weights<M: Module>(
     misfits.check(weights.path())?;
     for (param, tensor) in found {
         let bytes = weights.read(&tensor.name)?;
-        let layout = param.tensor().layout().clone();
-        param.set_tensor(Tensor::from_bytes(model.rank(), &layout, tensor.dtype, &bytes)?)?;
+        let layout = param.as_in_files().layout().clone();
+        param.set_from_files(Tensor::from_bytes(model.rank(), &layout, tensor.dtype, &bytes)?)?;
     }
     Ok(())
 }

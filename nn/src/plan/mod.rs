@@ -2,6 +2,7 @@
 
 mod data;
 mod gpt2;
+mod llama;
 mod tensor;
 
 use crate::name::{matches, nearest};
