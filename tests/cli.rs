@@ -6,23 +6,23 @@ use std::process::{Command, Output};
 use std::time::Duration;
 
 /// A folder of its own for one test, gone afterwards.
-struct Folder(PathBuf);
+pub(crate) struct Folder(pub(crate) PathBuf);
 
 impl Folder {
     /// `name` is the test's: two tests of one process never share a folder.
-    fn new(name: &str) -> Folder {
+    pub(crate) fn new(name: &str) -> Folder {
         let path = std::env::temp_dir().join(format!("shardgrad-cli-{}-{name}", std::process::id()));
         fs::create_dir_all(&path).unwrap();
         Folder(path)
     }
 
-    fn file(&self, name: &str, bytes: impl AsRef<[u8]>) -> String {
+    pub(crate) fn file(&self, name: &str, bytes: impl AsRef<[u8]>) -> String {
         let path = self.0.join(name);
         fs::write(&path, bytes).unwrap();
         path.display().to_string()
     }
 
-    fn path(&self, name: &str) -> String {
+    pub(crate) fn path(&self, name: &str) -> String {
         self.0.join(name).display().to_string()
     }
 }
@@ -33,12 +33,12 @@ impl Drop for Folder {
     }
 }
 
-fn shardgrad(args: &[&str]) -> Output {
+pub(crate) fn shardgrad(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_shardgrad")).args(args).output().unwrap()
 }
 
 /// Runs a command that must fail; gives the exit code and what it said on stderr.
-fn told(args: &[&str]) -> (i32, String) {
+pub(crate) fn told(args: &[&str]) -> (i32, String) {
     let output = shardgrad(args);
     let text = String::from_utf8(output.stderr).unwrap();
     assert!(!text.contains("panicked at"), "a raw panic reached the user: {text}");

@@ -2,5 +2,6 @@
 
 mod cli;
 mod invariants;
+mod not_finite;
 mod steps;
 mod tidy;

@@ -1,15 +1,14 @@
 //! Models in Hugging Face folders: saved from any mesh, loaded on any other.
 
-use crate::hf::TensorWriter;
-use crate::hf::WEIGHTS_FILE;
 use crate::hf::folder::Weights;
+use crate::hf::{TensorWriter, WEIGHTS_FILE};
 use crate::model::Family;
 use crate::module::Module;
 use crate::name::matches;
 use crate::param::Param;
 use crate::placed::Model;
-use shardgrad_tensor::control::world_sum;
-use shardgrad_tensor::{Error, Kind, Result, Tensor};
+use shardgrad_tensor::control::{pass_bytes, world_sum};
+use shardgrad_tensor::{DType, Error, Kind, Rank, Result, Tensor};
 use std::collections::HashSet;
 use std::fs;
 use std::panic::Location;
@@ -24,7 +23,7 @@ impl<M: Family> Model<M> {
     /// `Kind::Io` if the system refuses; what the collectives report.
     #[track_caller]
     pub fn save(&self, dir: &Path) -> Result<()> {
-        if self.rank().index() == 0 {
+        if self.rank().world().index() == 0 {
             fs::create_dir_all(dir).map_err(|e| {
                 Error::new(Kind::Io, format!("cannot make the folder {}: {e}", dir.display()))
             })?;
@@ -57,11 +56,11 @@ pub fn save_weights<M: Module>(
 ) -> Result<()> {
     let entry = |p: &Param| (name_in_file(&p.name()), model.dtype(), p.shape_in_files());
     let entries: Vec<_> = model.params().iter().map(entry).collect();
-    let writes = model.rank().index() == 0;
+    let writes = model.rank().world().index() == 0;
     let mut writer = if writes { Some(TensorWriter::create(path, &entries)?) } else { None };
     for (param, (name, ..)) in model.params().iter().zip(&entries) {
-        let bytes = param.as_in_files().to_bytes()?;
-        if let Some(writer) = &mut writer {
+        let bytes = bring(model.rank(), param, model.dtype(), Location::caller())?;
+        if let (Some(writer), Some(bytes)) = (&mut writer, bytes) {
             writer.append(name, &bytes)?;
         }
     }
@@ -71,6 +70,24 @@ pub fn save_weights<M: Module>(
     // Nobody goes on to read before the file is whole.
     world_sum(model.rank(), &[0.0], Location::caller())?;
     Ok(())
+}
+
+/// The bytes of a whole parameter, on the first rank at least: gathered by the stage that counts it, and passed on from there.
+fn bring(
+    rank: &Rank,
+    param: &Param,
+    dtype: DType,
+    site: &'static Location<'static>,
+) -> Result<Option<Vec<u8>>> {
+    let bytes = if param.counts_here() { param.as_in_files().to_bytes()? } else { Vec::new() };
+    match param.home() {
+        Some(home) if rank.index() == 0 => {
+            let len = param.numel() * dtype.size();
+            pass_bytes(rank.world(), home.axis, [home.places[0], 0], &bytes, len, site)
+        }
+        Some(_) => Ok(None),
+        None => Ok(Some(bytes)),
+    }
 }
 
 /// Fills the parameters of a model from files. A parameter is the tensor of the name that `name_in_file` gives, or of its own
@@ -106,7 +123,7 @@ pub fn load_weights<M: Module>(
     let known = |name: &str| used.contains(name) || passed_over.iter().any(|p| matches(p, name));
     misfits.unknown.extend(weights.tensors().map(|t| t.name.clone()).filter(|name| !known(name)));
     misfits.check(weights.path())?;
-    for (param, tensor) in found {
+    for (param, tensor) in found.into_iter().filter(|(param, _)| param.is_here()) {
         let bytes = weights.read(&tensor.name)?;
         let layout = param.as_in_files().layout().clone();
         param.set_from_files(Tensor::from_bytes(model.rank(), &layout, tensor.dtype, &bytes)?)?;

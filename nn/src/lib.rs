@@ -24,6 +24,8 @@ pub mod optim;
 pub mod hf;
 pub mod model;
 pub mod checkpoint;
+mod staged;
+pub mod trainer;
 
 pub use cache::{Cache, Past};
 pub use hf::{Gpt2Config, LlamaConfig, LlamaKind, ModelConfig};
@@ -38,3 +40,4 @@ pub use param::{Init, Param};
 pub use placed::Model;
 pub use plan::Plan;
 pub use point::Point;
+pub use trainer::{Settings, StepReport, Trainer};

@@ -4,7 +4,7 @@ use super::{Recipe, batch, share};
 use crate::data::Sampler;
 use shardgrad::nn::LanguageModel;
 use shardgrad::prelude::*;
-use shardgrad::tensor::Context;
+use shardgrad::tensor::control::first_not_finite;
 use std::ops::Range;
 
 /// What one step left behind; the same on every rank.
@@ -63,39 +63,27 @@ impl Session<'_> {
         Ok(if microbatches == 1 { loss } else { loss.scale(1.0 / microbatches as f64) })
     }
 
-    /// Replays the step with every op checked, to name the first one whose result is not finite.
+    /// Replays the step with every op watched, to name the one that made the first number that is not finite.
     fn explain_not_finite(&self, step: usize, loss: f64, grad_norm: f64) -> Error {
-        let context = Context::of(self.rank);
-        context.set_watched(true);
-        let replay = || -> Result<()> {
+        let found = first_not_finite(self.rank, || {
             let tape = self.model.tape();
             for round in 0..self.recipe.microbatches {
                 self.loss(&tape, step, round)?.backward()?;
             }
             let _ = tape.gradients();
             Ok(())
-        };
-        let found = std::panic::catch_unwind(std::panic::AssertUnwindSafe(replay));
-        context.set_watched(false);
-        let cause = match found {
-            Ok(Ok(())) => None,
-            Ok(Err(error)) => Some(error),
-            Err(payload) => match payload.downcast::<Error>() {
-                Ok(error) => Some(*error),
-                Err(other) => std::panic::resume_unwind(other),
-            },
-        };
+        });
         let text = format!(
             "step {}: the loss is {loss} and the gradient norm {grad_norm}; the step was not taken",
             step + 1
         );
         let error = Error::new(Kind::NotFinite, text);
-        match cause {
-            Some(cause) if cause.kind() == Kind::NotFinite => cause
-                .details()
-                .iter()
-                .fold(error.detail("first", cause.message()), |e, (l, t)| e.detail(l, t.clone())),
-            _ => error.detail("help", "no single op made it; a smaller learning rate is the usual cure"),
+        match found {
+            Ok(Some(lines)) => lines.into_iter().fold(error, |e, (label, text)| e.detail(label, text)),
+            Ok(None) => error
+                .detail("first", "no op made it: the gradients are finite, but their squares add up to more than f64 holds")
+                .detail("help", "a smaller learning rate is the usual cure"),
+            Err(cause) => error.detail("replay", cause.message()),
         }
     }
 }

@@ -21,6 +21,7 @@ pub mod reshape_rule;
 pub mod repair;
 pub mod context;
 pub mod piece;
+mod watch;
 pub mod tensor;
 pub mod redistribute;
 pub mod host;
@@ -32,6 +33,7 @@ pub mod op;
 pub mod ops;
 pub mod value;
 pub mod local_map;
+pub mod quotient;
 pub mod check;
 
 pub use context::Context;

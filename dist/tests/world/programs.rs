@@ -91,3 +91,35 @@ fn long_waits_are_no_faults() {
         })
         .unwrap();
 }
+
+#[test]
+fn a_slice_of_a_world_is_a_world_of_its_own() {
+    for (whole, axis, part) in
+        [("pp=2,tp=3", "pp", "tp=3"), ("dp=2,pp=2,tp=2", "pp", "dp=2,tp=2"), ("tp=2,pp=3", "pp", "tp=2")]
+    {
+        for seed in 0..20 {
+            let alone = World::run(mesh(part), |rank| program(rank, seed)).unwrap();
+            let sliced = World::run(mesh(whole), |rank| {
+                let slice = rank.slice(rank.mesh().axis(axis).unwrap());
+                assert_eq!((slice.mesh(), slice.world()), (&mesh(part), rank));
+                assert_eq!(slice.describe(), rank.describe());
+                Ok((slice.index(), program(&slice, seed)?))
+            });
+            for (index, bits) in sliced.unwrap() {
+                assert!(bits == alone[index], "program {seed} on a slice of {whole} differs");
+            }
+        }
+    }
+}
+
+#[test]
+fn unlike_calls_of_a_slice_name_the_axes_of_the_world() {
+    let error = World::run(mesh("pp=2,tp=2"), |rank| {
+        let slice = rank.slice(rank.mesh().axis("pp").unwrap());
+        let call = over(slice.mesh().all_axes(), DType::F32);
+        slice.all_reduce(&call, &up(rank, &[1.0f32; 4]), 1 + rank.index() % 2, ReduceOp::Sum)?;
+        Ok(())
+    });
+    let text = error.unwrap_err().to_string();
+    assert!(text.contains("all_reduce(sum) f32[2] over tp") && text.contains("mesh(pp=2, tp=2)"), "{text}");
+}

@@ -23,11 +23,11 @@ const TENSOR: [(&str, &str); 14] = [
 ];
 
 impl Plan {
-    /// The Llama family on axes `dp` (rows of the batch) and `tp` (key heads, hidden units, vocabulary).
+    /// The Llama family on axes `pp` (layers), `dp` (rows of the batch) and `tp` (key heads, hidden units, vocabulary).
     #[must_use]
     pub fn llama() -> Plan {
         // Biases, blocks and a head of its own are not in every model.
-        TENSOR.iter().fold(Plan::data("dp"), |plan, (pattern, state)| {
+        TENSOR.iter().fold(Plan::data("dp").and(Plan::pipeline("pp")), |plan, (pattern, state)| {
             plan.rule(Subject::Store, pattern, state, *pattern != "model.embed_tokens.weight")
         })
     }

@@ -3,6 +3,7 @@
 
 mod support;
 mod layers;
+mod gradcheck;
 mod names;
 mod parity;
 mod rounds;
