@@ -332,7 +332,7 @@ impl Raw {
             _ => (width / heads) as u64,
         };
         let channels = faults.extent("head_dim", self.head_dim, Some(default));
-        if channels % 2 != 0 {
+        if !channels.is_multiple_of(2) {
             faults.add(format!("heads of {channels} channels; channels are turned in pairs"));
         }
         channels
