@@ -2,6 +2,7 @@
 
 mod cli;
 mod documents;
+mod hf;
 mod invariants;
 mod pipelines;
 mod not_finite;
