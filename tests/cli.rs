@@ -6,23 +6,23 @@ use std::process::{Command, Output};
 use std::time::Duration;
 
 /// A folder of its own for one test, gone afterwards.
-struct Folder(PathBuf);
+pub(crate) struct Folder(pub(crate) PathBuf);
 
 impl Folder {
     /// `name` is the test's: two tests of one process never share a folder.
-    fn new(name: &str) -> Folder {
+    pub(crate) fn new(name: &str) -> Folder {
         let path = std::env::temp_dir().join(format!("shardgrad-cli-{}-{name}", std::process::id()));
         fs::create_dir_all(&path).unwrap();
         Folder(path)
     }
 
-    fn file(&self, name: &str, bytes: impl AsRef<[u8]>) -> String {
+    pub(crate) fn file(&self, name: &str, bytes: impl AsRef<[u8]>) -> String {
         let path = self.0.join(name);
         fs::write(&path, bytes).unwrap();
         path.display().to_string()
     }
 
-    fn path(&self, name: &str) -> String {
+    pub(crate) fn path(&self, name: &str) -> String {
         self.0.join(name).display().to_string()
     }
 }
@@ -33,12 +33,12 @@ impl Drop for Folder {
     }
 }
 
-fn shardgrad(args: &[&str]) -> Output {
+pub(crate) fn shardgrad(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_shardgrad")).args(args).output().unwrap()
 }
 
 /// Runs a command that must fail; gives the exit code and what it said on stderr.
-fn told(args: &[&str]) -> (i32, String) {
+pub(crate) fn told(args: &[&str]) -> (i32, String) {
     let output = shardgrad(args);
     let text = String::from_utf8(output.stderr).unwrap();
     assert!(!text.contains("panicked at"), "a raw panic reached the user: {text}");
@@ -212,4 +212,24 @@ fn explain_counts_what_theory_counts() {
     let one = ("all_reduce".to_string(), 2 * 8 * 128 * 4);
     assert_eq!(blocks("forward"), vec![one.clone(); 8]);
     assert_eq!(blocks("backward"), vec![one; 8]);
+}
+
+#[test]
+fn doctor_says_what_it_found_and_loads_nothing() {
+    let folder = Folder::new("doctor");
+    // It would not survive being loaded.
+    let fake = folder.file("libcuda.so.1", "no library");
+    let doctor = |args: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_shardgrad"));
+        let output = command.args(args).env("LD_LIBRARY_PATH", &folder.0).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let found: serde_json::Value = serde_json::from_str(&doctor(&["doctor", "--json"])).unwrap();
+    let listed = found["libraries"]["libcuda.so"].as_array().unwrap();
+    let fake = Path::new(&fake).canonicalize().unwrap();
+    assert!(listed.contains(&fake.display().to_string().into()), "{found}");
+    assert!(found["cores"].as_u64().unwrap() > 0 && found["cuda"] == false, "{found}");
+    let text = doctor(&["doctor"]);
+    assert!(text.contains("no CUDA back end yet") && text.contains(&fake.display().to_string()), "{text}");
 }

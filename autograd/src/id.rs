@@ -18,6 +18,17 @@ pub(crate) enum Id {
     Made { round: u32, node: u32, out: u8 },
 }
 
+/// Which random numbers the ops of a recorded program draw when it is replayed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Draw {
+    /// Those that they were recorded with.
+    Same,
+    /// Those of another step or row.
+    Of(Noise),
+    /// None: ops that draw let everything pass, as in inference.
+    Off,
+}
+
 /// What random ops are keyed by, beside their own name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Noise {

@@ -11,8 +11,10 @@ pub mod tape;
 pub mod var;
 pub mod replay;
 mod remat;
+pub mod pipeline;
 
-pub use id::{Gradients, Key, Noise};
+pub use id::{Draw, Gradients, Key, Noise};
 pub use program::{OpRecord, Outer, Program, Slot};
+pub use replay::Values;
 pub use tape::Tape;
 pub use var::Var;

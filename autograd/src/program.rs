@@ -6,8 +6,10 @@
 use crate::id::{Id, Key};
 use shardgrad_tensor::{Layout, Op, Tensor};
 use smallvec::SmallVec;
+use std::collections::BTreeSet;
 use std::fmt;
 use std::ops::Range;
+use std::panic::Location;
 use std::rc::Rc;
 
 /// A value of a program.
@@ -35,6 +37,8 @@ pub struct OpRecord {
     pub outputs: SmallVec<[Layout; 2]>,
     /// The dotted name of the parameter or point touched last before it.
     pub path: Rc<str>,
+    /// The line that asked for it.
+    pub site: &'static Location<'static>,
 }
 
 impl fmt::Debug for OpRecord {
@@ -48,8 +52,10 @@ impl fmt::Debug for OpRecord {
 pub struct Outer {
     /// The parameter it is, if it is one.
     pub key: Option<Key>,
-    /// Its layout.
+    /// Its layout: of a parameter, the one in which it is computed with.
     pub layout: Layout,
+    /// Its value, if it is neither an argument nor a parameter.
+    pub constant: Option<Tensor>,
 }
 
 /// A list of op records with what they take from outside and what they leave.
@@ -57,8 +63,12 @@ pub struct Outer {
 pub struct Program {
     /// What comes from outside, in order of first use (arguments first).
     pub outers: Vec<Outer>,
+    /// How many of them are arguments.
+    pub num_arguments: usize,
     /// The ops, in the order in which they were applied.
     pub records: Vec<OpRecord>,
+    /// Ranges of records that are to be computed again in the backward pass.
+    pub blocks: Vec<Range<usize>>,
     /// The results, in the order in which the model text returned them.
     pub outputs: Vec<Slot>,
 }
@@ -76,7 +86,8 @@ impl Recorder {
         let same = |(i, t): &(Option<Id>, Tensor)| t.same_as(tensor) || (id.is_some() && *i == id);
         let known = self.outers.iter().position(same);
         Slot::Outer(known.unwrap_or_else(|| {
-            self.program.outers.push(Outer { key, layout: tensor.layout().clone() });
+            let constant = (key.is_none() && tensor.has_values()).then(|| tensor.clone());
+            self.program.outers.push(Outer { key, layout: tensor.layout().clone(), constant });
             self.outers.push((id, tensor.clone()));
             self.outers.len() - 1
         }) as u32)
@@ -97,5 +108,15 @@ impl Program {
             }
         }
         needs
+    }
+
+    /// The slots that a slice makes and others read: what has to leave a stage. Results of the program are among them.
+    #[must_use]
+    pub fn leaves(&self, range: Range<usize>) -> Vec<Slot> {
+        let inside = |at: usize| range.contains(&at);
+        let outside = self.records.iter().enumerate().filter(|(at, _)| !inside(*at));
+        let read = outside.flat_map(|(_, record)| &record.inputs).chain(&self.outputs);
+        let made = |slot: &&Slot| matches!(slot, Slot::Made { record, .. } if inside(*record as usize));
+        read.filter(made).copied().collect::<BTreeSet<Slot>>().into_iter().collect()
     }
 }

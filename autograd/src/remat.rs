@@ -4,28 +4,35 @@
 //! that came from outside. Random numbers are keyed inside the ops, so the replay draws the same ones. Chen et al.,
 //! "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
 
-use crate::id::Id;
+use crate::id::{Draw, Id};
 use crate::program::{Program, Slot};
-use crate::replay::Recording;
+use crate::replay::{Recording, Values};
 use crate::tape::{Node, PullBack, Tape, Work};
 use crate::var::Var;
 use shardgrad_dist::{Rank, Result};
 use shardgrad_tensor::op::Cotangents;
 use shardgrad_tensor::{Context, Tensor, Value, unwind};
 use smallvec::SmallVec;
-use std::collections::HashMap;
 
 impl Tape {
     /// Runs `block` so that only its arguments and the parameters it uses are kept for the backward pass; the rest is
     /// computed again there. The values are those of an unchecked run, and so are the gradients.
     ///
+    /// Inside a recording the block is kept as one of the program's.
+    ///
     /// # Errors
-    /// Whatever `block` returns, and `Kind::Unsupported` inside another recording.
+    /// Whatever `block` returns.
     pub fn checkpoint(
         &self,
         arguments: &[Var],
         block: impl FnOnce(&[Var]) -> Result<Vec<Var>>,
     ) -> Result<Vec<Var>> {
+        if self.is_recording() {
+            let from = self.num_records();
+            let results = block(arguments)?;
+            self.note_block(from..self.num_records());
+            return Ok(results);
+        }
         let Recording { program, outers, results } = self.recorded(arguments, block)?;
         let inputs: SmallVec<[Option<Id>; 4]> = outers.iter().map(Var::id).collect();
         if !self.records() || inputs.iter().all(Option::is_none) {
@@ -59,7 +66,7 @@ impl PullBack for Program {
         wanted: &[bool],
     ) -> Cotangents {
         let tape = Tape::new(rank);
-        let mut values: HashMap<Slot, Var> = HashMap::new();
+        let mut values = Values::new();
         for (i, (input, wanted)) in inputs.iter().zip(wanted).enumerate() {
             let tensor = input.as_ref().expect("a checkpoint keeps all that came from outside");
             let var = if *wanted { tape.leaf(i as u64, tensor) } else { tape.constant(tensor.clone()) };
@@ -67,7 +74,7 @@ impl PullBack for Program {
         }
         let context = Context::of(rank);
         let before = context.set_backward(false);
-        unwind(self.replay(0..self.records.len(), &mut values));
+        unwind(self.replay(0..self.records.len(), &mut values, Draw::Same));
         context.set_backward(before);
         let seed = |(slot, cotangent): (&Slot, &Option<Tensor>)| {
             let id = values.get(slot).and_then(Var::id)?;

@@ -1,13 +1,18 @@
 //! Recording a program from model text, and replaying a slice of one on other values.
 
+use crate::id::{Draw, Noise};
 use crate::program::{Program, Recorder, Slot};
 use crate::tape::Tape;
 use crate::var::Var;
-use shardgrad_dist::{Error, Kind, Result};
-use shardgrad_tensor::Value;
+use shardgrad_dist::{Error, Kind, Rank, Result};
+use shardgrad_tensor::{Context, Layout, Op, Tensor, Value};
 use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::ops::Range;
+use std::rc::Rc;
+
+/// Values by what they are in a program.
+pub type Values = HashMap<Slot, Var>;
 
 /// A program with the variables that stand for its outer slots and the results of the recording run.
 pub(crate) struct Recording {
@@ -33,6 +38,8 @@ impl Tape {
         for argument in arguments {
             recorder.outer(argument.id(), argument.key(), argument.tensor());
         }
+        recorder.program.num_arguments = recorder.program.outers.len();
+        recorder.program.outers.iter_mut().for_each(|outer| outer.constant = None);
         self.set_recorder(Some(recorder));
         // Arguments count as outer values, whatever recording made them.
         let fresh: Vec<Var> = arguments.iter().map(Var::without_slot).collect();
@@ -47,41 +54,92 @@ impl Tape {
 }
 
 impl Program {
-    /// Runs model text and keeps its ops. Reading a value while recording is an error.
+    /// Runs model text on arguments of these layouts in outline and keeps its ops: nothing is computed, nothing moves. To
+    /// read a value is an error. With `noise`, random ops are recorded too.
     ///
     /// # Errors
-    /// Whatever `text` returns; `Kind::Unsupported` inside another recording.
+    /// Whatever `text` returns.
     pub fn record(
-        tape: &Tape,
-        arguments: &[Var],
+        rank: &Rank,
+        arguments: &[Layout],
+        noise: Option<Noise>,
         text: impl FnOnce(&[Var]) -> Result<Vec<Var>>,
     ) -> Result<Program> {
-        Ok(tape.recorded(arguments, text)?.program)
+        let tape = Tape::outline(rank);
+        tape.set_noise(noise);
+        let arguments: Vec<Var> =
+            arguments.iter().map(|layout| tape.constant(Tensor::outline(rank, layout))).collect();
+        let before = Context::of(rank).path();
+        let recording = tape.recorded(&arguments, text);
+        Context::of(rank).set_path(&before);
+        Ok(recording?.program)
     }
 
     /// Applies a slice of the records to values; `values` holds what the slice takes from before it (outer slots
-    /// and results of earlier records) and receives what it makes.
+    /// and results of earlier records) and receives what it makes. Random ops draw as `draw` says. Blocks that lie
+    /// in the slice keep only what they take for the backward pass.
     ///
     /// # Errors
     /// `Kind::Unsupported` if a value that the slice needs is missing.
-    pub fn replay(&self, range: Range<usize>, values: &mut HashMap<Slot, Var>) -> Result<()> {
-        for at in range {
-            let record = &self.records[at];
-            let missing = |slot: &Slot| {
-                let text =
-                    format!("replay: record {at} ({}) needs {slot:?}, which is not there", record.op.name());
-                Error::new(Kind::Unsupported, text)
-            };
-            let inputs: SmallVec<[Var; 4]> = record
-                .inputs
-                .iter()
-                .map(|slot| values.get(slot).cloned().ok_or_else(|| missing(slot)))
-                .collect::<Result<_>>()?;
-            let inputs: SmallVec<[&Var; 4]> = inputs.iter().collect();
-            for (out, var) in Var::apply(record.op.clone(), &inputs).into_iter().enumerate() {
-                values.insert(Slot::Made { record: at as u32, out: out as u8 }, var);
+    pub fn replay(&self, range: Range<usize>, values: &mut Values, draw: Draw) -> Result<()> {
+        let mut at = range.start;
+        while at < range.end {
+            let whole = |b: &&Range<usize>| b.start == at && !b.is_empty() && b.end <= range.end;
+            match self.blocks.iter().filter(whole).max_by_key(|b| b.end).cloned() {
+                Some(block) => {
+                    self.replay_block(&block, values, draw)?;
+                    at = block.end;
+                }
+                None => {
+                    self.replay_one(at, values, draw)?;
+                    at += 1;
+                }
             }
         }
         Ok(())
+    }
+
+    fn replay_one(&self, at: usize, values: &mut Values, draw: Draw) -> Result<()> {
+        let record = &self.records[at];
+        let inputs: SmallVec<[Var; 4]> =
+            record.inputs.iter().map(|slot| self.value(at, slot, values)).collect::<Result<_>>()?;
+        let inputs: SmallVec<[&Var; 4]> = inputs.iter().collect();
+        Context::of(inputs[0].rank()).set_path(&record.path);
+        let redrawn = match draw {
+            Draw::Same => None,
+            Draw::Of(noise) => record.op.redrawn(noise.step, noise.first_row),
+            Draw::Off if record.op.redrawn(0, 0).is_some() => {
+                values.insert(Slot::Made { record: at as u32, out: 0 }, inputs[0].clone());
+                return Ok(());
+            }
+            Draw::Off => None,
+        };
+        let op: Rc<dyn Op> = redrawn.unwrap_or_else(|| record.op.clone());
+        for (out, var) in Var::apply_at(op, &inputs, record.site).into_iter().enumerate() {
+            values.insert(Slot::Made { record: at as u32, out: out as u8 }, var);
+        }
+        Ok(())
+    }
+
+    fn replay_block(&self, block: &Range<usize>, values: &mut Values, draw: Draw) -> Result<()> {
+        let (needs, leaves) = (self.needs(block.clone()), self.leaves(block.clone()));
+        let arguments: Vec<Var> =
+            needs.iter().map(|slot| self.value(block.start, slot, values)).collect::<Result<_>>()?;
+        let tape = arguments[0].tape().clone();
+        let made = tape.checkpoint(&arguments, |arguments| {
+            let mut inner: Values = needs.iter().copied().zip(arguments.iter().cloned()).collect();
+            block.clone().try_for_each(|at| self.replay_one(at, &mut inner, draw))?;
+            Ok(leaves.iter().map(|slot| inner[slot].clone()).collect())
+        })?;
+        values.extend(leaves.into_iter().zip(made));
+        Ok(())
+    }
+
+    fn value(&self, at: usize, slot: &Slot, values: &Values) -> Result<Var> {
+        values.get(slot).cloned().ok_or_else(|| {
+            let name = self.records[at].op.name();
+            let text = format!("replay: record {at} ({name}) needs {slot:?}, which is not there");
+            Error::new(Kind::Unsupported, text)
+        })
     }
 }

@@ -14,6 +14,7 @@ use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet};
 use std::fmt;
+use std::ops::Range;
 use std::panic::Location;
 use std::rc::Rc;
 
@@ -72,6 +73,7 @@ struct Inner {
     rank: Rank,
     arena: RefCell<Arena>,
     records: Cell<bool>,
+    outline: bool,
     noise: Cell<Option<Noise>>,
     recorder: RefCell<Option<Recorder>>,
 }
@@ -84,20 +86,28 @@ impl Tape {
     /// An empty tape that records.
     #[must_use]
     pub fn new(rank: &Rank) -> Tape {
-        Tape::with_recording(rank, true)
+        Tape::with(rank, true, false)
     }
 
     /// A tape that records nothing: for inference and validation.
     #[must_use]
     pub fn inference(rank: &Rank) -> Tape {
-        Tape::with_recording(rank, false)
+        Tape::with(rank, false, false)
     }
 
-    fn with_recording(rank: &Rank, records: bool) -> Tape {
+    /// A tape on which variables have layouts and no values: ops are checked and recorded, not computed. Parameters may
+    /// be anywhere.
+    #[must_use]
+    pub(crate) fn outline(rank: &Rank) -> Tape {
+        Tape::with(rank, false, true)
+    }
+
+    fn with(rank: &Rank, records: bool, outline: bool) -> Tape {
         Tape(Rc::new(Inner {
             rank: rank.clone(),
             arena: RefCell::default(),
             records: Cell::new(records),
+            outline,
             noise: Cell::new(None),
             recorder: RefCell::default(),
         }))
@@ -118,6 +128,12 @@ impl Tape {
     #[must_use]
     pub fn noise(&self) -> Option<Noise> {
         self.0.noise.get()
+    }
+
+    /// Whether variables have layouts only.
+    #[must_use]
+    pub fn is_outline(&self) -> bool {
+        self.0.outline
     }
 
     /// Whether ops are put on the tape.
@@ -165,7 +181,10 @@ impl Tape {
             let key = arena.leaves[origin_at].key;
             let op = unwind(Redistribute::between(&self.0.rank, stored.layout(), to));
             let inference = unwind(op::plan(&*op, &self.0.rank, &[stored.layout()], &[], site));
-            let made = unwind(op::run(&*op, std::slice::from_ref(stored), &inference, &self.0.rank, site));
+            let made = match self.is_outline() {
+                true => op::outline(&inference, &self.0.rank),
+                false => unwind(op::run(&*op, std::slice::from_ref(stored), &inference, &self.0.rank, site)),
+            };
             let tensor = made.into_iter().next().expect("redistribute has one output");
             let (layout, origin) = (to.clone(), Some((origin, op)));
             let path = arena.leaves[origin_at].path.clone();
@@ -197,6 +216,23 @@ impl Tape {
         let key = id.and_then(|id| self.key_of(id));
         let mut recorder = self.0.recorder.borrow_mut();
         recorder.as_mut().expect("asked for while recording only").outer(id, key, tensor)
+    }
+
+    /// How many ops the running recording has.
+    pub(crate) fn num_records(&self) -> usize {
+        self.0.recorder.borrow().as_ref().map_or(0, |r| r.program.records.len())
+    }
+
+    /// Says that a range of records is to be computed again in the backward pass.
+    pub(crate) fn note_block(&self, block: Range<usize>) {
+        self.0
+            .recorder
+            .borrow_mut()
+            .as_mut()
+            .expect("asked for while recording only")
+            .program
+            .blocks
+            .push(block);
     }
 
     /// Adds a record; gives its number.

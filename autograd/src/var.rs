@@ -146,7 +146,11 @@ impl Var {
         form
     }
 
-    fn apply_at(op: Rc<dyn Op>, args: &[&Var], site: &'static Location<'static>) -> SmallVec<[Var; 2]> {
+    pub(crate) fn apply_at(
+        op: Rc<dyn Op>,
+        args: &[&Var],
+        site: &'static Location<'static>,
+    ) -> SmallVec<[Var; 2]> {
         let first = args.first().expect("an op has at least one argument");
         let layouts: SmallVec<[&Layout; 4]> = args.iter().map(|v| v.layout()).collect();
         let inference = op::plan(&*op, first.rank(), &layouts, &[], site).unwrap_or_else(|e| e.raise());
@@ -155,9 +159,13 @@ impl Var {
             .zip(&inference.targets)
             .map(|(v, target)| target.as_ref().map_or_else(|| (*v).clone(), |to| v.form(to, site)))
             .collect();
+        let tape = &first.0.tape;
         let tensors: SmallVec<[Tensor; 4]> = args.iter().map(|v| v.0.tensor.clone()).collect();
-        let outputs = op::run(&*op, &tensors, &inference, first.rank(), site).unwrap_or_else(|e| e.raise());
-        first.0.tape.put(&op, &args, outputs, site)
+        let outputs = match tape.is_outline() {
+            true => op::outline(&inference, first.rank()),
+            false => op::run(&*op, &tensors, &inference, first.rank(), site).unwrap_or_else(|e| e.raise()),
+        };
+        tape.put(&op, &args, outputs, site)
     }
 }
 
@@ -193,7 +201,7 @@ impl Tape {
         let record = self.is_recording().then(|| {
             let inputs = args.iter().map(|v| self.slot_of(v)).collect();
             let outputs = outputs[..visible].iter().map(|t| t.layout().clone()).collect();
-            self.note(OpRecord { op: op.clone(), inputs, outputs, path: path.clone() })
+            self.note(OpRecord { op: op.clone(), inputs, outputs, path: path.clone(), site })
         });
         let inputs = if self.records() { live_inputs(op, args, site) } else { SmallVec::new() };
         let id = inputs.iter().any(Option::is_some).then(|| {

@@ -1,6 +1,6 @@
 //! The tape by hand: gradients, rounds, routes, recomputation, recording, and what it refuses.
 
-use shardgrad_autograd::{Program, Slot, Tape, Var};
+use shardgrad_autograd::{Draw, Program, Slot, Tape, Var};
 use shardgrad_dist::{Kind, Mesh, Rank, Result, World};
 use shardgrad_tensor::{Layout, Tensor, Value};
 use std::collections::HashMap;
@@ -142,21 +142,21 @@ fn a_recorded_program_replays_in_slices() {
         let tape = Tape::new(rank);
         let w = Tensor::from_host(rank, &[2, 2], &[1.0f64, 2.0, 3.0, 4.0])?;
         let x = tape.constant(Tensor::from_host(rank, &[1, 2], &[1.0f64, -1.0])?);
-        let text = |args: &[Var]| Ok(vec![block(&args[0], &tape.leaf(9, &w))]);
-        let program = Program::record(&tape, std::slice::from_ref(&x), text)?;
+        let text = |args: &[Var]| Ok(vec![block(&args[0], &args[0].tape().leaf(9, &w))]);
+        let program = Program::record(rank, std::slice::from_ref(x.layout()), None, text)?;
         let names: Vec<&str> = program.records.iter().map(|r| r.op.name()).collect();
         assert_eq!(names, ["matmul", "gelu", "mul", "add"]);
         assert_eq!(program.outers[1].key, Some(9));
         assert_eq!(program.needs(2..4), [Slot::Made { record: 1, out: 0 }, Slot::Outer(0)]);
         let other = tape.constant(Tensor::from_host(rank, &[1, 2], &[0.5f64, 2.0])?);
         let mut values = HashMap::from([(Slot::Outer(0), other.clone()), (Slot::Outer(1), tape.leaf(9, &w))]);
-        program.replay(0..2, &mut values)?;
-        program.replay(2..4, &mut values)?;
+        program.replay(0..2, &mut values, Draw::Same)?;
+        program.replay(2..4, &mut values, Draw::Same)?;
         let replayed = values[&program.outputs[0]].tensor().to_host::<f64>()?;
         assert_eq!(replayed, block(&other, &tape.leaf(9, &w)).tensor().to_host::<f64>()?);
-        let error = program.replay(0..1, &mut HashMap::new()).unwrap_err();
+        let error = program.replay(0..1, &mut HashMap::new(), Draw::Same).unwrap_err();
         assert_eq!(error.kind(), Kind::Unsupported);
-        let read = Program::record(&tape, &[x], |args| {
+        let read = Program::record(rank, &[x.layout().clone()], None, |args| {
             args[0].sum().item()?;
             Ok(vec![])
         });

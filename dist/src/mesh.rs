@@ -264,6 +264,18 @@ impl Mesh {
         axes.iter().map(|a| self.name(a)).collect::<Vec<_>>().join(",")
     }
 
+    /// The mesh of the ranks that share one place on an axis.
+    ///
+    /// # Panics
+    /// If the mesh has no such axis.
+    #[must_use]
+    pub fn without(&self, axis: Axis) -> Mesh {
+        let mut axes = Axes { names: self.0.names.clone(), sizes: self.0.sizes.clone() };
+        axes.names.remove(usize::from(axis.0));
+        axes.sizes.remove(usize::from(axis.0));
+        Mesh(Arc::new(axes))
+    }
+
     /// The same ranks with one axis split in two, the first of them outer: no rank moves.
     ///
     /// # Errors

@@ -35,11 +35,21 @@ struct Inner {
     mesh: Mesh,
     coordinate: Vec<usize>,
     backend: Arc<dyn Backend>,
-    transport: Box<dyn Transport>,
-    trace: Trace,
-    /// By axes.
-    seats: RefCell<Vec<Option<Rc<Seat>>>>,
+    link: Link,
     extensions: RefCell<HashMap<TypeId, Rc<dyn Any>>>,
+}
+
+/// How calls of a rank leave it.
+enum Link {
+    /// Through a transport.
+    Direct {
+        transport: Box<dyn Transport>,
+        trace: Trace,
+        /// By axes.
+        seats: RefCell<Vec<Option<Rc<Seat>>>>,
+    },
+    /// As calls of the rank of a mesh with one axis more; its axes by ours.
+    Slice { outer: Rank, axes: Vec<Axis> },
 }
 
 impl Rank {
@@ -49,16 +59,38 @@ impl Rank {
         backend: Arc<dyn Backend>,
         transport: Box<dyn Transport>,
     ) -> Rank {
-        Rank(Rc::new(Inner {
-            index,
-            coordinate: mesh.coordinate(index),
-            backend,
-            transport,
-            trace: Trace::default(),
-            seats: RefCell::new(vec![None; 1 << mesh.num_axes()]),
-            extensions: RefCell::default(),
-            mesh,
-        }))
+        let seats = RefCell::new(vec![None; 1 << mesh.num_axes()]);
+        let link = Link::Direct { transport, trace: Trace::default(), seats };
+        Rank::linked(mesh, index, backend, link)
+    }
+
+    fn linked(mesh: Mesh, index: usize, backend: Arc<dyn Backend>, link: Link) -> Rank {
+        let (coordinate, extensions) = (mesh.coordinate(index), RefCell::default());
+        Rank(Rc::new(Inner { index, coordinate, backend, link, extensions, mesh }))
+    }
+
+    /// This rank in the mesh without an axis: the ranks that share its place on that axis. Layouts, tensors and calls of
+    /// the slice know nothing of the axis; its calls are counted, compared and recorded as those of the world.
+    ///
+    /// # Panics
+    /// If the mesh has no such axis.
+    #[must_use]
+    pub fn slice(&self, axis: Axis) -> Rank {
+        let axes: Vec<Axis> = self.mesh().axes().filter(|a| *a != axis).collect();
+        assert!(axes.len() < self.mesh().num_axes(), "bug: {axis:?} is no axis of {}", self.mesh());
+        let mesh = self.mesh().without(axis);
+        let place: Vec<usize> = axes.iter().map(|a| self.coordinate(*a)).collect();
+        let index = mesh.rank_at(&place);
+        Rank::linked(mesh, index, self.0.backend.clone(), Link::Slice { outer: self.clone(), axes })
+    }
+
+    /// The rank of the whole world that this is, or is a slice of.
+    #[must_use]
+    pub fn world(&self) -> &Rank {
+        match &self.0.link {
+            Link::Direct { .. } => self,
+            Link::Slice { outer, .. } => outer.world(),
+        }
     }
 
     /// The number of this rank in the mesh.
@@ -85,10 +117,11 @@ impl Rank {
         &self.0.coordinate
     }
 
-    /// This rank with its place, as messages name it: `5 (dp=1, tp=1) of mesh(dp=2, tp=4)`.
+    /// This rank with its place in the world, as messages name it: `5 (dp=1, tp=1) of mesh(dp=2, tp=4)`.
     #[must_use]
     pub fn describe(&self) -> String {
-        self.mesh().describe(self.index())
+        let world = self.world();
+        world.mesh().describe(world.index())
     }
 
     /// The place of this rank in its group over some axes: mixed radix in mesh order, the outermost axis
@@ -116,15 +149,19 @@ impl Rank {
     /// # Panics
     /// Unwinds with the [`Error`] of the failure ([`Error::raise`]).
     pub fn check(&self) {
-        if let Err(error) = self.0.transport.check() {
-            error.raise();
+        match &self.0.link {
+            Link::Direct { transport, .. } => transport.check().unwrap_or_else(|error| error.raise()),
+            Link::Slice { outer, .. } => outer.check(),
         }
     }
 
-    /// What this rank has called.
+    /// What this rank has called; slices share the trace of their world.
     #[must_use]
     pub fn trace(&self) -> &Trace {
-        &self.0.trace
+        match &self.0.link {
+            Link::Direct { trace, .. } => trace,
+            Link::Slice { outer, .. } => outer.trace(),
+        }
     }
 
     /// The one `T` of this rank, made by `Default` when first asked for: a place for caches of upper crates.
@@ -228,13 +265,19 @@ impl Rank {
     }
 
     fn seat(&self, call: &Call<'_>) -> Result<Rc<Seat>> {
-        let mut seats = self.0.seats.borrow_mut();
-        let Some(seat) = seats.get_mut(usize::from(call.axes.bits())) else {
+        let here = self.mesh().num_axes();
+        if usize::from(call.axes.bits()) >= 1 << here {
             let why = format!("a call over axes {:?} that {} does not have", call.axes, self.mesh());
             return Err(Error::new(Kind::Mesh, why).at(call.site));
-        };
-        let fresh = || Rc::new(Seat::new(self.mesh(), self.index(), call.axes));
-        Ok(seat.get_or_insert_with(fresh).clone())
+        }
+        match &self.0.link {
+            Link::Direct { seats, .. } => {
+                let fresh = || Rc::new(Seat::new(self.mesh(), self.index(), call.axes));
+                let mut seats = seats.borrow_mut();
+                Ok(seats[usize::from(call.axes.bits())].get_or_insert_with(fresh).clone())
+            }
+            Link::Slice { outer, axes } => outer.seat(&translated(call, axes)),
+        }
     }
 
     /// The place of this rank, if there is one count for each member of the group.
@@ -301,14 +344,25 @@ impl Rank {
                 format!("all_to_all: {counts:?} to itself, but {received:?} from itself"),
             ));
         }
+        let (transport, trace) = match &self.0.link {
+            Link::Direct { transport, trace, .. } => (transport, trace),
+            Link::Slice { outer, axes } => {
+                return outer.post(&translated(call, axes), op, x, held, counts, received);
+            }
+        };
         let request = Request { call, op, seat: &seat, number: seat.count(op), counts, received, x };
-        self.0.trace.add(&request);
+        trace.add(&request);
         if seat.size() == 1 && op.is_collective() {
-            self.0.transport.check()?;
+            transport.check()?;
             return Ok(x.cloned());
         }
-        self.0.transport.run(&*self.0.backend, &request)
+        transport.run(&*self.0.backend, &request)
     }
+}
+
+/// A call of a slice as its outer rank makes it.
+fn translated<'a>(call: &Call<'a>, axes: &[Axis]) -> Call<'a> {
+    Call { axes: call.axes.iter().map(|a| axes[usize::from(a.0)]).collect(), ..*call }
 }
 
 fn refuse(call: &Call<'_>, why: impl Into<String>) -> Error {

@@ -1,27 +1,20 @@
 //! Models in Hugging Face folders: saved from any mesh, loaded on any other.
 
-use crate::hf::config::WEIGHTS_FILE;
 use crate::hf::folder::Weights;
-use crate::hf::{Gpt2Config, TensorWriter};
-use crate::model::Gpt2;
+use crate::hf::{TensorWriter, WEIGHTS_FILE};
+use crate::model::Family;
 use crate::module::Module;
 use crate::name::matches;
 use crate::param::Param;
 use crate::placed::Model;
-use shardgrad_tensor::control::world_sum;
-use shardgrad_tensor::{Error, Kind, Result, Tensor};
+use shardgrad_tensor::control::{pass_bytes, world_sum};
+use shardgrad_tensor::{DType, Error, Kind, Rank, Result, Tensor};
 use std::collections::HashSet;
 use std::fs;
 use std::panic::Location;
 use std::path::Path;
 
-/// The part of names in files that names here do not have.
-const PREFIX: &str = "transformer.";
-
-/// Buffers that old files hold beside the weights, and the head that a tied model has no use for.
-const PASSED_OVER: [&str; 3] = ["*.attn.bias", "*.attn.masked_bias", "lm_head.weight"];
-
-impl Model<Gpt2> {
+impl<M: Family> Model<M> {
     /// Writes `config.json` and `model.safetensors` into a folder, made if there is none. Weights keep the dtype of the
     /// model. Tensors are gathered one by one, so every rank calls this together; the first rank writes, and the files
     /// are whole when any rank returns.
@@ -30,25 +23,23 @@ impl Model<Gpt2> {
     /// `Kind::Io` if the system refuses; what the collectives report.
     #[track_caller]
     pub fn save(&self, dir: &Path) -> Result<()> {
-        if self.rank().index() == 0 {
+        if self.rank().world().index() == 0 {
             fs::create_dir_all(dir).map_err(|e| {
                 Error::new(Kind::Io, format!("cannot make the folder {}: {e}", dir.display()))
             })?;
-            Gpt2Config { dtype: self.dtype(), ..self.config().clone() }.write(dir)?;
+            self.describe().with_dtype(self.dtype()).write(dir)?;
         }
-        save_weights(self, &dir.join(WEIGHTS_FILE), &|name| {
-            if name.starts_with("lm_head.") { name.to_string() } else { format!("{PREFIX}{name}") }
-        })
+        save_weights(self, &dir.join(WEIGHTS_FILE), &|name| self.name_in_files(name))
     }
 
-    /// Fills the parameters from a folder whose config fits this model. Names may lack the prefix `transformer.`. Each
-    /// rank reads for itself; nothing is communicated.
+    /// Fills the parameters from a folder whose config fits this model. Names may be those of this
+    /// model instead of those in files. Each rank reads for itself; nothing is communicated.
     ///
     /// # Errors
     /// `Kind::Checkpoint` listing all tensors that are missing, of another shape, or unknown; parameters are untouched
     /// then. `Kind::Io` if the system refuses.
     pub fn load(&self, dir: &Path) -> Result<()> {
-        load_weights(self, &Weights::open(dir)?, PREFIX, &PASSED_OVER)
+        load_weights(self, &Weights::open(dir)?, &|name| self.name_in_files(name), self.passed_over())
     }
 }
 
@@ -63,13 +54,13 @@ pub fn save_weights<M: Module>(
     path: &Path,
     name_in_file: &dyn Fn(&str) -> String,
 ) -> Result<()> {
-    let entry = |p: &Param| (name_in_file(&p.name()), model.dtype(), p.shape_in_files().to_vec());
+    let entry = |p: &Param| (name_in_file(&p.name()), model.dtype(), p.shape_in_files());
     let entries: Vec<_> = model.params().iter().map(entry).collect();
-    let writes = model.rank().index() == 0;
+    let writes = model.rank().world().index() == 0;
     let mut writer = if writes { Some(TensorWriter::create(path, &entries)?) } else { None };
     for (param, (name, ..)) in model.params().iter().zip(&entries) {
-        let bytes = param.tensor().to_bytes()?;
-        if let Some(writer) = &mut writer {
+        let bytes = bring(model.rank(), param, model.dtype(), Location::caller())?;
+        if let (Some(writer), Some(bytes)) = (&mut writer, bytes) {
             writer.append(name, &bytes)?;
         }
     }
@@ -81,15 +72,33 @@ pub fn save_weights<M: Module>(
     Ok(())
 }
 
-/// Fills the parameters of a model from files. A parameter `x` is the tensor `{prefix}x`, or `x`; tensors that match a
-/// pattern of `passed_over` may be there for nothing. Values are rounded to the model's dtype.
+/// The bytes of a whole parameter, on the first rank at least: gathered by the stage that counts it, and passed on from there.
+fn bring(
+    rank: &Rank,
+    param: &Param,
+    dtype: DType,
+    site: &'static Location<'static>,
+) -> Result<Option<Vec<u8>>> {
+    let bytes = if param.counts_here() { param.as_in_files().to_bytes()? } else { Vec::new() };
+    match param.home() {
+        Some(home) if rank.index() == 0 => {
+            let len = param.numel() * dtype.size();
+            pass_bytes(rank.world(), home.axis, [home.places[0], 0], &bytes, len, site)
+        }
+        Some(_) => Ok(None),
+        None => Ok(Some(bytes)),
+    }
+}
+
+/// Fills the parameters of a model from files. A parameter is the tensor of the name that `name_in_file` gives, or of its own
+/// name; tensors that match a pattern of `passed_over` may be there for nothing. Values are rounded to the model's dtype.
 ///
 /// # Errors
 /// `Kind::Checkpoint` listing all that does not fit, before any parameter is changed; what reading reports.
 pub fn load_weights<M: Module>(
     model: &Model<M>,
     weights: &Weights,
-    prefix: &str,
+    name_in_file: &dyn Fn(&str) -> String,
     passed_over: &[&str],
 ) -> Result<()> {
     let mut misfits = Misfits::default();
@@ -97,7 +106,7 @@ pub fn load_weights<M: Module>(
     let mut used = HashSet::new();
     for param in model.params() {
         let name = param.name();
-        let candidates = [format!("{prefix}{name}"), name];
+        let candidates = [name_in_file(&name), name];
         let Some(tensor) = candidates.iter().find_map(|n| weights.get(n)) else {
             misfits.missing.push(candidates[0].clone());
             continue;
@@ -114,10 +123,10 @@ pub fn load_weights<M: Module>(
     let known = |name: &str| used.contains(name) || passed_over.iter().any(|p| matches(p, name));
     misfits.unknown.extend(weights.tensors().map(|t| t.name.clone()).filter(|name| !known(name)));
     misfits.check(weights.path())?;
-    for (param, tensor) in found {
+    for (param, tensor) in found.into_iter().filter(|(param, _)| param.is_here()) {
         let bytes = weights.read(&tensor.name)?;
-        let layout = param.tensor().layout().clone();
-        param.set_tensor(Tensor::from_bytes(model.rank(), &layout, tensor.dtype, &bytes)?)?;
+        let layout = param.as_in_files().layout().clone();
+        param.set_from_files(Tensor::from_bytes(model.rank(), &layout, tensor.dtype, &bytes)?)?;
     }
     Ok(())
 }

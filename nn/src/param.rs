@@ -1,7 +1,8 @@
 //! A parameter: declared by a layer, named and placed by a model.
 
+use crate::name::key;
 use shardgrad_autograd::{Key, Tape, Var};
-use shardgrad_tensor::{Context, DType, Error, Kind, Layout, Rank, Result, Tensor, Value};
+use shardgrad_tensor::{Axis, Context, DType, Error, Kind, Layout, Rank, Result, Tensor, Value};
 use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::panic::Location;
@@ -38,6 +39,8 @@ struct Inner {
 struct Declared {
     shape: Vec<usize>,
     file_shape: Option<Vec<usize>>,
+    /// The order in which files hold the dims, where it is another one.
+    file_order: Option<Vec<usize>>,
     init: Init,
     /// Dims of which no rank may be left without a part, and what they count.
     never_empty: Vec<(usize, &'static str)>,
@@ -46,9 +49,22 @@ struct Declared {
 struct Placed {
     name: Rc<str>,
     key: Key,
-    /// Only an update that fails leaves nothing here.
+    layout: Layout,
+    /// Nothing is here before the parameter is filled, on ranks where it does not live, and after an update that failed.
     stored: Option<Tensor>,
     computed: Option<Layout>,
+    home: Option<Home>,
+}
+
+/// Where along a pipeline axis a parameter lives.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Home {
+    /// The axis, of the world's mesh.
+    pub(crate) axis: Axis,
+    /// The places that hold it, in order.
+    pub(crate) places: Vec<usize>,
+    /// The place of this rank.
+    pub(crate) here: usize,
 }
 
 impl Param {
@@ -58,6 +74,7 @@ impl Param {
         Param::declare(Declared {
             shape: shape.to_vec(),
             file_shape: None,
+            file_order: None,
             init: Init::Zeros,
             never_empty: Vec::new(),
         })
@@ -90,6 +107,14 @@ impl Param {
         self.change(|d| d.file_shape = Some(shape.to_vec()))
     }
 
+    /// The same declaration, whose dims lie in another order in files: dim i there is dim `order[i]` here. The file shape,
+    /// if it is declared, is that of the result.
+    #[must_use]
+    pub fn file_order(self, order: &[usize]) -> Param {
+        debug_assert_eq!(order.len(), self.shape().len(), "an order names every dim");
+        self.change(|d| d.file_order = Some(order.to_vec()))
+    }
+
     /// The same declaration, whose dim `dim` counts `things` (heads) of which every rank must have one at least.
     #[must_use]
     pub fn never_empty(self, dim: usize, things: &'static str) -> Param {
@@ -104,8 +129,32 @@ impl Param {
 
     /// The shape in files.
     #[must_use]
-    pub fn shape_in_files(&self) -> &[usize] {
-        self.0.declared.file_shape.as_deref().unwrap_or(self.shape())
+    pub fn shape_in_files(&self) -> Vec<usize> {
+        let Declared { shape, file_shape, file_order, .. } = &self.0.declared;
+        match (file_shape, file_order) {
+            (Some(declared), _) => declared.clone(),
+            (None, Some(order)) => order.iter().map(|d| shape[*d]).collect(),
+            (None, None) => shape.clone(),
+        }
+    }
+
+    /// The stored tensor with its dims in the order of files.
+    #[track_caller]
+    pub(crate) fn as_in_files(&self) -> Tensor {
+        let tensor = self.tensor();
+        self.0.declared.file_order.as_ref().map_or(tensor.clone(), |order| tensor.permute(order))
+    }
+
+    /// Puts a tensor that lies as [`Param::as_in_files`] in the place of the stored one.
+    ///
+    /// # Errors
+    /// As [`Param::set_tensor`].
+    #[track_caller]
+    pub(crate) fn set_from_files(&self, tensor: Tensor) -> Result<()> {
+        let Some(order) = &self.0.declared.file_order else { return self.set_tensor(tensor) };
+        let mut back = vec![0; order.len()];
+        order.iter().enumerate().for_each(|(i, d)| back[*d] = i);
+        self.set_tensor(tensor.permute(&back).contiguous()?)
     }
 
     /// The global number of elements.
@@ -163,9 +212,13 @@ impl Param {
         let site = Location::caller();
         let (leaf, computed) = self.with(site, |placed| {
             Context::of(tape.rank()).set_path(&placed.name);
-            let stored = placed.held();
-            let frozen = self.is_frozen();
-            let leaf = if frozen { tape.constant(stored.clone()) } else { tape.leaf(placed.key, stored) };
+            let leaf = if tape.is_outline() {
+                tape.leaf(placed.key, &Tensor::outline(tape.rank(), &placed.layout))
+            } else if self.is_frozen() {
+                tape.constant(placed.held().clone())
+            } else {
+                tape.leaf(placed.key, placed.held())
+            };
             (leaf, placed.computed.clone())
         });
         match computed {
@@ -184,6 +237,12 @@ impl Param {
         self.with(Location::caller(), |placed| placed.name.to_string())
     }
 
+    /// The dotted name, shared.
+    #[track_caller]
+    pub(crate) fn path(&self) -> Rc<str> {
+        self.with(Location::caller(), |placed| placed.name.clone())
+    }
+
     /// What it is called on tapes and in [`Gradients`](shardgrad_autograd::Gradients): counted over all models of the
     /// rank, in the order of traversal.
     #[track_caller]
@@ -192,7 +251,37 @@ impl Param {
         self.with(Location::caller(), |placed| placed.key)
     }
 
+    /// How it is stored.
+    #[track_caller]
+    #[must_use]
+    pub fn layout(&self) -> Layout {
+        self.with(Location::caller(), |placed| placed.layout.clone())
+    }
+
+    /// Whether this rank holds it: on a pipeline only the stages that use a parameter do.
+    #[track_caller]
+    #[must_use]
+    pub fn is_here(&self) -> bool {
+        self.home().is_none_or(|home| home.places.contains(&home.here))
+    }
+
+    /// Whether this rank is of the first stage that holds it, the one that counts it and saves it.
+    #[track_caller]
+    #[must_use]
+    pub fn counts_here(&self) -> bool {
+        self.home().is_none_or(|home| home.places.first() == Some(&home.here))
+    }
+
+    /// Where along a pipeline it lives.
+    #[track_caller]
+    pub(crate) fn home(&self) -> Option<Home> {
+        self.with(Location::caller(), |placed| placed.home.clone())
+    }
+
     /// The stored tensor.
+    ///
+    /// # Panics
+    /// Also where it is not here.
     #[track_caller]
     #[must_use]
     pub fn tensor(&self) -> Tensor {
@@ -212,12 +301,14 @@ impl Param {
     /// `Kind::Layout` if it lies otherwise than the stored tensor.
     #[track_caller]
     pub fn set_tensor(&self, tensor: Tensor) -> Result<()> {
-        let (name, layout) = self.with(Location::caller(), |p| (p.name.clone(), p.held().layout().clone()));
+        let (name, layout) = self.with(Location::caller(), |p| (p.name.clone(), p.layout.clone()));
         if layout != *tensor.layout() {
             let text = format!("parameter `{name}` is stored as {layout} but was given {}", tensor.layout());
             return Err(Error::new(Kind::Layout, text).at(Location::caller()));
         }
-        self.update(|_| Ok(tensor))
+        let mut placed = self.0.placed.borrow_mut();
+        placed.as_mut().ok_or_else(unplaced)?.stored = Some(tensor);
+        Ok(())
     }
 
     /// Replaces the stored tensor by a function of it; the function gets the only handle that the model has.
@@ -229,11 +320,16 @@ impl Param {
         Ok(())
     }
 
-    /// Names the parameter and gives it its first value.
+    /// Names the parameter and says how it lies, without a value as yet.
     ///
     /// # Errors
     /// `Kind::Config` if a model has it already.
-    pub(crate) fn place(&self, name: &str, key: Key, stored: Tensor, computed: Option<Layout>) -> Result<()> {
+    pub(crate) fn place(
+        &self,
+        name: &str,
+        key: Key,
+        (layout, computed): (Layout, Option<Layout>),
+    ) -> Result<()> {
         let mut placed = self.0.placed.borrow_mut();
         if let Some(before) = placed.as_ref() {
             let text = format!("parameter `{name}` is `{}` of another model already", before.name);
@@ -241,8 +337,19 @@ impl Param {
                 Error::new(Kind::Config, text).detail("help", "build each model from layers of its own")
             );
         }
-        *placed = Some(Placed { name: name.into(), key, stored: Some(stored), computed });
+        *placed = Some(Placed { name: name.into(), key, layout, stored: None, computed, home: None });
         Ok(())
+    }
+
+    /// Draws the first value, if the parameter lives here.
+    pub(crate) fn fill(&self, rank: &Rank, seed: u64, home: Option<Home>) -> Result<()> {
+        if let Some(placed) = self.0.placed.borrow_mut().as_mut() {
+            placed.home = home;
+        }
+        if !self.is_here() {
+            return Ok(());
+        }
+        self.set_tensor(draw(self, &self.layout(), rank, key(seed, &self.name()))?)
     }
 
     /// Refuses a layout that leaves a rank without a part of what it must have.
@@ -271,13 +378,22 @@ impl Param {
 
 impl Placed {
     fn held(&self) -> &Tensor {
-        self.stored.as_ref().unwrap_or_else(|| lost(&self.name).raise())
+        self.stored.as_ref().unwrap_or_else(|| match &self.home {
+            Some(home) if !home.places.contains(&home.here) => elsewhere(&self.name, home).raise(),
+            _ => lost(&self.name).raise(),
+        })
     }
 }
 
 fn unplaced() -> Error {
     Error::new(Kind::Config, "a parameter is used that no model has placed")
         .detail("help", "make the layers, then Model::new(rank, layers, &plan, seed), and call the model")
+}
+
+fn elsewhere(name: &str, home: &Home) -> Error {
+    let text =
+        format!("parameter `{name}` lives on stage {:?} of the pipeline, not on {}", home.places, home.here);
+    Error::new(Kind::Config, text).detail("help", "ask Param::is_here first")
 }
 
 fn lost(name: &str) -> Error {
@@ -288,7 +404,7 @@ impl fmt::Debug for Param {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0.placed.borrow().as_ref() {
             Some(placed) => {
-                write!(f, "Param({}: {:?})", placed.name, placed.stored.as_ref().map(Tensor::layout))
+                write!(f, "Param({}: {})", placed.name, placed.layout)
             }
             None => write!(f, "Param({:?})", self.shape()),
         }
@@ -296,7 +412,7 @@ impl fmt::Debug for Param {
 }
 
 /// Fresh values of a parameter.
-pub(crate) fn draw(param: &Param, layout: &Layout, rank: &Rank, key: u64) -> Result<Tensor> {
+fn draw(param: &Param, layout: &Layout, rank: &Rank, key: u64) -> Result<Tensor> {
     match param.initial() {
         Init::Zeros => Tensor::zeros(rank, layout),
         Init::Ones => Tensor::full(rank, layout, 1.0),

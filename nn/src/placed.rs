@@ -1,8 +1,8 @@
 //! A model: a module whose parameters are named, placed on the mesh and filled.
 
 use crate::module::{Leaf, Module, walk};
-use crate::name::{key, matches, nearest};
-use crate::param::{Param, check_dtype, draw};
+use crate::name::{matches, nearest};
+use crate::param::{Param, check_dtype};
 use crate::plan::{Plan, Subject};
 use crate::point::with_states;
 use shardgrad_autograd::{Key, Tape};
@@ -43,6 +43,13 @@ impl<M: Module> Model<M> {
     /// # Errors
     /// As [`Model::new`], and `Kind::DType` for a dtype that is no float.
     pub fn with_dtype(rank: &Rank, module: M, plan: &Plan, seed: u64, dtype: DType) -> Result<Model<M>> {
+        let model = Model::outline(rank, module, plan, dtype)?;
+        model.params.iter().try_for_each(|param| param.fill(rank, seed, None))?;
+        Ok(model)
+    }
+
+    /// Names and places every parameter, without values.
+    pub(crate) fn outline(rank: &Rank, module: M, plan: &Plan, dtype: DType) -> Result<Model<M>> {
         check_dtype(dtype)?;
         plan.check()?;
         let (params, points) = leaves(&module)?;
@@ -58,8 +65,8 @@ impl<M: Module> Model<M> {
         let names: Vec<&str> = params.iter().map(|(name, _)| name.as_str()).collect();
         let point_names: Vec<&str> = points.iter().map(String::as_str).collect();
         plan.check_used(&used, &names, &point_names)?;
-        for ((name, param), (stored, computed)) in params.iter().zip(layouts) {
-            param.place(name, next_key(rank), draw(param, &stored, rank, key(seed, name))?, computed)?;
+        for ((name, param), layouts) in params.iter().zip(layouts) {
+            param.place(name, next_key(rank), layouts)?;
         }
         walk(&module, &mut |path, leaf| {
             if let Leaf::Point(point) = leaf {

@@ -3,8 +3,12 @@
 pub(crate) mod nearest;
 mod defaults;
 mod values;
+mod pipeline;
 mod train;
+mod tools;
 
+pub(crate) use pipeline::PipelineArgs;
+pub(crate) use tools::{DoctorArgs, OpsArgs};
 pub(crate) use train::TrainArgs;
 
 use crate::data::Split;
@@ -12,7 +16,7 @@ use clap::builder::{NonEmptyStringValueParser, PossibleValuesParser, TypedValueP
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use shardgrad::dist::{Mesh, World};
 use shardgrad::kernels::DType;
-use shardgrad::nn::Gpt2Config;
+use shardgrad::nn::ModelConfig;
 use shardgrad::{Error, Kind, Result};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -40,6 +44,10 @@ pub(crate) enum Command {
     Generate(Box<GenerateArgs>),
     /// Show layouts, collectives and costs of one training step; nothing is computed
     Explain(Box<ExplainArgs>),
+    /// Print the table of ops: signatures, dtypes, costs, layouts
+    Ops(OpsArgs),
+    /// Show what this machine has: cores, SIMD, memory, GPU libraries
+    Doctor(DoctorArgs),
 }
 
 const TRAIN_EXAMPLES: &str = "\
@@ -64,10 +72,10 @@ pub(crate) struct ModelArgs {
 
 impl ModelArgs {
     /// The shape of the model.
-    pub(crate) fn config(&self) -> Result<Gpt2Config> {
+    pub(crate) fn config(&self) -> Result<ModelConfig> {
         match &self.model {
-            Some(dir) => Gpt2Config::read(dir),
-            None => Gpt2Config::preset(&self.preset)
+            Some(dir) => ModelConfig::read(dir),
+            None => ModelConfig::preset(&self.preset)
                 .ok_or_else(|| Error::new(Kind::Config, format!("there is no preset `{}`", self.preset))),
         }
     }
@@ -165,13 +173,14 @@ impl RunArgs {
 
 // No doc comment on the variant: clap would take it for help and print each option over four lines.
 
-/// Refuses axes that the plan of GPT-2 splits nothing over: their ranks would all do the same work.
+/// Refuses axes over which no plan splits anything: their ranks would all do the same work.
 pub(crate) fn check_axes(mesh: &Mesh) -> Result<()> {
-    let idle =
-        |axis: &shardgrad::dist::Axis| mesh.size(*axis) > 1 && !["dp", "tp"].contains(&mesh.name(*axis));
+    let idle = |axis: &shardgrad::dist::Axis| {
+        mesh.size(*axis) > 1 && !["pp", "dp", "tp"].contains(&mesh.name(*axis))
+    };
     let Some(axis) = mesh.axes().find(idle) else { return Ok(()) };
     let why = format!("nothing is split over {}={} yet", mesh.name(axis), mesh.size(axis));
-    Err(Error::new(Kind::Unsupported, why).detail("help", "use the axes dp and tp"))
+    Err(Error::new(Kind::Unsupported, why).detail("help", "use the axes pp, dp and tp"))
 }
 
 /// Where tensors live.
@@ -191,8 +200,8 @@ fn splits() -> impl TypedValueParser<Value = Split> {
 }
 
 /// The tokens of a row: as asked for, else what the model takes, at most `most`.
-fn seq(asked: Option<usize>, config: &Gpt2Config, most: usize) -> Result<usize> {
-    let limit = config.n_positions;
+fn seq(asked: Option<usize>, config: &ModelConfig, most: usize) -> Result<usize> {
+    let limit = config.positions();
     match asked {
         Some(seq) if seq > limit => {
             let why = format!("--seq {seq} exceeds the {limit} positions of the model");
@@ -241,7 +250,7 @@ impl EvalArgs {
     ///
     /// # Errors
     /// `Kind::Config` for more than the model has positions.
-    pub(crate) fn seq(&self, config: &Gpt2Config) -> Result<usize> {
+    pub(crate) fn seq(&self, config: &ModelConfig) -> Result<usize> {
         seq(self.seq, config, defaults::SEQ_MAX)
     }
 }
@@ -308,6 +317,8 @@ pub(crate) struct ExplainArgs {
     /// Tokens in a sequence [default: the positions of the model]
     #[arg(long, value_name = "N", value_parser = values::count, help_heading = "Step")]
     pub(crate) seq: Option<usize>,
+    #[command(flatten)]
+    pub(crate) pipeline: PipelineArgs,
     /// Numbers of weights and activations
     #[arg(
         long, value_name = "NAME", default_value = "f32", value_parser = dtypes(),

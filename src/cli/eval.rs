@@ -5,7 +5,7 @@ use crate::data::{Order, Sampler, TokenFile};
 use crate::train::{batch, mean_loss};
 use serde_json::json;
 use shardgrad::nn::hf::TensorWriter;
-use shardgrad::nn::{Gpt2, Gpt2Config};
+use shardgrad::nn::{LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
 use std::ops::Range;
 use std::path::Path;
@@ -13,11 +13,11 @@ use std::sync::Arc;
 
 /// Runs the command.
 pub(crate) fn run(args: &EvalArgs) -> Result<()> {
-    let config = Gpt2Config::read(&args.model)?;
+    let config = ModelConfig::read(&args.model)?;
     let seq = args.seq(&config)?;
     let (windows, what) = match &args.source.tokens {
         Some(path) => {
-            let file = TokenFile::open(path, config.vocab_size)?;
+            let file = TokenFile::open(path, config.vocab_size())?;
             if args.seq.is_some() {
                 file.require_seq(seq)?;
             }
@@ -30,14 +30,17 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
             (Sampler::of_text(corpus, args.split, seq, Order::InFileOrder)?, what)
         }
     };
-    let plan = Gpt2::plan(&config);
+    let plan = LanguageModel::plan(&config);
     let losses = args.run.world()?.launch(|rank| {
-        let model = Model::with_dtype(rank, Gpt2::new(&config), &plan, 0, args.run.dtype)?;
+        let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 0, args.run.dtype)?;
         model.load(&args.model)?;
         if let Some(path) = &args.logits {
             write_logits(&model, &plan, &windows, args.batch, path)?;
         }
-        mean_loss(&model, &plan, &windows, args.batch)
+        mean_loss(rank, &plan, &windows, args.batch, |x| {
+            let tape = model.inference();
+            model.loss(&tape.constant(x[0].clone()), &tape.constant(x[1].clone())).tensor().local_part_once()
+        })
     })?;
     let (loss, tokens) = (losses[0], windows.num_windows() * windows.seq() as u64);
     if args.json {
@@ -49,10 +52,16 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
 }
 
 /// Writes the logits of the first rows as `logits`, f32 `[B, T, V]`. Every rank calls this together.
-fn write_logits(model: &Model<Gpt2>, plan: &Plan, windows: &Sampler, rows: usize, path: &Path) -> Result<()> {
+fn write_logits(
+    model: &Model<LanguageModel>,
+    plan: &Plan,
+    windows: &Sampler,
+    rows: usize,
+    path: &Path,
+) -> Result<()> {
     let rows = rows.min(windows.num_windows() as usize);
     let read = |own: Range<usize>| windows.batch(own.start as u64..own.end as u64);
-    let (ids, _) = batch(model.rank(), plan, [rows, windows.seq()], read)?;
+    let ids = batch(model.rank(), plan, [rows, windows.seq()], read)?.swap_remove(0);
     let logits = model.forward(&model.inference().constant(ids)).cast(DType::F32);
     let bytes = logits.tensor().to_bytes()?;
     if model.rank().index() == 0 {

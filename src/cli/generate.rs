@@ -3,17 +3,17 @@
 use super::args::{GenerateArgs, SamplingArgs};
 use serde_json::json;
 use shardgrad::kernels::op::random::uniform_at;
-use shardgrad::nn::{Gpt2, Gpt2Config};
+use shardgrad::nn::{LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
 use std::io::Write;
 
 /// Runs the command.
 pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
-    let config = Gpt2Config::read(&args.model)?;
+    let config = ModelConfig::read(&args.model)?;
     super::check_bytes(&config)?;
     let made = args.run.world()?.launch(|rank| {
-        let plan = Gpt2::plan(&config);
-        let model = Model::with_dtype(rank, Gpt2::new(&config), &plan, 0, args.run.dtype)?;
+        let plan = LanguageModel::plan(&config);
+        let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 0, args.run.dtype)?;
         model.load(&args.model)?;
         let mut show = Show { on: rank.index() == 0 && !args.json, pending: Vec::new() };
         show.bytes(args.prompt.as_bytes())?;
@@ -35,8 +35,14 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
 }
 
 /// The next token; every rank gets the same one, from the same logits and the same random number.
-fn next(model: &Model<Gpt2>, config: &Gpt2Config, text: &[i64], how: &SamplingArgs, n: u64) -> Result<usize> {
-    let seen = &text[text.len().saturating_sub(config.n_positions)..];
+fn next(
+    model: &Model<LanguageModel>,
+    config: &ModelConfig,
+    text: &[i64],
+    how: &SamplingArgs,
+    n: u64,
+) -> Result<usize> {
+    let seen = &text[text.len().saturating_sub(config.positions())..];
     let ids = Tensor::from_host(model.rank(), &[1, seen.len()], seen)?;
     let logits = model.forward(&model.inference().constant(ids));
     let last = logits.slice(1, seen.len() - 1..seen.len());

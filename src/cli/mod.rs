@@ -1,14 +1,16 @@
 //! Commands: one file each. Errors go to stderr, once; the exit code says whose fault it was.
 
 pub(crate) mod args;
+mod doctor;
 mod eval;
 mod explain;
 mod generate;
+mod ops;
 mod train;
 
 use crate::data::Corpus;
 use clap::Parser;
-use shardgrad::nn::Gpt2Config;
+use shardgrad::nn::ModelConfig;
 use shardgrad::{Error, Kind, Result};
 use std::path::Path;
 use std::process::ExitCode;
@@ -20,6 +22,8 @@ pub(crate) fn main() -> ExitCode {
         args::Command::Eval(args) => eval::run(&args),
         args::Command::Generate(args) => generate::run(&args),
         args::Command::Explain(args) => explain::run(&args),
+        args::Command::Ops(args) => ops::run(&args),
+        args::Command::Doctor(args) => doctor::run(&args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -56,10 +60,10 @@ fn text(file: Option<&Path>) -> Result<Corpus> {
 }
 
 /// Text is read as bytes: refuses a model that does not have one token a byte value.
-fn check_bytes(config: &Gpt2Config) -> Result<()> {
-    if config.vocab_size >= Corpus::VOCAB {
+fn check_bytes(config: &ModelConfig) -> Result<()> {
+    if config.vocab_size() >= Corpus::VOCAB {
         return Ok(());
     }
-    let why = format!("a vocabulary of {} tokens is too small for bytes of text", config.vocab_size);
+    let why = format!("a vocabulary of {} tokens is too small for bytes of text", config.vocab_size());
     Err(Error::new(Kind::Config, why).detail("help", "use --tokens FILE, or a model with 256 tokens or more"))
 }

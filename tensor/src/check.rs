@@ -9,6 +9,7 @@ use crate::op::{self, Cotangents, DTypes, Op, Vjp, differentiable_args};
 use crate::ops::redistribute::Redistribute;
 use crate::ops::{Case, Input};
 use crate::piece::Piece;
+use crate::quotient;
 use crate::state::State;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Axis, Error, Kind, Mesh, Rank, Result, World};
@@ -19,10 +20,6 @@ use std::rc::Rc;
 
 /// The largest part of a value by which a layout may change it where the arithmetic rounds.
 const TOLERANCE: f64 = 1e-12;
-/// Half the distance of the points of a difference quotient: a power of two, so that the points are exact.
-const STEP: f64 = 1.0 / (1u64 << 17) as f64;
-/// The largest part of a gradient by which its difference quotient may differ.
-const QUOTIENT_TOLERANCE: f64 = 1e-6;
 
 /// A global tensor of a call: shape, dtype and elements, row-major.
 #[derive(Clone, Debug, PartialEq)]
@@ -433,21 +430,19 @@ impl Probe<'_> {
 
     fn differences(&self, i: usize, cotangent: &Global) -> Result<()> {
         let mut inputs = self.standard.inputs.clone();
-        for (at, &claimed) in cotangent.data.iter().enumerate() {
+        let found = quotient::disagreement(&cotangent.data, |at, by| {
             let x = inputs[i].data[at];
-            let mut shifted = |by: f64| {
-                inputs[i].data[at] = x + by;
-                self.loss(&inputs)
-            };
-            let quotient = (shifted(STEP)? - shifted(-STEP)?) / (2.0 * STEP);
+            inputs[i].data[at] = x + by;
+            let loss = self.loss(&inputs);
             inputs[i].data[at] = x;
-            if (quotient - claimed).abs() > QUOTIENT_TOLERANCE * (1.0 + claimed.abs()) {
-                return self.wrong(format!(
-                    "cotangent {i} is {claimed} at element {at}, differences say {quotient}"
-                ));
+            loss
+        })?;
+        match found {
+            None => Ok(()),
+            Some((at, claimed, quotient)) => {
+                self.wrong(format!("cotangent {i} is {claimed} at element {at}, differences say {quotient}"))
             }
         }
-        Ok(())
     }
 
     fn mask(&self, i: usize, cotangent: &Global) -> Result<()> {

@@ -64,14 +64,14 @@ impl Context {
         self.closed.replace(closed)
     }
 
-    /// Whether every op checks that its outputs are finite (slow: for the replay of a step that went wrong).
+    /// Whether every op looks for results that are not finite
+    /// (see [`first_not_finite`](crate::control::first_not_finite)).
     #[must_use]
     pub fn is_watched(&self) -> bool {
         self.watched.get()
     }
 
-    /// Turns the check of every op's outputs on or off.
-    pub fn set_watched(&self, watched: bool) {
+    pub(crate) fn set_watched(&self, watched: bool) {
         self.watched.set(watched);
     }
 

@@ -2,19 +2,22 @@
 
 use crate::context::Context;
 use crate::piece::{Piece, launch};
+use crate::state::State;
 use crate::tensor::Tensor;
-use shardgrad_dist::{Call, Error, Kind, Phase, Rank, ReduceOp, Result};
+use crate::watch::Watch;
+use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Phase, Rank, ReduceOp, Result};
 use shardgrad_kernels::DType;
 use shardgrad_kernels::op::reduce::SUM_SQUARES;
 use std::panic::Location;
 
-/// The sums of each number over all ranks of the world, the same bits on every rank: one all_reduce over all axes, none
+/// The sums of each number over all ranks of the world (of a slice: of the world it is cut from), the same bits on every rank: one all_reduce over all axes, none
 /// on a mesh of one rank. Every rank calls this together with as many numbers. On the null back end, which has no
 /// numbers, the call is recorded and the rank's own come back.
 ///
 /// # Errors
 /// What the collective reports.
 pub fn world_sum(rank: &Rank, values: &[f64], site: &'static Location<'static>) -> Result<Vec<f64>> {
+    let rank = rank.world();
     let mesh = rank.mesh();
     if mesh.num_ranks() == 1 {
         return Ok(values.to_vec());
@@ -28,7 +31,85 @@ pub fn world_sum(rank: &Rank, values: &[f64], site: &'static Location<'static>) 
     Ok(if sums.has_memory() { sums.as_slice::<f64>()[..values.len()].to_vec() } else { values.to_vec() })
 }
 
+/// Hands `len` bytes on along an axis, from the rank at place `from` to the one at place `to`; `bytes` is read on the first of
+/// them, and comes out on the second. All other ranks have nothing to do and get nothing. Every rank calls this together.
+///
+/// # Errors
+/// What the transport reports.
+pub fn pass_bytes(
+    rank: &Rank,
+    axis: Axis,
+    [from, to]: [usize; 2],
+    bytes: &[u8],
+    len: usize,
+    site: &'static Location<'static>,
+) -> Result<Option<Vec<u8>>> {
+    let here = rank.coordinate(axis);
+    if from == to {
+        return Ok((here == to).then(|| bytes.to_vec()));
+    }
+    let axes = AxisSet::one(axis);
+    let call = Call { axes, dtype: DType::U8, phase: Phase::Control, path: "", site };
+    if here == from {
+        rank.send(&call, &Piece::upload(rank, &[bytes.len()], bytes)?.buffer, len, to)?;
+    }
+    if here != to {
+        return Ok(None);
+    }
+    let received = rank.recv(&call, len, from)?;
+    Ok(Some(received.as_slice::<u8>()[..len].to_vec()))
+}
+
+/// Runs a piece of the program, such as a step again that went wrong, with every op watched. Gives the labelled lines of
+/// an error that name the op that made the first number that is not finite, where in the model, and on which rank: the
+/// same on every rank, and `None` if no op made one. Two all_reduces over all axes after `replay`; every rank calls this
+/// together and applies the same ops in it.
+///
+/// # Errors
+/// What `replay` and the collectives report.
+#[track_caller]
+pub fn first_not_finite(
+    rank: &Rank,
+    replay: impl FnOnce() -> Result<()>,
+) -> Result<Option<Vec<(&'static str, String)>>> {
+    let site = Location::caller();
+    Watch::begin(rank);
+    let done = replay();
+    let found = Watch::end(rank);
+    done?;
+    let rank = rank.world();
+    let text = found.as_ref().map(|f| f.lines.join("\n")).unwrap_or_default();
+    // Two numbers of each rank: which op it was, counted from 1, and the length of what it has to say.
+    let mut word = vec![0.0; 2 * rank.mesh().num_ranks()];
+    if let Some(found) = &found {
+        (word[2 * rank.index()], word[2 * rank.index() + 1]) = ((found.number + 1) as f64, text.len() as f64);
+    }
+    let word = world_sum(rank, &word, site)?;
+    let with_one = (0..rank.mesh().num_ranks()).filter(|r| word[2 * r] > 0.0);
+    let Some(first) = with_one.min_by(|a, b| word[2 * a].total_cmp(&word[2 * b])) else { return Ok(None) };
+    let byte = |i: usize| if rank.index() == first { f64::from(text.as_bytes()[i]) } else { 0.0 };
+    let bytes: Vec<f64> = (0..word[2 * first + 1] as usize).map(byte).collect();
+    let bytes = world_sum(rank, &bytes, site)?.into_iter().map(|b| b as u8).collect();
+    let text = String::from_utf8(bytes).map_err(|e| Error::new(Kind::Collective, e.to_string()))?;
+    Ok(Some(["first", "at", "asked for", "rank"].into_iter().zip(text.lines().map(String::from)).collect()))
+}
+
 impl Tensor {
+    /// This rank's part of a scalar, such that the parts of all ranks of its mesh add up to it. No communication; 0 on the
+    /// null back end.
+    ///
+    /// # Errors
+    /// `Kind::Shape` if this is no scalar.
+    pub fn local_part_once(&self) -> Result<f64> {
+        let (layout, rank) = (self.layout(), self.rank());
+        if layout.ndim() != 0 {
+            return Err(Error::new(Kind::Shape, format!("{layout} is no scalar")));
+        }
+        let counts = |a| layout.state(a) == State::Partial || rank.coordinate(a) == 0;
+        let value = self.to_local_f64()?.first().copied().unwrap_or(0.0);
+        Ok(if layout.mesh().axes().all(counts) { value } else { 0.0 })
+    }
+
     /// This rank's share of the sum of squares, in f64: added up over the world, every global element counts once.
     /// Copies count where this rank stands at 0 on every axis that does not split the tensor. No communication; 0 on the
     /// null back end.

@@ -132,8 +132,14 @@ impl Tensor {
     }
 
     fn check_readable(&self, site: &'static Location<'static>) -> Result<()> {
-        if !self.rank().is_dry() {
+        if self.has_values() {
             return Ok(());
+        }
+        if !self.rank().is_dry() {
+            let text = "a value is read where only its layout is known";
+            return Err(Error::new(Kind::Unsupported, text)
+                .detail("help", "while a program is recorded, return the tensor and read it afterwards")
+                .at(site));
         }
         Err(Error::new(Kind::Unsupported, "a value is read on the null back end, which has shapes only")
             .detail("help", "explaining and recording a program must not depend on values")

@@ -7,6 +7,7 @@ use crate::piece::Piece;
 use crate::refusal::Refusal;
 use crate::repair::repairs;
 use crate::tensor::Tensor;
+use crate::watch::Watch;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::{DType, Kernel, Scalar};
 use smallvec::SmallVec;
@@ -70,6 +71,13 @@ pub trait Op: fmt::Debug {
         want: &[Option<Layout>],
     ) -> Result<Inference, Refusal> {
         infer_by_signature(self, context, args, dtypes, want)
+    }
+
+    /// The same op with the random numbers of another step, the batch beginning at row `first_row`; `None` for ops that
+    /// draw none. A recorded program is replayed with it.
+    fn redrawn(&self, step: u64, first_row: u64) -> Option<Rc<dyn Op>> {
+        let _ = (step, first_row);
+        None
     }
 
     /// This rank's piece of the work. Only ops that override [`Op::infer`] may talk to other ranks.
@@ -299,7 +307,9 @@ pub fn run(
     let local = Local { rank, inputs: &inputs, inference, site };
     let outputs = op.forward(&local, &pieces).map_err(|e| e.at(site))?;
     if Context::of(rank).is_watched() {
-        check_finite(op, rank, &outputs, site)?;
+        let (inputs, outputs): (Vec<&Piece>, Vec<&Piece>) =
+            (pieces.iter().collect(), outputs.iter().collect());
+        Watch::look(rank, op.name(), &inputs, &outputs, site)?;
     }
     Ok(inference
         .outputs
@@ -309,23 +319,32 @@ pub fn run(
         .collect())
 }
 
-/// Names the op whose outputs are the first that are not finite.
-fn check_finite(op: &dyn Op, rank: &Rank, outputs: &[Piece], site: &'static Location<'static>) -> Result<()> {
-    for piece in outputs.iter().filter(|p| p.dtype.is_float()) {
-        let values = piece.to_f64(rank)?;
-        if let Some((at, value)) = values.iter().enumerate().find(|(_, v)| v.is_nan() || **v == f64::INFINITY)
-        {
-            let path = Context::of(rank).path();
-            return Err(Error::new(
-                Kind::NotFinite,
-                format!("{}: the result is {value} at local element {at}", op.name()),
-            )
-            .detail("at", path.to_string())
-            .detail("rank", rank.describe())
-            .at(site));
+/// How many index tuples the signature of an op runs over: the multiply-adds of a product, the elements of an element-wise
+/// op. An estimate of its cost that needs no kernel.
+#[must_use]
+pub fn volume(op: &dyn Op, rank: &Rank, args: &[&Layout], outputs: &[Layout]) -> usize {
+    let signature = Context::of(rank).signature(op.signature());
+    let made = outputs.first().map_or(0, Layout::numel);
+    let Ok(labels) =
+        signature.bind(|i| args.get(i).map_or(0, |l| l.ndim()), |k| outputs.get(k).map(Layout::ndim))
+    else {
+        return made;
+    };
+    let mut extents: SmallVec<[usize; 8]> = SmallVec::from_elem(1, labels.count());
+    for (layout, row) in args.iter().zip(labels.inputs()) {
+        for (d, label) in row.iter().enumerate().take(layout.ndim()) {
+            if let Some(extent) = extents.get_mut(usize::from(*label)) {
+                *extent = (*extent).max(layout.extent(d));
+            }
         }
     }
-    Ok(())
+    extents.iter().product::<usize>().max(made)
+}
+
+/// The outputs of an op in outline: layouts without values. Nothing is computed, nothing moves.
+#[must_use]
+pub fn outline(inference: &Inference, rank: &Rank) -> SmallVec<[Tensor; 2]> {
+    inference.outputs.iter().map(|layout| Tensor::outline(rank, layout)).collect()
 }
 
 /// Applies an op to plain tensors: implied steps are taken once per value and kept with it.

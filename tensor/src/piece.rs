@@ -1,7 +1,7 @@
 //! The part of a tensor that one rank holds: a typed view of a local buffer. No placement is known here.
 
 use crate::context::Context;
-use shardgrad_dist::{Error, Rank, Result};
+use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::copy::COPY;
 use shardgrad_kernels::op::fill::FILL;
 use shardgrad_kernels::{Arg, ArgMut, Buffer, DType, Element, Kernel, Launch, Scalar, Strides, upload};
@@ -123,6 +123,10 @@ pub fn launch(
     outputs: &mut [&mut Piece],
     scalars: &[Scalar],
 ) -> Result<()> {
+    if inputs.iter().any(|p| !p.buffer.has_memory()) && !rank.is_dry() {
+        return Err(Error::new(Kind::Unsupported, "a value is read where only its layout is known")
+            .detail("help", "while a program is recorded, return the tensor and read it afterwards"));
+    }
     let inputs: SmallVec<[Arg<'_>; 6]> =
         inputs.iter().map(|p| Arg { buffer: &p.buffer, dtype: p.dtype, view: &p.view }).collect();
     let mut outputs: Vec<ArgMut<'_>> =

@@ -1,13 +1,16 @@
 //! The handle: a global tensor as one rank sees it.
 
+use crate::context::Context;
 use crate::layout::Layout;
 use crate::piece::{Piece, launch};
+use crate::watch::Watch;
 use shardgrad_dist::{Rank, Result};
 use shardgrad_kernels::op::binary::{ACCUMULATE, ADD};
 use shardgrad_kernels::op::random::{NORMAL, UNIFORM};
-use shardgrad_kernels::{DType, Dims, Element, Scalar};
+use shardgrad_kernels::{Buffer, DType, Dims, Element, Scalar, Strides};
 use std::cell::RefCell;
 use std::fmt;
+use std::panic::Location;
 use std::rc::Rc;
 
 /// A global tensor: its layout, and the piece that this rank holds. Immutable; cloning copies the handle.
@@ -75,6 +78,21 @@ impl Tensor {
         self.0.layout.dtype()
     }
 
+    /// A layout that stands for a tensor whose values are not here: what a program is recorded on. To read it is an
+    /// error.
+    #[must_use]
+    pub fn outline(rank: &Rank, layout: &Layout) -> Tensor {
+        let (dtype, shape) = (layout.dtype(), layout.local_shape(rank.coordinates()));
+        let buffer = Buffer::without_memory(shape.iter().product::<usize>() * dtype.size());
+        Tensor::assemble(rank, layout.clone(), Piece { buffer, dtype, view: Strides::contiguous(&shape) })
+    }
+
+    /// Whether the values are here, so that this is no outline.
+    #[must_use]
+    pub fn has_values(&self) -> bool {
+        self.0.piece.buffer.has_memory()
+    }
+
     /// A tensor with one value everywhere. On a pending axis coordinate 0 holds the value, the others zeros.
     ///
     /// # Errors
@@ -139,6 +157,16 @@ impl Tensor {
         Ok(Tensor::assemble(rank, layout.clone(), piece))
     }
 
+    /// The same tensor with its piece row-major and without gaps, copied where it is not: a view would hold all that it
+    /// was taken from.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn contiguous(&self) -> Result<Tensor> {
+        let piece = self.piece().contiguous(self.rank())?;
+        Ok(Tensor::assemble(self.rank(), self.layout().clone(), piece))
+    }
+
     /// Another layout of this value, if an implied step outside of a tape has made it already.
     pub(crate) fn form(&self, layout: &Layout) -> Option<Tensor> {
         self.0.forms.borrow().iter().find(|t| t.layout() == layout).cloned()
@@ -153,16 +181,21 @@ impl Tensor {
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
+    #[track_caller]
     pub fn accumulate(mut self, other: &Tensor) -> Result<Tensor> {
         debug_assert_eq!(self.layout(), other.layout(), "cotangents of one value share a layout");
         let owned = Rc::get_mut(&mut self.0)
             .is_some_and(|i| i.piece.view.is_contiguous() && i.piece.buffer.is_unique());
         let rank = self.rank().clone();
-        if owned {
+        if owned && !Context::of(&rank).is_watched() {
             return self.update(|sum| launch(&rank, &ACCUMULATE, &[other.piece()], &mut [sum], &[]));
         }
         let mut sum = Piece::alloc(&rank, self.dtype(), &self.piece().view.shape)?;
         launch(&rank, &ADD, &[self.piece(), other.piece()], &mut [&mut sum], &[])?;
+        if Context::of(&rank).is_watched() {
+            let site = Location::caller();
+            Watch::look(&rank, "the sum of two cotangents", &[self.piece(), other.piece()], &[&sum], site)?;
+        }
         Ok(Tensor::assemble(&rank, self.layout().clone(), sum))
     }
 

@@ -53,10 +53,12 @@ fn start(rank: usize, e: usize) -> f32 {
     (hash((rank * 10_000 + e) as u64) % 10_007) as f32 / 10_007.0
 }
 
+/// 200 programs, or as many as PROPTEST_CASES says.
 #[test]
-fn two_hundred_random_programs_have_the_same_bits_under_jitter() {
+fn random_programs_have_the_same_bits_under_jitter() {
     let meshes: Vec<Mesh> = ["tp=2", "tp=3", "dp=2,tp=2", "dp=3,tp=2", "dp=5"].map(mesh).into();
-    for seed in 0..200 {
+    let cases = std::env::var("PROPTEST_CASES").map_or(200, |n| n.parse().expect("a number of cases"));
+    for seed in 0..cases {
         let mesh = &meshes[seed as usize % meshes.len()];
         let calm = World::new(mesh.clone()).launch(|rank| program(rank, seed)).unwrap();
         let shaken = World::new(mesh.clone()).jitter(seed).launch(|rank| program(rank, seed)).unwrap();
@@ -90,4 +92,36 @@ fn long_waits_are_no_faults() {
             Ok(())
         })
         .unwrap();
+}
+
+#[test]
+fn a_slice_of_a_world_is_a_world_of_its_own() {
+    for (whole, axis, part) in
+        [("pp=2,tp=3", "pp", "tp=3"), ("dp=2,pp=2,tp=2", "pp", "dp=2,tp=2"), ("tp=2,pp=3", "pp", "tp=2")]
+    {
+        for seed in 0..20 {
+            let alone = World::run(mesh(part), |rank| program(rank, seed)).unwrap();
+            let sliced = World::run(mesh(whole), |rank| {
+                let slice = rank.slice(rank.mesh().axis(axis).unwrap());
+                assert_eq!((slice.mesh(), slice.world()), (&mesh(part), rank));
+                assert_eq!(slice.describe(), rank.describe());
+                Ok((slice.index(), program(&slice, seed)?))
+            });
+            for (index, bits) in sliced.unwrap() {
+                assert!(bits == alone[index], "program {seed} on a slice of {whole} differs");
+            }
+        }
+    }
+}
+
+#[test]
+fn unlike_calls_of_a_slice_name_the_axes_of_the_world() {
+    let error = World::run(mesh("pp=2,tp=2"), |rank| {
+        let slice = rank.slice(rank.mesh().axis("pp").unwrap());
+        let call = over(slice.mesh().all_axes(), DType::F32);
+        slice.all_reduce(&call, &up(rank, &[1.0f32; 4]), 1 + rank.index() % 2, ReduceOp::Sum)?;
+        Ok(())
+    });
+    let text = error.unwrap_err().to_string();
+    assert!(text.contains("all_reduce(sum) f32[2] over tp") && text.contains("mesh(pp=2, tp=2)"), "{text}");
 }

@@ -1,6 +1,12 @@
 //! Models: one file a family. They name no mesh axis and no rank.
 
+mod family;
 mod gpt2;
+mod llama;
+mod language;
 
-pub use crate::hf::Gpt2Config;
+pub use crate::hf::{Gpt2Config, LlamaConfig, LlamaKind, ModelConfig};
+pub use family::Family;
 pub use gpt2::Gpt2;
+pub use language::LanguageModel;
+pub use llama::{Llama, LlamaBlock, LlamaTrunk};

@@ -72,6 +72,12 @@ impl AdamW {
         }
     }
 
+    /// The learning rate.
+    #[must_use]
+    pub fn lr(&self) -> f64 {
+        self.lr
+    }
+
     /// How slowly the two averages forget.
     #[must_use]
     pub fn betas(self, beta1: f64, beta2: f64) -> AdamW {

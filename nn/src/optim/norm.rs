@@ -15,7 +15,7 @@ pub struct Norm {
     pub control: Vec<f64>,
 }
 
-/// The global norm of the gradients of some parameters, in f64. The caller's numbers ride along: one all-reduce over
+/// The global norm of the gradients of some parameters, in f64; one that several stages of a pipeline share counts once. The caller's numbers ride along: one all-reduce over
 /// the whole mesh in all, so every rank calls this together, with as many numbers.
 ///
 /// # Errors
@@ -24,7 +24,7 @@ pub struct Norm {
 pub fn grad_norm(rank: &Rank, params: &[Param], gradients: &Gradients, control: &[f64]) -> Result<Norm> {
     let mut word = Vec::with_capacity(1 + control.len());
     let mut squares = 0.0;
-    for gradient in params.iter().filter_map(|p| gradients.get(&p.key())) {
+    for gradient in params.iter().filter(|p| p.counts_here()).filter_map(|p| gradients.get(&p.key())) {
         squares += gradient.local_sum_squares_once()?;
     }
     word.push(squares);

@@ -2,7 +2,11 @@
 
 mod data;
 mod gpt2;
+mod llama;
+mod pipeline;
 mod tensor;
+
+pub use pipeline::Pipeline;
 
 use crate::name::{matches, nearest};
 use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Mesh, Result, State};
@@ -49,6 +53,8 @@ pub struct Plan {
     batch: Vec<String>,
     /// The axis of which `column` and `row` speak.
     split: Option<String>,
+    /// The axis over which layers are spread.
+    pipeline: Option<Pipeline>,
     /// What was wrong with the texts; told when the plan is used.
     faults: Vec<String>,
 }
@@ -85,6 +91,7 @@ impl Plan {
         self.rules.extend(other.rules);
         self.batch.extend(other.batch.into_iter().filter(|a| !self.batch.contains(a)).collect::<Vec<_>>());
         self.split = other.split.or(self.split);
+        self.pipeline = other.pipeline.or(self.pipeline);
         self.faults.extend(other.faults);
         self
     }
@@ -228,6 +235,7 @@ impl fmt::Display for Rule {
 /// One rule a line, in order: the batch axes first.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.pipeline.iter().try_for_each(|pipeline| writeln!(f, "{pipeline}"))?;
         self.batch.iter().try_for_each(|axis| writeln!(f, "batch {axis}@0"))?;
         self.rules.iter().try_for_each(|rule| writeln!(f, "{rule}"))
     }

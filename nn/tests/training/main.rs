@@ -3,9 +3,11 @@
 
 mod support;
 mod layers;
+mod gradcheck;
 mod names;
 mod parity;
 mod rounds;
 mod traces;
+mod llama;
 mod steps;
 mod folders;

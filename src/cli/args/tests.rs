@@ -47,8 +47,8 @@ fn train_without_options_is_the_first_command() {
     assert_eq!((args.run.dtype, args.optim.clip()), (DType::F32, Some(1.0)));
     assert_eq!(args.out, PathBuf::from("runs/latest"));
     let config = args.model.config().unwrap();
-    assert!(args.seq(&config).unwrap() <= config.n_positions);
-    assert_eq!(config.vocab_size, crate::data::Corpus::VOCAB);
+    assert!(args.seq(&config).unwrap() <= config.positions());
+    assert_eq!(config.vocab_size(), crate::data::Corpus::VOCAB);
     args.run.world().unwrap();
 }
 
@@ -176,12 +176,12 @@ fn options_that_exclude_each_other_are_refused() {
 
 #[test]
 fn a_sequence_fits_the_model() {
-    let config = Gpt2Config::new(256, 64, 8, 1, 1);
+    let config = ModelConfig::from(shardgrad::nn::Gpt2Config::new(256, 64, 8, 1, 1));
     assert_eq!(train("").seq(&config).unwrap(), 64);
     assert_eq!(train("--seq 64").seq(&config).unwrap(), 64);
     let error = train("--seq 65").seq(&config).unwrap_err();
     assert_eq!(error.message(), "--seq 65 exceeds the 64 positions of the model");
-    assert_eq!(train("").seq(&Gpt2Config::preset("gpt2-124m").unwrap()).unwrap(), 128);
+    assert_eq!(train("").seq(&ModelConfig::preset("gpt2-124m").unwrap()).unwrap(), 128);
 }
 
 #[test]

@@ -1,8 +1,9 @@
 //! The values of options: text in, checked values out. What is refused is told in one line.
 
 use super::nearest::nearest;
+use shardgrad::autograd::pipeline::Cut;
 use shardgrad::dist::Mesh;
-use shardgrad::nn::Gpt2Config;
+use shardgrad::nn::ModelConfig;
 use shardgrad::{Error, Kind, Result};
 use std::time::Duration;
 
@@ -35,13 +36,18 @@ pub(super) fn mesh(text: &str) -> Result<Mesh> {
 
 /// The name of a preset.
 pub(super) fn preset(text: &str) -> Result<String, String> {
-    if Gpt2Config::preset_names().any(|name| name == text) {
+    if ModelConfig::preset_names().any(|name| name == text) {
         return Ok(text.to_string());
     }
     let near =
-        nearest(text, Gpt2Config::preset_names()).map_or(String::new(), |n| format!("did you mean `{n}`? "));
-    let names: Vec<&str> = Gpt2Config::preset_names().collect();
+        nearest(text, ModelConfig::preset_names()).map_or(String::new(), |n| format!("did you mean `{n}`? "));
+    let names: Vec<&str> = ModelConfig::preset_names().collect();
     Err(format!("there is no such preset; {near}presets are {}", names.join(", ")))
+}
+
+/// Where a pipeline is cut.
+pub(super) fn cut(text: &str) -> Result<Cut> {
+    text.parse()
 }
 
 /// A whole number of at least one.

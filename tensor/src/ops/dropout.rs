@@ -38,6 +38,10 @@ impl Op for Dropout {
         &[&[0]]
     }
 
+    fn redrawn(&self, step: u64, first_row: u64) -> Option<Rc<dyn Op>> {
+        Some(Rc::new(Dropout { stream: step, first_row, ..self.clone() }))
+    }
+
     fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
         let mut scalars =
             vec![Scalar::Real(self.p), Scalar::Int(self.key as i64), Scalar::Int(self.stream as i64)];

@@ -27,6 +27,7 @@ pub mod reciprocal;
 pub mod relu;
 pub mod reshape;
 pub mod rms_norm;
+pub mod rope;
 pub mod silu;
 pub mod slice;
 pub mod concat;
@@ -34,6 +35,7 @@ pub mod softmax;
 pub mod sqrt;
 pub mod square;
 pub mod sum_squares;
+pub mod swiglu;
 pub mod tanh;
 pub mod unbind;
 pub mod redistribute;
@@ -120,12 +122,18 @@ pub struct Entry {
     pub name: &'static str,
     /// Calls that together show every form of the op.
     pub cases: fn() -> Vec<Case>,
+    /// The text of the file.
+    pub source: &'static str,
 }
 
 macro_rules! list {
     ($($name:ident),* $(,)?) => {
         /// Every op file, in alphabetical order.
-        pub const OPS: &[Entry] = &[$(Entry { name: stringify!($name), cases: $name::cases }),*];
+        pub const OPS: &[Entry] = &[$(Entry {
+            name: stringify!($name),
+            cases: $name::cases,
+            source: include_str!(concat!(stringify!($name), ".rs")),
+        }),*];
     };
 }
 
@@ -152,6 +160,7 @@ list! {
     relu,
     reshape,
     rms_norm,
+    rope,
     scale,
     silu,
     slice,
@@ -161,6 +170,7 @@ list! {
     sub,
     sum,
     sum_squares,
+    swiglu,
     tanh,
     unbind,
 }

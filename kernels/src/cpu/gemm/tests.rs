@@ -69,8 +69,18 @@ fn examine<T: Float>(dims: [usize; 3], kinds: [usize; 3], add: bool) -> Result<(
     Ok(())
 }
 
+/// 150 cases, or as many as PROPTEST_CASES says.
+fn cases() -> ProptestConfig {
+    let default = ProptestConfig::default();
+    if std::env::var_os("PROPTEST_CASES").is_some() {
+        default
+    } else {
+        ProptestConfig { cases: 150, ..default }
+    }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(150))]
+    #![proptest_config(cases())]
     #[test]
     fn bits_are_those_of_the_definition(
         dims in [1usize..70, 1usize..70, 0usize..70],

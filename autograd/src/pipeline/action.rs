@@ -1,0 +1,158 @@
+//! What a rank of a pipeline does, one thing after another.
+
+use shardgrad_dist::{Error, Kind, Result};
+use std::fmt;
+
+/// One thing that a rank does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Action {
+    /// The forward pass of a stage on a microbatch: `F0.3` is stage 0, microbatch 3.
+    Forward {
+        /// Which stage.
+        stage: usize,
+        /// Which microbatch.
+        microbatch: usize,
+    },
+    /// Its backward pass, `B0.3`.
+    Backward {
+        /// Which stage.
+        stage: usize,
+        /// Which microbatch.
+        microbatch: usize,
+    },
+    /// Hands on what a stage made for another one, `S0>1.3`; on the way back, the gradients of what it got, `S1>0.3`.
+    /// Nobody waits in it.
+    Send(Transfer),
+    /// Waits for what another stage hands on: `R0>1.3`.
+    Receive(Transfer),
+}
+
+/// What one stage leaves for another: activations towards later stages, their gradients towards earlier ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Transfer {
+    /// The stage that made it.
+    pub from: usize,
+    /// The stage that needs it.
+    pub to: usize,
+    /// Which microbatch.
+    pub microbatch: usize,
+}
+
+impl fmt::Display for Transfer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}>{}.{}", self.from, self.to, self.microbatch)
+    }
+}
+
+impl Transfer {
+    /// Whether it carries activations, not gradients.
+    #[must_use]
+    pub fn is_forward(self) -> bool {
+        self.from < self.to
+    }
+}
+
+/// The action lists of all ranks for one step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Schedule {
+    /// What messages call it.
+    pub name: String,
+    /// The number of microbatches.
+    pub num_microbatches: usize,
+    /// The place on the pipeline axis where each stage lives.
+    pub place: Vec<usize>,
+    /// What each rank does, in order.
+    pub ranks: Vec<Vec<Action>>,
+}
+
+impl Schedule {
+    /// The number of stages.
+    #[must_use]
+    pub fn num_stages(&self) -> usize {
+        self.place.len()
+    }
+
+    /// The same passes with the transfers between them, for stages that hand values along `links` (from, to): a rank
+    /// receives right before the pass that needs it and sends right after the pass that made it.
+    #[must_use]
+    pub fn with_transfers(&self, links: &[(usize, usize)]) -> Schedule {
+        let spelled = |action: &Action| -> Vec<Action> {
+            let (stage, microbatch, back) = match *action {
+                Action::Forward { stage, microbatch } => (stage, microbatch, false),
+                Action::Backward { stage, microbatch } => (stage, microbatch, true),
+                other => return vec![other],
+            };
+            let apart = links.iter().filter(|(from, to)| self.place[*from] != self.place[*to]);
+            let turned = apart.map(|&(from, to)| if back { (to, from) } else { (from, to) });
+            let transfers = turned.map(|(from, to)| Transfer { from, to, microbatch });
+            let before = transfers.clone().filter(|t| t.to == stage).map(Action::Receive);
+            let after = transfers.filter(|t| t.from == stage).map(Action::Send);
+            before.chain([*action]).chain(after).collect()
+        };
+        let ranks = self.ranks.iter().map(|list| list.iter().flat_map(spelled).collect()).collect();
+        Schedule { ranks, ..self.clone() }
+    }
+}
+
+impl fmt::Display for Action {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Action::Forward { stage, microbatch } => write!(f, "F{stage}.{microbatch}"),
+            Action::Backward { stage, microbatch } => write!(f, "B{stage}.{microbatch}"),
+            Action::Send(t) => write!(f, "S{t}"),
+            Action::Receive(t) => write!(f, "R{t}"),
+        }
+    }
+}
+
+impl std::str::FromStr for Action {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Action> {
+        let refuse = || {
+            Error::new(Kind::Config, format!("`{text}` is no action of a schedule")).detail(
+                "help",
+                "write F0.3 or B0.3 (stage.microbatch), S0>1.3 or R0>1.3 (from>to.microbatch)",
+            )
+        };
+        let number = |digits: &str| digits.parse::<usize>().map_err(|_| refuse());
+        let (kind, rest) = text.split_at_checked(1).ok_or_else(refuse)?;
+        let (place, microbatch) = rest.split_once('.').ok_or_else(refuse)?;
+        let microbatch = number(microbatch)?;
+        match kind {
+            "F" => Ok(Action::Forward { stage: number(place)?, microbatch }),
+            "B" => Ok(Action::Backward { stage: number(place)?, microbatch }),
+            "S" | "R" => {
+                let (from, to) = place.split_once('>').ok_or_else(refuse)?;
+                let transfer = Transfer { from: number(from)?, to: number(to)?, microbatch };
+                Ok(if kind == "S" { Action::Send(transfer) } else { Action::Receive(transfer) })
+            }
+            _ => Err(refuse()),
+        }
+    }
+}
+
+/// One line a rank, actions with spaces between.
+impl fmt::Display for Schedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.ranks.iter().enumerate().try_for_each(|(rank, list)| {
+            let words: Vec<String> = list.iter().map(Action::to_string).collect();
+            writeln!(f, "{rank}: {}", words.join(" "))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn actions_read_back() {
+        for text in ["F0.3", "B12.0", "S0>1.3", "R3>2.11"] {
+            assert_eq!(text.parse::<Action>().unwrap().to_string(), text);
+        }
+        for text in ["", "F", "F1", "F1.", "X1.2", "S1.2", "R1>2", "F-1.0", "é1.2"] {
+            assert_eq!(text.parse::<Action>().unwrap_err().kind(), Kind::Config, "{text}");
+        }
+    }
+}

@@ -1,0 +1,362 @@
+//! Following a schedule: one rank's side of a step.
+
+use super::action::{Action, Schedule, Transfer};
+use super::stage::Stages;
+use crate::id::{Draw, Gradients, Id, Key};
+use crate::program::Slot;
+use crate::replay::Values;
+use crate::tape::Tape;
+use crate::var::Var;
+use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Phase, Rank, Result};
+use shardgrad_tensor::piece::Piece;
+use shardgrad_tensor::{Context, Layout, Tensor, Value};
+use std::collections::{BTreeMap, HashMap};
+use std::panic::Location;
+
+/// Takes stand behind all outer slots among the leaves of a pass.
+const TAKEN: Key = 1 << 32;
+
+/// What a step works on.
+pub struct Feed<'a> {
+    /// The arguments of a microbatch. Asked on ranks whose stage reads one.
+    pub arguments: &'a dyn Fn(usize) -> Result<Vec<Tensor>>,
+    /// A parameter as it is stored, and whether it is trained.
+    pub parameter: &'a dyn Fn(Key) -> (Tensor, bool),
+    /// What random ops of a microbatch draw.
+    pub draw: &'a dyn Fn(usize) -> Draw,
+    /// By what the gradient of each microbatch's result counts.
+    pub weight: f64,
+}
+
+/// What a step leaves on a rank.
+#[derive(Debug)]
+pub struct Outcome {
+    /// The first result of each microbatch, on the ranks that make it.
+    pub results: Vec<Option<Tensor>>,
+    /// Gradients of the parameters of this rank's stages, completed over all stages that share one.
+    pub gradients: Gradients,
+}
+
+/// A rank that follows a schedule. The schedule has been verified for the links of the stages.
+#[derive(Debug)]
+pub struct Runner<'a> {
+    /// The rank on the mesh without the pipeline axis.
+    pub rank: &'a Rank,
+    /// The axis of the world's mesh along which stages lie.
+    pub axis: Axis,
+    /// The stages.
+    pub stages: &'a Stages,
+    /// What to do, transfers included.
+    pub schedule: &'a Schedule,
+}
+
+/// A microbatch in a stage between its two passes.
+struct Flight {
+    tape: Tape,
+    takes: Vec<(Slot, Var)>,
+    made: Values,
+}
+
+/// What is there in the middle of a step.
+struct Step<'a> {
+    runner: &'a Runner<'a>,
+    feed: &'a Feed<'a>,
+    trains: bool,
+    /// Parameters in the layouts in which they are computed with, made once.
+    tape: Tape,
+    computed: HashMap<u32, Var>,
+    /// Sums of their cotangents over the microbatches.
+    sums: BTreeMap<u32, Tensor>,
+    flights: HashMap<(usize, usize), Flight>,
+    /// What has been made or received and not been used yet.
+    store: HashMap<Transfer, Vec<Tensor>>,
+    results: Vec<Option<Tensor>>,
+}
+
+impl Runner<'_> {
+    /// Runs the lists of this rank.
+    ///
+    /// # Errors
+    /// What ops, arguments and transfers report.
+    pub fn run(&self, feed: &Feed<'_>) -> Result<Outcome> {
+        let list = &self.schedule.ranks[self.rank.world().coordinate(self.axis)];
+        let trains = list.iter().any(|a| matches!(a, Action::Backward { .. }));
+        let mut step = Step {
+            runner: self,
+            feed,
+            trains,
+            tape: if trains { Tape::new(self.rank) } else { Tape::inference(self.rank) },
+            computed: HashMap::new(),
+            sums: BTreeMap::new(),
+            flights: HashMap::new(),
+            store: HashMap::new(),
+            results: vec![None; self.schedule.num_microbatches],
+        };
+        for action in list {
+            match *action {
+                Action::Forward { stage, microbatch } => step.forward(stage, microbatch)?,
+                Action::Backward { stage, microbatch } => step.backward(stage, microbatch)?,
+                Action::Send(transfer) => step.send(transfer)?,
+                Action::Receive(transfer) => step.receive(transfer)?,
+            }
+        }
+        let gradients = step.gradients()?;
+        Ok(Outcome { results: step.results, gradients })
+    }
+
+    fn call<'a>(
+        &self,
+        layout: &Layout,
+        phase: Phase,
+        path: &'a str,
+        site: &'static Location<'static>,
+    ) -> Call<'a> {
+        Call { axes: AxisSet::one(self.axis), dtype: layout.dtype(), phase, path, site }
+    }
+
+    /// The layouts that a transfer carries, one after another, with the records that made the values.
+    fn cargo(&self, transfer: Transfer) -> Vec<(Slot, Layout)> {
+        let layout = |slot: Slot| self.stages.program().layout(slot).clone();
+        let earlier = transfer.from.min(transfer.to);
+        let later = transfer.from.max(transfer.to);
+        let given = self.stages.stages()[earlier].gives.iter().find(|(to, _)| *to == later);
+        let slots = given.map_or(&[][..], |(_, slots)| slots);
+        match transfer.is_forward() {
+            true => slots.iter().map(|&slot| (slot, layout(slot))).collect(),
+            false => self.stages.with_gradient(slots).map(|slot| (slot, layout(slot).dual())).collect(),
+        }
+    }
+}
+
+impl Step<'_> {
+    fn forward(&mut self, stage: usize, microbatch: usize) -> Result<()> {
+        let runner = self.runner;
+        let program = runner.stages.program();
+        let (slice, rank) = (&runner.stages.stages()[stage], runner.rank);
+        let tape = if self.trains { Tape::new(rank) } else { Tape::inference(rank) };
+        let mut values = Values::new();
+        self.bring_outers(stage, microbatch, &tape, &mut values)?;
+        let mut takes = Vec::new();
+        for (from, slots) in &slice.takes {
+            let arrived = self.take(Transfer { from: *from, to: stage, microbatch })?;
+            for (&slot, tensor) in slots.iter().zip(arrived) {
+                let var = match runner.stages.with_gradient(&[slot]).next() {
+                    Some(_) => tape.leaf(TAKEN + takes.len() as Key, &tensor),
+                    None => tape.constant(tensor),
+                };
+                takes.push((slot, var.clone()));
+                values.insert(slot, var);
+            }
+        }
+        program.replay(slice.range.clone(), &mut values, (self.feed.draw)(microbatch))?;
+        for (to, slots) in &slice.gives {
+            let made = slots.iter().map(|slot| values[slot].tensor().clone()).collect();
+            self.store.insert(Transfer { from: stage, to: *to, microbatch }, made);
+        }
+        let result = program.outputs[0];
+        if runner.stages.maker(result) == Some(stage) {
+            self.results[microbatch] = Some(values[&result].tensor().clone());
+        }
+        if self.trains {
+            let wanted = slice.gives.iter().flat_map(|(_, slots)| slots).chain([&result]);
+            let made = wanted.filter_map(|slot| Some((*slot, values.get(slot)?.clone()))).collect();
+            self.flights.insert((stage, microbatch), Flight { tape, takes, made });
+        }
+        Ok(())
+    }
+
+    /// Arguments, parameters and constants of a stage, on the tape of a pass.
+    fn bring_outers(
+        &mut self,
+        stage: usize,
+        microbatch: usize,
+        tape: &Tape,
+        values: &mut Values,
+    ) -> Result<()> {
+        let program = self.runner.stages.program();
+        let mut arguments = None;
+        for &outer in &self.runner.stages.stages()[stage].outers {
+            let declared = &program.outers[outer as usize];
+            let var = if (outer as usize) < program.num_arguments {
+                if arguments.is_none() {
+                    arguments = Some((self.feed.arguments)(microbatch)?);
+                }
+                tape.constant(arguments.iter().flatten().nth(outer as usize).ok_or_else(missing)?.clone())
+            } else if let Some(key) = declared.key {
+                let computed = self.computed(outer, key, &declared.layout);
+                let leaf = computed.requires_grad() && self.trains;
+                let tensor = computed.tensor();
+                if leaf { tape.leaf(Key::from(outer), tensor) } else { tape.constant(tensor.clone()) }
+            } else {
+                tape.constant(declared.constant.clone().ok_or_else(missing)?)
+            };
+            values.insert(Slot::Outer(outer), var);
+        }
+        Ok(())
+    }
+
+    /// A parameter in the layout in which the stage computes with it; brought there once a step.
+    fn computed(&mut self, outer: u32, key: Key, layout: &Layout) -> Var {
+        let (tape, feed) = (&self.tape, self.feed);
+        let bring = || {
+            let (stored, trained) = (feed.parameter)(key);
+            let leaf = if trained { tape.leaf(key, &stored) } else { tape.constant(stored) };
+            leaf.to_layout(layout)
+        };
+        self.computed.entry(outer).or_insert_with(bring).clone()
+    }
+
+    fn backward(&mut self, stage: usize, microbatch: usize) -> Result<()> {
+        let (runner, feed) = (self.runner, self.feed);
+        let slice = &runner.stages.stages()[stage];
+        let flight = self.flights.remove(&(stage, microbatch)).ok_or_else(missing)?;
+        let mut seeds: Vec<(Id, Tensor)> = Vec::new();
+        let mut seed = |slot: &Slot, cotangent: Tensor| {
+            seeds.extend(flight.made.get(slot).and_then(Var::id).map(|id| (id, cotangent)));
+        };
+        let result = runner.stages.program().outputs[0];
+        if runner.stages.maker(result) == Some(stage) {
+            let layout = runner.stages.program().layout(result).dual();
+            seed(&result, Tensor::full(runner.rank, &layout, feed.weight)?);
+        }
+        for (to, slots) in &slice.gives {
+            let arrived = self.take(Transfer { from: *to, to: stage, microbatch })?;
+            runner.stages.with_gradient(slots).zip(arrived).for_each(|(slot, t)| seed(&slot, t));
+        }
+        let Flight { tape, takes, made } = flight;
+        drop(made);
+        tape.backward_from(seeds);
+        let mut gradients = tape.gradients();
+        for (from, slots) in &slice.takes {
+            let mut back = Vec::new();
+            for slot in runner.stages.with_gradient(slots) {
+                let at = takes.iter().position(|(s, _)| *s == slot).expect("every slot was taken");
+                let layout = takes[at].1.layout().dual();
+                let gradient = gradients.remove(&(TAKEN + at as Key));
+                back.push(gradient.map_or_else(|| Tensor::zeros(runner.rank, &layout), Ok)?);
+            }
+            self.store.insert(Transfer { from: stage, to: *from, microbatch }, back);
+        }
+        for (outer, gradient) in gradients {
+            let outer = outer as u32;
+            let sum = match self.sums.remove(&outer) {
+                None => gradient,
+                Some(sum) => sum.accumulate(&gradient)?,
+            };
+            self.sums.insert(outer, sum);
+        }
+        Ok(())
+    }
+
+    fn take(&mut self, transfer: Transfer) -> Result<Vec<Tensor>> {
+        self.store.remove(&transfer).ok_or_else(missing)
+    }
+
+    fn send(&mut self, transfer: Transfer) -> Result<()> {
+        let runner = self.runner;
+        let to = runner.schedule.place[transfer.to];
+        let phase = if transfer.is_forward() { Phase::Forward } else { Phase::Backward };
+        for ((slot, layout), tensor) in runner.cargo(transfer).into_iter().zip(self.take(transfer)?) {
+            let piece = tensor.piece().flat(runner.rank)?;
+            let (path, site) = place_of(runner.stages, slot);
+            let call = runner.call(&layout, phase, path, site);
+            runner.rank.world().send(&call, &piece.buffer, piece.numel(), to)?;
+        }
+        Ok(())
+    }
+
+    fn receive(&mut self, transfer: Transfer) -> Result<()> {
+        let runner = self.runner;
+        let from = runner.schedule.place[transfer.from];
+        let phase = if transfer.is_forward() { Phase::Forward } else { Phase::Backward };
+        let mut arrived = Vec::new();
+        for (slot, layout) in runner.cargo(transfer) {
+            let (path, site) = place_of(runner.stages, slot);
+            let call = runner.call(&layout, phase, path, site);
+            arrived.push(receive(runner.rank, &call, layout, from)?);
+        }
+        self.store.insert(transfer, arrived);
+        Ok(())
+    }
+
+    /// The gradients in the stored layouts: each route back once, then the sum over stages that share a parameter.
+    fn gradients(&mut self) -> Result<Gradients> {
+        if !self.trains {
+            return Ok(Gradients::new());
+        }
+        let sums = std::mem::take(&mut self.sums).into_iter();
+        let seeds: Vec<(Id, Tensor)> =
+            sums.filter_map(|(outer, sum)| Some((self.computed[&outer].id()?, sum))).collect();
+        self.computed.clear();
+        self.tape.backward_from(seeds);
+        let mut gradients = self.tape.gradients();
+        let runner = self.runner;
+        for (key, places) in runner.stages.shared(&runner.schedule.place) {
+            let here = runner.rank.world().coordinate(runner.axis);
+            let (stored, trained) =
+                if places.contains(&here) { (self.feed.parameter)(key) } else { continue };
+            if !trained {
+                continue;
+            }
+            let layout = stored.layout().clone();
+            drop(stored);
+            let own = gradients.remove(&key);
+            let own = own.map_or_else(|| Tensor::zeros(runner.rank, &layout.dual()), Ok)?;
+            gradients.insert(key, self.sum_over(&places, own)?);
+        }
+        Ok(gradients)
+    }
+
+    /// The sum of a gradient over the places that hold its parameter, in their order, so the same bits everywhere.
+    #[track_caller]
+    fn sum_over(&self, places: &[usize], own: Tensor) -> Result<Tensor> {
+        let (runner, site) = (self.runner, Location::caller());
+        let here = runner.rank.world().coordinate(runner.axis);
+        let layout = own.layout().clone();
+        let path = Context::of(runner.rank).path();
+        let call = runner.call(&layout, Phase::Backward, &path, site);
+        let piece = own.piece().flat(runner.rank)?;
+        for &to in places.iter().filter(|p| **p != here) {
+            runner.rank.world().send(&call, &piece.buffer, piece.numel(), to)?;
+        }
+        let mut sum: Option<Tensor> = None;
+        for &from in places {
+            let part = match from == here {
+                true => own.clone(),
+                false => receive(runner.rank, &call, layout.clone(), from)?,
+            };
+            sum = Some(match sum {
+                None => part,
+                Some(sum) => sum.accumulate(&part)?,
+            });
+        }
+        sum.ok_or_else(missing)
+    }
+}
+
+fn receive(rank: &Rank, call: &Call<'_>, layout: Layout, from: usize) -> Result<Tensor> {
+    let piece = Piece::alloc(rank, layout.dtype(), &layout.local_shape(rank.coordinates()))?;
+    let buffer = rank.world().recv(call, piece.numel(), from)?;
+    Ok(Tensor::assemble(rank, layout, Piece { buffer, ..piece }))
+}
+
+/// Where in the model, and by which line, a value is made.
+fn place_of(stages: &Stages, slot: Slot) -> (&str, &'static Location<'static>) {
+    match slot {
+        Slot::Made { record, .. } => {
+            let record = &stages.program().records[record as usize];
+            (&record.path, record.site)
+        }
+        Slot::Outer(_) => ("", Location::caller()),
+    }
+}
+
+fn missing() -> Error {
+    Error::new(Kind::Unsupported, "a stage needs a value that is not there; the schedule was not verified")
+}
+
+impl std::fmt::Debug for Feed<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Feed(weight {})", self.weight)
+    }
+}

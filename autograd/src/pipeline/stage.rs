@@ -1,0 +1,165 @@
+//! Stages: slices of a program, with what each takes from others and leaves for them.
+
+use crate::id::Key;
+use crate::program::{Program, Slot};
+use shardgrad_dist::{Error, Kind, Result};
+use shardgrad_tensor::{Layout, op};
+use smallvec::SmallVec;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::ops::Range;
+
+/// A program that is cut into stages.
+#[derive(Clone, Debug)]
+pub struct Stages {
+    program: Program,
+    stages: Vec<Stage>,
+    /// What a gradient can reach.
+    live: HashSet<Slot>,
+}
+
+/// One slice of a program.
+#[derive(Clone, Debug, Default)]
+pub struct Stage {
+    /// Its records.
+    pub range: Range<usize>,
+    /// What it needs, by the earlier stage that makes it.
+    pub takes: Vec<(usize, Vec<Slot>)>,
+    /// What it makes for others, by the later stage that needs it.
+    pub gives: Vec<(usize, Vec<Slot>)>,
+    /// The outer slots that it reads.
+    pub outers: Vec<u32>,
+}
+
+impl Stages {
+    /// Cuts a program before each of some records, which are in order.
+    #[must_use]
+    pub fn new(program: Program, starts: &[usize]) -> Stages {
+        let borders: Vec<usize> =
+            [0].into_iter().chain(starts.iter().copied()).chain([program.records.len()]).collect();
+        let ranges: Vec<Range<usize>> = borders.windows(2).map(|w| w[0]..w[1]).collect();
+        let mut stages: Vec<Stage> =
+            ranges.iter().map(|range| Stage { range: range.clone(), ..Stage::default() }).collect();
+        for to in 0..stages.len() {
+            for slot in program.needs(ranges[to].clone()) {
+                match slot {
+                    Slot::Outer(outer) => stages[to].outers.push(outer),
+                    Slot::Made { record, .. } => {
+                        let from = stage_of(&ranges, record as usize);
+                        file(&mut stages[to].takes, from, slot);
+                        file(&mut stages[from].gives, to, slot);
+                    }
+                }
+            }
+        }
+        let live = program.live();
+        Stages { program, stages, live }
+    }
+
+    /// The program.
+    #[must_use]
+    pub fn program(&self) -> &Program {
+        &self.program
+    }
+
+    /// The stages in order.
+    #[must_use]
+    pub fn stages(&self) -> &[Stage] {
+        &self.stages
+    }
+
+    /// The pairs of stages of which the second needs something that the first makes.
+    #[must_use]
+    pub fn links(&self) -> Vec<(usize, usize)> {
+        let out = |(from, stage): (usize, &Stage)| -> Vec<(usize, usize)> {
+            stage.gives.iter().map(|(to, _)| (from, *to)).collect()
+        };
+        self.stages.iter().enumerate().flat_map(out).collect()
+    }
+
+    /// The parameters that a stage reads.
+    #[must_use]
+    pub fn keys(&self, stage: usize) -> BTreeSet<Key> {
+        let key = |outer: &u32| self.program.outers[*outer as usize].key;
+        self.stages[stage].outers.iter().filter_map(key).collect()
+    }
+
+    /// The parameters that several places read, with those places in order; `place` says where each stage lives.
+    #[must_use]
+    pub fn shared(&self, place: &[usize]) -> Vec<(Key, Vec<usize>)> {
+        let mut places: BTreeMap<Key, BTreeSet<usize>> = BTreeMap::new();
+        for (stage, place) in place.iter().enumerate() {
+            for key in self.keys(stage) {
+                places.entry(key).or_default().insert(*place);
+            }
+        }
+        let several = places.into_iter().filter(|(_, places)| places.len() > 1);
+        several.map(|(key, places)| (key, places.into_iter().collect())).collect()
+    }
+
+    /// The stage that makes a result of the program; `None` if the result comes from outside.
+    #[must_use]
+    pub fn maker(&self, slot: Slot) -> Option<usize> {
+        let Slot::Made { record, .. } = slot else { return None };
+        self.stages.iter().position(|s| s.range.contains(&(record as usize)))
+    }
+
+    /// What of a transfer has a gradient to send back.
+    pub(super) fn with_gradient<'a>(&'a self, slots: &'a [Slot]) -> impl Iterator<Item = Slot> + 'a {
+        slots.iter().copied().filter(|slot| self.live.contains(slot))
+    }
+
+    /// Refuses another program than the same model's on other shapes.
+    ///
+    /// # Errors
+    /// `Kind::Unsupported` if the ops are not the same.
+    pub fn recut(&self, program: Program) -> Result<Stages> {
+        let names = |p: &Program| p.records.iter().map(|r| r.op.name()).collect::<Vec<_>>();
+        if names(&program) != names(&self.program) {
+            return Err(Error::new(
+                Kind::Unsupported,
+                "on another shape the model applies other ops, so its stages cannot stay where they are",
+            ));
+        }
+        let starts: Vec<usize> = self.stages[1..].iter().map(|s| s.range.start).collect();
+        Ok(Stages::new(program, &starts))
+    }
+}
+
+impl Program {
+    /// The layout of a slot.
+    #[must_use]
+    pub fn layout(&self, slot: Slot) -> &Layout {
+        match slot {
+            Slot::Outer(outer) => &self.outers[outer as usize].layout,
+            Slot::Made { record, out } => &self.records[record as usize].outputs[usize::from(out)],
+        }
+    }
+
+    /// What a gradient can reach: parameters, and what is made of them by ops that have one.
+    fn live(&self) -> HashSet<Slot> {
+        let parameters = self.outers.iter().enumerate().filter(|(_, outer)| outer.key.is_some());
+        let mut live: HashSet<Slot> = parameters.map(|(at, _)| Slot::Outer(at as u32)).collect();
+        for (at, record) in self.records.iter().enumerate() {
+            let layouts: SmallVec<[&Layout; 4]> = record.inputs.iter().map(|s| self.layout(*s)).collect();
+            let differentiable = op::differentiable_args(&*record.op, &layouts);
+            let reached = record.inputs.iter().zip(&differentiable).any(|(s, d)| *d && live.contains(s));
+            for (out, layout) in record.outputs.iter().enumerate() {
+                if reached && layout.dtype().is_float() {
+                    live.insert(Slot::Made { record: at as u32, out: out as u8 });
+                }
+            }
+        }
+        live
+    }
+}
+
+fn stage_of(ranges: &[Range<usize>], record: usize) -> usize {
+    ranges.iter().position(|r| r.contains(&record)).expect("every record is in a stage")
+}
+
+fn file(lists: &mut Vec<(usize, Vec<Slot>)>, stage: usize, slot: Slot) {
+    match lists.iter_mut().find(|(known, _)| *known == stage) {
+        Some((_, slots)) => slots.push(slot),
+        None => lists.push((stage, vec![slot])),
+    }
+}

@@ -1,0 +1,157 @@
+//! A program cut anywhere, under every schedule, gives the values and gradients of one rank.
+
+use shardgrad_autograd::pipeline::{Cut, Feed, Runner, Schedule, Stages};
+use shardgrad_autograd::{Draw, Gradients, Noise, Program, Tape, Var};
+use shardgrad_dist::{Mesh, Rank, Result, World};
+use shardgrad_tensor::{DType, Layout, Tensor, Value};
+use std::collections::BTreeMap;
+
+const WIDTH: usize = 6;
+const ROWS: usize = 2;
+const LAYERS: usize = 5;
+
+/// A parameter of small integers, so that sums are exact in any order.
+fn parameter(rank: &Rank, key: u64) -> Result<Tensor> {
+    let shape = if key == 9 { vec![3, WIDTH] } else { vec![WIDTH, WIDTH] };
+    let numel: usize = shape.iter().product();
+    let data: Vec<f64> = (0..numel).map(|i| ((i * 7 + key as usize * 3) % 5) as f64 - 2.0).collect();
+    Tensor::from_host(rank, &shape, &data)
+}
+
+/// Layers with a skip from the first to the last (over all stages between), a table used at both ends (tied), a mask that
+/// is a constant, and a second use of the input at the end. Where it is `relu`, numbers stay small.
+fn text(args: &[Var]) -> Result<Vec<Var>> {
+    let (ids, x) = (&args[0], &args[1]);
+    let tape = x.tape().clone();
+    let on = |key: u64| parameter(x.rank(), key).map(|t| tape.leaf(key, &t));
+    let table = on(9)?;
+    let first = table.embedding(ids).add(x);
+    let mask = Tensor::from_host(x.rank(), &[WIDTH], &[1.0f64, 0.0, 1.0, 1.0, 0.0, 1.0])?;
+    let mut y = first.clone();
+    for layer in 0..LAYERS as u64 {
+        let w = on(layer)?;
+        y = if layer == 2 {
+            tape.checkpoint(&[y, w], |a| Ok(vec![a[0].matmul(&a[1]).relu().scale(0.5)]))?.remove(0)
+        } else {
+            y.matmul(&w).relu().scale(0.25).dropout(
+                0.5,
+                layer,
+                tape.noise().unwrap().step,
+                tape.noise().unwrap().first_row,
+            )
+        };
+    }
+    let y = y.add(&first).mul(&y.constant(mask));
+    Ok(vec![y.matmul_nt(&table).sum().add(&y.mul(x).sum())])
+}
+
+fn arguments(rank: &Rank, microbatch: usize) -> Result<Vec<Tensor>> {
+    let ids: Vec<i64> = (0..ROWS).map(|r| ((r + microbatch) % 3) as i64).collect();
+    let x: Vec<f64> = (0..ROWS * WIDTH).map(|i| ((i + microbatch * 5) % 3) as f64).collect();
+    Ok(vec![Tensor::from_host(rank, &[ROWS], &ids)?, Tensor::from_host(rank, &[ROWS, WIDTH], &x)?])
+}
+
+fn noise(microbatch: usize) -> Option<Noise> {
+    Some(Noise { seed: 3, step: 7, first_row: (microbatch * ROWS) as u64 })
+}
+
+/// Losses and gradients of one rank.
+fn oracle(num_microbatches: usize) -> (Vec<f64>, BTreeMap<u64, Vec<f64>>) {
+    let ranks = World::run(Mesh::single(), |rank| {
+        let tape = Tape::new(rank);
+        let mut losses = Vec::new();
+        for microbatch in 0..num_microbatches {
+            tape.set_noise(noise(microbatch));
+            let args: Vec<Var> = arguments(rank, microbatch)?.into_iter().map(|t| tape.constant(t)).collect();
+            let loss = text(&args)?.remove(0).scale(0.5);
+            losses.push(loss.item()? * 2.0);
+            loss.backward()?;
+        }
+        Ok((losses, values(&tape.gradients())?))
+    });
+    ranks.unwrap().remove(0)
+}
+
+fn values(gradients: &Gradients) -> Result<BTreeMap<u64, Vec<f64>>> {
+    gradients.iter().map(|(key, g)| Ok((*key, g.to_f64()?))).collect()
+}
+
+fn recorded(rank: &Rank) -> Result<Program> {
+    let layouts = [
+        Layout::invariant(rank.mesh(), DType::I64, &[ROWS]),
+        Layout::invariant(rank.mesh(), DType::F64, &[ROWS, WIDTH]),
+    ];
+    let start = Noise { seed: 3, step: 0, first_row: 0 };
+    Program::record(rank, &layouts, Some(start), text)
+}
+
+/// Runs a schedule on a pipeline with these cuts and compares with one rank, exactly.
+fn check(name: &str, mesh: &str, starts: &[usize], num_microbatches: usize) {
+    let expected = oracle(num_microbatches);
+    let mesh = Mesh::parse(mesh).unwrap();
+    let ranks = World::run(mesh.clone(), |rank| {
+        let axis = rank.mesh().axis("pp").unwrap();
+        let here = rank.slice(axis);
+        let stages = Stages::new(recorded(&here)?, starts);
+        let links = stages.links();
+        let schedule = Schedule::named(name, starts.len() + 1, num_microbatches)?.with_transfers(&links);
+        let peaks = schedule.verify(&links)?.peak_live;
+        assert_eq!(peaks.len(), starts.len() + 1);
+        let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
+        let outcome = runner.run(&Feed {
+            arguments: &|m| arguments(&here, m),
+            parameter: &|key| (parameter(&here, key).unwrap(), true),
+            draw: &|m| Draw::Of(noise(m).unwrap()),
+            weight: 0.5,
+        })?;
+        let losses: Result<Vec<Option<f64>>> =
+            outcome.results.iter().map(|r| r.as_ref().map(Tensor::item).transpose()).collect();
+        let stage = rank.coordinate(axis);
+        let keys: Vec<u64> = stages.keys(stage).into_iter().collect();
+        Ok((losses?, keys, values(&outcome.gradients)?))
+    });
+    for (losses, keys, gradients) in ranks.unwrap_or_else(|e| panic!("{name} {mesh} {starts:?}: {e}")) {
+        let losses: Vec<f64> = losses.into_iter().flatten().collect();
+        assert!(losses.is_empty() || losses == expected.0, "{name} {mesh} {starts:?}: {losses:?}");
+        assert_eq!(keys, gradients.keys().copied().collect::<Vec<u64>>());
+        for (key, gradient) in gradients {
+            assert_eq!(gradient, expected.1[&key], "{name} {mesh} {starts:?}: gradient of {key}");
+        }
+    }
+}
+
+#[test]
+fn every_cut_gives_the_gradients_of_one_rank() {
+    let len = World::new(Mesh::single()).dry_run(0, |rank| Ok(recorded(rank)?.records.len())).unwrap();
+    for start in 0..=len {
+        check("1f1b", "pp=2", &[start], 3);
+    }
+    assert!(len > 20, "{len} records");
+}
+
+#[test]
+fn every_schedule_on_more_stages() {
+    for name in shardgrad_autograd::pipeline::NAMES {
+        for (mesh, starts) in
+            [("pp=3", vec![7, 12]), ("pp=4", vec![3, 3, 15]), ("dp=2,pp=2", vec![9]), ("pp=1", vec![])]
+        {
+            for num_microbatches in [1, 2, 5] {
+                check(name, mesh, &starts, num_microbatches);
+            }
+        }
+    }
+}
+
+#[test]
+fn cuts_are_balanced_or_named() {
+    let program = |cut: &str, n: usize| {
+        let cut: Cut = cut.parse().unwrap();
+        World::new(Mesh::single()).dry_run(0, |rank| recorded(rank)?.cut(rank, &cut, n))
+    };
+    assert_eq!(program("balanced", 1).unwrap(), []);
+    assert_eq!(program("balanced", 4).unwrap().len(), 3);
+    let error = program("h.1", 2).unwrap_err();
+    assert!(error.message().contains("no op of the model is at `h.1`"), "{error}");
+    assert!(program("2,2", 2).unwrap_err().message().contains("the stages have 4 layers, the model has 0"));
+    assert!(program("balanced", 1000).unwrap_err().message().contains("cannot be cut into 1000 stages"));
+}

@@ -1,0 +1,172 @@
+//! `config.json` of any family that there is, told apart by its `model_type`.
+
+use super::disk::{read_text, refuse, write_text};
+use super::fields::{CONFIG_BYTES_MAX, CONFIG_FILE, WEIGHTS_FILE};
+use super::gpt2::Gpt2Config;
+use super::llama::{LlamaConfig, LlamaKind};
+use serde::Deserialize;
+use shardgrad_tensor::{DType, Result};
+use std::path::Path;
+
+/// The shape of a language model of some family.
+#[derive(Clone, Debug, PartialEq)]
+pub enum ModelConfig {
+    /// `gpt2`.
+    Gpt2(Gpt2Config),
+    /// `llama`, `mistral`, `qwen2` and `qwen3`.
+    Llama(LlamaConfig),
+}
+
+/// The field that says which family a file describes.
+#[derive(Deserialize)]
+struct Head {
+    model_type: Option<String>,
+}
+
+impl ModelConfig {
+    /// The names that [`ModelConfig::preset`] knows, family by family, smallest first.
+    pub fn preset_names() -> impl Iterator<Item = &'static str> {
+        Gpt2Config::preset_names().chain(LlamaConfig::preset_names())
+    }
+
+    /// The config of a preset name.
+    #[must_use]
+    pub fn preset(name: &str) -> Option<ModelConfig> {
+        let gpt2 = Gpt2Config::preset(name).map(ModelConfig::Gpt2);
+        gpt2.or_else(|| LlamaConfig::preset(name).map(ModelConfig::Llama))
+    }
+
+    /// Reads `config.json` of a model folder.
+    ///
+    /// # Errors
+    /// `Kind::Checkpoint` if the file is missing, is no JSON, or describes a model that no family here is; all missing
+    /// and unsupported fields are listed at once. `Kind::Io` if the system refuses.
+    pub fn read(dir: &Path) -> Result<ModelConfig> {
+        let path = dir.join(CONFIG_FILE);
+        let help = format!("a model folder holds {CONFIG_FILE} and {WEIGHTS_FILE}");
+        let text = read_text(&path, CONFIG_BYTES_MAX).map_err(|e| e.detail("help", help))?;
+        ModelConfig::parse(&path, &text)
+    }
+
+    /// Reads the text of the config file at `path` (named in errors).
+    ///
+    /// # Errors
+    /// As [`ModelConfig::read`].
+    pub fn parse(path: &Path, text: &str) -> Result<ModelConfig> {
+        let head: Head = serde_json::from_str(text)
+            .map_err(|e| refuse(path, format_args!("cannot be read as a model config: {e}")))?;
+        let found = head.model_type.as_deref();
+        if found == Some("gpt2") {
+            return Gpt2Config::parse(path, text).map(ModelConfig::Gpt2);
+        }
+        if let Some(kind) = LlamaKind::EVERY.into_iter().find(|kind| found == Some(kind.name())) {
+            return LlamaConfig::parse(kind, path, text).map(ModelConfig::Llama);
+        }
+        let found = found.map_or("is missing".to_string(), |m| format!("is {m:?}"));
+        let llamas = LlamaKind::EVERY.map(LlamaKind::name).join(", ");
+        Err(refuse(path, format_args!("`model_type` {found}; this version reads gpt2, {llamas}")))
+    }
+
+    /// The text of the config file.
+    #[must_use]
+    pub fn to_json(&self) -> String {
+        match self {
+            ModelConfig::Gpt2(config) => config.to_json(),
+            ModelConfig::Llama(config) => config.to_json(),
+        }
+    }
+
+    /// Writes `config.json` into a model folder, whole or not at all.
+    ///
+    /// # Errors
+    /// `Kind::Io` if the system refuses.
+    pub fn write(&self, dir: &Path) -> Result<()> {
+        write_text(&dir.join(CONFIG_FILE), &self.to_json())
+    }
+
+    /// The number of tokens.
+    #[must_use]
+    pub fn vocab_size(&self) -> usize {
+        match self {
+            ModelConfig::Gpt2(config) => config.vocab_size,
+            ModelConfig::Llama(config) => config.vocab_size,
+        }
+    }
+
+    /// The longest sequence.
+    #[must_use]
+    pub fn positions(&self) -> usize {
+        match self {
+            ModelConfig::Gpt2(config) => config.n_positions,
+            ModelConfig::Llama(config) => config.max_position_embeddings,
+        }
+    }
+
+    /// The dtype of the stored weights.
+    #[must_use]
+    pub fn dtype(&self) -> DType {
+        match self {
+            ModelConfig::Gpt2(config) => config.dtype,
+            ModelConfig::Llama(config) => config.dtype,
+        }
+    }
+
+    /// The same model with weights of another dtype.
+    #[must_use]
+    pub fn with_dtype(mut self, dtype: DType) -> ModelConfig {
+        match &mut self {
+            ModelConfig::Gpt2(config) => config.dtype = dtype,
+            ModelConfig::Llama(config) => config.dtype = dtype,
+        }
+        self
+    }
+
+    /// The same model with one dropout probability wherever its family has dropout.
+    #[must_use]
+    pub fn with_dropout(self, p: f64) -> ModelConfig {
+        match self {
+            ModelConfig::Gpt2(config) => ModelConfig::Gpt2(config.with_dropout(p)),
+            ModelConfig::Llama(config) => ModelConfig::Llama(LlamaConfig { attention_dropout: p, ..config }),
+        }
+    }
+}
+
+impl From<Gpt2Config> for ModelConfig {
+    fn from(config: Gpt2Config) -> ModelConfig {
+        ModelConfig::Gpt2(config)
+    }
+}
+
+impl From<LlamaConfig> for ModelConfig {
+    fn from(config: LlamaConfig) -> ModelConfig {
+        ModelConfig::Llama(config)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_family_that_is_not_here_is_named() {
+        let told = |text: &str| ModelConfig::parse(Path::new("c"), text).unwrap_err().message().to_string();
+        let read = "; this version reads gpt2, llama, mistral, qwen2, qwen3";
+        assert_eq!(told(r#"{"model_type": "bert"}"#), format!("c: `model_type` is \"bert\"{read}"));
+        assert_eq!(told("{}"), format!("c: `model_type` is missing{read}"));
+        assert!(told("[]").contains("cannot be read as a model config"));
+    }
+
+    #[test]
+    fn presets_are_read_back_as_they_were_written() {
+        for name in ModelConfig::preset_names() {
+            let config = ModelConfig::preset(name).unwrap().with_dtype(DType::BF16);
+            assert_eq!(config.dtype(), DType::BF16);
+            let mut read = ModelConfig::parse(Path::new("c"), &config.to_json()).unwrap();
+            if let ModelConfig::Llama(read) = &mut read {
+                read.others.remove("sliding_window");
+            }
+            assert_eq!(read, config, "{name}");
+        }
+        assert_eq!(ModelConfig::preset("huge"), None);
+    }
+}

@@ -1,0 +1,133 @@
+//! A model on a pipeline: recorded, cut, and filled only where its parameters are used.
+
+use crate::module::Module;
+use crate::param::Home;
+use crate::placed::Model;
+use crate::plan::{Pipeline, Plan};
+use shardgrad_autograd::pipeline::{Feed, Outcome, Runner, Schedule, Stages};
+use shardgrad_autograd::{Draw, Noise, Program, Var};
+use shardgrad_tensor::{Axis, Context, DType, Layout, Rank, Result, Tensor};
+use std::cell::RefCell;
+use std::rc::Rc;
+
+/// What random ops are recorded with; every replay draws its own.
+const RECORDED: Noise = Noise { seed: 0, step: 0, first_row: 0 };
+
+/// The model text: results from arguments.
+pub(crate) type Text<'a> = &'a dyn Fn(&[Var]) -> Result<Vec<Var>>;
+
+/// The stages of a model, one recording for each shape of its arguments.
+#[derive(Debug)]
+pub(crate) struct Staged {
+    axis: Axis,
+    seed: u64,
+    schedule: Schedule,
+    recordings: RefCell<Vec<(Vec<Layout>, Rc<Stages>)>>,
+}
+
+impl Staged {
+    /// Records the model's text on arguments of these layouts, cuts it, proves the schedule, and draws the parameters of
+    /// this rank's stage. The model is on the slice of the world without the axis.
+    pub(crate) fn new<M: Module>(
+        model: &Model<M>,
+        (pipeline, axis): (&Pipeline, Axis),
+        (seed, num_microbatches): (u64, usize),
+        arguments: &[Layout],
+        text: Text<'_>,
+    ) -> Result<Staged> {
+        let rank = model.rank();
+        let (mesh, here) = (rank.world().mesh(), rank.world().coordinate(axis));
+        let program = Program::record(rank, arguments, Some(Noise { seed, ..RECORDED }), text)?;
+        let starts = program.cut(rank, &pipeline.cut, mesh.size(axis))?;
+        let stages = Stages::new(program, &starts);
+        let links = stages.links();
+        let schedule = Schedule::named(&pipeline.schedule, mesh.size(axis), num_microbatches)?;
+        let schedule = schedule.with_transfers(&links);
+        schedule.verify(&links)?;
+        let keys: Vec<_> = (0..mesh.size(axis)).map(|stage| stages.keys(stage)).collect();
+        for param in model.params() {
+            let uses = |stage: &usize| keys[*stage].contains(&param.key());
+            let mut places: Vec<usize> = (0..keys.len()).filter(uses).collect();
+            if places.is_empty() {
+                // A parameter that no op uses still has a value to save.
+                places.push(0);
+            }
+            param.fill(rank, seed, Some(Home { axis, places, here }))?;
+        }
+        let recordings = RefCell::new(vec![(arguments.to_vec(), Rc::new(stages))]);
+        Ok(Staged { axis, seed, schedule, recordings })
+    }
+
+    /// The stages for arguments of these layouts, cut as the first recording was.
+    fn stages(&self, rank: &Rank, arguments: &[Layout], text: Text<'_>) -> Result<Rc<Stages>> {
+        if let Some((_, stages)) = self.recordings.borrow().iter().find(|(known, _)| known == arguments) {
+            return Ok(stages.clone());
+        }
+        let program = Program::record(rank, arguments, Some(Noise { seed: self.seed, ..RECORDED }), text)?;
+        let stages = Rc::new(self.recordings.borrow()[0].1.recut(program)?);
+        self.recordings.borrow_mut().push((arguments.to_vec(), stages.clone()));
+        Ok(stages)
+    }
+
+    /// A step of the schedule on all microbatches, whose arguments `read` gives. Every microbatch has arguments of one
+    /// shape.
+    pub(crate) fn train<M: Module>(
+        &self,
+        model: &Model<M>,
+        read: &dyn Fn(usize) -> Result<Vec<Tensor>>,
+        noise: &dyn Fn(usize) -> Noise,
+    ) -> Result<Outcome> {
+        let stages = self.recordings.borrow()[0].1.clone();
+        let runner =
+            Runner { rank: model.rank(), axis: self.axis, stages: &stages, schedule: &self.schedule };
+        let parameter = parameters(model);
+        runner.run(&Feed {
+            arguments: read,
+            parameter: &parameter,
+            draw: &|microbatch| Draw::Of(noise(microbatch)),
+            weight: 1.0 / self.schedule.num_microbatches as f64,
+        })
+    }
+
+    /// The result on some arguments, on the ranks of the stage that makes it; nothing is drawn, no gradient is kept.
+    pub(crate) fn infer<M: Module>(
+        &self,
+        model: &Model<M>,
+        arguments: &[Tensor],
+        text: Text<'_>,
+    ) -> Result<Option<Tensor>> {
+        let layouts: Vec<Layout> = arguments.iter().map(|t| t.layout().clone()).collect();
+        let stages = self.stages(model.rank(), &layouts, text)?;
+        let schedule = Schedule::forward_only(self.schedule.num_stages(), 1).with_transfers(&stages.links());
+        let runner = Runner { rank: model.rank(), axis: self.axis, stages: &stages, schedule: &schedule };
+        let parameter = parameters(model);
+        let outcome = runner.run(&Feed {
+            arguments: &|_| Ok(arguments.to_vec()),
+            parameter: &parameter,
+            draw: &|_| Draw::Off,
+            weight: 1.0,
+        })?;
+        Ok(outcome.results.into_iter().next().flatten())
+    }
+}
+
+/// Parameters by key, with whether they are trained; what happens next is said to be theirs.
+fn parameters<M: Module>(model: &Model<M>) -> impl Fn(u64) -> (Tensor, bool) {
+    move |key| {
+        let param =
+            model.params().iter().find(|p| p.key() == key).expect("a program uses its own model's keys");
+        Context::of(model.rank()).set_path(&param.path());
+        (param.tensor(), !param.is_frozen())
+    }
+}
+
+/// The model of a plan on the ranks that share a place on the pipeline axis, without values.
+pub(crate) fn outline<M: Module>(
+    rank: &Rank,
+    axis: Axis,
+    module: M,
+    plan: &Plan,
+    dtype: DType,
+) -> Result<Model<M>> {
+    Model::outline(&rank.slice(axis), module, plan, dtype)
+}

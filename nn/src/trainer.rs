@@ -1,0 +1,245 @@
+//! The training loop's body: microbatches, stages, gradient norm, update.
+
+use crate::module::Module;
+use crate::optim::{AdamW, Schedule, StepArgs};
+use crate::placed::Model;
+use crate::plan::Plan;
+use crate::staged::{self, Staged};
+use shardgrad_autograd::{Gradients, Noise, Var};
+use shardgrad_tensor::control::first_not_finite;
+use shardgrad_tensor::{DType, Error, Kind, Layout, Rank, Result, Tensor, Value};
+use std::fmt;
+use std::ops::Range;
+
+/// What decides the numbers of a run beside model, data and optimizer.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Rows of the global batch.
+    pub rows: usize,
+    /// Pieces that the batch is cut into, one after another; they divide the rows.
+    pub microbatches: usize,
+    /// The seed of first values and random ops.
+    pub seed: u64,
+    /// The dtype of the parameters.
+    pub dtype: DType,
+    /// Learning rates; `None` keeps the optimizer's.
+    pub schedule: Option<Schedule>,
+    /// Bound of the global gradient norm; `None` does not clip.
+    pub clip: Option<f64>,
+}
+
+impl Settings {
+    /// A batch of so many rows in one piece, seed 0, f32, the optimizer's learning rate, no clipping.
+    #[must_use]
+    pub fn new(rows: usize) -> Settings {
+        Settings { rows, microbatches: 1, seed: 0, dtype: DType::F32, schedule: None, clip: None }
+    }
+}
+
+/// What a step left behind; the same on every rank.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepReport {
+    /// The number of the step, from 0.
+    pub step: u64,
+    /// The mean of the loss over the microbatches.
+    pub loss: f64,
+    /// The global gradient norm, before clipping.
+    pub grad_norm: f64,
+    /// The learning rate.
+    pub lr: f64,
+    /// The sums over all ranks of the numbers that rode along.
+    pub control: Vec<f64>,
+}
+
+/// What reads arguments: the rank on whose mesh they lie, the step, and the rows of the global batch.
+type Read<'t> = Box<dyn Fn(&Rank, u64, Range<usize>) -> Result<Vec<Tensor>> + 't>;
+/// The model text that makes a loss of arguments.
+type Loss<'t, M> = Box<dyn Fn(&M, &[Var]) -> Var + 't>;
+
+/// A model in training on one rank, on any mesh: where the plan has a pipeline and the mesh its axis, the model is
+/// recorded and cut into stages, and only the parameters of this rank's stage are here.
+///
+/// Every rank makes its trainer alike and steps it together with the others.
+pub struct Trainer<'t, M> {
+    model: Model<M>,
+    optim: AdamW,
+    settings: Settings,
+    read: Read<'t>,
+    loss: Loss<'t, M>,
+    staged: Option<Staged>,
+    step: u64,
+}
+
+impl<'t, M: Module> Trainer<'t, M> {
+    /// Places a model. `read` gives the arguments of `loss` for some rows of the global batch of a step, as tensors on the
+    /// rank that it is handed, split as [`Plan::batch_layout`] says; `loss` is the model text, a scalar that is a mean over
+    /// rows. Neither may depend on the mesh.
+    ///
+    /// # Errors
+    /// As [`Model::new`]; `Kind::Config` for rows that the microbatches do not divide, and for a pipeline that the model
+    /// cannot be cut for; what `read` reports.
+    pub fn new(
+        rank: &Rank,
+        module: M,
+        plan: &Plan,
+        optim: AdamW,
+        settings: Settings,
+        read: impl Fn(&Rank, u64, Range<usize>) -> Result<Vec<Tensor>> + 't,
+        loss: impl Fn(&M, &[Var]) -> Var + 't,
+    ) -> Result<Trainer<'t, M>> {
+        check(&settings)?;
+        let (model, staged) = match plan.pipeline_on(rank.mesh()) {
+            None => (Model::with_dtype(rank, module, plan, settings.seed, settings.dtype)?, None),
+            Some((pipeline, axis)) => {
+                let model = staged::outline(rank, axis, module, plan, settings.dtype)?;
+                let first = read(model.rank(), 0, 0..settings.rows / settings.microbatches)?;
+                let layouts: Vec<Layout> = first.iter().map(|t| t.layout().clone()).collect();
+                let of = (settings.seed, settings.microbatches);
+                let text = |arguments: &[Var]| Ok(vec![loss(&model, arguments)]);
+                let staged = Staged::new(&model, (pipeline, axis), of, &layouts, &text)?;
+                (model, Some(staged))
+            }
+        };
+        let (read, loss) = (Box::new(read), Box::new(loss));
+        Ok(Trainer { model, optim, settings, read, loss, staged, step: 0 })
+    }
+
+    /// The model; on a pipeline, with the parameters of this rank's stage only.
+    #[must_use]
+    pub fn model(&self) -> &Model<M> {
+        &self.model
+    }
+
+    /// The optimizer.
+    #[must_use]
+    pub fn optim(&self) -> &AdamW {
+        &self.optim
+    }
+
+    /// Goes on with the data and the learning rate of a step, counted from 0.
+    pub fn skip_to(&mut self, step: u64) {
+        self.step = step;
+    }
+
+    /// The settings.
+    #[must_use]
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// Forward, backward and update. The numbers of `control` are summed over all ranks along with the gradient norm.
+    ///
+    /// # Errors
+    /// `Kind::NotFinite` on every rank, before the update, if the loss, a gradient or a control sum is not finite; what
+    /// ops, arguments and collectives report.
+    #[track_caller]
+    pub fn step(&mut self, control: &[f64]) -> Result<StepReport> {
+        let (part, gradients) = self.gradients()?;
+        let step = self.step;
+        let lr = self.settings.schedule.map_or(self.optim.lr(), |s| s.lr(step as usize));
+        let word: Vec<f64> = [part].iter().chain(control).copied().collect();
+        let args = StepArgs { lr, clip: self.settings.clip, control: &word };
+        let report = self.optim.step(&self.model, gradients, args)?;
+        let mut control = report.control;
+        let loss = control.remove(0);
+        if !report.applied {
+            return Err(self.explain_not_finite(loss, report.grad_norm));
+        }
+        self.step += 1;
+        Ok(StepReport { step, loss, grad_norm: report.grad_norm, lr, control })
+    }
+
+    /// This rank's part of the loss on some arguments, on which [`Trainer::rank`] they lie; the parts of all ranks add up to
+    /// it ([`world_sum`](shardgrad_tensor::control::world_sum)). Nothing random is drawn, nothing is kept.
+    ///
+    /// # Errors
+    /// What ops and collectives report.
+    pub fn loss_part(&self, arguments: &[Tensor]) -> Result<f64> {
+        let loss = match &self.staged {
+            None => {
+                let tape = self.model.inference();
+                let arguments: Vec<Var> = arguments.iter().map(|t| tape.constant(t.clone())).collect();
+                Some((self.loss)(&self.model, &arguments).tensor().clone())
+            }
+            Some(staged) => {
+                let text = |arguments: &[Var]| Ok(vec![(self.loss)(&self.model, arguments)]);
+                staged.infer(&self.model, arguments, &text)?
+            }
+        };
+        loss.map_or(Ok(0.0), |loss| loss.local_part_once())
+    }
+
+    /// The rank on whose mesh arguments lie: without the axis of the pipeline, if there is one.
+    #[must_use]
+    pub fn rank(&self) -> &Rank {
+        self.model.rank()
+    }
+
+    /// This rank's part of the mean loss, and the gradients of its parameters.
+    fn gradients(&self) -> Result<(f64, Gradients)> {
+        let count = self.settings.microbatches;
+        let read = |microbatch: usize| (self.read)(self.model.rank(), self.step, self.rows(microbatch));
+        let noise = |microbatch: usize| Noise {
+            seed: self.settings.seed,
+            step: self.step,
+            first_row: self.rows(microbatch).start as u64,
+        };
+        let mut part = 0.0;
+        if let Some(staged) = &self.staged {
+            let outcome = staged.train(&self.model, &read, &noise)?;
+            for loss in outcome.results.iter().flatten() {
+                part += loss.local_part_once()? / count as f64;
+            }
+            return Ok((part, outcome.gradients));
+        }
+        let tape = self.model.tape();
+        for microbatch in 0..count {
+            tape.set_noise(Some(noise(microbatch)));
+            let arguments: Vec<Var> = read(microbatch)?.into_iter().map(|t| tape.constant(t)).collect();
+            let loss = (self.loss)(&self.model, &arguments);
+            let loss = if count == 1 { loss } else { loss.scale(1.0 / count as f64) };
+            part += loss.tensor().local_part_once()?;
+            loss.backward()?;
+        }
+        Ok((part, tape.gradients()))
+    }
+
+    fn rows(&self, microbatch: usize) -> Range<usize> {
+        let rows = self.settings.rows / self.settings.microbatches;
+        microbatch * rows..(microbatch + 1) * rows
+    }
+
+    /// Replays the step with every op watched, to name the one that made the first number that is not finite.
+    fn explain_not_finite(&self, loss: f64, grad_norm: f64) -> Error {
+        let found = first_not_finite(self.model.rank(), || self.gradients().map(drop));
+        let step = self.step + 1;
+        let text = format!(
+            "step {step}: the loss is {loss} and the gradient norm {grad_norm}; the step was not taken"
+        );
+        let error = Error::new(Kind::NotFinite, text);
+        match found {
+            Ok(Some(lines)) => lines.into_iter().fold(error, |e, (label, text)| e.detail(label, text)),
+            Ok(None) => error
+                .detail("first", "no op made it: the gradients are finite, but their squares add up to more than f64 holds")
+                .detail("help", "a smaller learning rate is the usual cure"),
+            Err(cause) => error.detail("replay", cause.message()),
+        }
+    }
+}
+
+fn check(settings: &Settings) -> Result<()> {
+    let Settings { rows, microbatches, .. } = *settings;
+    if rows == 0 || microbatches == 0 || !rows.is_multiple_of(microbatches) {
+        let text = format!("{microbatches} microbatches do not divide a batch of {rows} rows");
+        let legal = (1..=rows).filter(|m| rows.is_multiple_of(*m));
+        let nearest = legal.min_by_key(|m| m.abs_diff(microbatches)).unwrap_or(1);
+        return Err(Error::new(Kind::Config, text).detail("help", format!("use {nearest} microbatches")));
+    }
+    Ok(())
+}
+
+impl<M> fmt::Debug for Trainer<'_, M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Trainer(step {}, {:?})", self.step, self.settings)
+    }
+}

@@ -1,0 +1,296 @@
+//! Every layer and every model against finite differences, in f64: gradients of all parameters and of all real inputs.
+//! A list names the file of each; a file without an entry fails a test.
+
+use crate::support::run;
+use shardgrad_autograd::{Key, Noise, Tape, Var};
+use shardgrad_nn::{
+    Attention, Block, Dropout, Embedding, GatedMlp, Gpt2, Gpt2Config, GroupedAttention, LanguageModel,
+    LayerNorm, Linear, Llama, LlamaConfig, LlamaKind, Mlp, Model, Module, Plan, RmsNorm, cross_entropy,
+};
+use shardgrad_tensor::check::Global;
+use shardgrad_tensor::ops::Input;
+use shardgrad_tensor::quotient::disagreement;
+use shardgrad_tensor::{DType, Rank, Result, Tensor, Value};
+use std::collections::BTreeSet;
+use std::path::Path;
+
+/// Inputs are leaves like parameters; their keys lie far from those of the model.
+const INPUT_KEY: Key = 1 << 32;
+
+/// A module, a way to call it, and what it is called on.
+struct Subject<M, F> {
+    module: M,
+    forward: F,
+    inputs: Vec<Input>,
+    /// Whether dropout drops.
+    noise: bool,
+}
+
+/// A placed subject whose values can be shifted.
+struct Probe<'a, F> {
+    forward: &'a F,
+    inputs: Vec<Global>,
+    noise: bool,
+}
+
+impl<F> Probe<'_, F> {
+    /// The results weighted with numbers that look random, and the sum of that.
+    fn loss<M>(&self, model: &Model<M>, tape: &Tape) -> Result<Var>
+    where
+        F: Fn(&M, &[Var]) -> Var,
+        M: Module,
+    {
+        tape.set_noise(self.noise.then_some(Noise { seed: 3, step: 5, first_row: 2 }));
+        let inputs: Vec<Var> = self
+            .inputs
+            .iter()
+            .zip(INPUT_KEY..)
+            .map(|(x, key)| {
+                let tensor = host(tape.rank(), x)?;
+                Ok(if x.dtype.is_float() { tape.leaf(key, &tensor) } else { tape.constant(tensor) })
+            })
+            .collect::<Result<_>>()?;
+        let y = (self.forward)(model, &inputs);
+        let weights = host(tape.rank(), &Global::draw(&Input::real(&y.shape()), 99))?;
+        Ok(y.mul(&tape.constant(weights)).sum())
+    }
+}
+
+fn host(rank: &Rank, x: &Global) -> Result<Tensor> {
+    let tensor = Tensor::from_host(rank, &x.shape, &x.data)?;
+    Ok(tensor.cast(x.dtype))
+}
+
+/// Values that look random, of a size at which neither softmax nor GELU is flat.
+fn moderate(shape: &[usize], seed: u64) -> Global {
+    let mut drawn = Global::draw(&Input::real(shape), seed);
+    drawn.data.iter_mut().for_each(|x| *x *= 0.375);
+    drawn
+}
+
+/// Fails unless every gradient of the subject is there, is not zero throughout, and is what differences say.
+fn check<M: Module>(what: &str, make: impl Fn() -> Subject<M, fn(&M, &[Var]) -> Var> + Sync) {
+    run("", |rank| {
+        let Subject { module, forward, inputs, noise } = make();
+        let model = Model::with_dtype(rank, module, &Plan::new(), 1, DType::F64)?;
+        for (param, seed) in model.params().iter().zip(1000..) {
+            param.set_tensor(host(rank, &moderate(param.shape(), seed))?)?;
+        }
+        let drawn = |(input, seed): (&Input, u64)| match input {
+            Input::Real(shape) => moderate(shape, seed),
+            other => Global::draw(other, seed),
+        };
+        let inputs = inputs.iter().zip(1..).map(drawn).collect();
+        let mut probe = Probe { forward: &forward, inputs, noise };
+        let tape = model.tape();
+        probe.loss(&model, &tape)?.backward()?;
+        let gradients = tape.gradients();
+        let value = |probe: &Probe<'_, _>| probe.loss(&model, &model.inference())?.item();
+        let claimed = |key: Key, name: &str| -> Result<Vec<f64>> {
+            let gradient = gradients.get(&key).unwrap_or_else(|| panic!("{what}: none reaches {name}"));
+            let claimed = gradient.to_f64()?;
+            assert!(claimed.iter().any(|g| *g != 0.0), "{what}: the gradient of {name} is zero throughout");
+            Ok(claimed)
+        };
+        let wrong = |name: &str, found: Option<(usize, f64, f64)>| {
+            assert_eq!(found, None, "{what}: {name} (element, gradient, differences)");
+        };
+        for param in model.params() {
+            let mut shifted =
+                Global { dtype: DType::F64, shape: param.shape().to_vec(), data: param.tensor().to_f64()? };
+            let found = disagreement(&claimed(param.key(), &param.name())?, |at, by| {
+                let x = shifted.data[at];
+                shifted.data[at] = x + by;
+                param.set_tensor(host(rank, &shifted)?)?;
+                shifted.data[at] = x;
+                value(&probe)
+            })?;
+            param.set_tensor(host(rank, &shifted)?)?;
+            wrong(&param.name(), found);
+        }
+        for i in 0..probe.inputs.len() {
+            if !probe.inputs[i].dtype.is_float() {
+                continue;
+            }
+            let name = format!("input {i}");
+            let found = disagreement(&claimed(INPUT_KEY + i as Key, &name)?, |at, by| {
+                let x = probe.inputs[i].data[at];
+                probe.inputs[i].data[at] = x + by;
+                let loss = value(&probe);
+                probe.inputs[i].data[at] = x;
+                loss
+            })?;
+            wrong(&name, found);
+        }
+        Ok(())
+    });
+}
+
+/// A subject on real inputs of these shapes.
+fn on<M>(
+    module: M,
+    shapes: &[&[usize]],
+    forward: fn(&M, &[Var]) -> Var,
+) -> Subject<M, fn(&M, &[Var]) -> Var> {
+    Subject { module, forward, inputs: shapes.iter().map(|s| Input::real(s)).collect(), noise: false }
+}
+
+impl<M, F> Subject<M, F> {
+    fn inputs(self, inputs: &[Input]) -> Subject<M, F> {
+        Subject { inputs: inputs.to_vec(), ..self }
+    }
+
+    fn noisy(self) -> Subject<M, F> {
+        Subject { noise: true, ..self }
+    }
+}
+
+fn attention() {
+    let layer = || Attention::new(6, 2);
+    check("causal", || on(layer(), &[&[2, 3, 6]], |m, x| m.forward(&x[0])));
+    check("to all", || on(layer().causal(false), &[&[2, 3, 6]], |m, x| m.forward(&x[0])));
+    check("noisy", || on(layer().dropout(0.3), &[&[2, 3, 6]], |m, x| m.forward(&x[0])).noisy());
+    let to_all = || layer().causal(false).dropout(0.3);
+    check("noisy to all", || on(to_all(), &[&[2, 3, 6]], |m, x| m.forward(&x[0])).noisy());
+}
+
+fn block() {
+    let layer = |p| Block::new(4, Attention::new(4, 2).dropout(p), Mlp::new(4, 5), 1e-5, p);
+    check("block", || on(layer(0.0), &[&[2, 3, 4]], |m, x| m.forward(&x[0])));
+    check("noisy block", || on(layer(0.25), &[&[2, 3, 4]], |m, x| m.forward(&x[0])).noisy());
+}
+
+fn dropout() {
+    check("dropout", || on(Dropout::new(0.3), &[&[3, 5]], |m, x| m.forward(&x[0])).noisy());
+    check("no dropout", || on(Dropout::new(0.3), &[&[3, 5]], |m, x| m.forward(&x[0])));
+}
+
+fn embedding() {
+    let ids = [Input::index(&[2, 3], 4)];
+    check("lookup", || on(Embedding::new(4, 3), &[], |m, x| m.forward(&x[0])).inputs(&ids));
+    check("scores", || on(Embedding::new(4, 3), &[&[2, 3]], |m, x| m.scores(&x[0])));
+    check("rows", || on(Embedding::new(4, 3), &[], |m, x| m.rows(&x[0], 1..3)).inputs(&ids));
+    check("first", || on(Embedding::new(4, 3), &[], |m, x| m.first(&x[0], 2)).inputs(&ids));
+}
+
+fn layer_norm() {
+    check("layer norm", || on(LayerNorm::new(5).eps(1e-3), &[&[2, 3, 5]], |m, x| m.forward(&x[0])));
+}
+
+fn rms_norm() {
+    check("rms norm", || on(RmsNorm::new(5).eps(1e-3), &[&[2, 3, 5]], |m, x| m.forward(&x[0])));
+}
+
+fn linear() {
+    check("plain", || on(Linear::new(3, 4), &[&[2, 3]], |m, x| m.forward(&x[0])));
+    check("no bias", || on(Linear::new(3, 4).without_bias(), &[&[2, 3]], |m, x| m.forward(&x[0])));
+    check("apart", || on(Linear::shaped(&[3], &[2, 2]), &[&[2, 5, 3]], |m, x| m.forward(&x[0])));
+    let joined = || Linear::shaped(&[2, 3], &[4]).without_bias();
+    check("together", || on(joined(), &[&[2, 2, 3]], |m, x| m.forward(&x[0])));
+}
+
+fn mlp() {
+    check("mlp", || on(Mlp::new(3, 5), &[&[2, 2, 3]], |m, x| m.forward(&x[0])));
+}
+
+fn gpt2() {
+    let tokens = [Input::index(&[2, 3], 5), Input::index(&[2, 3], 5)];
+    for (tied, recompute, p) in [(true, false, 0.0), (false, false, 0.2), (true, true, 0.2)] {
+        let config =
+            Gpt2Config { tie_word_embeddings: tied, ..Gpt2Config::new(5, 4, 4, 2, 2).with_dropout(p) };
+        let make = || {
+            let module = Gpt2::new(&config).recompute(recompute);
+            on(module, &[], |m, x| m.loss(&x[0], &x[1])).inputs(&tokens).noisy()
+        };
+        check(&format!("tied {tied}, recompute {recompute}, dropout {p}"), make);
+    }
+}
+
+fn gated_mlp() {
+    for bias in [false, true] {
+        check("gated mlp", || on(GatedMlp::new(3, 5, bias), &[&[2, 2, 3]], |m, x| m.forward(&x[0])));
+    }
+}
+
+fn grouped_attention() {
+    let layer = || GroupedAttention::new(3, [2, 2, 4], &[1.0, 0.3]);
+    check("grouped", || on(layer(), &[&[2, 3, 3]], |m, x| m.forward(&x[0])));
+    let rich = || layer().bias(true, true).normed(1e-3);
+    check("biases and norms", || on(rich(), &[&[2, 3, 3]], |m, x| m.forward(&x[0])));
+    check("noisy", || on(rich().dropout(0.3), &[&[2, 3, 3]], |m, x| m.forward(&x[0])).noisy());
+}
+
+fn llama() {
+    let tokens = [Input::index(&[2, 3], 5), Input::index(&[2, 3], 5)];
+    let cases =
+        LlamaKind::EVERY.into_iter().zip([(true, false, 0.0), (false, true, 0.2)].into_iter().cycle());
+    for (kind, (tied, recompute, p)) in cases {
+        let config = LlamaConfig {
+            tie_word_embeddings: tied,
+            attention_dropout: p,
+            ..LlamaConfig::new(kind, 5, 4, [4, 3], 2, [2, 1])
+        };
+        let make = || {
+            let module = Llama::new(&config).recompute(recompute);
+            on(module, &[], |m, x| m.loss(&x[0], &x[1])).inputs(&tokens).noisy()
+        };
+        check(&format!("{kind:?}, tied {tied}, recompute {recompute}, dropout {p}"), make);
+    }
+}
+
+fn language() {
+    let tokens = [Input::index(&[2, 3], 5), Input::index(&[2, 3], 5)];
+    let (gpt2, llama) =
+        (Gpt2Config::new(5, 4, 4, 1, 2), LlamaConfig::new(LlamaKind::Llama, 5, 4, [4, 3], 1, [2, 1]));
+    for config in [gpt2.into(), llama.into()] {
+        let make = || on(LanguageModel::new(&config), &[], |m, x| m.loss(&x[0], &x[1])).inputs(&tokens);
+        check("of a family", make);
+    }
+}
+
+/// The file of each layer and model, and its check.
+const FILES: &[(&str, fn())] = &[
+    ("layer/attention", attention),
+    ("layer/block", block),
+    ("layer/dropout", dropout),
+    ("layer/embedding", embedding),
+    ("layer/gated_mlp", gated_mlp),
+    ("layer/grouped_attention", grouped_attention),
+    ("layer/layer_norm", layer_norm),
+    ("layer/linear", linear),
+    ("layer/mlp", mlp),
+    ("layer/rms_norm", rms_norm),
+    ("model/gpt2", gpt2),
+    ("model/language", language),
+    ("model/llama", llama),
+];
+
+#[test]
+fn layers_and_models_agree_with_differences() {
+    FILES.iter().for_each(|(_, check)| check());
+}
+
+#[test]
+fn the_loss_agrees_with_differences() {
+    let inputs = [Input::real(&[2, 3, 5]), Input::index(&[2, 3], 5)];
+    // Without parameters: any module will do.
+    let make = || on(Dropout::new(0.0), &[], |_, x| cross_entropy(&x[0], &x[1])).inputs(&inputs);
+    check("cross entropy", make);
+}
+
+#[test]
+fn every_file_has_an_entry() {
+    let mut found = BTreeSet::new();
+    for folder in ["layer", "model"] {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("src").join(folder);
+        for file in std::fs::read_dir(path).unwrap() {
+            let name = file.unwrap().path().file_stem().unwrap().to_str().unwrap().to_string();
+            // What families have in common computes nothing.
+            if !["mod", "family"].contains(&name.as_str()) {
+                found.insert(format!("{folder}/{name}"));
+            }
+        }
+    }
+    let listed: BTreeSet<String> = FILES.iter().map(|(name, _)| (*name).to_string()).collect();
+    assert_eq!(found, listed, "files of nn/src, and entries of FILES: give each layer and model a check");
+}

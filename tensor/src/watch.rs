@@ -1,0 +1,104 @@
+//! Watching for the op that makes the first number that is not finite: slow, for the replay of a step that went wrong.
+
+use crate::context::Context;
+use crate::piece::Piece;
+use shardgrad_dist::{Phase, Rank, Result};
+use std::cell::{Cell, RefCell};
+use std::panic::Location;
+
+/// The op that carries what is there, from other ranks too: it makes no not-a-number that no op or parameter has made.
+const CARRIER: &str = "redistribute";
+
+/// What one rank saw since its watch began. Every rank applies the same ops in the same order, so that their numbers
+/// can be compared between ranks.
+#[derive(Debug, Default)]
+pub(crate) struct Watch {
+    num_ops: Cell<u64>,
+    found: RefCell<Option<Finding>>,
+}
+
+/// The op that made the first number that is not finite.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Finding {
+    /// How many ops came before.
+    pub(crate) number: u64,
+    /// The op and what it made; where in the model; the line that asked for it; the rank.
+    pub(crate) lines: [String; 4],
+}
+
+impl Watch {
+    /// Starts afresh.
+    pub(crate) fn begin(rank: &Rank) {
+        let watch = rank.extension::<Watch>();
+        watch.num_ops.set(0);
+        *watch.found.borrow_mut() = None;
+        Context::of(rank).set_watched(true);
+    }
+
+    /// Stops; gives what was found.
+    pub(crate) fn end(rank: &Rank) -> Option<Finding> {
+        Context::of(rank).set_watched(false);
+        rank.extension::<Watch>().found.borrow_mut().take()
+    }
+
+    /// Looks at the result of an op on a watched rank. What is infinite already may stay so: masks are.
+    pub(crate) fn look(
+        rank: &Rank,
+        op: &str,
+        inputs: &[&Piece],
+        outputs: &[&Piece],
+        site: &'static Location<'static>,
+    ) -> Result<()> {
+        let watch = rank.extension::<Watch>();
+        let number = watch.num_ops.replace(watch.num_ops.get() + 1);
+        if watch.found.borrow().is_some() {
+            return Ok(());
+        }
+        let mut made: Option<(usize, f64)> = None;
+        for output in outputs {
+            if let Some(found) = worst(rank, output)?
+                && made.is_none_or(|known| found.1.is_nan() && !known.1.is_nan())
+            {
+                made = Some(found);
+            }
+        }
+        let Some((at, value)) = made else { return Ok(()) };
+        // The first argument that holds a not-a-number, else the first with an infinity.
+        let mut given: Option<(usize, (usize, f64))> = None;
+        for (i, input) in inputs.iter().enumerate() {
+            if let Some(found) = worst(rank, input)?
+                && given.is_none_or(|(_, known)| found.1.is_nan() && !known.1.is_nan())
+            {
+                given = Some((i, found));
+            }
+        }
+        let what = match given {
+            _ if op == CARRIER && value.is_nan() => return Ok(()),
+            Some((i, (at, x))) if x.is_nan() => {
+                format!("{op}: argument {i} is {x} at local element {at}, and no op made it so")
+            }
+            Some(_) if value.is_infinite() => return Ok(()),
+            Some((i, (_, x))) => {
+                format!("{op}: the result is {value} at local element {at}; argument {i} holds {x}")
+            }
+            None => format!("{op}: the result is {value} at local element {at}"),
+        };
+        let context = Context::of(rank);
+        let pass = if context.phase() == Phase::Backward { ", in the backward pass" } else { "" };
+        let place = format!("{}{pass}", context.path());
+        let line = format!("{}:{}", site.file(), site.line());
+        let lines = [what, place, line, rank.describe()];
+        *watch.found.borrow_mut() = Some(Finding { number, lines });
+        Ok(())
+    }
+}
+
+/// The first not-a-number of a piece, else its first infinity.
+fn worst(rank: &Rank, piece: &Piece) -> Result<Option<(usize, f64)>> {
+    if !piece.dtype.is_float() {
+        return Ok(None);
+    }
+    let values = piece.to_f64(rank)?;
+    let first = |bad: fn(&f64) -> bool| values.iter().position(bad).map(|at| (at, values[at]));
+    Ok(first(|x| x.is_nan()).or_else(|| first(|x| x.is_infinite())))
+}
