@@ -213,3 +213,23 @@ fn explain_counts_what_theory_counts() {
     assert_eq!(blocks("forward"), vec![one.clone(); 8]);
     assert_eq!(blocks("backward"), vec![one; 8]);
 }
+
+#[test]
+fn doctor_says_what_it_found_and_loads_nothing() {
+    let folder = Folder::new("doctor");
+    // It would not survive being loaded.
+    let fake = folder.file("libcuda.so.1", "no library");
+    let doctor = |args: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_shardgrad"));
+        let output = command.args(args).env("LD_LIBRARY_PATH", &folder.0).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let found: serde_json::Value = serde_json::from_str(&doctor(&["doctor", "--json"])).unwrap();
+    let listed = found["libraries"]["libcuda.so"].as_array().unwrap();
+    let fake = Path::new(&fake).canonicalize().unwrap();
+    assert!(listed.contains(&fake.display().to_string().into()), "{found}");
+    assert!(found["cores"].as_u64().unwrap() > 0 && found["cuda"] == false, "{found}");
+    let text = doctor(&["doctor"]);
+    assert!(text.contains("no CUDA back end yet") && text.contains(&fake.display().to_string()), "{text}");
+}

@@ -1,8 +1,10 @@
 //! The one test binary of the root package. Each module is one subject; a crate's own tests stand beside its code.
 
 mod cli;
+mod documents;
 mod hf;
 mod invariants;
+mod pipelines;
 mod not_finite;
 mod steps;
 mod tidy;

@@ -237,6 +237,12 @@ impl Param {
         self.with(Location::caller(), |placed| placed.name.to_string())
     }
 
+    /// The dotted name, shared.
+    #[track_caller]
+    pub(crate) fn path(&self) -> Rc<str> {
+        self.with(Location::caller(), |placed| placed.name.clone())
+    }
+
     /// What it is called on tapes and in [`Gradients`](shardgrad_autograd::Gradients): counted over all models of the
     /// rank, in the order of traversal.
     #[track_caller]

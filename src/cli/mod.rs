@@ -1,9 +1,11 @@
 //! Commands: one file each. Errors go to stderr, once; the exit code says whose fault it was.
 
 pub(crate) mod args;
+mod doctor;
 mod eval;
 mod explain;
 mod generate;
+mod ops;
 mod train;
 
 use crate::data::Corpus;
@@ -20,6 +22,8 @@ pub(crate) fn main() -> ExitCode {
         args::Command::Eval(args) => eval::run(&args),
         args::Command::Generate(args) => generate::run(&args),
         args::Command::Explain(args) => explain::run(&args),
+        args::Command::Ops(args) => ops::run(&args),
+        args::Command::Doctor(args) => doctor::run(&args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -33,6 +33,7 @@ pub mod op;
 pub mod ops;
 pub mod value;
 pub mod local_map;
+pub mod catalog;
 pub mod quotient;
 pub mod check;
 

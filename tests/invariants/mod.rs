@@ -62,8 +62,14 @@ fn replicas_agree(run: &Trained) -> Verdict {
     Ok(())
 }
 
+/// 40 cases a property, or as many as PROPTEST_CASES says.
 fn cases() -> ProptestConfig {
-    ProptestConfig { cases: 40, failure_persistence: None, ..ProptestConfig::default() }
+    let default = ProptestConfig { failure_persistence: None, ..ProptestConfig::default() };
+    if std::env::var_os("PROPTEST_CASES").is_some() {
+        default
+    } else {
+        ProptestConfig { cases: 40, ..default }
+    }
 }
 
 proptest! {

@@ -122,12 +122,18 @@ pub struct Entry {
     pub name: &'static str,
     /// Calls that together show every form of the op.
     pub cases: fn() -> Vec<Case>,
+    /// The text of the file.
+    pub source: &'static str,
 }
 
 macro_rules! list {
     ($($name:ident),* $(,)?) => {
         /// Every op file, in alphabetical order.
-        pub const OPS: &[Entry] = &[$(Entry { name: stringify!($name), cases: $name::cases }),*];
+        pub const OPS: &[Entry] = &[$(Entry {
+            name: stringify!($name),
+            cases: $name::cases,
+            source: include_str!(concat!(stringify!($name), ".rs")),
+        }),*];
     };
 }
 

@@ -1,0 +1,173 @@
+//! `doctor`: what this machine has for us. It looks at files and asks the processor; it loads nothing and never fails.
+
+use super::args::DoctorArgs;
+use serde_json::json;
+use shardgrad::Result;
+use shardgrad::kernels::cpu::simd::{Level, level};
+use std::collections::BTreeSet;
+use std::env;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Libraries that back ends and transports to come will look for: what for, and how their files are called.
+const LIBRARIES: [(&str, &str); 6] = [
+    ("NVIDIA driver", "libcuda.so"),
+    ("NVIDIA management", "libnvidia-ml.so"),
+    ("run-time compiler", "libnvrtc.so"),
+    ("cuBLAS", "libcublas.so"),
+    ("NCCL", "libnccl.so"),
+    ("MPI", "libmpi.so"),
+];
+
+/// What was found.
+struct Findings {
+    processor: String,
+    cores: usize,
+    memory_bytes: Option<[u64; 2]>,
+    driver: Option<String>,
+    /// For each of [`LIBRARIES`], the files.
+    libraries: Vec<Vec<PathBuf>>,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &DoctorArgs) -> Result<()> {
+    let found = look();
+    if args.json {
+        println!("{}", as_json(&found));
+    } else {
+        print!("{}", text(&found));
+    }
+    Ok(())
+}
+
+fn look() -> Findings {
+    let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
+    let (about_cpu, about_memory) = (read("/proc/cpuinfo"), read("/proc/meminfo"));
+    let folders = library_folders();
+    Findings {
+        processor: field(&about_cpu, "model name").unwrap_or("unknown").to_string(),
+        cores: std::thread::available_parallelism().map_or(1, usize::from),
+        memory_bytes: kib(&about_memory, "MemTotal")
+            .zip(kib(&about_memory, "MemAvailable"))
+            .map(|(a, b)| [a, b]),
+        driver: read("/proc/driver/nvidia/version").lines().next().map(str::to_string),
+        libraries: LIBRARIES.map(|(_, file)| files(&folders, file)).into(),
+    }
+}
+
+/// The value of the first `key : value` line of a text.
+fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
+    let value = |line: &'a str| line.split_once(':').filter(|(k, _)| k.trim() == key).map(|(_, v)| v.trim());
+    text.lines().find_map(value)
+}
+
+/// A value that is given in kB, in bytes.
+fn kib(text: &str, key: &str) -> Option<u64> {
+    field(text, key)?.strip_suffix("kB")?.trim().parse::<u64>().ok().map(|n| n << 10)
+}
+
+/// Where a loader would look, and where CUDA is usually put.
+fn library_folders() -> Vec<PathBuf> {
+    let listed = env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    let homes = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(env::var_os).map(PathBuf::from);
+    let arch = format!("{}-linux-gnu", env::consts::ARCH);
+    let usual = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/local/lib", "/usr/lib/wsl/lib"];
+    env::split_paths(&listed)
+        .chain(homes.chain([PathBuf::from("/usr/local/cuda")]).map(|home| home.join("lib64")))
+        .chain(["/usr/lib", "/lib"].map(|lib| Path::new(lib).join(&arch)))
+        .chain([Path::new("/usr/lib").join(&arch).join("openmpi/lib")])
+        .chain(usual.map(PathBuf::from))
+        .collect()
+}
+
+/// The files of a library in some folders, each once, whatever links lead to it.
+fn files(folders: &[PathBuf], name: &str) -> Vec<PathBuf> {
+    let entries = folders.iter().filter_map(|f| fs::read_dir(f).ok()).flatten().flatten();
+    let ours = entries.filter(|e| {
+        e.file_name()
+            .to_str()
+            .and_then(|n| n.strip_prefix(name))
+            .is_some_and(|n| n.is_empty() || n.starts_with('.'))
+    });
+    let real: BTreeSet<PathBuf> = ours.filter_map(|e| e.path().canonicalize().ok()).collect();
+    real.into_iter().collect()
+}
+
+/// Which of our instruction sets is used.
+fn simd() -> &'static str {
+    match level() {
+        Level::Avx512 => "AVX-512",
+        Level::Avx2 => "AVX2 with FMA",
+        Level::Baseline => "the baseline of the target",
+    }
+}
+
+const NO_GPU: &str = "this build has no CUDA back end yet; tensors live on the CPU";
+
+fn as_json(found: &Findings) -> serde_json::Value {
+    let libraries = LIBRARIES.iter().zip(&found.libraries);
+    let libraries: serde_json::Map<String, serde_json::Value> =
+        libraries.map(|((_, file), paths)| ((*file).to_string(), json!(paths))).collect();
+    json!({
+        "version": env!("CARGO_PKG_VERSION"), "rust_version": env!("CARGO_PKG_RUST_VERSION"),
+        "os": env::consts::OS, "arch": env::consts::ARCH,
+        "processor": found.processor, "cores": found.cores, "simd": simd(),
+        "memory_bytes": found.memory_bytes.map(|m| m[0]), "memory_bytes_free": found.memory_bytes.map(|m| m[1]),
+        "back_ends": ["cpu", "null"], "cuda": false, "driver": found.driver, "libraries": libraries,
+    })
+}
+
+fn text(found: &Findings) -> String {
+    let mut text = String::new();
+    let mut row = |label: &str, value: String| {
+        let _ = writeln!(text, "{label:<18} {value}");
+    };
+    let (version, rust) = (env!("CARGO_PKG_VERSION"), env!("CARGO_PKG_RUST_VERSION"));
+    row(
+        "shardgrad",
+        format!("{version}, for Rust {rust} or newer, {} {}", env::consts::OS, env::consts::ARCH),
+    );
+    row("processor", found.processor.clone());
+    row("cores", format!("{} for this process", found.cores));
+    row("SIMD", format!("{} in use", simd()));
+    let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
+    let memory = found.memory_bytes.map(|[all, free]| format!("{:.1} GiB, {:.1} free", gib(all), gib(free)));
+    row("memory", memory.unwrap_or_else(|| "unknown".into()));
+    let each = [1, 2, 4].map(|n: usize| format!("{n} x {}", (found.cores / n).max(1)));
+    row("ranks x threads", format!("{}, unless --threads says otherwise", each.join(", ")));
+    row("back ends", "cpu, null (shapes, bytes and costs only)".into());
+    row("CUDA", NO_GPU.into());
+    row("  kernel module", found.driver.clone().unwrap_or_else(|| "not found".into()));
+    for ((what, file), paths) in LIBRARIES.iter().zip(&found.libraries) {
+        let paths: Vec<String> = paths.iter().map(|p| p.display().to_string()).collect();
+        let found = if paths.is_empty() { format!("no {file} found") } else { paths.join(", ") };
+        row(&format!("  {what}"), found);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::scratch::Scratch;
+
+    #[test]
+    fn files_are_found_by_name_and_told_once() {
+        let scratch = Scratch::new();
+        for name in ["libnccl.so.2.20.5", "libnccl.so.2.20.5.txt", "libncclx.so", "libnccl.a"] {
+            scratch.file(name, "no library");
+        }
+        std::os::unix::fs::symlink(scratch.path("libnccl.so.2.20.5"), scratch.path("libnccl.so")).unwrap();
+        let found = files(&[scratch.path(""), scratch.path("no such folder")], "libnccl.so");
+        let names: Vec<_> = found.iter().map(|p| p.file_name().unwrap().to_str().unwrap()).collect();
+        assert_eq!(names, ["libnccl.so.2.20.5", "libnccl.so.2.20.5.txt"]);
+    }
+
+    #[test]
+    fn fields_of_proc_are_read() {
+        let text = "processor\t: 0\nmodel name\t: A B: C\nMemTotal:       16 kB\nMemFree: x kB\n";
+        assert_eq!((field(text, "model name"), field(text, "name")), (Some("A B: C"), None));
+        assert_eq!((kib(text, "MemTotal"), kib(text, "MemFree")), (Some(16 << 10), None));
+    }
+}
