@@ -4,6 +4,7 @@ mod cli;
 mod documents;
 mod hf;
 mod invariants;
+mod llama;
 mod pipelines;
 mod not_finite;
 mod steps;
