@@ -5,6 +5,7 @@ mod defaults;
 mod values;
 mod train;
 mod tools;
+pub(crate) mod config;
 
 pub(crate) use tools::{DoctorArgs, OpsArgs};
 pub(crate) use train::TrainArgs;
