@@ -2,7 +2,9 @@
 
 mod cli;
 mod documents;
+mod hf;
 mod invariants;
+mod pipelines;
 mod not_finite;
 mod steps;
 mod tidy;

@@ -95,6 +95,15 @@ impl Allocator {
         Ok(Buffer(Arc::new(Block { raw: Some(raw), bytes, home: Some(self.clone()) })))
     }
 
+    /// A buffer that only has a size, which is counted as if it were memory.
+    #[must_use]
+    pub fn outline(&self, bytes: usize) -> Buffer {
+        let counters = &self.0.counters;
+        let now = counters.in_use.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        counters.peak.fetch_max(now, Ordering::Relaxed);
+        Buffer(Arc::new(Block { raw: None, bytes, home: Some(self.clone()) }))
+    }
+
     fn recycled(&self, class: usize) -> Option<Raw> {
         let mut free = self.0.free.lock().unwrap_or_else(PoisonError::into_inner);
         free.get_mut(&class)?.pop()
@@ -156,8 +165,12 @@ struct Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        if let (Some(raw), Some(home)) = (self.raw.take(), &self.home) {
-            home.give_back(raw);
+        match (self.raw.take(), &self.home) {
+            (Some(raw), Some(home)) => home.give_back(raw),
+            (None, Some(home)) => {
+                home.0.counters.in_use.fetch_sub(self.bytes, Ordering::Relaxed);
+            }
+            (_, None) => {}
         }
     }
 }
@@ -170,7 +183,7 @@ unsafe impl Sync for Block {}
 pub struct Buffer(Arc<Block>);
 
 impl Buffer {
-    /// A buffer that only has a size: what the null back end hands out.
+    /// A buffer that only has a size, and is counted nowhere.
     #[must_use]
     pub fn without_memory(bytes: usize) -> Buffer {
         Buffer(Arc::new(Block { raw: None, bytes, home: None }))

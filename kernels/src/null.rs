@@ -1,7 +1,7 @@
 //! A back end that computes nothing: it counts what the same program would allocate, move and compute.
 
 use crate::backend::{Backend, Device};
-use crate::buffer::Buffer;
+use crate::buffer::{Allocator, Buffer};
 use crate::error::{KernelError, MemoryStats};
 use crate::kernel::{Cost, Kernel, Launch};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 #[derive(Debug, Default)]
 pub struct Null {
     cost: Mutex<Cost>,
+    allocator: Allocator,
 }
 
 impl Null {
@@ -26,7 +27,7 @@ impl Backend for Null {
     }
 
     fn alloc(&self, bytes: usize) -> Result<Buffer, KernelError> {
-        Ok(Buffer::without_memory(bytes))
+        Ok(self.allocator.outline(bytes))
     }
 
     fn launch(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
@@ -35,7 +36,7 @@ impl Backend for Null {
     }
 
     fn memory(&self) -> MemoryStats {
-        MemoryStats::default()
+        self.allocator.stats()
     }
 
     fn cost(&self) -> Cost {

@@ -1,8 +1,7 @@
 //! Models in Hugging Face folders: saved from any mesh, loaded on any other.
 
-use crate::hf::TensorWriter;
-use crate::hf::config::WEIGHTS_FILE;
 use crate::hf::folder::Weights;
+use crate::hf::{TensorWriter, WEIGHTS_FILE};
 use crate::model::Family;
 use crate::module::Module;
 use crate::name::matches;
@@ -55,7 +54,7 @@ pub fn save_weights<M: Module>(
     path: &Path,
     name_in_file: &dyn Fn(&str) -> String,
 ) -> Result<()> {
-    let entry = |p: &Param| (name_in_file(&p.name()), model.dtype(), p.shape_in_files().to_vec());
+    let entry = |p: &Param| (name_in_file(&p.name()), model.dtype(), p.shape_in_files());
     let entries: Vec<_> = model.params().iter().map(entry).collect();
     let writes = model.rank().world().index() == 0;
     let mut writer = if writes { Some(TensorWriter::create(path, &entries)?) } else { None };
@@ -80,7 +79,7 @@ fn bring(
     dtype: DType,
     site: &'static Location<'static>,
 ) -> Result<Option<Vec<u8>>> {
-    let bytes = if param.counts_here() { param.tensor().to_bytes()? } else { Vec::new() };
+    let bytes = if param.counts_here() { param.as_in_files().to_bytes()? } else { Vec::new() };
     match param.home() {
         Some(home) if rank.index() == 0 => {
             let len = param.numel() * dtype.size();
@@ -126,8 +125,8 @@ pub fn load_weights<M: Module>(
     misfits.check(weights.path())?;
     for (param, tensor) in found.into_iter().filter(|(param, _)| param.is_here()) {
         let bytes = weights.read(&tensor.name)?;
-        let layout = param.layout();
-        param.set_tensor(Tensor::from_bytes(model.rank(), &layout, tensor.dtype, &bytes)?)?;
+        let layout = param.as_in_files().layout().clone();
+        param.set_from_files(Tensor::from_bytes(model.rank(), &layout, tensor.dtype, &bytes)?)?;
     }
     Ok(())
 }

@@ -18,6 +18,7 @@ pub mod module;
 pub mod plan;
 pub mod placed;
 pub mod loss;
+pub mod cache;
 pub mod layer;
 pub mod optim;
 pub mod hf;
@@ -26,10 +27,13 @@ pub mod checkpoint;
 mod staged;
 pub mod trainer;
 
-pub use hf::{Gpt2Config, ModelConfig};
-pub use layer::{Attention, Block, Dropout, Embedding, LayerNorm, Linear, Mlp, RmsNorm};
+pub use cache::{Cache, Past};
+pub use hf::{Gpt2Config, LlamaConfig, LlamaKind, ModelConfig};
+pub use layer::{
+    Attention, Block, Dropout, Embedding, GatedMlp, GroupedAttention, LayerNorm, Linear, Mlp, RmsNorm,
+};
 pub use loss::cross_entropy;
-pub use model::{Family, Gpt2, LanguageModel};
+pub use model::{Family, Gpt2, LanguageModel, Llama};
 pub use module::{Leaf, Module};
 pub use optim::{AdamW, Report, Schedule, StepArgs};
 pub use param::{Init, Param};

@@ -39,6 +39,8 @@ struct Inner {
 struct Declared {
     shape: Vec<usize>,
     file_shape: Option<Vec<usize>>,
+    /// The order in which files hold the dims, where it is another one.
+    file_order: Option<Vec<usize>>,
     init: Init,
     /// Dims of which no rank may be left without a part, and what they count.
     never_empty: Vec<(usize, &'static str)>,
@@ -72,6 +74,7 @@ impl Param {
         Param::declare(Declared {
             shape: shape.to_vec(),
             file_shape: None,
+            file_order: None,
             init: Init::Zeros,
             never_empty: Vec::new(),
         })
@@ -104,6 +107,14 @@ impl Param {
         self.change(|d| d.file_shape = Some(shape.to_vec()))
     }
 
+    /// The same declaration, whose dims lie in another order in files: dim i there is dim `order[i]` here. The file shape,
+    /// if it is declared, is that of the result.
+    #[must_use]
+    pub fn file_order(self, order: &[usize]) -> Param {
+        debug_assert_eq!(order.len(), self.shape().len(), "an order names every dim");
+        self.change(|d| d.file_order = Some(order.to_vec()))
+    }
+
     /// The same declaration, whose dim `dim` counts `things` (heads) of which every rank must have one at least.
     #[must_use]
     pub fn never_empty(self, dim: usize, things: &'static str) -> Param {
@@ -118,8 +129,32 @@ impl Param {
 
     /// The shape in files.
     #[must_use]
-    pub fn shape_in_files(&self) -> &[usize] {
-        self.0.declared.file_shape.as_deref().unwrap_or(self.shape())
+    pub fn shape_in_files(&self) -> Vec<usize> {
+        let Declared { shape, file_shape, file_order, .. } = &self.0.declared;
+        match (file_shape, file_order) {
+            (Some(declared), _) => declared.clone(),
+            (None, Some(order)) => order.iter().map(|d| shape[*d]).collect(),
+            (None, None) => shape.clone(),
+        }
+    }
+
+    /// The stored tensor with its dims in the order of files.
+    #[track_caller]
+    pub(crate) fn as_in_files(&self) -> Tensor {
+        let tensor = self.tensor();
+        self.0.declared.file_order.as_ref().map_or(tensor.clone(), |order| tensor.permute(order))
+    }
+
+    /// Puts a tensor that lies as [`Param::as_in_files`] in the place of the stored one.
+    ///
+    /// # Errors
+    /// As [`Param::set_tensor`].
+    #[track_caller]
+    pub(crate) fn set_from_files(&self, tensor: Tensor) -> Result<()> {
+        let Some(order) = &self.0.declared.file_order else { return self.set_tensor(tensor) };
+        let mut back = vec![0; order.len()];
+        order.iter().enumerate().for_each(|(i, d)| back[*d] = i);
+        self.set_tensor(tensor.permute(&back).contiguous()?)
     }
 
     /// The global number of elements.
@@ -200,6 +235,12 @@ impl Param {
     #[must_use]
     pub fn name(&self) -> String {
         self.with(Location::caller(), |placed| placed.name.to_string())
+    }
+
+    /// The dotted name, shared.
+    #[track_caller]
+    pub(crate) fn path(&self) -> Rc<str> {
+        self.with(Location::caller(), |placed| placed.name.clone())
     }
 
     /// What it is called on tapes and in [`Gradients`](shardgrad_autograd::Gradients): counted over all models of the

@@ -6,7 +6,7 @@ use crate::placed::Model;
 use crate::plan::{Pipeline, Plan};
 use shardgrad_autograd::pipeline::{Feed, Outcome, Runner, Schedule, Stages};
 use shardgrad_autograd::{Draw, Noise, Program, Var};
-use shardgrad_tensor::{Axis, DType, Layout, Rank, Result, Tensor};
+use shardgrad_tensor::{Axis, Context, DType, Layout, Rank, Result, Tensor};
 use std::cell::RefCell;
 use std::rc::Rc;
 
@@ -111,11 +111,12 @@ impl Staged {
     }
 }
 
-/// Parameters by key, with whether they are trained.
+/// Parameters by key, with whether they are trained; what happens next is said to be theirs.
 fn parameters<M: Module>(model: &Model<M>) -> impl Fn(u64) -> (Tensor, bool) {
     move |key| {
         let param =
             model.params().iter().find(|p| p.key() == key).expect("a program uses its own model's keys");
+        Context::of(model.rank()).set_path(&param.path());
         (param.tensor(), !param.is_frozen())
     }
 }

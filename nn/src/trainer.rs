@@ -116,6 +116,11 @@ impl<'t, M: Module> Trainer<'t, M> {
         &self.optim
     }
 
+    /// Goes on with the data and the learning rate of a step, counted from 0.
+    pub fn skip_to(&mut self, step: u64) {
+        self.step = step;
+    }
+
     /// The settings.
     #[must_use]
     pub fn settings(&self) -> &Settings {

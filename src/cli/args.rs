@@ -3,10 +3,12 @@
 pub(crate) mod nearest;
 mod defaults;
 mod values;
+mod pipeline;
 mod train;
 mod tools;
 pub(crate) mod config;
 
+pub(crate) use pipeline::PipelineArgs;
 pub(crate) use tools::{DoctorArgs, OpsArgs};
 pub(crate) use train::TrainArgs;
 
@@ -172,13 +174,14 @@ impl RunArgs {
 
 // No doc comment on the variant: clap would take it for help and print each option over four lines.
 
-/// Refuses axes that the plan of GPT-2 splits nothing over: their ranks would all do the same work.
+/// Refuses axes over which no plan splits anything: their ranks would all do the same work.
 pub(crate) fn check_axes(mesh: &Mesh) -> Result<()> {
-    let idle =
-        |axis: &shardgrad::dist::Axis| mesh.size(*axis) > 1 && !["dp", "tp"].contains(&mesh.name(*axis));
+    let idle = |axis: &shardgrad::dist::Axis| {
+        mesh.size(*axis) > 1 && !["pp", "dp", "tp"].contains(&mesh.name(*axis))
+    };
     let Some(axis) = mesh.axes().find(idle) else { return Ok(()) };
     let why = format!("nothing is split over {}={} yet", mesh.name(axis), mesh.size(axis));
-    Err(Error::new(Kind::Unsupported, why).detail("help", "use the axes dp and tp"))
+    Err(Error::new(Kind::Unsupported, why).detail("help", "use the axes pp, dp and tp"))
 }
 
 /// Where tensors live.
@@ -315,6 +318,8 @@ pub(crate) struct ExplainArgs {
     /// Tokens in a sequence [default: the positions of the model]
     #[arg(long, value_name = "N", value_parser = values::count, help_heading = "Step")]
     pub(crate) seq: Option<usize>,
+    #[command(flatten)]
+    pub(crate) pipeline: PipelineArgs,
     /// Numbers of weights and activations
     #[arg(
         long, value_name = "NAME", default_value = "f32", value_parser = dtypes(),

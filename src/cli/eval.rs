@@ -37,7 +37,10 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
         if let Some(path) = &args.logits {
             write_logits(&model, &plan, &windows, args.batch, path)?;
         }
-        mean_loss(&model, &plan, &windows, args.batch)
+        mean_loss(rank, &plan, &windows, args.batch, |x| {
+            let tape = model.inference();
+            model.loss(&tape.constant(x[0].clone()), &tape.constant(x[1].clone())).tensor().local_part_once()
+        })
     })?;
     let (loss, tokens) = (losses[0], windows.num_windows() * windows.seq() as u64);
     if args.json {
@@ -58,7 +61,7 @@ fn write_logits(
 ) -> Result<()> {
     let rows = rows.min(windows.num_windows() as usize);
     let read = |own: Range<usize>| windows.batch(own.start as u64..own.end as u64);
-    let (ids, _) = batch(model.rank(), plan, [rows, windows.seq()], read)?;
+    let ids = batch(model.rank(), plan, [rows, windows.seq()], read)?.swap_remove(0);
     let logits = model.forward(&model.inference().constant(ids)).cast(DType::F32);
     let bytes = logits.tensor().to_bytes()?;
     if model.rank().index() == 0 {

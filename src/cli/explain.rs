@@ -6,17 +6,20 @@ use crate::train::batch;
 use serde_json::json;
 use shardgrad::dist::{Phase, Record};
 use shardgrad::kernels::Cost;
-use shardgrad::nn::LanguageModel;
+use shardgrad::nn::{LanguageModel, Settings, Trainer};
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
+use std::ops::Range;
 
 /// One rank's view of a step.
 struct Step {
-    parameters: Vec<(String, Layout)>,
+    rank: usize,
+    /// Those that live on this rank, with their bytes here.
+    parameters: Vec<(String, Layout, u64)>,
     records: Vec<Record>,
     cost: Cost,
-    saved_bytes: usize,
+    peak_bytes: u64,
 }
 
 /// Runs the command.
@@ -24,57 +27,91 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     let config = args.model.config()?;
     let mesh = args.mesh.clone();
     check_axes(&mesh)?;
-    let shape = [args.batch, args.seq.unwrap_or(config.positions().min(1024))];
-    let plan = LanguageModel::plan(&config);
-    let step = World::new(mesh.clone()).dry_run(0, |rank| {
-        let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 0, args.dtype)?;
-        let parameters = model.params().iter().map(|p| (p.name(), p.tensor().layout().clone())).collect();
-        let tape = model.tape();
-        let blank = |own: std::ops::Range<usize>| vec![0; own.len() * shape[1]];
-        let read =
-            |own: std::ops::Range<usize>| Ok(Batch { inputs: blank(own.clone()), targets: blank(own) });
-        let (ids, targets) = batch(rank, &plan, shape, read)?;
-        let loss = model.loss(&tape.constant(ids), &tape.constant(targets));
-        let saved_bytes = tape.saved_bytes();
-        loss.backward()?;
-        AdamW::new(1e-3).step(
-            &model,
-            tape.gradients(),
-            StepArgs { lr: 1e-3, clip: None, control: &[0.0, 0.0] },
-        )?;
-        Ok(Step { parameters, records: rank.trace().take(), cost: rank.backend().cost(), saved_bytes })
-    })?;
-    let title = format!(
-        "one step of {} on {mesh}, batch {} x {}, {}",
-        args.model.name(),
-        shape[0],
-        shape[1],
-        args.dtype
-    );
+    if let Some(fault) = args.pipeline.fault(args.batch) {
+        return Err(Error::new(Kind::Config, fault));
+    }
+    let seq = args.seq.unwrap_or(config.positions().min(1024));
+    let plan = args.pipeline.plan(LanguageModel::plan(&config));
+    let microbatches = args.pipeline.microbatches(&mesh, args.batch);
+    let one = |rank: &Rank| -> Result<Step> {
+        let blank = |own: Range<usize>| vec![0; own.len() * seq];
+        let read = |rank: &Rank, _: u64, rows: Range<usize>| {
+            let read = |own: Range<usize>| Ok(Batch { inputs: blank(own.clone()), targets: blank(own) });
+            batch(rank, &plan, [rows.len(), seq], read)
+        };
+        let settings = Settings { microbatches, dtype: args.dtype, ..Settings::new(args.batch) };
+        let loss = |model: &LanguageModel, x: &[Var]| model.loss(&x[0], &x[1]);
+        let module = LanguageModel::new(&config);
+        let mut trainer = Trainer::new(rank, module, &plan, AdamW::new(1e-3), settings, read, loss)?;
+        let bytes = |layout: &Layout| {
+            let here = layout.local_shape(trainer.rank().coordinates());
+            (here.iter().product::<usize>() * layout.dtype().size()) as u64
+        };
+        let here = trainer.model().params().iter().filter(|p| p.is_here());
+        let parameters = here.map(|p| (p.name(), p.layout(), bytes(&p.layout()))).collect();
+        rank.trace().take();
+        trainer.step(&[0.0])?;
+        let (records, cost) = (rank.trace().take(), rank.backend().cost());
+        let peak_bytes = rank.backend().memory().peak_bytes as u64;
+        Ok(Step { rank: rank.index(), parameters, records, cost, peak_bytes })
+    };
+    let steps: Vec<Step> = first_ranks(&mesh)
+        .into_iter()
+        .map(|r| World::new(mesh.clone()).dry_run(r, one))
+        .collect::<Result<_>>()?;
+    let name = args.model.name();
+    let mut title = format!("one step of {name} on {mesh}, batch {} x {seq}, {}", args.batch, args.dtype);
+    if microbatches > 1 {
+        title += &format!(", {microbatches} microbatches");
+    }
     if args.json {
-        print_json(&mesh, &step)
-    } else {
-        print!("{}", text(&title, &mesh, &step))
+        steps.iter().for_each(|step| print_json(&mesh, step));
+        return Ok(());
+    }
+    println!("{title}\nbytes are those that one rank must hold or move");
+    for (stage, step) in steps.iter().enumerate() {
+        if steps.len() > 1 {
+            print!("\nstage {stage} of {}, ", steps.len());
+        } else {
+            println!();
+        }
+        print!("{}", text(&mesh, step));
     }
     Ok(())
 }
 
+/// The first rank of each stage of a pipeline, or of the mesh.
+fn first_ranks(mesh: &Mesh) -> Vec<usize> {
+    let Some(pp) = mesh.axis("pp") else { return vec![0] };
+    let at = |place: usize| {
+        let here: Vec<usize> = mesh.axes().map(|a| if a == pp { place } else { 0 }).collect();
+        mesh.rank_at(&here)
+    };
+    (0..mesh.size(pp)).map(at).collect()
+}
+
 fn print_json(mesh: &Mesh, step: &Step) {
-    for (name, layout) in &step.parameters {
-        println!("{}", json!({"kind": "parameter", "name": name, "layout": layout.to_string()}));
+    let rank = step.rank;
+    for (name, layout, bytes) in &step.parameters {
+        let layout = layout.to_string();
+        println!(
+            "{}",
+            json!({"kind": "parameter", "rank": rank, "name": name, "layout": layout, "bytes": bytes})
+        );
     }
     for r in &step.records {
         let line = format!("{}:{}", r.site.file(), r.site.line());
         println!(
             "{}",
-            json!({"kind": "collective", "op": r.op, "axes": mesh.names(r.axes), "phase": phase(r.phase),
-            "path": r.path, "dtype": r.dtype.name(), "numel": r.numel(), "bytes": r.bytes, "line": line})
+            json!({"kind": "collective", "rank": rank, "op": r.op, "axes": mesh.names(r.axes),
+            "phase": phase(r.phase), "path": r.path, "dtype": r.dtype.name(), "numel": r.numel(),
+            "bytes": r.bytes, "line": line})
         );
     }
     println!(
         "{}",
-        json!({"kind": "total", "flops": step.cost.flops, "memory_bytes": step.cost.bytes,
-        "saved_bytes": step.saved_bytes})
+        json!({"kind": "total", "rank": rank, "flops": step.cost.flops, "memory_bytes": step.cost.bytes,
+        "peak_bytes": step.peak_bytes})
     );
 }
 
@@ -87,24 +124,22 @@ fn phase(phase: Phase) -> &'static str {
 }
 
 /// The table for people.
-fn text(title: &str, mesh: &Mesh, step: &Step) -> String {
-    let mut out = format!("{title}\nseen from rank 0; bytes are those that it must move\n\nparameters\n");
-    let here = mesh.coordinate(0);
-    let mut bytes = 0;
-    for (name, layout) in &step.parameters {
-        let local: usize = layout.local_shape(&here).iter().product::<usize>() * layout.dtype().size();
-        bytes += local;
-        let _ = writeln!(out, "  {name:<28} {:<32} {:>10}", layout.to_string(), size(local as u64));
+fn text(mesh: &Mesh, step: &Step) -> String {
+    let mut out = format!("seen from rank {}\n\nparameters\n", mesh.describe(step.rank));
+    for (name, layout, bytes) in &step.parameters {
+        let _ = writeln!(out, "  {name:<28} {:<32} {:>10}", layout.to_string(), size(*bytes));
     }
-    let _ = writeln!(out, "  {:<28} {:<32} {:>10}\n", "total", "", size(bytes as u64));
+    let total = step.parameters.iter().map(|(_, _, bytes)| bytes).sum();
+    let _ = writeln!(out, "  {:<28} {:<32} {:>10}\n", "total", "", size(total));
     out.push_str("collectives\n");
     if step.records.is_empty() {
         out.push_str("  none: every value stays where it is\n");
     }
-    for r in &step.records {
+    for (times, r) in repeated(&step.records) {
+        let times = if times > 1 { format!("{times} x") } else { String::new() };
         let _ = writeln!(
             out,
-            "  {:<8} {:<28} {:<14} {:<6} {:>12} {:>10}  {}:{}",
+            "  {:<8} {:<28} {times:>5} {:<14} {:<6} {:>12} {:>10}  {}:{}",
             phase(r.phase),
             r.path,
             r.op,
@@ -126,8 +161,21 @@ fn text(title: &str, mesh: &Mesh, step: &Step) -> String {
     }
     let gflop = step.cost.flops as f64 / 1e9;
     let _ = writeln!(out, "  compute {gflop:.2} GFLOP, memory traffic at least {}", size(step.cost.bytes));
-    let _ = writeln!(out, "  kept for the backward pass {}", size(step.saved_bytes as u64));
+    let _ = writeln!(out, "  memory in use at the peak {}", size(step.peak_bytes));
     out
+}
+
+/// Records in the order of their first of a kind, with the number of that kind: microbatches repeat themselves.
+fn repeated(records: &[Record]) -> Vec<(usize, &Record)> {
+    let mut kinds: Vec<(usize, &Record)> = Vec::new();
+    for record in records {
+        let like = |r: &Record| Record { seq: record.seq, ..r.clone() } == *record;
+        match kinds.iter_mut().find(|(_, known)| like(known)) {
+            Some((times, _)) => *times += 1,
+            None => kinds.push((1, record)),
+        }
+    }
+    kinds
 }
 
 /// Bytes in the largest unit that leaves at least one digit before the point.

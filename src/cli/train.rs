@@ -5,7 +5,7 @@ use crate::data::{Order, Sampler, Split, TokenFile};
 use crate::interrupt::Interrupt;
 use crate::metrics::{self, MetricsWriter, StepMetrics};
 use crate::plot;
-use crate::train::{Recipe, Session, mean_loss};
+use crate::train::{Recipe, mean_loss};
 use indicatif::{ProgressBar, ProgressStyle};
 use shardgrad::nn::{LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
@@ -93,7 +93,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         steps: steps.steps,
         batch: steps.batch,
         seq: rows.seq(),
-        microbatches: steps.microbatches,
+        microbatches: args.microbatches(),
         schedule: args.schedule(),
         optim: AdamW::new(optim.lr)
             .betas(optim.beta1, optim.beta2)
@@ -105,7 +105,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
     };
     let metrics = Mutex::new(MetricsWriter::create(&args.out.join("metrics.jsonl"))?);
     Ok(Job {
-        plan: LanguageModel::plan(&config),
+        plan: args.pipeline.plan(LanguageModel::plan(&config)),
         config,
         recipe,
         rows,
@@ -122,25 +122,25 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
 /// One rank's run; says whether it was stopped before its last step.
 fn train(rank: &Rank, job: &Job) -> Result<bool> {
     let recipe = &job.recipe;
-    let model =
-        Model::with_dtype(rank, LanguageModel::new(&job.config), &job.plan, recipe.seed, recipe.dtype)?;
+    let mut trainer = recipe.trainer(rank, LanguageModel::new(&job.config), &job.plan, &job.rows)?;
     if let Some(dir) = &job.start {
-        model.load(dir)?;
+        trainer.model().load(dir)?;
     }
-    let optim = recipe.optim.clone();
-    let mut session = Session { rank, recipe, plan: &job.plan, model, optim, sampler: &job.rows };
     let progress = (rank.index() == 0).then(|| Progress::new(recipe.steps, job.json));
     let began = Instant::now();
     let mut stopped = false;
     for step in 0..recipe.steps {
         let started = Instant::now();
-        let report = session.step(step, job.interrupt.requested())?;
+        let report = trainer.step(&[f64::from(u8::from(job.interrupt.requested()))])?;
         let seconds = started.elapsed().as_secs_f64();
-        stopped = report.stop;
+        stopped = report.control[0] > 0.0;
         let last = step + 1 == recipe.steps || stopped;
         let due = job.eval_every.is_some_and(|n| (step + 1) % n == 0 || last);
         let val_loss = match &job.held_out {
-            Some(windows) if due => Some(mean_loss(&session.model, &job.plan, windows, recipe.batch)?),
+            Some(windows) if due => {
+                let part = |x: &[Tensor]| trainer.loss_part(x);
+                Some(mean_loss(trainer.rank(), &job.plan, windows, recipe.batch, part)?)
+            }
             _ => None,
         };
         if let Some(progress) = &progress {
@@ -160,7 +160,7 @@ fn train(rank: &Rank, job: &Job) -> Result<bool> {
             break;
         }
     }
-    session.model.save(&job.out.join("model"))?;
+    trainer.model().save(&job.out.join("model"))?;
     Ok(stopped && !job.out.as_os_str().is_empty())
 }
 

@@ -1,13 +1,12 @@
 //! Training a language model: what a run is made of, apart from how it was asked for.
 
-mod session;
 mod validate;
 
-pub(crate) use session::Session;
 pub(crate) use validate::mean_loss;
 
-use crate::data::Batch;
+use crate::data::{Batch, Sampler};
 use shardgrad::nn::optim::Schedule;
+use shardgrad::nn::{LanguageModel, Settings, Trainer};
 use shardgrad::prelude::*;
 use std::ops::Range;
 
@@ -19,7 +18,7 @@ pub(crate) struct Recipe {
     pub(crate) batch: usize,
     /// Tokens in a sequence.
     pub(crate) seq: usize,
-    /// Rounds that a step is cut into.
+    /// Pieces that the batch is cut into.
     pub(crate) microbatches: usize,
     pub(crate) schedule: Schedule,
     pub(crate) optim: AdamW,
@@ -36,16 +35,41 @@ pub(crate) fn batch(
     plan: &Plan,
     shape: [usize; 2],
     read: impl FnOnce(Range<usize>) -> Result<Batch>,
-) -> Result<(Tensor, Tensor)> {
+) -> Result<Vec<Tensor>> {
     let layout = plan.batch_layout(rank.mesh(), DType::I64, &shape)?;
     let own = read(layout.range(0, rank.coordinates()))?;
-    Ok((Tensor::from_local(rank, &layout, &own.inputs)?, Tensor::from_local(rank, &layout, &own.targets)?))
+    Ok(vec![
+        Tensor::from_local(rank, &layout, &own.inputs)?,
+        Tensor::from_local(rank, &layout, &own.targets)?,
+    ])
 }
 
-/// This rank's part of a scalar, such that the parts of all ranks add up to it.
-pub(crate) fn share(scalar: &Tensor) -> Result<f64> {
-    let (layout, rank) = (scalar.layout(), scalar.rank());
-    let counts = |a| layout.state(a) == State::Partial || rank.coordinate(a) == 0;
-    let value = scalar.to_local_f64()?.first().copied().unwrap_or(0.0);
-    Ok(if rank.mesh().axes().all(counts) { value } else { 0.0 })
+impl Recipe {
+    /// A model in training on one rank, on the rows of a sampler.
+    ///
+    /// # Errors
+    /// As [`Trainer::new`].
+    pub(crate) fn trainer<'a>(
+        &'a self,
+        rank: &Rank,
+        model: LanguageModel,
+        plan: &'a Plan,
+        rows: &'a Sampler,
+    ) -> Result<Trainer<'a, LanguageModel>> {
+        let settings = Settings {
+            rows: self.batch,
+            microbatches: self.microbatches,
+            seed: self.seed,
+            dtype: self.dtype,
+            schedule: Some(self.schedule),
+            clip: self.clip,
+        };
+        let read = |rank: &Rank, step: u64, piece: Range<usize>| {
+            let first = Sampler::step(step, self.batch as u64).start + piece.start as u64;
+            let read = |own: Range<usize>| rows.batch(first + own.start as u64..first + own.end as u64);
+            batch(rank, plan, [piece.len(), self.seq], read)
+        };
+        let loss = |model: &LanguageModel, x: &[Var]| model.loss(&x[0], &x[1]);
+        Trainer::new(rank, model, plan, self.optim.clone(), settings, read, loss)
+    }
 }

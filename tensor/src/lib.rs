@@ -28,6 +28,7 @@ pub mod host;
 pub mod bytes;
 pub mod control;
 pub mod update;
+pub mod growing;
 pub mod op;
 pub mod ops;
 pub mod value;
@@ -38,6 +39,7 @@ pub mod check;
 
 pub use context::Context;
 pub use dim::{AxisList, Dim};
+pub use growing::Growing;
 pub use infer::{Implied, Inference, Rule, infer};
 pub use layout::Layout;
 pub use local_map::{MapLayouts, local_map};

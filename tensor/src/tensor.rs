@@ -157,6 +157,16 @@ impl Tensor {
         Ok(Tensor::assemble(rank, layout.clone(), piece))
     }
 
+    /// The same tensor with its piece row-major and without gaps, copied where it is not: a view would hold all that it
+    /// was taken from.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn contiguous(&self) -> Result<Tensor> {
+        let piece = self.piece().contiguous(self.rank())?;
+        Ok(Tensor::assemble(self.rank(), self.layout().clone(), piece))
+    }
+
     /// Another layout of this value, if an implied step outside of a tape has made it already.
     pub(crate) fn form(&self, layout: &Layout) -> Option<Tensor> {
         self.0.forms.borrow().iter().find(|t| t.layout() == layout).cloned()

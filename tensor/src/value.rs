@@ -24,6 +24,7 @@ use crate::ops::reciprocal::Reciprocal;
 use crate::ops::relu::Relu;
 use crate::ops::reshape::Reshape;
 use crate::ops::rms_norm::RmsNorm;
+use crate::ops::rope::Rope;
 use crate::ops::scale::Scale;
 use crate::ops::silu::Silu;
 use crate::ops::slice::{Pad, Slice};
@@ -33,6 +34,7 @@ use crate::ops::square::Square;
 use crate::ops::sub::Sub;
 use crate::ops::sum::{Expand, Sum};
 use crate::ops::sum_squares::SumSquares;
+use crate::ops::swiglu::SwiGlu;
 use crate::ops::tanh::Tanh;
 use crate::ops::unbind::{Stack, Unbind};
 use crate::tensor::Tensor;
@@ -210,6 +212,13 @@ pub trait Value: Clone {
         Self::apply_one(Rc::new(Silu), &[self])
     }
 
+    /// silu(x) u elementwise, with silu(x) = x / (1 + exp(-x)).
+    #[track_caller]
+    #[must_use]
+    fn swiglu(&self, u: &Self) -> Self {
+        Self::apply_one(Rc::new(SwiGlu), &[self, u])
+    }
+
     /// The sum of all elements, a scalar.
     #[track_caller]
     #[must_use]
@@ -378,6 +387,13 @@ pub trait Value: Clone {
     #[must_use]
     fn rms_norm(&self, w: &Self, eps: f64) -> Self {
         Self::apply_one(Rc::new(RmsNorm { eps }), &[self, w])
+    }
+
+    /// Rotary positions on `[b, t, .., c]`: channels i and i + c/2 turned by (first + index along t) `frequencies[i]`.
+    #[track_caller]
+    #[must_use]
+    fn rope(&self, frequencies: &Rc<[f64]>, first: usize) -> Self {
+        Self::apply_one(unwind(Rope::of(&self.shape(), frequencies.clone(), first)), &[self])
     }
 
     /// Rows of this table, `[v, d]`, by index (i64, any shape): `[.., d]`.

@@ -22,6 +22,8 @@ pub mod cross_entropy;
 pub mod embedding;
 pub mod adamw;
 pub mod random;
+pub mod rope;
+pub mod swiglu;
 
 use crate::kernel::Kernel;
 
@@ -73,6 +75,9 @@ pub static KERNELS: &[&Kernel] = &[
     &random::UNIFORM,
     &random::NORMAL,
     &random::DROPOUT,
+    &rope::ROTATE,
+    &swiglu::FORWARD,
+    &swiglu::BACKWARD,
 ];
 
 #[cfg(test)]

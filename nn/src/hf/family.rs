@@ -1,7 +1,9 @@
 //! `config.json` of any family that there is, told apart by its `model_type`.
 
-use super::config::{CONFIG_BYTES_MAX, CONFIG_FILE, Gpt2Config, WEIGHTS_FILE};
 use super::disk::{read_text, refuse, write_text};
+use super::fields::{CONFIG_BYTES_MAX, CONFIG_FILE, WEIGHTS_FILE};
+use super::gpt2::Gpt2Config;
+use super::llama::{LlamaConfig, LlamaKind};
 use serde::Deserialize;
 use shardgrad_tensor::{DType, Result};
 use std::path::Path;
@@ -11,27 +13,27 @@ use std::path::Path;
 pub enum ModelConfig {
     /// `gpt2`.
     Gpt2(Gpt2Config),
+    /// `llama`, `mistral`, `qwen2` and `qwen3`.
+    Llama(LlamaConfig),
 }
 
 /// The field that says which family a file describes.
 #[derive(Deserialize)]
-struct Kind {
+struct Head {
     model_type: Option<String>,
 }
-
-/// The values of `model_type` that are read.
-const MODEL_TYPES: [&str; 1] = ["gpt2"];
 
 impl ModelConfig {
     /// The names that [`ModelConfig::preset`] knows, family by family, smallest first.
     pub fn preset_names() -> impl Iterator<Item = &'static str> {
-        Gpt2Config::preset_names()
+        Gpt2Config::preset_names().chain(LlamaConfig::preset_names())
     }
 
     /// The config of a preset name.
     #[must_use]
     pub fn preset(name: &str) -> Option<ModelConfig> {
-        Gpt2Config::preset(name).map(ModelConfig::Gpt2)
+        let gpt2 = Gpt2Config::preset(name).map(ModelConfig::Gpt2);
+        gpt2.or_else(|| LlamaConfig::preset(name).map(ModelConfig::Llama))
     }
 
     /// Reads `config.json` of a model folder.
@@ -51,16 +53,18 @@ impl ModelConfig {
     /// # Errors
     /// As [`ModelConfig::read`].
     pub fn parse(path: &Path, text: &str) -> Result<ModelConfig> {
-        let kind: Kind = serde_json::from_str(text)
+        let head: Head = serde_json::from_str(text)
             .map_err(|e| refuse(path, format_args!("cannot be read as a model config: {e}")))?;
-        match kind.model_type.as_deref() {
-            Some("gpt2") => Ok(ModelConfig::Gpt2(Gpt2Config::parse(path, text)?)),
-            other => {
-                let found = other.map_or("is missing".to_string(), |m| format!("is {m:?}"));
-                let types = MODEL_TYPES.join(", ");
-                Err(refuse(path, format_args!("`model_type` {found}; this version reads {types}")))
-            }
+        let found = head.model_type.as_deref();
+        if found == Some("gpt2") {
+            return Gpt2Config::parse(path, text).map(ModelConfig::Gpt2);
         }
+        if let Some(kind) = LlamaKind::EVERY.into_iter().find(|kind| found == Some(kind.name())) {
+            return LlamaConfig::parse(kind, path, text).map(ModelConfig::Llama);
+        }
+        let found = found.map_or("is missing".to_string(), |m| format!("is {m:?}"));
+        let llamas = LlamaKind::EVERY.map(LlamaKind::name).join(", ");
+        Err(refuse(path, format_args!("`model_type` {found}; this version reads gpt2, {llamas}")))
     }
 
     /// The text of the config file.
@@ -68,6 +72,7 @@ impl ModelConfig {
     pub fn to_json(&self) -> String {
         match self {
             ModelConfig::Gpt2(config) => config.to_json(),
+            ModelConfig::Llama(config) => config.to_json(),
         }
     }
 
@@ -84,6 +89,7 @@ impl ModelConfig {
     pub fn vocab_size(&self) -> usize {
         match self {
             ModelConfig::Gpt2(config) => config.vocab_size,
+            ModelConfig::Llama(config) => config.vocab_size,
         }
     }
 
@@ -92,6 +98,7 @@ impl ModelConfig {
     pub fn positions(&self) -> usize {
         match self {
             ModelConfig::Gpt2(config) => config.n_positions,
+            ModelConfig::Llama(config) => config.max_position_embeddings,
         }
     }
 
@@ -100,6 +107,7 @@ impl ModelConfig {
     pub fn dtype(&self) -> DType {
         match self {
             ModelConfig::Gpt2(config) => config.dtype,
+            ModelConfig::Llama(config) => config.dtype,
         }
     }
 
@@ -108,6 +116,7 @@ impl ModelConfig {
     pub fn with_dtype(mut self, dtype: DType) -> ModelConfig {
         match &mut self {
             ModelConfig::Gpt2(config) => config.dtype = dtype,
+            ModelConfig::Llama(config) => config.dtype = dtype,
         }
         self
     }
@@ -117,6 +126,7 @@ impl ModelConfig {
     pub fn with_dropout(self, p: f64) -> ModelConfig {
         match self {
             ModelConfig::Gpt2(config) => ModelConfig::Gpt2(config.with_dropout(p)),
+            ModelConfig::Llama(config) => ModelConfig::Llama(LlamaConfig { attention_dropout: p, ..config }),
         }
     }
 }
@@ -127,6 +137,12 @@ impl From<Gpt2Config> for ModelConfig {
     }
 }
 
+impl From<LlamaConfig> for ModelConfig {
+    fn from(config: LlamaConfig) -> ModelConfig {
+        ModelConfig::Llama(config)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -134,8 +150,9 @@ mod tests {
     #[test]
     fn a_family_that_is_not_here_is_named() {
         let told = |text: &str| ModelConfig::parse(Path::new("c"), text).unwrap_err().message().to_string();
-        assert_eq!(told(r#"{"model_type": "bert"}"#), "c: `model_type` is \"bert\"; this version reads gpt2");
-        assert_eq!(told("{}"), "c: `model_type` is missing; this version reads gpt2");
+        let read = "; this version reads gpt2, llama, mistral, qwen2, qwen3";
+        assert_eq!(told(r#"{"model_type": "bert"}"#), format!("c: `model_type` is \"bert\"{read}"));
+        assert_eq!(told("{}"), format!("c: `model_type` is missing{read}"));
         assert!(told("[]").contains("cannot be read as a model config"));
     }
 
@@ -144,7 +161,11 @@ mod tests {
         for name in ModelConfig::preset_names() {
             let config = ModelConfig::preset(name).unwrap().with_dtype(DType::BF16);
             assert_eq!(config.dtype(), DType::BF16);
-            assert_eq!(ModelConfig::parse(Path::new("c"), &config.to_json()).unwrap(), config, "{name}");
+            let mut read = ModelConfig::parse(Path::new("c"), &config.to_json()).unwrap();
+            if let ModelConfig::Llama(read) = &mut read {
+                read.others.remove("sliding_window");
+            }
+            assert_eq!(read, config, "{name}");
         }
         assert_eq!(ModelConfig::preset("huge"), None);
     }

@@ -1,7 +1,7 @@
 //! The weights of a model folder: one safetensors file, or an index and the files that it names.
 
-use super::config::WEIGHTS_FILE;
 use super::disk::{read_text, refuse};
+use super::fields::WEIGHTS_FILE;
 use super::files::TensorFile;
 use super::header::TensorInfo;
 use serde::Deserialize;

@@ -6,12 +6,18 @@
 mod disk;
 pub mod header;
 pub mod files;
-pub mod config;
+mod fields;
+mod rotary;
+pub mod gpt2;
+pub mod llama;
 pub mod family;
 pub mod folder;
 
-pub use config::Gpt2Config;
 pub use family::ModelConfig;
+pub use fields::{CONFIG_FILE, WEIGHTS_FILE};
 pub use files::{TensorFile, TensorWriter};
 pub use folder::Weights;
+pub use gpt2::Gpt2Config;
 pub use header::TensorInfo;
+pub use llama::{LlamaConfig, LlamaKind};
+pub use rotary::{Rotary, RotaryScaling};

@@ -2,6 +2,7 @@
 
 use super::dropout::Dropout;
 use super::linear::Linear;
+use crate::cache::Past;
 use crate::module;
 use crate::param::Init;
 use shardgrad_autograd::Var;
@@ -72,12 +73,26 @@ impl Attention {
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
+        self.attend(x, None)
+    }
+
+    /// The same, after what was read before: `past` then holds the rows of x too.
+    ///
+    /// # Panics
+    /// As [`Attention::forward`], and if `past` is of another layer.
+    #[track_caller]
+    #[must_use]
+    pub fn attend(&self, x: &Var, past: Option<&mut Past>) -> Var {
         let qkv = self.c_attn.forward(x).unbind(2);
-        let [q, k, v] = [0, 1, 2].map(|i| &qkv[i]);
+        let [q, k, v] = [0, 1, 2].map(|i| qkv[i].clone());
+        let (k, v) = match past {
+            Some(past) => past.extend(&k, &v),
+            None => (k, v),
+        };
         let y = if self.drop.is_on(x.tape()) {
-            self.spelled_out(q, k, v)
+            self.spelled_out(&q, &k, &v)
         } else {
-            q.attention(k, v, self.causal)
+            q.attention(&k, &v, self.causal)
         };
         self.c_proj.forward(&y)
     }
@@ -85,14 +100,21 @@ impl Attention {
     /// The same by single ops, with dropout between them.
     #[track_caller]
     fn spelled_out(&self, q: &Var, k: &Var, v: &Var) -> Var {
-        let (t, c) = (q.shape()[1], q.shape()[3]);
+        let c = q.shape()[3];
         let mut scores = q.einsum("b t h c, b s h c -> b h t s", k).scale(1.0 / (c as f64).sqrt());
         if self.causal {
-            let hidden = |i: usize| if i % t > i / t { f32::NEG_INFINITY } else { 0.0 };
-            let mask: Vec<f32> = (0..t * t).map(hidden).collect();
-            let mask = unwind(Tensor::from_host(q.rank(), &[t, t], &mask)).cast(q.dtype());
-            scores = scores.add(&q.constant(mask));
+            scores = scores.add(&hidden_keys(q, k.shape()[1]));
         }
         self.drop.forward(&scores.softmax()).einsum("b h t s, b s h c -> b t h c", v)
     }
+}
+
+/// What is added to scores `[.., t, s]` of the queries `[b, t, ..]` so that the last sees all keys, and each one before it
+/// one less.
+#[track_caller]
+pub(super) fn hidden_keys(q: &Var, s: usize) -> Var {
+    let t = q.shape()[1];
+    let hidden = |i: usize| if i % s + t > i / s + s { f32::NEG_INFINITY } else { 0.0 };
+    let mask: Vec<f32> = (0..t * s).map(hidden).collect();
+    q.constant(unwind(Tensor::from_host(q.rank(), &[t, s], &mask)).cast(q.dtype()))
 }

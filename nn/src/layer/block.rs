@@ -4,6 +4,7 @@ use super::attention::Attention;
 use super::dropout::Dropout;
 use super::layer_norm::LayerNorm;
 use super::mlp::Mlp;
+use crate::cache::Past;
 use crate::module;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::Value;
@@ -50,7 +51,17 @@ impl Block {
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
-        let x = x.add(&self.attn_drop.forward(&self.attn.forward(&self.ln_1.forward(x))));
+        self.attend(x, None)
+    }
+
+    /// The same, after what was read before: `past` then holds the rows of x too.
+    ///
+    /// # Panics
+    /// As [`Block::forward`], and if `past` is of another block.
+    #[track_caller]
+    #[must_use]
+    pub fn attend(&self, x: &Var, past: Option<&mut Past>) -> Var {
+        let x = x.add(&self.attn_drop.forward(&self.attn.attend(&self.ln_1.forward(x), past)));
         x.add(&self.mlp_drop.forward(&self.mlp.forward(&self.ln_2.forward(&x))))
     }
 }

@@ -5,6 +5,7 @@ use crate::param::{Init, Param};
 use crate::point::Point;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::Value;
+use std::ops::Range;
 
 module! {
     /// A table `[num, d]`. Split by its rows, a lookup leaves a pending sum at the point `out`.
@@ -46,7 +47,17 @@ impl Embedding {
     #[track_caller]
     #[must_use]
     pub fn first(&self, x: &Var, n: usize) -> Var {
-        self.weight.on(x).slice(0, 0..n)
+        self.rows(x, 0..n)
+    }
+
+    /// The vectors of a range of rows, on the tape of x: `[range, d]`.
+    ///
+    /// # Panics
+    /// Unwinds with an error if the table has fewer.
+    #[track_caller]
+    #[must_use]
+    pub fn rows(&self, x: &Var, range: Range<usize>) -> Var {
+        self.weight.on(x).slice(0, range)
     }
 
     /// Scores of all vectors, x weight^T: `[.., d]` to `[.., num]`.

@@ -20,6 +20,7 @@ module! {
         input: Point,
         out: Point;
         signature: Option<String>,
+        num_in: usize,
     }
 }
 
@@ -44,6 +45,7 @@ impl Linear {
             bias: Some(Param::new(to).file_shape(&[columns])),
             input: Point::default(),
             out: Point::default(),
+            num_in: from.len(),
             signature: (!plain).then(|| signature(from.len(), to.len())),
         }
     }
@@ -54,10 +56,26 @@ impl Linear {
         Linear { weight: self.weight.init(init), ..self }
     }
 
+    /// The same layer, whose weight is transposed in files: `[product of to, product of from]`, as PyTorch keeps it.
+    #[must_use]
+    pub fn transposed_in_files(self) -> Linear {
+        let (ndim, matrix) = (self.weight.shape().len(), self.weight.shape_in_files());
+        let order: Vec<usize> = (self.num_in..ndim).chain(0..self.num_in).collect();
+        Linear { weight: self.weight.file_order(&order).file_shape(&[matrix[1], matrix[0]]), ..self }
+    }
+
     /// The same layer without a bias.
     #[must_use]
     pub fn without_bias(self) -> Linear {
         Linear { bias: None, ..self }
+    }
+
+    /// The same layer with a bias that is zero at first, or without one.
+    #[must_use]
+    pub fn with_bias(self, bias: bool) -> Linear {
+        let to = &self.weight.shape()[self.num_in..];
+        let new = || Param::new(to).file_shape(&[to.iter().product()]);
+        Linear { bias: bias.then(new), ..self }
     }
 
     /// The same layer, whose weight dim `dim` counts `things` of which every rank must have one at least.
@@ -104,13 +122,12 @@ mod tests {
     fn shapes_and_signatures_by_hand() {
         let heads = Linear::shaped(&[10], &[3, 2, 5]);
         assert_eq!(heads.signature.as_deref(), Some("..m i0, i0 o0 o1 o2 -> ..m o0 o1 o2"));
-        assert_eq!(
-            (heads.weight.shape(), heads.weight.shape_in_files()),
-            (&[10, 3, 2, 5][..], &[10, 30][..])
-        );
+        assert_eq!((heads.weight.shape(), heads.weight.shape_in_files()), (&[10, 3, 2, 5][..], vec![10, 30]));
         let bias = heads.bias.unwrap();
-        assert_eq!((bias.shape(), bias.shape_in_files(), bias.decays()), (&[3, 2, 5][..], &[30][..], false));
+        assert_eq!((bias.shape(), bias.shape_in_files(), bias.decays()), (&[3, 2, 5][..], vec![30], false));
         assert!(Linear::new(4, 6).signature.is_none());
+        let turned = Linear::shaped(&[10], &[3, 2, 5]).transposed_in_files().weight;
+        assert_eq!((turned.shape(), turned.shape_in_files()), (&[10, 3, 2, 5][..], vec![30, 10]));
         assert_eq!(Linear::shaped(&[2, 5], &[10]).weight.initial(), Init::Uniform(1.0 / 10f64.sqrt()));
     }
 }

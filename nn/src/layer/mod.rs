@@ -8,11 +8,15 @@ mod embedding;
 mod mlp;
 mod attention;
 mod block;
+mod gated_mlp;
+mod grouped_attention;
 
 pub use attention::Attention;
 pub use block::Block;
 pub use dropout::Dropout;
 pub use embedding::Embedding;
+pub use gated_mlp::GatedMlp;
+pub use grouped_attention::GroupedAttention;
 pub use layer_norm::LayerNorm;
 pub use linear::Linear;
 pub use mlp::Mlp;

@@ -1,6 +1,7 @@
 //! GPT-2: a decoder with learned positions. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
 
-use super::family::Family;
+use super::family::{Family, check_ids};
+use crate::cache::Cache;
 use crate::hf::{Gpt2Config, ModelConfig};
 use crate::layer::{Attention, Block, Dropout, Embedding, LayerNorm, Mlp};
 use crate::loss::cross_entropy;
@@ -8,7 +9,7 @@ use crate::module;
 use crate::param::Init;
 use crate::plan::Plan;
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Error, Kind, Value, unwind};
+use shardgrad_tensor::{Value, unwind};
 
 module! {
     /// Token and position embeddings, blocks, a norm, and an output layer: the token table transposed, or one of its own.
@@ -86,10 +87,7 @@ impl Gpt2 {
     #[track_caller]
     #[must_use]
     pub fn forward(&self, ids: &Var) -> Var {
-        self.check(ids);
-        let tokens = self.wte.forward(ids);
-        let positions = self.wpe.first(ids, ids.shape()[1]);
-        let mut x = self.drop.forward(&tokens.add(&positions));
+        let mut x = self.embedded(ids, 0);
         for block in &self.h {
             x = if self.recompute {
                 let tape = x.tape().clone();
@@ -99,7 +97,36 @@ impl Gpt2 {
                 block.forward(&x)
             };
         }
-        self.lm_head.as_ref().unwrap_or(&self.wte).scores(&self.ln_f.forward(&x))
+        self.scores(&x)
+    }
+
+    /// Logits of the token after the last of `ids`: `[b, t]` to `[b, 1, vocab_size]`. The ids continue what is in the cache,
+    /// which then holds them too.
+    ///
+    /// # Panics
+    /// As [`Gpt2::forward`], for all positions read so far; and if the cache is of another model.
+    #[track_caller]
+    #[must_use]
+    pub fn next(&self, ids: &Var, cache: &mut Cache) -> Var {
+        let mut x = self.embedded(ids, cache.len());
+        for (block, past) in self.h.iter().zip(cache.layers()) {
+            x = block.attend(&x, Some(past));
+        }
+        let t = x.shape()[1];
+        self.scores(&x.slice(1, t - 1..t))
+    }
+
+    /// Tokens and their positions, from `first` on.
+    #[track_caller]
+    fn embedded(&self, ids: &Var, first: usize) -> Var {
+        check_ids(ids, first, self.config.n_positions);
+        let tokens = self.wte.forward(ids);
+        self.drop.forward(&tokens.add(&self.wpe.rows(ids, first..first + ids.shape()[1])))
+    }
+
+    #[track_caller]
+    fn scores(&self, x: &Var) -> Var {
+        self.lm_head.as_ref().unwrap_or(&self.wte).scores(&self.ln_f.forward(x))
     }
 
     /// Mean next-token cross-entropy over all tokens: ids and targets `[b, t]` (i64), a scalar in the accumulator type.
@@ -110,19 +137,6 @@ impl Gpt2 {
     #[must_use]
     pub fn loss(&self, ids: &Var, targets: &Var) -> Var {
         cross_entropy(&self.forward(ids), targets).mean()
-    }
-
-    #[track_caller]
-    fn check(&self, ids: &Var) {
-        let (shape, most) = (ids.shape(), self.config.n_positions);
-        let site = std::panic::Location::caller();
-        if shape.len() != 2 || shape[1] > most {
-            let text = format!("ids of shape {:?} for a model of at most {most} positions", shape.as_slice());
-            Error::new(Kind::Shape, text)
-                .detail("help", "give [batch, tokens]; shorten the rows")
-                .at(site)
-                .raise();
-        }
     }
 }
 

@@ -2,6 +2,8 @@
 
 use super::family::Family;
 use super::gpt2::Gpt2;
+use super::llama::Llama;
+use crate::cache::Cache;
 use crate::hf::ModelConfig;
 use crate::module::Module;
 use crate::plan::Plan;
@@ -12,6 +14,8 @@ use shardgrad_autograd::Var;
 pub enum LanguageModel {
     /// `gpt2`.
     Gpt2(Box<Gpt2>),
+    /// `llama`, `mistral`, `qwen2` and `qwen3`.
+    Llama(Box<Llama>),
 }
 
 impl LanguageModel {
@@ -24,6 +28,7 @@ impl LanguageModel {
     pub fn new(config: &ModelConfig) -> LanguageModel {
         match config {
             ModelConfig::Gpt2(config) => LanguageModel::Gpt2(Box::new(Gpt2::new(config))),
+            ModelConfig::Llama(config) => LanguageModel::Llama(Box::new(Llama::new(config))),
         }
     }
 
@@ -32,6 +37,7 @@ impl LanguageModel {
     pub fn plan(config: &ModelConfig) -> Plan {
         match config {
             ModelConfig::Gpt2(config) => Gpt2::plan(config),
+            ModelConfig::Llama(config) => Llama::plan(config),
         }
     }
 
@@ -40,6 +46,7 @@ impl LanguageModel {
     pub fn recompute(self, recompute: bool) -> LanguageModel {
         match self {
             LanguageModel::Gpt2(model) => LanguageModel::Gpt2(Box::new(model.recompute(recompute))),
+            LanguageModel::Llama(model) => LanguageModel::Llama(Box::new(model.recompute(recompute))),
         }
     }
 
@@ -52,7 +59,31 @@ impl LanguageModel {
     pub fn forward(&self, ids: &Var) -> Var {
         match self {
             LanguageModel::Gpt2(model) => model.forward(ids),
+            LanguageModel::Llama(model) => model.forward(ids),
         }
+    }
+
+    /// Logits of the token after the last of `ids`: `[b, t]` to `[b, 1, vocab_size]`. The ids continue what is in the cache,
+    /// which then holds them too.
+    ///
+    /// # Panics
+    /// As [`LanguageModel::forward`], for all positions read so far; and if the cache is of another model.
+    #[track_caller]
+    #[must_use]
+    pub fn next(&self, ids: &Var, cache: &mut Cache) -> Var {
+        match self {
+            LanguageModel::Gpt2(model) => model.next(ids, cache),
+            LanguageModel::Llama(model) => model.next(ids, cache),
+        }
+    }
+
+    /// An empty cache for this model.
+    #[must_use]
+    pub fn cache(&self) -> Cache {
+        Cache::new(match self {
+            LanguageModel::Gpt2(model) => model.h.len(),
+            LanguageModel::Llama(model) => model.model.layers.len(),
+        })
     }
 
     /// Mean next-token cross-entropy over all tokens: ids and targets `[b, t]` (i64), a scalar in the accumulator type.
@@ -64,12 +95,14 @@ impl LanguageModel {
     pub fn loss(&self, ids: &Var, targets: &Var) -> Var {
         match self {
             LanguageModel::Gpt2(model) => model.loss(ids, targets),
+            LanguageModel::Llama(model) => model.loss(ids, targets),
         }
     }
 
     fn family(&self) -> &dyn Family {
         match self {
             LanguageModel::Gpt2(model) => &**model,
+            LanguageModel::Llama(model) => &**model,
         }
     }
 }

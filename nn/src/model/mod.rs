@@ -2,9 +2,11 @@
 
 mod family;
 mod gpt2;
+mod llama;
 mod language;
 
-pub use crate::hf::{Gpt2Config, ModelConfig};
+pub use crate::hf::{Gpt2Config, LlamaConfig, LlamaKind, ModelConfig};
 pub use family::Family;
 pub use gpt2::Gpt2;
 pub use language::LanguageModel;
+pub use llama::{Llama, LlamaBlock, LlamaTrunk};

@@ -2,6 +2,7 @@
 
 mod data;
 mod gpt2;
+mod llama;
 mod pipeline;
 mod tensor;
 

@@ -4,8 +4,8 @@
 use crate::support::run;
 use shardgrad_autograd::{Key, Noise, Tape, Var};
 use shardgrad_nn::{
-    Attention, Block, Dropout, Embedding, Gpt2, Gpt2Config, LanguageModel, LayerNorm, Linear, Mlp, Model,
-    ModelConfig, Module, Plan, RmsNorm, cross_entropy,
+    Attention, Block, Dropout, Embedding, GatedMlp, Gpt2, Gpt2Config, GroupedAttention, LanguageModel,
+    LayerNorm, Linear, Llama, LlamaConfig, LlamaKind, Mlp, Model, Module, Plan, RmsNorm, cross_entropy,
 };
 use shardgrad_tensor::check::Global;
 use shardgrad_tensor::ops::Input;
@@ -164,6 +164,7 @@ fn embedding() {
     let ids = [Input::index(&[2, 3], 4)];
     check("lookup", || on(Embedding::new(4, 3), &[], |m, x| m.forward(&x[0])).inputs(&ids));
     check("scores", || on(Embedding::new(4, 3), &[&[2, 3]], |m, x| m.scores(&x[0])));
+    check("rows", || on(Embedding::new(4, 3), &[], |m, x| m.rows(&x[0], 1..3)).inputs(&ids));
     check("first", || on(Embedding::new(4, 3), &[], |m, x| m.first(&x[0], 2)).inputs(&ids));
 }
 
@@ -200,10 +201,46 @@ fn gpt2() {
     }
 }
 
+fn gated_mlp() {
+    for bias in [false, true] {
+        check("gated mlp", || on(GatedMlp::new(3, 5, bias), &[&[2, 2, 3]], |m, x| m.forward(&x[0])));
+    }
+}
+
+fn grouped_attention() {
+    let layer = || GroupedAttention::new(3, [2, 2, 4], &[1.0, 0.3]);
+    check("grouped", || on(layer(), &[&[2, 3, 3]], |m, x| m.forward(&x[0])));
+    let rich = || layer().bias(true, true).normed(1e-3);
+    check("biases and norms", || on(rich(), &[&[2, 3, 3]], |m, x| m.forward(&x[0])));
+    check("noisy", || on(rich().dropout(0.3), &[&[2, 3, 3]], |m, x| m.forward(&x[0])).noisy());
+}
+
+fn llama() {
+    let tokens = [Input::index(&[2, 3], 5), Input::index(&[2, 3], 5)];
+    let cases =
+        LlamaKind::EVERY.into_iter().zip([(true, false, 0.0), (false, true, 0.2)].into_iter().cycle());
+    for (kind, (tied, recompute, p)) in cases {
+        let config = LlamaConfig {
+            tie_word_embeddings: tied,
+            attention_dropout: p,
+            ..LlamaConfig::new(kind, 5, 4, [4, 3], 2, [2, 1])
+        };
+        let make = || {
+            let module = Llama::new(&config).recompute(recompute);
+            on(module, &[], |m, x| m.loss(&x[0], &x[1])).inputs(&tokens).noisy()
+        };
+        check(&format!("{kind:?}, tied {tied}, recompute {recompute}, dropout {p}"), make);
+    }
+}
+
 fn language() {
     let tokens = [Input::index(&[2, 3], 5), Input::index(&[2, 3], 5)];
-    let config = ModelConfig::Gpt2(Gpt2Config::new(5, 4, 4, 1, 2));
-    check("any family", || on(LanguageModel::new(&config), &[], |m, x| m.loss(&x[0], &x[1])).inputs(&tokens));
+    let (gpt2, llama) =
+        (Gpt2Config::new(5, 4, 4, 1, 2), LlamaConfig::new(LlamaKind::Llama, 5, 4, [4, 3], 1, [2, 1]));
+    for config in [gpt2.into(), llama.into()] {
+        let make = || on(LanguageModel::new(&config), &[], |m, x| m.loss(&x[0], &x[1])).inputs(&tokens);
+        check("of a family", make);
+    }
 }
 
 /// The file of each layer and model, and its check.
@@ -212,12 +249,15 @@ const FILES: &[(&str, fn())] = &[
     ("layer/block", block),
     ("layer/dropout", dropout),
     ("layer/embedding", embedding),
+    ("layer/gated_mlp", gated_mlp),
+    ("layer/grouped_attention", grouped_attention),
     ("layer/layer_norm", layer_norm),
     ("layer/linear", linear),
     ("layer/mlp", mlp),
     ("layer/rms_norm", rms_norm),
     ("model/gpt2", gpt2),
     ("model/language", language),
+    ("model/llama", llama),
 ];
 
 #[test]
@@ -240,8 +280,8 @@ fn every_file_has_an_entry() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("src").join(folder);
         for file in std::fs::read_dir(path).unwrap() {
             let name = file.unwrap().path().file_stem().unwrap().to_str().unwrap().to_string();
-            // A list of modules and a trait: there is nothing to differentiate in them.
-            if name != "mod" && name != "family" {
+            // What families have in common computes nothing.
+            if !["mod", "family"].contains(&name.as_str()) {
                 found.insert(format!("{folder}/{name}"));
             }
         }

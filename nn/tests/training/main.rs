@@ -8,5 +8,6 @@ mod names;
 mod parity;
 mod rounds;
 mod traces;
+mod llama;
 mod steps;
 mod folders;

@@ -8,7 +8,7 @@ use shardgrad_nn::{
 use shardgrad_tensor::{DType, Mesh, Phase, Rank, Record, Result, Value, World};
 
 /// How often each collective ran in each phase, in alphabetical order: `backward all_reduce 2`.
-fn counts(records: &[Record]) -> Vec<String> {
+pub(crate) fn counts(records: &[Record]) -> Vec<String> {
     let line = |r: &Record| format!("{:?} {}", r.phase, r.op).to_lowercase();
     let mut lines: Vec<String> = records.iter().map(line).collect();
     lines.sort();
@@ -22,7 +22,7 @@ fn counts(records: &[Record]) -> Vec<String> {
     counted.into_iter().map(|(line, count)| format!("{line} {count}")).collect()
 }
 
-fn traced(rank: &Rank, f: impl FnOnce() -> Result<()>) -> Result<Vec<Record>> {
+pub(crate) fn traced(rank: &Rank, f: impl FnOnce() -> Result<()>) -> Result<Vec<Record>> {
     rank.trace().enable();
     f()?;
     rank.trace().disable();

@@ -1,6 +1,6 @@
 //! The options of `train`.
 
-use super::{DataArgs, ModelArgs, RunArgs, defaults, seq, values};
+use super::{DataArgs, ModelArgs, PipelineArgs, RunArgs, defaults, seq, values};
 use clap::{Args, ValueEnum};
 use shardgrad::nn::{ModelConfig, Schedule};
 use shardgrad::{Error, Kind, Result};
@@ -33,6 +33,8 @@ pub(crate) struct TrainArgs {
     #[command(flatten)]
     pub(crate) steps: StepsArgs,
     #[command(flatten)]
+    pub(crate) pipeline: PipelineArgs,
+    #[command(flatten)]
     pub(crate) optim: OptimArgs,
     /// Folder for metrics.jsonl, loss.svg and model/; what is there is replaced
     #[arg(long, value_name = "DIR", default_value = defaults::OUT, help_heading = "Output")]
@@ -58,9 +60,6 @@ pub(crate) struct StepsArgs {
     /// Tokens in a sequence [default: the positions of the model, at most 128]
     #[arg(long, value_name = "N", value_parser = values::count)]
     pub(crate) seq: Option<usize>,
-    /// Equal parts that the batch is cut into, to save memory
-    #[arg(long, value_name = "N", default_value = "1", value_parser = values::count)]
-    pub(crate) microbatches: usize,
     /// Seed of weights, data order and dropout
     #[arg(long, value_name = "N", default_value = "0")]
     pub(crate) seed: u64,
@@ -121,6 +120,11 @@ impl TrainArgs {
         seq(self.steps.seq, config, defaults::SEQ_MAX)
     }
 
+    /// How many pieces the batch is cut into.
+    pub(crate) fn microbatches(&self) -> usize {
+        self.pipeline.microbatches(&self.run.train_mesh(), self.steps.batch)
+    }
+
     /// The learning rate of each step.
     pub(crate) fn schedule(&self) -> Schedule {
         let (steps, optim) = (self.steps.steps, &self.optim);
@@ -145,13 +149,9 @@ impl TrainArgs {
     /// `Kind::Config` with one detail a fault.
     pub(crate) fn check(&self) -> Result<()> {
         let mut faults = Vec::new();
-        let StepsArgs { steps, batch, microbatches, .. } = self.steps;
+        let StepsArgs { steps, batch, .. } = self.steps;
         let OptimArgs { lr, min_lr, lr_schedule, warmup, .. } = self.optim;
-        if batch % microbatches != 0 {
-            faults.push(format!(
-                "--batch {batch} cannot be cut into {microbatches} equal parts (--microbatches)"
-            ));
-        }
+        faults.extend(self.pipeline.fault(batch));
         match min_lr {
             Some(_) if lr_schedule == LrSchedule::Constant => {
                 faults.push("--min-lr has no meaning with --lr-schedule constant".to_string());

@@ -1,6 +1,7 @@
 //! The values of options: text in, checked values out. What is refused is told in one line.
 
 use super::nearest::nearest;
+use shardgrad::autograd::pipeline::Cut;
 use shardgrad::dist::Mesh;
 use shardgrad::nn::ModelConfig;
 use shardgrad::{Error, Kind, Result};
@@ -42,6 +43,11 @@ pub(super) fn preset(text: &str) -> Result<String, String> {
         nearest(text, ModelConfig::preset_names()).map_or(String::new(), |n| format!("did you mean `{n}`? "));
     let names: Vec<&str> = ModelConfig::preset_names().collect();
     Err(format!("there is no such preset; {near}presets are {}", names.join(", ")))
+}
+
+/// Where a pipeline is cut.
+pub(super) fn cut(text: &str) -> Result<Cut> {
+    text.parse()
 }
 
 /// A whole number of at least one.

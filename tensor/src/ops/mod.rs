@@ -27,6 +27,7 @@ pub mod reciprocal;
 pub mod relu;
 pub mod reshape;
 pub mod rms_norm;
+pub mod rope;
 pub mod silu;
 pub mod slice;
 pub mod concat;
@@ -34,6 +35,7 @@ pub mod softmax;
 pub mod sqrt;
 pub mod square;
 pub mod sum_squares;
+pub mod swiglu;
 pub mod tanh;
 pub mod unbind;
 pub mod redistribute;
@@ -158,6 +160,7 @@ list! {
     relu,
     reshape,
     rms_norm,
+    rope,
     scale,
     silu,
     slice,
@@ -167,6 +170,7 @@ list! {
     sub,
     sum,
     sum_squares,
+    swiglu,
     tanh,
     unbind,
 }

@@ -176,11 +176,11 @@ fn every_op_on_every_layout() {
     let line = format!("{total} rows; direct, cast, complete, refused: {found:?}\n");
     std::io::stdout().write_all(line.as_bytes()).unwrap();
     let expected = [
-        ("a=2", [906, 1030, 1258, 2156]),
-        ("a=3", [903, 1030, 1258, 2159]),
-        ("a=2,b=2", [2708, 1590, 2980, 3810]),
-        ("a=2 in grains", [833, 636, 694, 799]),
-        ("a=2,b=2 in grains", [2341, 596, 1311, 1565]),
+        ("a=2", [942, 1078, 1298, 2175]),
+        ("a=3", [939, 1078, 1298, 2178]),
+        ("a=2,b=2", [2833, 1682, 3162, 4012]),
+        ("a=2 in grains", [869, 684, 734, 818]),
+        ("a=2,b=2 in grains", [2429, 630, 1381, 1652]),
     ];
     assert_eq!(found, expected, "direct, cast, complete and refused rows; new cases change them");
 }

@@ -191,11 +191,12 @@ fn stacks_are_the_products_one_by_one() {
 
 #[test]
 fn large_tasks_are_cut_and_small_products_gathered() {
-    assert_eq!(Split::of([1, 64, 64, 64]), Split { rows: 64, cols: 64, together: 2 });
-    assert_eq!(Split::of([1, 1024, 1024, 1024]), Split { rows: 264, cols: 256, together: 1 });
-    assert_eq!(Split::of([1, 1, 50257, 768]).rows, 1);
-    assert!(Split::of([1, 1, 50257, 768]).cols < 10_000);
-    assert!(Split::of([96, 16, 16, 16]).together > 8);
+    assert_eq!(Split::of([1, 64, 64, 64], 2), Split { rows: 64, cols: 64, together: 2 });
+    assert_eq!(Split::of([1, 1024, 1024, 1024], 1), Split { rows: 1024, cols: 1024, together: 1 });
+    assert_eq!(Split::of([1, 1024, 1024, 1024], 2), Split { rows: 512, cols: 256, together: 1 });
+    assert_eq!(Split::of([1, 1, 50257, 768], 4).rows, 1);
+    assert!(Split::of([1, 1, 50257, 768], 4).cols < 10_000);
+    assert!(Split::of([96, 16, 16, 16], 2).together > 8);
 }
 
 #[test]

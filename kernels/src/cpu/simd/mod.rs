@@ -4,8 +4,10 @@
 //! the baseline of the target, and calls the best that this CPU has. A loop that calls `mul_add` gives the same
 //! bits on each of them; loops must not depend on the vector width for the order of a sum.
 
+pub(crate) mod turn;
 pub(crate) mod tile;
 pub(crate) mod pack;
+pub(crate) mod blocks;
 
 /// The instruction sets that a body is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

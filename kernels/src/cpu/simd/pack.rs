@@ -1,6 +1,7 @@
 //! Blocks of matrices as tiles read them: in strips, widened, with the elements of one step side by side.
 
 use crate::cpu::simd::tile::Tiles;
+use crate::cpu::simd::turn::starts;
 use crate::cpu::simd::vectorized;
 use crate::dtype::{Element, Float, Real};
 use std::mem::MaybeUninit;
@@ -9,20 +10,29 @@ use std::mem::MaybeUninit;
 pub(crate) const DEPTH_MAX: usize = 256;
 
 /// A matrix that is read, of any float type that widens to R; the caller vouches for what it reaches.
-pub(crate) struct Source<R> {
-    start: *const u8,
-    row: usize,
-    col: usize,
+pub(crate) struct Source<R: 'static> {
+    pub(crate) start: *const u8,
+    pub(crate) row: usize,
+    pub(crate) col: usize,
     /// Bytes of an element.
     size: usize,
     /// Whether elements are of type R itself, so that tiles can read them where they lie.
-    direct: bool,
+    pub(crate) direct: bool,
     /// Copies a block of it.
     pack: Pack<R>,
 }
 
-/// to[p * width + j] = from(p, j) for j below `used`, else 0: from, \[depth, used\], width, to.
-type Pack<R> = unsafe fn(&Tiles<R>, Source<R>, [usize; 2], usize, *mut R);
+/// Strips of `used` columns each and `depth` rows, every step filled up to `width` places.
+#[derive(Clone, Copy)]
+pub(crate) struct Strips {
+    pub(crate) depth: usize,
+    pub(crate) count: usize,
+    pub(crate) used: usize,
+    pub(crate) width: usize,
+}
+
+/// to[(s * depth + p) * width + j] = from(p, s * used + j) for j below `used`, else 0.
+type Pack<R> = unsafe fn(&Tiles<R>, Source<R>, Strips, *mut R);
 
 impl<R> Clone for Source<R> {
     fn clone(&self) -> Self {
@@ -54,111 +64,52 @@ impl<R: Real> Source<R> {
     pub(crate) fn from(self, i: usize, j: usize) -> Self {
         self.moved(i * self.row + j * self.col)
     }
-}
 
-/// Packs strips of the tallest tile's rows (fewer in the last), each column after column.
-///
-/// # Safety
-/// The block lies inside of its memory, and `to` has room for it.
-pub(crate) unsafe fn pack_rows<R: Real>(
-    tiles: &Tiles<R>,
-    from: Source<R>,
-    [rows, depth]: [usize; 2],
-    to: *mut R,
-) {
-    let tallest = tiles.heights[0];
-    for first in (0..rows).step_by(tallest) {
-        let height = tallest.min(rows - first);
-        // SAFETY: as promised by the caller.
-        unsafe {
-            (from.pack)(tiles, from.from(first, 0).turned(), [depth, height], height, to.add(first * depth))
-        };
-    }
-}
-
-/// Strips of b, two vectors wide (one, if the last holds no more): those from column `packed_from` on are packed,
-/// each row after row, filled up with 0; those before lie in b itself.
-#[derive(Clone, Copy)]
-pub(crate) struct Strips<R> {
-    pub(crate) packed: *const R,
-    pub(crate) packed_from: usize,
-    pub(crate) direct: *const R,
-    pub(crate) direct_row: usize,
-}
-
-/// Packs the strips of a block of b, or only the last if the rest can stay where it is.
-///
-/// # Safety
-/// The block lies inside of its memory, and `to` has room for it.
-pub(crate) unsafe fn cols_of<R: Real>(
-    tiles: &Tiles<R>,
-    from: Source<R>,
-    [depth, cols]: [usize; 2],
-    few_rows: bool,
-    to: *mut R,
-) -> Strips<R> {
-    let wide = 2 * tiles.lanes;
-    let packed_from = if few_rows && from.col == 1 && from.direct { cols / wide * wide } else { 0 };
-    for first in (packed_from..cols).step_by(wide) {
-        let used = wide.min(cols - first);
-        let width = used.next_multiple_of(tiles.lanes);
-        // SAFETY: as promised by the caller.
-        unsafe {
-            let to = to.add((first - packed_from) * depth);
-            (from.pack)(tiles, from.from(0, first), [depth, used], width, to);
+    /// See [`Pack`].
+    ///
+    /// # Safety
+    /// The strips lie inside of the memory, and `to` has room for them.
+    pub(crate) unsafe fn pack(self, tiles: &Tiles<R>, strips: Strips, to: *mut R) {
+        if strips.count > 0 {
+            // SAFETY: as promised by the caller; `pack` is that of the type of the elements.
+            unsafe { (self.pack)(tiles, self, strips, to) }
         }
     }
-    Strips { packed: to, packed_from, direct: from.start.cast(), direct_row: from.row }
 }
 
 /// See [`Pack`].
 ///
 /// # Safety
-/// `from` is of type T; the block lies inside of its memory, and `to` has room for it.
-unsafe fn pack<T: Float>(
-    tiles: &Tiles<T::Acc>,
-    from: Source<T::Acc>,
-    [depth, used]: [usize; 2],
-    width: usize,
-    to: *mut T::Acc,
-) {
-    let block = tiles.block;
+/// `from` is of type T; the strips lie inside of its memory, and `to` has room for them.
+unsafe fn pack<T: Float>(tiles: &Tiles<T::Acc>, from: Source<T::Acc>, strips: Strips, to: *mut T::Acc) {
+    let Strips { depth, count, used, width } = strips;
     let start = from.start.cast::<T>();
+    let block = tiles.turn.0;
     // SAFETY: p is below `depth` and j below `used` or, where only `to` is touched, below `width`.
     unsafe {
         if from.row == 1 && from.col != 1 && depth >= block && used >= block {
-            for j in starts(used, block) {
-                turn(tiles, (start.add(j * from.col), from.col), depth, (to.add(j), width));
+            for s in 0..count {
+                for j in starts(used, block) {
+                    let from = (start.add((s * used + j) * from.col), from.col);
+                    turn(tiles, from, depth, (to.add(s * depth * width + j), width));
+                }
             }
-        } else if from.col == 1 {
-            vectorized(
-                #[inline(always)]
-                || {
-                    for p in 0..depth {
-                        for j in 0..used {
-                            *to.add(p * width + j) = (*start.add(p * from.row + j)).widen();
-                        }
-                    }
-                },
-            );
+        } else if from.col == 1 && used == width {
+            copy((start, from.row), strips, to);
         } else {
-            for p in 0..depth {
+            for (s, p) in (0..count).flat_map(|s| (0..depth).map(move |p| (s, p))) {
                 for j in 0..used {
-                    *to.add(p * width + j) = (*start.add(p * from.row + j * from.col)).widen();
+                    let x = *start.add(p * from.row + (s * used + j) * from.col);
+                    *to.add((s * depth + p) * width + j) = x.widen();
                 }
             }
         }
-        for p in 0..depth {
+        for step in 0..if used < width { count * depth } else { 0 } {
             for j in used..width {
-                *to.add(p * width + j) = T::Acc::ZERO;
+                *to.add(step * width + j) = T::Acc::ZERO;
             }
         }
     }
-}
-
-/// Where blocks start that cover `len` elements; the last may overlap the one before.
-fn starts(len: usize, block: usize) -> impl Iterator<Item = usize> {
-    (0..len).step_by(block).map(move |at| at.min(len - block))
 }
 
 /// Turns a block's worth of rows of `depth` elements, widening them first if they are of 16 bits.
@@ -169,17 +120,18 @@ unsafe fn turn<T: Float>(
     tiles: &Tiles<T::Acc>,
     (from, from_step): (*const T, usize),
     depth: usize,
-    (to, to_step): (*mut T::Acc, usize),
+    to: (*mut T::Acc, usize),
 ) {
+    let (block, turn) = tiles.turn;
     let mut wide = [MaybeUninit::<T::Acc>::uninit(); 8 * DEPTH_MAX];
-    let (rows, step) = if T::DTYPE == <T::Acc as Element>::DTYPE {
+    let from = if T::DTYPE == <T::Acc as Element>::DTYPE {
         (from.cast::<T::Acc>(), from_step)
     } else {
-        assert!(depth <= DEPTH_MAX && tiles.block <= 8, "a block of rows fits the scratch");
+        assert!(depth <= DEPTH_MAX && block <= 8, "a block of rows fits the scratch");
         vectorized(
             #[inline(always)]
             || {
-                for (i, row) in wide.chunks_exact_mut(DEPTH_MAX).take(tiles.block).enumerate() {
+                for (i, row) in wide.chunks_exact_mut(DEPTH_MAX).take(block).enumerate() {
                     for (p, to) in row[..depth].iter_mut().enumerate() {
                         // SAFETY: as promised by the caller.
                         to.write(unsafe { *from.add(i * from_step + p) }.widen());
@@ -189,8 +141,51 @@ unsafe fn turn<T: Float>(
         );
         (wide.as_ptr().cast::<T::Acc>(), DEPTH_MAX)
     };
-    for p in starts(depth, tiles.block) {
-        // SAFETY: as promised by the caller; of `wide`, what was just written is read.
-        unsafe { (tiles.turn)((rows.add(p), step), (to.add(p * to_step), to_step)) };
+    // SAFETY: as promised by the caller; of `wide`, what was just written is read.
+    unsafe { turn(depth, from, to) };
+}
+
+/// Copies strips whose rows lie side by side: row after row of the source, so that it is read in long runs.
+///
+/// # Safety
+/// As for [`pack`].
+unsafe fn copy<T: Float>(from: (*const T, usize), strips: Strips, to: *mut T::Acc) {
+    macro_rules! by_width {
+        ($($width:literal)*) => {
+            match strips.width {
+                // SAFETY: as promised by the caller.
+                $($width => unsafe { copy_rows::<T, $width>(from, strips, to) },)*
+                width => unreachable!("no tile is {width} wide"),
+            }
+        };
     }
+    by_width!(1 2 3 4 5 6 7 8 9 10 11 12 13 14 16 32);
+}
+
+/// [`copy`] for rows of N elements.
+///
+/// # Safety
+/// As for [`pack`].
+unsafe fn copy_rows<T: Float, const N: usize>(
+    (from, from_step): (*const T, usize),
+    Strips { depth, count, .. }: Strips,
+    to: *mut T::Acc,
+) {
+    vectorized(
+        #[inline(always)]
+        move || {
+            for p in 0..depth {
+                let (from, to) = (from.wrapping_add(p * from_step), to.wrapping_add(p * N));
+                for s in 0..count {
+                    // SAFETY: the caller vouches for N elements side by side.
+                    let row = unsafe { *from.wrapping_add(s * N).cast::<[T; N]>() };
+                    let to = to.wrapping_add(s * depth * N);
+                    for (j, x) in row.into_iter().enumerate() {
+                        // SAFETY: the caller vouches for the room.
+                        unsafe { *to.wrapping_add(j) = x.widen() };
+                    }
+                }
+            }
+        },
+    );
 }

@@ -1,6 +1,7 @@
-//! The innermost loops of a matrix product: tiles of sums held in registers, and turned blocks.
+//! The innermost loops of a matrix product: tiles of sums held in registers.
 
 use crate::cpu::simd::Level;
+use crate::cpu::simd::turn::{self, Turn};
 use crate::dtype::{DType, Real};
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
@@ -13,24 +14,14 @@ use std::arch::x86_64::*;
 /// The extents lie inside of the memories, c is not read by anyone else, and the CPU has the level of the [`Tiles`].
 pub(crate) type Tile<R> = unsafe fn(usize, (*const R, usize), (*const R, usize), (*mut R, usize), bool);
 
-/// to[j][i] = from[i][j] for i, j below [`Tiles::block`]; pointers and the distances of rows.
-///
-/// # Safety
-/// As for [`Tile`].
-pub(crate) type Turn<R> = unsafe fn((*const R, usize), (*mut R, usize));
-
 /// The tiles of one instruction set.
-pub(crate) struct Tiles<R> {
+pub(crate) struct Tiles<R: 'static> {
     /// Columns of a tile one vector wide.
     pub(crate) lanes: usize,
-    /// Rows of a tile, tallest first; the last is 1.
-    pub(crate) heights: [usize; 5],
-    /// By height, then one or two vectors wide.
-    pub(crate) table: [[Tile<R>; 2]; 5],
-    /// Extent of a turned block.
-    pub(crate) block: usize,
-    /// Turns a block.
-    pub(crate) turn: Turn<R>,
+    /// By height, from 1 row to the tallest, then one or two vectors wide.
+    pub(crate) table: &'static [[Tile<R>; 2]],
+    /// Rows that are turned at a time, and how.
+    pub(crate) turn: (usize, Turn<R>),
 }
 
 impl<R: Real> Tiles<R> {
@@ -67,6 +58,8 @@ trait Vector: Copy {
     /// # Safety
     /// There are `LANES` elements to write.
     unsafe fn store(self, to: *mut Self::Item);
+    /// Asks for a cache line ahead of its use, wherever that may be.
+    fn expect(at: *const Self::Item);
     fn fma(self, a: Self, b: Self) -> Self;
     fn plus(self, a: Self) -> Self;
 }
@@ -80,6 +73,11 @@ unsafe fn tile<V: Vector, const H: usize, const W: usize>(
     (c, c_step): (*mut V::Item, usize),
     add: bool,
 ) {
+    for row in 0..H {
+        // The first and the last element of a row stand for all of its cache lines, of which there are at most three.
+        (0..W).for_each(|w| V::expect(c.wrapping_add(row * c_step + w * V::LANES)));
+        V::expect(c.wrapping_add(row * c_step + W * V::LANES - 1));
+    }
     let mut sums = [[V::splat(V::Item::ZERO); W]; H];
     for _ in 0..depth {
         // SAFETY: the caller vouches for `depth` columns of a and rows of b; `wrapping_add` may step past the last.
@@ -121,71 +119,14 @@ impl<R: Real, const N: usize> Vector for [R; N] {
         unsafe { *to.cast() = self }
     }
     #[inline(always)]
+    fn expect(_: *const R) {}
+    #[inline(always)]
     fn fma(self, a: Self, b: Self) -> Self {
         std::array::from_fn(|i| self[i].fma(a[i], b[i]))
     }
     #[inline(always)]
     fn plus(self, a: Self) -> Self {
         std::array::from_fn(|i| self[i] + a[i])
-    }
-}
-
-/// See [`Turn`].
-unsafe fn turn_plain<R: Real, const N: usize>(
-    (from, from_step): (*const R, usize),
-    (to, to_step): (*mut R, usize),
-) {
-    for i in 0..N {
-        for j in 0..N {
-            // SAFETY: the caller vouches for N rows and columns on both sides.
-            unsafe { *to.add(j * to_step + i) = *from.add(i * from_step + j) };
-        }
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-unsafe fn turn_f32((from, from_step): (*const f32, usize), (to, to_step): (*mut f32, usize)) {
-    // SAFETY: the caller vouches for 8 rows of 8 elements.
-    let r: [__m256; 8] = std::array::from_fn(|i| unsafe { _mm256_loadu_ps(from.add(i * from_step)) });
-    let mut quarters = [_mm256_setzero_ps(); 8];
-    for half in [0, 4] {
-        let (low, high) =
-            (_mm256_unpacklo_ps(r[half], r[half + 1]), _mm256_unpackhi_ps(r[half], r[half + 1]));
-        let (low2, high2) =
-            (_mm256_unpacklo_ps(r[half + 2], r[half + 3]), _mm256_unpackhi_ps(r[half + 2], r[half + 3]));
-        quarters[half] = _mm256_shuffle_ps::<0x44>(low, low2);
-        quarters[half + 1] = _mm256_shuffle_ps::<0xee>(low, low2);
-        quarters[half + 2] = _mm256_shuffle_ps::<0x44>(high, high2);
-        quarters[half + 3] = _mm256_shuffle_ps::<0xee>(high, high2);
-    }
-    for j in 0..4 {
-        let first = _mm256_permute2f128_ps::<0x20>(quarters[j], quarters[j + 4]);
-        let second = _mm256_permute2f128_ps::<0x31>(quarters[j], quarters[j + 4]);
-        // SAFETY: the caller vouches for 8 rows of 8 elements.
-        unsafe {
-            _mm256_storeu_ps(to.add(j * to_step), first);
-            _mm256_storeu_ps(to.add((j + 4) * to_step), second);
-        }
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-unsafe fn turn_f64((from, from_step): (*const f64, usize), (to, to_step): (*mut f64, usize)) {
-    // SAFETY: the caller vouches for 4 rows of 4 elements.
-    let r: [__m256d; 4] = std::array::from_fn(|i| unsafe { _mm256_loadu_pd(from.add(i * from_step)) });
-    let even = [_mm256_unpacklo_pd(r[0], r[1]), _mm256_unpacklo_pd(r[2], r[3])];
-    let odd = [_mm256_unpackhi_pd(r[0], r[1]), _mm256_unpackhi_pd(r[2], r[3])];
-    let turned = [
-        _mm256_permute2f128_pd::<0x20>(even[0], even[1]),
-        _mm256_permute2f128_pd::<0x20>(odd[0], odd[1]),
-        _mm256_permute2f128_pd::<0x31>(even[0], even[1]),
-        _mm256_permute2f128_pd::<0x31>(odd[0], odd[1]),
-    ];
-    for (j, row) in turned.into_iter().enumerate() {
-        // SAFETY: the caller vouches for 4 rows of 4 elements.
-        unsafe { _mm256_storeu_pd(to.add(j * to_step), row) };
     }
 }
 
@@ -211,6 +152,11 @@ macro_rules! vector {
                 unsafe { $store(to, self) }
             }
             #[inline(always)]
+            fn expect(at: *const $t) {
+                // SAFETY: nothing is read; every CPU of this architecture has the instruction.
+                unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
+            }
+            #[inline(always)]
             fn fma(self, a: Self, b: Self) -> Self {
                 // SAFETY: used only inside of tiles compiled for this level.
                 unsafe { $fma(self, a, b) }
@@ -229,7 +175,7 @@ vector!(__m256 of 8 f32: _mm256_set1_ps _mm256_loadu_ps _mm256_storeu_ps _mm256_
 vector!(__m256d of 4 f64: _mm256_set1_pd _mm256_loadu_pd _mm256_storeu_pd _mm256_fmadd_pd _mm256_add_pd);
 
 macro_rules! tiles {
-    ($(#[$attribute:meta])* $name:ident, $v:ty, $t:ty, $features:literal, [$($height:literal),*], $block:literal, $turn:expr) => {
+    ($(#[$attribute:meta])* $name:ident, $v:ty, $t:ty, $features:literal, [$($height:literal)*], $turn:expr) => {
         $(#[$attribute])*
         fn $name() -> Tiles<$t> {
             #[cfg_attr(target_arch = "x86_64", target_feature(enable = $features))]
@@ -243,13 +189,8 @@ macro_rules! tiles {
                 // SAFETY: as promised by the caller.
                 unsafe { tile::<$v, H, W>(depth, a, b, c, add) }
             }
-            Tiles {
-                lanes: <$v as Vector>::LANES,
-                heights: [$($height),*],
-                table: [$([compiled::<$height, 1>, compiled::<$height, 2>]),*],
-                block: $block,
-                turn: $turn,
-            }
+            const TABLE: &[[Tile<$t>; 2]] = &[$([compiled::<$height, 1>, compiled::<$height, 2>]),*];
+            Tiles { lanes: <$v as Vector>::LANES, table: TABLE, turn: $turn }
         }
     };
 }
@@ -259,9 +200,8 @@ tiles!(
     __m512,
     f32,
     "avx512f",
-    [12, 8, 4, 2, 1],
-    8,
-    turn_f32
+    [1 2 3 4 5 6 7 8 9 10 11 12 13 14],
+    (8, turn::eight_f32)
 );
 tiles!(
     #[cfg(target_arch = "x86_64")]
@@ -269,9 +209,8 @@ tiles!(
     __m512d,
     f64,
     "avx512f",
-    [12, 8, 4, 2, 1],
-    4,
-    turn_f64
+    [1 2 3 4 5 6 7 8 9 10 11 12 13 14],
+    (4, turn::four_f64)
 );
 tiles!(
     #[cfg(target_arch = "x86_64")]
@@ -279,9 +218,8 @@ tiles!(
     __m256,
     f32,
     "avx2,fma",
-    [6, 4, 3, 2, 1],
-    8,
-    turn_f32
+    [1 2 3 4 5 6],
+    (8, turn::eight_f32)
 );
 tiles!(
     #[cfg(target_arch = "x86_64")]
@@ -289,9 +227,8 @@ tiles!(
     __m256d,
     f64,
     "avx2,fma",
-    [6, 4, 3, 2, 1],
-    4,
-    turn_f64
+    [1 2 3 4 5 6],
+    (4, turn::four_f64)
 );
-tiles!(plain_f32, [f32; 8], f32, "sse2", [6, 4, 3, 2, 1], 8, turn_plain::<f32, 8>);
-tiles!(plain_f64, [f64; 4], f64, "sse2", [6, 4, 3, 2, 1], 4, turn_plain::<f64, 4>);
+tiles!(plain_f32, [f32; 8], f32, "sse2", [1 2 3 4 5 6], (8, turn::plain::<f32, 8>));
+tiles!(plain_f64, [f64; 4], f64, "sse2", [1 2 3 4 5 6], (4, turn::plain::<f64, 4>));

@@ -53,7 +53,7 @@ pointwise! {
 
 /// 1 / (1 + e^-x).
 #[inline(always)]
-fn sigmoid<R: Maths>(x: R) -> R {
+pub(super) fn sigmoid<R: Maths>(x: R) -> R {
     R::ONE / (R::ONE + (-x).exp())
 }
 
@@ -70,7 +70,7 @@ fn gelu_gate<R: Maths>(x: R) -> R {
 
 /// The derivative of x s(g(x)), where s is the sigmoid with value `s` and `slope` is the derivative of g.
 #[inline(always)]
-fn gate_slope<R: Maths>(x: R, s: R, slope: R) -> R {
+pub(super) fn gate_slope<R: Maths>(x: R, s: R, slope: R) -> R {
     x.fma(slope * (s * (R::ONE - s)), s)
 }
 

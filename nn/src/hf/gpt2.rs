@@ -1,21 +1,11 @@
 //! GPT-2's `config.json`, as `transformers` reads and writes it.
 
 use super::disk::{read_text, refuse, write_text};
+use super::fields::{CONFIG_BYTES_MAX, CONFIG_FILE, Faults, WEIGHTS_FILE, dtype_name};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use shardgrad_tensor::{DType, Result};
 use std::path::Path;
-
-/// The file's name in a model folder.
-pub const CONFIG_FILE: &str = "config.json";
-/// The name of the weights file in a model folder.
-pub const WEIGHTS_FILE: &str = "model.safetensors";
-
-/// No config file is longer than this.
-pub(super) const CONFIG_BYTES_MAX: u64 = 1 << 20;
-/// No extent in a config file is larger than this; products of three of them fit u128, parameter counts fit
-/// u64.
-const EXTENT_MAX: u64 = 1 << 24;
 
 /// The shape of a GPT-2 model and what else its config file tells.
 ///
@@ -180,7 +170,7 @@ impl Gpt2Config {
             "n_positions": self.n_positions,
             "resid_pdrop": self.resid_pdrop,
             "tie_word_embeddings": self.tie_word_embeddings,
-            "torch_dtype": torch_name(self.dtype),
+            "torch_dtype": dtype_name(self.dtype),
             "vocab_size": self.vocab_size,
         });
         format!("{value:#}\n")
@@ -192,19 +182,6 @@ impl Gpt2Config {
     /// `Kind::Io` if the system refuses.
     pub fn write(&self, dir: &Path) -> Result<()> {
         write_text(&dir.join(CONFIG_FILE), &self.to_json())
-    }
-}
-
-/// PyTorch's word for a dtype of weights.
-fn torch_name(dtype: DType) -> &'static str {
-    match dtype {
-        DType::F64 => "float64",
-        DType::F32 => "float32",
-        DType::BF16 => "bfloat16",
-        DType::F16 => "float16",
-        DType::I64 => "int64",
-        DType::U8 => "uint8",
-        DType::Bool => "bool",
     }
 }
 
@@ -239,58 +216,33 @@ struct Raw {
 
 impl Raw {
     fn check(self) -> Result<Gpt2Config, Vec<String>> {
-        let mut faults = self.unsupported();
-        let mut extent = |name: &str, value: Option<u64>, default: Option<u64>| match value.or(default) {
-            Some(n) if (1..=EXTENT_MAX).contains(&n) => n as usize,
-            Some(n) => {
-                faults.push(format!("`{name}` is {n}, which is outside of 1..={EXTENT_MAX}"));
-                1
-            }
-            None => {
-                faults.push(format!("`{name}` is missing"));
-                1
-            }
-        };
+        let mut faults = Faults(self.unsupported());
         let mut config = Gpt2Config::new(
-            extent("vocab_size", self.vocab_size, None),
-            extent("n_positions", self.n_positions, None),
-            extent("n_embd", self.n_embd, None),
-            extent("n_layer", self.n_layer, None),
-            extent("n_head", self.n_head, None),
+            faults.extent("vocab_size", self.vocab_size, None),
+            faults.extent("n_positions", self.n_positions, None),
+            faults.extent("n_embd", self.n_embd, None),
+            faults.extent("n_layer", self.n_layer, None),
+            faults.extent("n_head", self.n_head, None),
         );
-        config.n_inner = self.n_inner.map(|n| extent("n_inner", Some(n), None));
+        config.n_inner = self.n_inner.map(|n| faults.extent("n_inner", Some(n), None));
         if let (Some(width @ 1..), Some(heads @ 1..)) = (self.n_embd, self.n_head)
             && width % heads != 0
         {
-            faults.push(format!("`n_embd` is {width}, which {heads} heads (`n_head`) do not divide"));
+            faults.add(format!("`n_embd` is {width}, which {heads} heads (`n_head`) do not divide"));
         }
         // Where the file is silent, GPT-2's own defaults hold.
-        let mut number =
-            |name: &str, value: Option<f64>, default: f64, below: f64| match value.unwrap_or(default) {
-                x if (0.0..below).contains(&x) => x,
-                x => {
-                    faults.push(format!("`{name}` is {x}, which is not in [0, {below})"));
-                    default
-                }
-            };
-        config.layer_norm_epsilon = number("layer_norm_epsilon", self.layer_norm_epsilon, 1e-5, 1.0);
-        config.initializer_range = number("initializer_range", self.initializer_range, 0.02, 1e3);
-        config.embd_pdrop = number("embd_pdrop", self.embd_pdrop, 0.1, 1.0);
-        config.attn_pdrop = number("attn_pdrop", self.attn_pdrop, 0.1, 1.0);
-        config.resid_pdrop = number("resid_pdrop", self.resid_pdrop, 0.1, 1.0);
+        config.layer_norm_epsilon = faults.number("layer_norm_epsilon", self.layer_norm_epsilon, 1e-5, 1.0);
+        config.initializer_range = faults.number("initializer_range", self.initializer_range, 0.02, 1e3);
+        config.embd_pdrop = faults.number("embd_pdrop", self.embd_pdrop, 0.1, 1.0);
+        config.attn_pdrop = faults.number("attn_pdrop", self.attn_pdrop, 0.1, 1.0);
+        config.resid_pdrop = faults.number("resid_pdrop", self.resid_pdrop, 0.1, 1.0);
         config.tie_word_embeddings = self.tie_word_embeddings.unwrap_or(true);
         // Not an index into anything here: `generate` in `transformers` may name a token that the vocabulary
         // lacks.
         config.bos_token_id = self.bos_token_id.and_then(|id| usize::try_from(id).ok());
         config.eos_token_id = self.eos_token_id.and_then(|id| usize::try_from(id).ok());
-        let dtype = self.torch_dtype.as_deref().unwrap_or("float32");
-        let dtype = dtype.strip_prefix("torch.").unwrap_or(dtype);
-        match DType::FLOATS.into_iter().find(|d| torch_name(*d) == dtype) {
-            Some(found) => config.dtype = found,
-            None => faults
-                .push(format!("`torch_dtype` is {dtype:?}; held are float64, float32, bfloat16, float16")),
-        }
-        if faults.is_empty() { Ok(config) } else { Err(faults) }
+        config.dtype = faults.dtype(self.torch_dtype.as_deref());
+        faults.none_or(config)
     }
 
     /// Fields whose value asks for something that the model text does not do.

@@ -1,0 +1,288 @@
+//! A product block by block: what is packed when, and in which order tiles are taken.
+//!
+//! Blocks of [`DEPTH_MAX`] steps, [`COLS`] columns of b and [`ROWS`] rows of a are packed, then multiplied tile by
+//! tile. The order of the blocks of one sum is part of the contract of [`crate::cpu::gemm`]; the rest is a matter of
+//! speed.
+
+use crate::cpu::simd::pack::{DEPTH_MAX, Source, Strips};
+use crate::cpu::simd::tile::Tiles;
+use crate::dtype::Real;
+use std::mem::MaybeUninit;
+
+/// Rows of a that are packed at a time: with [`DEPTH_MAX`] columns they fill a part of the second-level cache.
+const ROWS: usize = 192;
+/// Columns of b that are packed at a time.
+const COLS: usize = 1024;
+/// Up to so many rows of a, packing b does not pay.
+const FEW_ROWS: usize = 28;
+
+/// A matrix that is written.
+pub(crate) struct Target<T> {
+    pub(crate) start: *mut T,
+    pub(crate) row: usize,
+    pub(crate) col: usize,
+}
+
+impl<T> Clone for Target<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Target<T> {}
+
+impl<T> Target<T> {
+    fn turned(self) -> Self {
+        Target { row: self.col, col: self.row, ..self }
+    }
+
+    pub(crate) fn moved(self, distance: usize) -> Self {
+        Target { start: self.start.wrapping_add(distance), ..self }
+    }
+
+    /// The same from element (i, j) on.
+    fn from(self, i: usize, j: usize) -> Self {
+        self.moved(i * self.row + j * self.col)
+    }
+
+    /// # Safety
+    /// The element lies inside of the memory.
+    #[inline(always)]
+    pub(crate) unsafe fn at(self, i: usize, j: usize) -> *mut T {
+        // SAFETY: as promised by the caller.
+        unsafe { self.start.add(i * self.row + j * self.col) }
+    }
+}
+
+// SAFETY: tasks on several threads write disjoint parts of c only.
+unsafe impl<T: Send> Sync for Target<T> {}
+
+/// c = a b or c += a b; `dims` is (m, n, k). Vectors run along the columns of c; a product is also that of the turned
+/// matrices.
+///
+/// # Safety
+/// The matrices lie inside of their memories; c overlaps neither a nor b, nor itself; the CPU has the tiles.
+pub(crate) unsafe fn multiply<R: Real>(
+    tiles: &Tiles<R>,
+    [m, n, k]: [usize; 3],
+    a: Source<R>,
+    b: Source<R>,
+    accumulate: bool,
+    c: Target<R>,
+) {
+    let turn = if m.min(n) < tiles.lanes { n < m } else { c.row == 1 && c.col != 1 };
+    let (dims, a, b, c) =
+        if turn { ([n, m, k], b.turned(), a.turned(), c.turned()) } else { ([m, n, k], a, b, c) };
+    // SAFETY: as promised by the caller; turning keeps what a matrix reaches.
+    unsafe { blocks(tiles, dims, a, b, accumulate, c) }
+}
+
+/// One cache line of scratch, so that packed vectors are aligned.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
+/// Lines of scratch on the stack: small products need no allocation.
+const NEAR: usize = 256;
+
+/// Room for `len` elements with arbitrary contents.
+fn room<R>(len: usize, near: &mut [MaybeUninit<Line>; NEAR], far: &mut Vec<MaybeUninit<Line>>) -> *mut R {
+    let lines = (len * size_of::<R>()).div_ceil(64);
+    if lines <= NEAR {
+        return near.as_mut_ptr().cast();
+    }
+    far.reserve_exact(lines);
+    far.as_mut_ptr().cast()
+}
+
+/// `len` elements cut into parts of at most `max`, as even as can be: how many, and the length of the first ones,
+/// which may be one more than that of the others.
+#[derive(Clone, Copy)]
+struct Cut {
+    count: usize,
+    longer: usize,
+    short: usize,
+}
+
+impl Cut {
+    fn new(len: usize, max: usize) -> Cut {
+        let count = len.div_ceil(max).max(1);
+        Cut { count, longer: len % count, short: len / count }
+    }
+
+    fn start(self, i: usize) -> usize {
+        i * self.short + i.min(self.longer)
+    }
+
+    fn len(self, i: usize) -> usize {
+        self.short + usize::from(i < self.longer)
+    }
+}
+
+/// See [`multiply`].
+///
+/// # Safety
+/// As for [`multiply`].
+unsafe fn blocks<R: Real>(
+    tiles: &Tiles<R>,
+    [m, n, k]: [usize; 3],
+    a: Source<R>,
+    b: Source<R>,
+    accumulate: bool,
+    c: Target<R>,
+) {
+    let row_blocks = Cut::new(m, ROWS);
+    let (rows_max, cols_max, depth_max) =
+        (row_blocks.len(0), n.min(COLS).next_multiple_of(tiles.lanes), k.min(DEPTH_MAX));
+    let in_place = m <= FEW_ROWS && b.col == 1 && b.direct;
+    let mut near = [MaybeUninit::uninit(); NEAR];
+    let mut far = Vec::new();
+    let room_b = cols_max * depth_max;
+    let packed_b = room::<R>(room_b + rows_max * depth_max, &mut near, &mut far);
+    // SAFETY: the room was asked for just above.
+    let packed_a = unsafe { packed_b.add(room_b) };
+    if k == 0 && !accumulate {
+        for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
+            // SAFETY: (i, j) lies inside of c.
+            unsafe { *c.at(i, j) = R::ZERO };
+        }
+    }
+    for first_col in (0..n).step_by(COLS) {
+        let cols = COLS.min(n - first_col);
+        for first_depth in (0..k).step_by(DEPTH_MAX) {
+            let depth = DEPTH_MAX.min(k - first_depth);
+            let add = accumulate || first_depth > 0;
+            // SAFETY: the blocks lie inside of a, b and c; there is room for those of a and b.
+            unsafe {
+                let b = b.from(first_depth, first_col);
+                let panel = panel_of(tiles, b, [depth, cols], in_place, packed_b);
+                for block in 0..row_blocks.count {
+                    let (first_row, rows) = (row_blocks.start(block), row_blocks.len(block));
+                    let strips = Cut::new(rows, tiles.table.len());
+                    pack_rows(tiles, a.from(first_row, first_depth), strips, depth, packed_a);
+                    tiles_of(tiles, strips, packed_a, panel, add, c.from(first_row, first_col));
+                }
+            }
+        }
+    }
+}
+
+/// Packs strips of rows.
+///
+/// # Safety
+/// The rows lie inside of their memory, and `to` has room for them.
+unsafe fn pack_rows<R: Real>(tiles: &Tiles<R>, from: Source<R>, cut: Cut, depth: usize, to: *mut R) {
+    let (from, height) = (from.turned(), cut.short);
+    let tall = Strips { depth, count: cut.longer, used: height + 1, width: height + 1 };
+    let rest = Strips { depth, count: cut.count - cut.longer, used: height, width: height };
+    // SAFETY: as promised by the caller.
+    unsafe {
+        from.pack(tiles, tall, to);
+        from.from(0, cut.longer * (height + 1)).pack(tiles, rest, to.add(cut.longer * (height + 1) * depth));
+    }
+}
+
+/// Strips of b, two vectors wide (one, if the last holds no more): those from column `packed_from` on are packed,
+/// those before lie in b itself.
+#[derive(Clone, Copy)]
+struct Panel<R> {
+    depth: usize,
+    cols: usize,
+    packed: *const R,
+    packed_from: usize,
+    in_place: *const R,
+    row: usize,
+}
+
+/// Packs the strips of a block of b, or only the last if the rest can stay where it is.
+///
+/// # Safety
+/// The block lies inside of its memory, and `to` has room for it.
+unsafe fn panel_of<R: Real>(
+    tiles: &Tiles<R>,
+    from: Source<R>,
+    [depth, cols]: [usize; 2],
+    in_place: bool,
+    to: *mut R,
+) -> Panel<R> {
+    let wide = 2 * tiles.lanes;
+    let whole = cols / wide * wide;
+    let packed_from = if in_place { whole } else { 0 };
+    let strips = Strips { depth, count: (whole - packed_from) / wide, used: wide, width: wide };
+    let rest = cols - whole;
+    let last = Strips { depth, count: rest.min(1), used: rest, width: rest.next_multiple_of(tiles.lanes) };
+    // SAFETY: as promised by the caller.
+    unsafe {
+        from.from(0, packed_from).pack(tiles, strips, to);
+        from.from(0, whole).pack(tiles, last, to.add((whole - packed_from) * depth));
+    }
+    Panel { depth, cols, packed: to, packed_from, in_place: from.start.cast(), row: from.row }
+}
+
+/// c = a b or c += a b for packed strips of a and b.
+///
+/// # Safety
+/// `a` and `b` are laid out as above, and c lies inside of its memory.
+unsafe fn tiles_of<R: Real>(
+    tiles: &Tiles<R>,
+    strips: Cut,
+    a: *const R,
+    b: Panel<R>,
+    add: bool,
+    c: Target<R>,
+) {
+    let (wide, depth) = (2 * tiles.lanes, b.depth);
+    for first_col in (0..b.cols).step_by(wide) {
+        let used = wide.min(b.cols - first_col);
+        let strip_b = if first_col < b.packed_from {
+            (b.in_place.wrapping_add(first_col), b.row)
+        } else {
+            let width = used.next_multiple_of(tiles.lanes);
+            (b.packed.wrapping_add((first_col - b.packed_from) * depth), width)
+        };
+        for strip in 0..strips.count {
+            let (first_row, height) = (strips.start(strip), strips.len(strip));
+            // SAFETY: as promised by the caller.
+            unsafe {
+                let a = (a.add(first_row * depth), height);
+                write(tiles, [height, used, depth], a, strip_b, add, c.from(first_row, first_col));
+            }
+        }
+    }
+}
+
+/// The most rows and columns of a tile.
+const TILE_MAX: [usize; 2] = [14, 32];
+
+/// One tile of c, whose last columns may be missing and whose columns may lie apart.
+///
+/// # Safety
+/// As for [`tiles_of`].
+#[inline(always)]
+unsafe fn write<R: Real>(
+    tiles: &Tiles<R>,
+    [height, used, depth]: [usize; 3],
+    a: (*const R, usize),
+    b: (*const R, usize),
+    add: bool,
+    c: Target<R>,
+) {
+    let width = used.next_multiple_of(tiles.lanes);
+    let tile = tiles.table[height - 1][width / tiles.lanes - 1];
+    if used == width && c.col == 1 {
+        // SAFETY: as promised by the caller; `tiles` fits this CPU.
+        unsafe { tile(depth, a, b, (c.start, c.row), add) };
+        return;
+    }
+    let mut whole = [R::ZERO; TILE_MAX[0] * TILE_MAX[1]];
+    // SAFETY: no tile is larger than `whole`.
+    unsafe { tile(depth, a, b, (whole.as_mut_ptr(), width), false) };
+    for i in 0..height {
+        for j in 0..used {
+            // SAFETY: (i, j) lies inside of the tile of c.
+            let to = unsafe { &mut *c.at(i, j) };
+            let sum = whole[i * width + j];
+            *to = if add { *to + sum } else { sum };
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! Rotary positions on the CPU: a table of cosines and sines, then products row by row.
+
+use super::{BLOCK, Problem, ROTATE, joined};
+use crate::cpu::{Pool, vectorized};
+use crate::dtype::{Float, Real};
+use crate::error::KernelError;
+use crate::kernel::Launch;
+use crate::match_float;
+use crate::op::rows::{operands, read, rows_per_task, write};
+
+/// Cosines and sines of all positions: `c` numbers a position, the cosines of all pairs first.
+///
+/// Positions that lie apart share sums of angles, so that a table of n positions costs about n / 64 + 64 evaluations a
+/// pair. An entry depends on its own position only.
+fn table<R: Real>(p: &Problem<'_>) -> Vec<R> {
+    let (half, last) = (p.c / 2, p.first + p.t as i64 - 1);
+    let blocks = p.first.div_euclid(BLOCK)..last.div_euclid(BLOCK) + 1;
+    let one_block = blocks.end - blocks.start == 1;
+    let rest = if one_block { p.first.rem_euclid(BLOCK)..last.rem_euclid(BLOCK) + 1 } else { 0..BLOCK };
+    let turns = |positions: &mut dyn Iterator<Item = i64>| -> Vec<(f64, f64)> {
+        positions.flat_map(|n| p.frequencies.iter().map(move |f| (n as f64 * f.real()).sin_cos())).collect()
+    };
+    let coarse = turns(&mut blocks.clone().map(|block| block * BLOCK));
+    let fine = turns(&mut rest.clone());
+    let mut table = vec![R::ZERO; p.t * p.c];
+    for (n, row) in table.chunks_exact_mut(p.c).enumerate() {
+        let position = p.first + n as i64;
+        let a = &coarse[(position.div_euclid(BLOCK) - blocks.start) as usize * half..][..half];
+        let b = &fine[(position.rem_euclid(BLOCK) - rest.start) as usize * half..][..half];
+        for (i, (a, b)) in a.iter().zip(b).enumerate() {
+            let (cos, sin) = joined(*a, *b);
+            (row[i], row[half + i]) = (R::lit(cos), R::lit(sin));
+        }
+    }
+    table
+}
+
+pub(super) fn rotate(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([x], [y], scalars) = operands(launch);
+    let p = Problem::new(x, scalars);
+    match_float!(x.dtype, T => {
+        let (x, y) = (read::<T>(x), write::<T>(y));
+        if x.is_empty() {
+            return Ok(());
+        }
+        let table: Vec<<T as Float>::Acc> = table(&p);
+        let rows = rows_per_task(p.per_position);
+        pool.chunks(y, rows * p.per_position, |i, y| {
+            let x = &x[i * rows * p.per_position..][..y.len()];
+            vectorized(#[inline(always)] || {
+                let positions = x.chunks_exact(p.per_position).zip(y.chunks_exact_mut(p.per_position));
+                for (n, (x, y)) in positions.enumerate() {
+                    let turns = &table[(i * rows + n) % p.t * p.c..][..p.c];
+                    for (x, y) in x.chunks_exact(p.c).zip(y.chunks_exact_mut(p.c)) {
+                        turn(turns, x, y);
+                    }
+                }
+            });
+        });
+        Ok(())
+    }, else Err(KernelError::DType { kernel: ROTATE.name, dtype: x.dtype }))
+}
+
+#[inline(always)]
+fn turn<T: Float>(turns: &[T::Acc], x: &[T], y: &mut [T]) {
+    let half = x.len() / 2;
+    let ((cos, sin), (low, high)) = (turns.split_at(half), x.split_at(half));
+    let (y_low, y_high) = y.split_at_mut(half);
+    let turns = cos.iter().zip(sin);
+    for (((&cos, &sin), (low, high)), (y_low, y_high)) in
+        turns.zip(low.iter().zip(high)).zip(y_low.iter_mut().zip(y_high))
+    {
+        let (low, high) = (low.widen(), high.widen());
+        *y_low = T::narrow(low * cos - high * sin);
+        *y_high = T::narrow(high * cos + low * sin);
+    }
+}

@@ -1,0 +1,157 @@
+//! Rotary positions: channels i and i + c/2 of a row are turned by the angle that belongs to position and pair.
+
+mod cpu;
+
+use crate::cpu::Pool;
+use crate::dtype::Element;
+use crate::error::KernelError;
+use crate::kernel::{Arg, Bound, Kernel, Launch, Scalar};
+use crate::match_float;
+use crate::op::rows::{operands, read, width, write};
+
+/// Rotation of pairs of channels: with a = p f_i and position p = first + the index along dim 1,
+/// y_i = x_i cos a - x_(i+h) sin a, y_(i+h) = x_(i+h) cos a + x_i sin a, for i below h = c / 2.
+///
+/// - in: x `(b, t, heads.., c)`, any float, contiguous, c even
+/// - out: y like x
+/// - scalars: Int first (the position of the first row of dim 1), then h times Real f_i
+///
+/// The negated f turn back. Cosine and sine of an angle are put together in f64 from those of 64 (p div 64) f_i and
+/// (p mod 64) f_i, so they depend on p and f_i only. Counted: 3 operations an element.
+pub static ROTATE: Kernel = Kernel {
+    name: "rope",
+    reference,
+    cpu: Some(cpu::rotate),
+    flops: |launch| 3 * launch.inputs[0].view.numel() as u64,
+    bound: Bound { ulps: 4.0 },
+};
+
+/// What both paths know of a launch.
+#[derive(Clone, Copy, Debug)]
+struct Problem<'a> {
+    /// Positions of one batch element, elements of one position, channels.
+    t: usize,
+    per_position: usize,
+    c: usize,
+    first: i64,
+    frequencies: &'a [Scalar],
+}
+
+impl<'a> Problem<'a> {
+    fn new(x: &Arg<'_>, scalars: &'a [Scalar]) -> Problem<'a> {
+        let (shape, c) = (&x.view.shape, width(x));
+        debug_assert!(shape.len() >= 3 && c % 2 == 0, "the contract asks for (b, t, heads.., c), c even");
+        debug_assert_eq!(scalars.len(), 1 + c / 2, "a launch has one frequency a pair");
+        Problem {
+            t: shape[1],
+            per_position: shape[2..].iter().product(),
+            c,
+            first: scalars[0].int(),
+            frequencies: &scalars[1..],
+        }
+    }
+}
+
+/// Angles are put together from those of multiples of it and of what is left.
+const BLOCK: i64 = 64;
+
+/// The cosine and sine of a sum of angles from those of the parts.
+#[inline]
+fn joined((sin_a, cos_a): (f64, f64), (sin_b, cos_b): (f64, f64)) -> (f64, f64) {
+    (cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b)
+}
+
+fn reference(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([x], [y], scalars) = operands(launch);
+    let p = Problem::new(x, scalars);
+    let half = p.c / 2;
+    match_float!(x.dtype, T => {
+        let (x, y) = (read::<T>(x), write::<T>(y));
+        for at in (0..x.len()).filter(|at| at % p.c < half) {
+            let position = p.first + (at / p.per_position % p.t) as i64;
+            let part = |n: i64| (n as f64 * p.frequencies[at % p.c].real()).sin_cos();
+            let rest = position.rem_euclid(BLOCK);
+            let (cos, sin) = joined(part(position - rest), part(rest));
+            let (low, high) = (x[at].to_f64(), x[at + half].to_f64());
+            y[at] = T::from_f64(low * cos - high * sin);
+            y[at + half] = T::from_f64(high * cos + low * sin);
+        }
+        Ok(())
+    }, else Err(KernelError::DType { kernel: ROTATE.name, dtype: x.dtype }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::check::{Case, values};
+    use crate::op::differences::{Value, evaluate};
+
+    fn scalars(first: i64, frequencies: &[f64]) -> Vec<Scalar> {
+        let rest = frequencies.iter().map(|f| Scalar::Real(*f));
+        std::iter::once(Scalar::Int(first)).chain(rest).collect()
+    }
+
+    #[test]
+    fn by_hand() {
+        // Quarter turns for the first pair (channels 0 and 2), half turns for the second.
+        let quarter = std::f64::consts::FRAC_PI_2;
+        let x = Value::real(&[1, 3, 1, 4], &[1.0, 2.0, 3.0, 4.0].repeat(3));
+        let y = evaluate(&ROTATE, &[x], &[&[1, 3, 1, 4]], &scalars(0, &[quarter, 2.0 * quarter])).remove(0);
+        let exact = [1.0, 2.0, 3.0, 4.0, -3.0, -2.0, 1.0, -4.0, -1.0, 2.0, -3.0, 4.0];
+        assert!(y.iter().zip(exact).all(|(y, e)| (y - e).abs() < 1e-14), "{y:?}");
+    }
+
+    #[test]
+    fn positions_count_on_from_the_first() {
+        let (x, f) = (values(1, 40), scalars(0, &[1.0, 0.1]));
+        let whole = evaluate(&ROTATE, &[Value::real(&[1, 10, 1, 4], &x)], &[&[1, 10, 1, 4]], &f).remove(0);
+        let part = [Value::real(&[1, 4, 1, 4], &x[24..])];
+        let part = evaluate(&ROTATE, &part, &[&[1, 4, 1, 4]], &scalars(6, &[1.0, 0.1])).remove(0);
+        assert_eq!(part, whole[24..]);
+    }
+
+    #[test]
+    fn angles_in_parts_are_the_angles() {
+        for (first, f) in [(63, 0.9), (64, 0.01), (12_345, 1.0), (131_071, 1e-4)] {
+            let x = Value::real(&[1, 2, 1, 2], &[1.0, 0.0, 1.0, 0.0]);
+            let y = evaluate(&ROTATE, &[x], &[&[1, 2, 1, 2]], &scalars(first, &[f])).remove(0);
+            for (n, y) in y.chunks(2).enumerate() {
+                let (sin, cos) = ((first + n as i64) as f64 * f).sin_cos();
+                assert!((y[0] - cos).abs() < 1e-10 && (y[1] - sin).abs() < 1e-10, "{first} {f}: {y:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn negated_frequencies_turn_back() {
+        let (shape, x) = ([2, 3, 2, 6], values(3, 72));
+        let turn = |x: &[f64], sign: f64| {
+            let f = [1.0, 0.3, 0.01].map(|f| sign * f);
+            evaluate(&ROTATE, &[Value::real(&shape, x)], &[&shape], &scalars(100, &f)).remove(0)
+        };
+        let back = turn(&turn(&x, 1.0), -1.0);
+        assert!(back.iter().zip(&x).all(|(a, b)| (a - b).abs() < 1e-14));
+    }
+
+    #[test]
+    fn the_fast_path_agrees() {
+        for (shape, first) in [
+            ([1, 1, 1, 2], 0),
+            ([2, 5, 3, 4], 7),
+            ([1, 200, 2, 8], 0),
+            ([1, 70, 1, 34], 61),
+            ([3, 1, 4, 16], 1_000_003),
+            ([2, 0, 3, 4], 0),
+            ([2, 3, 3, 0], 0),
+            ([20, 130, 4, 32], 5),
+        ] {
+            let numel = shape.iter().product();
+            let frequencies: Vec<f64> = (0..shape[3] / 2).map(|i| 10f64.powf(-(i as f64) / 3.0)).collect();
+            for sign in [1.0, -1.0] {
+                let f: Vec<f64> = frequencies.iter().map(|f| sign * f).collect();
+                let case = Case::new(&ROTATE).input(&shape, &values(2, numel)).output(&shape);
+                case.scalars(&scalars(first, &f)).run();
+            }
+        }
+    }
+}

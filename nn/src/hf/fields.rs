@@ -1,0 +1,73 @@
+//! Fields of `config.json` that all families have, read with suspicion: what is wrong is collected, then told at once.
+
+use shardgrad_tensor::DType;
+
+/// The config file's name in a model folder.
+pub const CONFIG_FILE: &str = "config.json";
+/// The name of the weights file in a model folder.
+pub const WEIGHTS_FILE: &str = "model.safetensors";
+
+/// No config file is longer than this.
+pub(super) const CONFIG_BYTES_MAX: u64 = 1 << 20;
+/// No extent in a config file is larger than this; products of three of them fit u128, parameter counts fit
+/// u64.
+const EXTENT_MAX: u64 = 1 << 24;
+
+/// What is wrong with a config file.
+#[derive(Debug, Default)]
+pub(super) struct Faults(pub(super) Vec<String>);
+
+impl Faults {
+    pub(super) fn add(&mut self, fault: String) {
+        self.0.push(fault);
+    }
+
+    /// A number of things: at least one, and not beyond what can be multiplied safely. What is refused is 1.
+    pub(super) fn extent(&mut self, name: &str, value: Option<u64>, default: Option<u64>) -> usize {
+        match value.or(default) {
+            Some(n) if (1..=EXTENT_MAX).contains(&n) => return n as usize,
+            Some(n) => self.add(format!("`{name}` is {n}, which is outside of 1..={EXTENT_MAX}")),
+            None => self.add(format!("`{name}` is missing")),
+        }
+        1
+    }
+
+    /// A number from zero up to, but not including, a limit.
+    pub(super) fn number(&mut self, name: &str, value: Option<f64>, default: f64, below: f64) -> f64 {
+        match value.unwrap_or(default) {
+            x if (0.0..below).contains(&x) => x,
+            x => {
+                self.add(format!("`{name}` is {x}, which is not in [0, {below})"));
+                default
+            }
+        }
+    }
+
+    /// The dtype of the weights; f32 where the file is silent.
+    pub(super) fn dtype(&mut self, name: Option<&str>) -> DType {
+        let name = name.unwrap_or("float32");
+        let name = name.strip_prefix("torch.").unwrap_or(name);
+        DType::FLOATS.into_iter().find(|d| dtype_name(*d) == name).unwrap_or_else(|| {
+            self.add(format!("`torch_dtype` is {name:?}; held are float64, float32, bfloat16, float16"));
+            DType::F32
+        })
+    }
+
+    /// The config, if nothing is wrong.
+    pub(super) fn none_or<T>(self, config: T) -> Result<T, Vec<String>> {
+        if self.0.is_empty() { Ok(config) } else { Err(self.0) }
+    }
+}
+
+/// PyTorch's word for a dtype of weights.
+pub(super) fn dtype_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F64 => "float64",
+        DType::F32 => "float32",
+        DType::BF16 => "bfloat16",
+        DType::F16 => "float16",
+        DType::I64 => "int64",
+        DType::U8 => "uint8",
+        DType::Bool => "bool",
+    }
+}

@@ -1,0 +1,375 @@
+//! `config.json` of the Llama family: `llama`, `mistral`, `qwen2` and `qwen3`, as `transformers` reads and writes it.
+
+use super::disk::refuse;
+use super::fields::{Faults, dtype_name};
+use super::rotary::{Raw as RawRotary, Rotary, RotaryScaling};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use shardgrad_tensor::{DType, Result};
+use std::path::Path;
+
+/// Which member of the family: they differ in biases, norms and defaults.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LlamaKind {
+    /// `llama`: biases, if any, in all four products of attention.
+    Llama,
+    /// `mistral`: no biases.
+    Mistral,
+    /// `qwen2`: biases of queries, keys and values.
+    Qwen2,
+    /// `qwen3`: as `llama`, with a norm of each query and key.
+    Qwen3,
+}
+
+/// The shape of a model of the Llama family and what else its config file tells.
+///
+/// The activation is SiLU, every query sees all keys before it, and all channels of queries and keys are turned; files
+/// that say otherwise are refused.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LlamaConfig {
+    /// Which member of the family.
+    pub kind: LlamaKind,
+    /// The number of tokens.
+    pub vocab_size: usize,
+    /// The longest sequence.
+    pub max_position_embeddings: usize,
+    /// The width of the residual stream.
+    pub hidden_size: usize,
+    /// The width of the hidden layer of the MLP.
+    pub intermediate_size: usize,
+    /// The number of blocks.
+    pub num_hidden_layers: usize,
+    /// The number of query heads.
+    pub num_attention_heads: usize,
+    /// The number of key and value heads, each of which serves as many query heads.
+    pub num_key_value_heads: usize,
+    /// Channels of a head.
+    pub head_dim: usize,
+    /// What is added to the mean square in norms.
+    pub rms_norm_eps: f64,
+    /// The angles of rotary positions.
+    pub rotary: Rotary,
+    /// Whether products of attention have biases.
+    pub attention_bias: bool,
+    /// Whether products of the MLP have biases.
+    pub mlp_bias: bool,
+    /// The dropout probability on attention weights.
+    pub attention_dropout: f64,
+    /// The standard deviation of fresh weights.
+    pub initializer_range: f64,
+    /// Whether the output layer is the token embedding, transposed.
+    pub tie_word_embeddings: bool,
+    /// The dtype of the stored weights.
+    pub dtype: DType,
+    /// Fields that change nothing here (token numbers, the window of layers without one): written back as they were read.
+    pub others: Map<String, Value>,
+}
+
+/// A preset: name, kind, vocabulary, positions, width, hidden units, blocks, query heads, key heads, channels of a head,
+/// theta, tied.
+type Preset = (&'static str, LlamaKind, [usize; 8], f64, bool);
+
+/// `llama-tiny` is made for bytes of text on a laptop; the others are the published models.
+const PRESETS: [Preset; 8] = [
+    ("llama-tiny", LlamaKind::Llama, [256, 64, 128, 352, 4, 4, 2, 32], 1e4, true),
+    ("llama-1b", LlamaKind::Llama, [128_256, 131_072, 2048, 8192, 16, 32, 8, 64], 5e5, true),
+    ("llama-8b", LlamaKind::Llama, [128_256, 131_072, 4096, 14_336, 32, 32, 8, 128], 5e5, false),
+    ("llama-70b", LlamaKind::Llama, [128_256, 131_072, 8192, 28_672, 80, 64, 8, 128], 5e5, false),
+    ("mistral-7b", LlamaKind::Mistral, [32_768, 32_768, 4096, 14_336, 32, 32, 8, 128], 1e6, false),
+    ("qwen2-0.5b", LlamaKind::Qwen2, [151_936, 131_072, 896, 4864, 24, 14, 2, 64], 1e6, true),
+    ("qwen3-0.6b", LlamaKind::Qwen3, [151_936, 40_960, 1024, 3072, 28, 16, 8, 128], 1e6, true),
+    ("qwen3-8b", LlamaKind::Qwen3, [151_936, 40_960, 4096, 12_288, 36, 32, 8, 128], 1e6, false),
+];
+
+impl LlamaKind {
+    /// All members.
+    pub const EVERY: [LlamaKind; 4] =
+        [LlamaKind::Llama, LlamaKind::Mistral, LlamaKind::Qwen2, LlamaKind::Qwen3];
+
+    /// The value of `model_type`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            LlamaKind::Llama => "llama",
+            LlamaKind::Mistral => "mistral",
+            LlamaKind::Qwen2 => "qwen2",
+            LlamaKind::Qwen3 => "qwen3",
+        }
+    }
+
+    fn architecture(self) -> &'static str {
+        match self {
+            LlamaKind::Llama => "LlamaForCausalLM",
+            LlamaKind::Mistral => "MistralForCausalLM",
+            LlamaKind::Qwen2 => "Qwen2ForCausalLM",
+            LlamaKind::Qwen3 => "Qwen3ForCausalLM",
+        }
+    }
+}
+
+impl LlamaConfig {
+    /// A config of so many tokens, positions, blocks, and `[query heads, key heads]` of width `hidden_size / query heads`,
+    /// whose MLP has `intermediate_size` hidden units; with theta 10000, untied, without biases and dropout, in f32.
+    #[must_use]
+    pub fn new(
+        kind: LlamaKind,
+        vocab_size: usize,
+        max_position_embeddings: usize,
+        [hidden_size, intermediate_size]: [usize; 2],
+        num_hidden_layers: usize,
+        [num_attention_heads, num_key_value_heads]: [usize; 2],
+    ) -> LlamaConfig {
+        LlamaConfig {
+            kind,
+            vocab_size,
+            max_position_embeddings,
+            hidden_size,
+            intermediate_size,
+            num_hidden_layers,
+            num_attention_heads,
+            num_key_value_heads,
+            head_dim: hidden_size / num_attention_heads.max(1),
+            rms_norm_eps: 1e-6,
+            rotary: Rotary::new(1e4),
+            attention_bias: kind == LlamaKind::Qwen2,
+            mlp_bias: false,
+            attention_dropout: 0.0,
+            initializer_range: 0.02,
+            tie_word_embeddings: false,
+            dtype: DType::F32,
+            others: Map::new(),
+        }
+    }
+
+    /// The names that [`LlamaConfig::preset`] knows.
+    pub fn preset_names() -> impl Iterator<Item = &'static str> {
+        PRESETS.iter().map(|p| p.0)
+    }
+
+    /// The config of a preset name.
+    #[must_use]
+    pub fn preset(name: &str) -> Option<LlamaConfig> {
+        let &(name, kind, sizes, theta, tied) = PRESETS.iter().find(|p| p.0 == name)?;
+        let [vocab, positions, width, hidden, blocks, heads, key_heads, channels] = sizes;
+        let new = LlamaConfig::new(kind, vocab, positions, [width, hidden], blocks, [heads, key_heads]);
+        let factor = match name {
+            "llama-1b" => Some(32.0),
+            "llama-8b" | "llama-70b" => Some(8.0),
+            _ => None,
+        };
+        let scaling = factor.map_or(RotaryScaling::None, |factor| RotaryScaling::Llama3 {
+            factor,
+            low: 1.0,
+            high: 4.0,
+            original: 8192,
+        });
+        Some(LlamaConfig {
+            head_dim: channels,
+            rms_norm_eps: if kind == LlamaKind::Llama || kind == LlamaKind::Mistral { 1e-5 } else { 1e-6 },
+            rotary: Rotary { theta, scaling },
+            tie_word_embeddings: tied,
+            ..new
+        })
+    }
+
+    /// Whether the product that joins the heads has a bias.
+    #[must_use]
+    pub fn output_bias(&self) -> bool {
+        self.attention_bias && self.kind != LlamaKind::Qwen2
+    }
+
+    /// Query heads of each key head.
+    #[must_use]
+    pub fn heads_per_key(&self) -> usize {
+        self.num_attention_heads / self.num_key_value_heads
+    }
+
+    /// Reads the text of the config file at `path` (named in errors).
+    ///
+    /// # Errors
+    /// `Kind::Checkpoint` if it is no JSON or describes a model that is not this one; all missing and unsupported fields
+    /// are listed at once.
+    pub(super) fn parse(kind: LlamaKind, path: &Path, text: &str) -> Result<LlamaConfig> {
+        let raw: Raw = serde_json::from_str(text)
+            .map_err(|e| refuse(path, format_args!("cannot be read as a model config: {e}")))?;
+        raw.check(kind).map_err(|faults| {
+            let error = refuse(path, "describes a model that this version does not run");
+            faults.into_iter().fold(error, |error, fault| error.detail("field", fault))
+        })
+    }
+
+    /// The text of the config file.
+    #[must_use]
+    pub fn to_json(&self) -> String {
+        let mut value = json!({
+            "architectures": [self.kind.architecture()],
+            "attention_dropout": self.attention_dropout,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "hidden_size": self.hidden_size,
+            "initializer_range": self.initializer_range,
+            "intermediate_size": self.intermediate_size,
+            "max_position_embeddings": self.max_position_embeddings,
+            "model_type": self.kind.name(),
+            "num_attention_heads": self.num_attention_heads,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_key_value_heads": self.num_key_value_heads,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_scaling": self.rotary.to_json(),
+            "rope_theta": self.rotary.theta,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "torch_dtype": dtype_name(self.dtype),
+            "vocab_size": self.vocab_size,
+        });
+        match self.kind {
+            LlamaKind::Llama => {
+                value["attention_bias"] = json!(self.attention_bias);
+                value["mlp_bias"] = json!(self.mlp_bias);
+            }
+            LlamaKind::Qwen3 => value["attention_bias"] = json!(self.attention_bias),
+            // Without this, the default is a window.
+            LlamaKind::Mistral => value["sliding_window"] = Value::Null,
+            LlamaKind::Qwen2 => {}
+        }
+        for (name, other) in &self.others {
+            value[name] = other.clone();
+        }
+        format!("{value:#}\n")
+    }
+}
+
+/// What is read. A field that changes what the model computes is named here; all others are kept.
+#[derive(Deserialize)]
+struct Raw {
+    vocab_size: Option<u64>,
+    max_position_embeddings: Option<u64>,
+    hidden_size: Option<u64>,
+    intermediate_size: Option<u64>,
+    num_hidden_layers: Option<u64>,
+    num_attention_heads: Option<u64>,
+    num_key_value_heads: Option<u64>,
+    head_dim: Option<u64>,
+    hidden_act: Option<String>,
+    rms_norm_eps: Option<f64>,
+    rope_theta: Option<f64>,
+    rope_scaling: Option<RawRotary>,
+    // What releases from 5 on write for both.
+    rope_parameters: Option<RawRotary>,
+    partial_rotary_factor: Option<f64>,
+    attention_bias: Option<bool>,
+    mlp_bias: Option<bool>,
+    attention_dropout: Option<f64>,
+    initializer_range: Option<f64>,
+    tie_word_embeddings: Option<bool>,
+    #[serde(alias = "dtype")]
+    torch_dtype: Option<String>,
+    quantization_config: Option<Value>,
+    #[serde(flatten)]
+    others: Map<String, Value>,
+}
+
+impl Raw {
+    fn check(mut self, kind: LlamaKind) -> Result<LlamaConfig, Vec<String>> {
+        let mut faults = Faults(self.unsupported(kind));
+        let window = self.window(kind);
+        // Without a number of key heads each query head has its own; the other members say how many there are.
+        let key_heads = self.num_attention_heads.filter(|_| kind == LlamaKind::Llama);
+        let mut config = LlamaConfig::new(
+            kind,
+            faults.extent("vocab_size", self.vocab_size, None),
+            faults.extent("max_position_embeddings", self.max_position_embeddings, None),
+            [
+                faults.extent("hidden_size", self.hidden_size, None),
+                faults.extent("intermediate_size", self.intermediate_size, None),
+            ],
+            faults.extent("num_hidden_layers", self.num_hidden_layers, None),
+            [
+                faults.extent("num_attention_heads", self.num_attention_heads, None),
+                faults.extent("num_key_value_heads", self.num_key_value_heads, key_heads),
+            ],
+        );
+        config.head_dim = self.head_dim(&config, &mut faults);
+        let (heads, key_heads) = (config.num_attention_heads, config.num_key_value_heads);
+        if heads % key_heads != 0 {
+            faults.add(format!(
+                "`num_attention_heads` is {heads}, which {key_heads} key heads (`num_key_value_heads`) do not divide"
+            ));
+        }
+        if let Some(window) = window.filter(|w| *w < config.max_position_embeddings as u64) {
+            let positions = config.max_position_embeddings;
+            faults.add(format!(
+                "`sliding_window` is {window} of {positions} positions; run are models without one"
+            ));
+        }
+        config.rms_norm_eps = faults.number("rms_norm_eps", self.rms_norm_eps, 1e-6, 1.0);
+        config.attention_dropout = faults.number("attention_dropout", self.attention_dropout, 0.0, 1.0);
+        config.initializer_range = faults.number("initializer_range", self.initializer_range, 0.02, 1e3);
+        let rotary = self.rope_parameters.take().or(self.rope_scaling.take());
+        config.rotary = RawRotary::check(rotary, self.rope_theta, &mut faults);
+        if kind == LlamaKind::Llama || kind == LlamaKind::Qwen3 {
+            config.attention_bias = self.attention_bias.unwrap_or(false);
+        }
+        config.mlp_bias = kind == LlamaKind::Llama && self.mlp_bias.unwrap_or(false);
+        config.tie_word_embeddings = self.tie_word_embeddings.unwrap_or(false);
+        config.dtype = faults.dtype(self.torch_dtype.as_deref());
+        for name in ["model_type", "architectures"] {
+            self.others.remove(name);
+        }
+        config.others = self.others;
+        faults.none_or(config)
+    }
+
+    fn head_dim(&self, config: &LlamaConfig, faults: &mut Faults) -> usize {
+        let (width, heads) = (config.hidden_size, config.num_attention_heads);
+        let default = match config.kind {
+            LlamaKind::Qwen3 => 128,
+            _ if self.head_dim.is_none() && width % heads != 0 => {
+                faults.add(format!(
+                    "`hidden_size` is {width}, which {heads} heads (`num_attention_heads`) do not divide"
+                ));
+                2
+            }
+            _ => (width / heads) as u64,
+        };
+        let channels = faults.extent("head_dim", self.head_dim, Some(default));
+        if !channels.is_multiple_of(2) {
+            faults.add(format!("heads of {channels} channels; channels are turned in pairs"));
+        }
+        channels
+    }
+
+    /// How many keys a query sees at most.
+    fn window(&self, kind: LlamaKind) -> Option<u64> {
+        let field = self.others.get("sliding_window");
+        let is_set = |name: &str| self.others.get(name).and_then(Value::as_bool) == Some(true);
+        match kind {
+            LlamaKind::Llama => None,
+            LlamaKind::Mistral => field.map_or(Some(4096), Value::as_u64),
+            LlamaKind::Qwen2 | LlamaKind::Qwen3 => {
+                field.filter(|_| is_set("use_sliding_window")).and_then(Value::as_u64)
+            }
+        }
+    }
+
+    /// Fields whose value asks for something that the model text does not do.
+    fn unsupported(&self, kind: LlamaKind) -> Vec<String> {
+        let mut faults = Vec::new();
+        let activation = self.hidden_act.as_deref().unwrap_or("silu");
+        if activation != "silu" {
+            faults.push(format!("`hidden_act` is {activation:?}; run is \"silu\""));
+        }
+        if self.partial_rotary_factor.is_some_and(|part| part != 1.0) {
+            faults.push("`partial_rotary_factor` is not 1; all channels are turned".to_string());
+        }
+        if kind == LlamaKind::Mistral && self.attention_bias == Some(true) {
+            faults.push("`attention_bias` is true; a mistral has none".to_string());
+        }
+        if self.quantization_config.as_ref().is_some_and(|v| !v.is_null()) {
+            faults.push("`quantization_config` is set; quantized weights are not read".to_string());
+        }
+        faults
+    }
+}
+
+#[cfg(test)]
+mod tests;

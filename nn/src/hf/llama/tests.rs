@@ -1,0 +1,137 @@
+//! What config files of the family say, and what is refused.
+
+use super::*;
+use shardgrad_tensor::{Error, Kind};
+
+/// The published 8B model of Llama 3.1.
+const PUBLISHED: &str = r#"{
+    "architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0,
+    "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.42.3", "use_cache": true,
+    "vocab_size": 128256
+}"#;
+
+fn parse(kind: LlamaKind, text: &str) -> Result<LlamaConfig> {
+    LlamaConfig::parse(kind, Path::new("config.json"), text)
+}
+
+fn changed(kind: LlamaKind, from: &str, to: &str) -> Result<LlamaConfig> {
+    assert!(PUBLISHED.contains(from), "{from}");
+    parse(kind, &PUBLISHED.replacen(from, to, 1))
+}
+
+fn fault(from: &str, to: &str) -> String {
+    let error: Error = changed(LlamaKind::Llama, from, to).unwrap_err();
+    assert_eq!(error.kind(), Kind::Checkpoint);
+    assert_eq!(error.message(), "config.json: describes a model that this version does not run");
+    error.details()[0].1.clone()
+}
+
+#[test]
+fn the_published_config_is_the_preset_and_is_written_back() {
+    let read = parse(LlamaKind::Llama, PUBLISHED).unwrap();
+    let preset = LlamaConfig::preset("llama-8b").unwrap();
+    assert_eq!(LlamaConfig { others: Map::new(), dtype: DType::F32, ..read.clone() }, preset);
+    assert_eq!(read.others["eos_token_id"], json!([128001, 128008, 128009]));
+    assert_eq!(parse(LlamaKind::Llama, &read.to_json()).unwrap(), read);
+    let (before, after): (Map<String, Value>, Map<String, Value>) =
+        (serde_json::from_str(PUBLISHED).unwrap(), serde_json::from_str(&read.to_json()).unwrap());
+    for (name, value) in before {
+        assert_eq!(after[&name], value, "{name}");
+    }
+    assert_eq!(after.len(), 25, "the same fields and head_dim");
+}
+
+#[test]
+fn every_member_is_read_back() {
+    for kind in LlamaKind::EVERY {
+        let mut config = LlamaConfig::new(kind, 100, 50, [24, 36], 2, [6, 3]);
+        config.head_dim = 8;
+        config.tie_word_embeddings = true;
+        config.rotary.scaling = RotaryScaling::Linear { factor: 2.0 };
+        let text = config.to_json();
+        let mut read = parse(kind, &text).unwrap();
+        read.others.remove("sliding_window");
+        assert_eq!(read, config, "{text}");
+        assert_eq!(serde_json::from_str::<Value>(&text).unwrap()["model_type"], kind.name());
+        assert_eq!(config.attention_bias, kind == LlamaKind::Qwen2);
+        assert!(!config.output_bias());
+    }
+}
+
+#[test]
+fn newer_files_say_theta_elsewhere() {
+    let text = r#"{"vocab_size": 9, "max_position_embeddings": 8, "hidden_size": 8, "intermediate_size": 4,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "dtype": "float16",
+        "rope_parameters": {"rope_theta": 500.0, "rope_type": "linear", "factor": 2.0}}"#;
+    let config = parse(LlamaKind::Llama, text).unwrap();
+    assert_eq!(config.rotary.theta, 500.0);
+    assert_eq!(config.rotary.scaling, RotaryScaling::Linear { factor: 2.0 });
+    assert_eq!((config.dtype, config.num_key_value_heads, config.head_dim), (DType::F16, 2, 4));
+    let value: Value = serde_json::from_str(&config.to_json()).unwrap();
+    assert_eq!((&value["rope_theta"], &value["rope_parameters"]), (&json!(500.0), &Value::Null));
+}
+
+#[test]
+fn windows_are_refused_where_they_hide_a_key() {
+    let with = |kind, field: &str| changed(kind, "\"use_cache\": true", field);
+    let told = |kind, field: &str| with(kind, field).unwrap_err().details()[0].1.clone();
+    let text = "`sliding_window` is 4096 of 131072 positions; run are models without one";
+    assert_eq!(told(LlamaKind::Mistral, "\"sliding_window\": 4096"), text);
+    assert_eq!(told(LlamaKind::Mistral, "\"x\": 1"), text, "the default is a window");
+    assert!(with(LlamaKind::Mistral, "\"sliding_window\": null").is_ok());
+    assert!(with(LlamaKind::Mistral, "\"sliding_window\": 131072").is_ok());
+    assert!(with(LlamaKind::Llama, "\"sliding_window\": 4096").is_ok(), "a llama has none");
+    assert!(with(LlamaKind::Qwen2, "\"sliding_window\": 4096, \"use_sliding_window\": false").is_ok());
+    assert_eq!(told(LlamaKind::Qwen3, "\"sliding_window\": 4096, \"use_sliding_window\": true"), text);
+}
+
+#[test]
+fn each_unsupported_field_is_named() {
+    assert_eq!(fault("\"silu\"", "\"gelu\""), "`hidden_act` is \"gelu\"; run is \"silu\"");
+    assert_eq!(fault("\"hidden_size\": 4096,", ""), "`hidden_size` is missing");
+    assert_eq!(
+        fault("\"num_key_value_heads\": 8", "\"num_key_value_heads\": 7"),
+        "`num_attention_heads` is 32, which 7 key heads (`num_key_value_heads`) do not divide"
+    );
+    assert_eq!(
+        fault("\"hidden_size\": 4096", "\"hidden_size\": 4100"),
+        "`hidden_size` is 4100, which 32 heads (`num_attention_heads`) do not divide"
+    );
+    assert!(fault("\"pretraining_tp\": 1", "\"head_dim\": 5").starts_with("heads of 5 channels"));
+    assert_eq!(
+        fault("\"llama3\"", "\"yarn\""),
+        "`rope_scaling` is of type \"yarn\"; run are default, linear, llama3"
+    );
+    assert_eq!(fault("\"factor\": 8.0,", ""), "`factor` of `rope_scaling` is missing");
+    assert_eq!(
+        fault("8192", "0"),
+        "`original_max_position_embeddings` is 0, which is outside of 1..=16777216"
+    );
+    assert!(fault("500000.0", "0.5").starts_with("`rope_theta` is 0.5"));
+    assert!(fault("\"use_cache\": true", "\"partial_rotary_factor\": 0.5").contains("all channels"));
+    assert!(fault("\"use_cache\": true", "\"quantization_config\": {}").contains("quantized"));
+    let biased = changed(LlamaKind::Mistral, "\"attention_bias\": false", "\"attention_bias\": true");
+    assert!(biased.unwrap_err().to_string().contains("a mistral has none"));
+}
+
+#[test]
+fn all_faults_are_told_at_once() {
+    let error = parse(LlamaKind::Qwen3, r#"{"hidden_size": 0, "hidden_act": "relu"}"#).unwrap_err();
+    let faults: Vec<&str> = error.details().iter().map(|d| d.1.split('`').nth(1).unwrap()).collect();
+    let expected = [
+        "hidden_act",
+        "vocab_size",
+        "max_position_embeddings",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ];
+    assert_eq!(faults, expected);
+}

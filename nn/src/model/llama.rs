@@ -1,0 +1,215 @@
+//! The Llama family: decoders with rotary positions, grouped queries, gated MLPs and RMS norms. Touvron et al., arXiv
+//! 2302.13971; its members differ in biases and norms.
+
+use super::family::{Family, check_ids};
+use crate::cache::{Cache, Past};
+use crate::hf::{LlamaConfig, LlamaKind, ModelConfig};
+use crate::layer::{Embedding, GatedMlp, GroupedAttention, RmsNorm};
+use crate::loss::cross_entropy;
+use crate::module;
+use crate::param::Init;
+use crate::plan::Plan;
+use shardgrad_autograd::Var;
+use shardgrad_tensor::{Value, unwind};
+
+module! {
+    /// x + self_attn(input_layernorm(x)), then x + mlp(post_attention_layernorm(x)).
+    #[derive(Debug)]
+    pub struct LlamaBlock {
+        /// The norm before attention.
+        pub input_layernorm: RmsNorm,
+        /// Attention.
+        pub self_attn: GroupedAttention,
+        /// The norm before the feed-forward half.
+        pub post_attention_layernorm: RmsNorm,
+        /// The feed-forward half.
+        pub mlp: GatedMlp,
+    }
+}
+
+module! {
+    /// Token embedding, blocks and a norm.
+    #[derive(Debug)]
+    pub struct LlamaTrunk {
+        /// Tokens: `[vocab_size, hidden_size]`.
+        pub embed_tokens: Embedding,
+        /// The blocks.
+        pub layers: Vec<LlamaBlock>,
+        /// The norm before the output layer.
+        pub norm: RmsNorm,
+    }
+}
+
+module! {
+    /// A trunk and an output layer: the token table transposed, or one of its own. Parameters are named as in
+    /// `transformers`.
+    #[derive(Debug)]
+    pub struct Llama {
+        /// All but the output layer.
+        pub model: LlamaTrunk,
+        /// The output layer where it is not tied: `[vocab_size, hidden_size]`.
+        pub lm_head: Option<Embedding>;
+        config: LlamaConfig,
+        recompute: bool,
+    }
+}
+
+impl LlamaBlock {
+    /// A block of this shape.
+    ///
+    /// # Panics
+    /// As [`Llama::new`].
+    #[track_caller]
+    #[must_use]
+    fn new(config: &LlamaConfig, frequencies: &[f64]) -> LlamaBlock {
+        let (d, std) = (config.hidden_size, Init::Normal(config.initializer_range));
+        let norm = || RmsNorm::new(d).eps(config.rms_norm_eps);
+        let heads = [config.num_key_value_heads, config.heads_per_key(), config.head_dim];
+        let attention = GroupedAttention::new(d, heads, frequencies)
+            .init(std)
+            .bias(config.attention_bias, config.output_bias())
+            .dropout(config.attention_dropout);
+        LlamaBlock {
+            input_layernorm: norm(),
+            self_attn: match config.kind {
+                LlamaKind::Qwen3 => attention.normed(config.rms_norm_eps),
+                LlamaKind::Llama | LlamaKind::Mistral | LlamaKind::Qwen2 => attention,
+            },
+            post_attention_layernorm: norm(),
+            mlp: GatedMlp::new(d, config.intermediate_size, config.mlp_bias).init(std),
+        }
+    }
+
+    /// `[b, t, d]` to `[b, t, d]`.
+    ///
+    /// # Panics
+    /// Unwinds with an error if x has another shape.
+    #[track_caller]
+    #[must_use]
+    pub fn forward(&self, x: &Var) -> Var {
+        self.attend(x, None)
+    }
+
+    /// The same, after what was read before: `past` then holds the rows of x too.
+    ///
+    /// # Panics
+    /// As [`LlamaBlock::forward`], and if `past` is of another block.
+    #[track_caller]
+    #[must_use]
+    pub fn attend(&self, x: &Var, past: Option<&mut Past>) -> Var {
+        let x = x.add(&self.self_attn.attend(&self.input_layernorm.forward(x), past));
+        x.add(&self.mlp.forward(&self.post_attention_layernorm.forward(&x)))
+    }
+}
+
+impl Llama {
+    /// A model of this shape. Fresh weights are normal with standard deviation `initializer_range`; biases are zero, norms
+    /// one.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` if heads have an odd number of channels, or the dropout probability is not in `0..1`.
+    #[track_caller]
+    #[must_use]
+    pub fn new(config: &LlamaConfig) -> Llama {
+        let (d, frequencies) = (config.hidden_size, config.rotary.frequencies(config.head_dim));
+        let table = || Embedding::new(config.vocab_size, d).init(Init::Normal(config.initializer_range));
+        Llama {
+            model: LlamaTrunk {
+                embed_tokens: table(),
+                layers: (0..config.num_hidden_layers)
+                    .map(|_| LlamaBlock::new(config, &frequencies))
+                    .collect(),
+                norm: RmsNorm::new(d).eps(config.rms_norm_eps),
+            },
+            lm_head: (!config.tie_word_embeddings).then(table),
+            config: config.clone(),
+            recompute: false,
+        }
+    }
+
+    /// The same model, which keeps only the inputs of its blocks for the backward pass and computes the rest again there.
+    #[must_use]
+    pub fn recompute(self, recompute: bool) -> Llama {
+        Llama { recompute, ..self }
+    }
+
+    /// The table of splits for this family: rows of the batch; heads, hidden units and vocabulary.
+    #[must_use]
+    pub fn plan(_: &LlamaConfig) -> Plan {
+        Plan::llama()
+    }
+
+    /// The shape of the model.
+    #[must_use]
+    pub fn config(&self) -> &LlamaConfig {
+        &self.config
+    }
+
+    /// Logits of the next token: `[b, t]` (i64) to `[b, t, vocab_size]`.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Shape` if the ids have other dims, or `t` exceeds `max_position_embeddings`.
+    #[track_caller]
+    #[must_use]
+    pub fn forward(&self, ids: &Var) -> Var {
+        check_ids(ids, 0, self.config.max_position_embeddings);
+        let mut x = self.model.embed_tokens.forward(ids);
+        for block in &self.model.layers {
+            x = if self.recompute {
+                let tape = x.tape().clone();
+                let made = tape.checkpoint(&[x], |x| Ok(vec![block.forward(&x[0])]));
+                unwind(made).swap_remove(0)
+            } else {
+                block.forward(&x)
+            };
+        }
+        self.scores(&x)
+    }
+
+    /// Logits of the token after the last of `ids`: `[b, t]` to `[b, 1, vocab_size]`. The ids continue what is in the cache,
+    /// which then holds them too.
+    ///
+    /// # Panics
+    /// As [`Llama::forward`], for all positions read so far; and if the cache is of another model.
+    #[track_caller]
+    #[must_use]
+    pub fn next(&self, ids: &Var, cache: &mut Cache) -> Var {
+        check_ids(ids, cache.len(), self.config.max_position_embeddings);
+        let mut x = self.model.embed_tokens.forward(ids);
+        for (block, past) in self.model.layers.iter().zip(cache.layers()) {
+            x = block.attend(&x, Some(past));
+        }
+        let t = x.shape()[1];
+        self.scores(&x.slice(1, t - 1..t))
+    }
+
+    #[track_caller]
+    fn scores(&self, x: &Var) -> Var {
+        self.lm_head.as_ref().unwrap_or(&self.model.embed_tokens).scores(&self.model.norm.forward(x))
+    }
+
+    /// Mean next-token cross-entropy over all tokens: ids and targets `[b, t]` (i64), a scalar in the accumulator type.
+    ///
+    /// # Panics
+    /// As [`Llama::forward`], and if a target is outside of the vocabulary.
+    #[track_caller]
+    #[must_use]
+    pub fn loss(&self, ids: &Var, targets: &Var) -> Var {
+        cross_entropy(&self.forward(ids), targets).mean()
+    }
+}
+
+impl Family for Llama {
+    fn describe(&self) -> ModelConfig {
+        ModelConfig::Llama(self.config.clone())
+    }
+
+    fn name_in_files(&self, name: &str) -> String {
+        name.to_string()
+    }
+
+    /// Buffers that old files hold beside the weights, and the head that a tied model has no use for.
+    fn passed_over(&self) -> &'static [&'static str] {
+        &["*.rotary_emb.inv_freq", "lm_head.weight"]
+    }
+}

@@ -1,0 +1,34 @@
+//! The splits of the Llama family: its table of parameters.
+
+use super::{Plan, Subject};
+
+/// Parameter and the state in which it is stored. Key heads, with the query heads that they serve, and hidden units are
+/// split, so a block needs two all-reduces forward and two backward; the vocabulary is split, so no rank ever holds all
+/// logits.
+const TENSOR: [(&str, &str); 14] = [
+    ("model.embed_tokens.weight", "tp@0"),
+    ("*.self_attn.q_proj.weight", "tp@1"),
+    ("*.self_attn.k_proj.weight", "tp@1"),
+    ("*.self_attn.v_proj.weight", "tp@1"),
+    ("*.self_attn.q_proj.bias", "tp@0"),
+    ("*.self_attn.k_proj.bias", "tp@0"),
+    ("*.self_attn.v_proj.bias", "tp@0"),
+    ("*.self_attn.o_proj.weight", "tp@0"),
+    ("*.mlp.gate_proj.weight", "tp@1"),
+    ("*.mlp.up_proj.weight", "tp@1"),
+    ("*.mlp.gate_proj.bias", "tp@0"),
+    ("*.mlp.up_proj.bias", "tp@0"),
+    ("*.mlp.down_proj.weight", "tp@0"),
+    ("lm_head.weight", "tp@0"),
+];
+
+impl Plan {
+    /// The Llama family on axes `pp` (layers), `dp` (rows of the batch) and `tp` (key heads, hidden units, vocabulary).
+    #[must_use]
+    pub fn llama() -> Plan {
+        // Biases, blocks and a head of its own are not in every model.
+        TENSOR.iter().fold(Plan::data("dp").and(Plan::pipeline("pp")), |plan, (pattern, state)| {
+            plan.rule(Subject::Store, pattern, state, *pattern != "model.embed_tokens.weight")
+        })
+    }
+}

@@ -1,0 +1,155 @@
+//! The Llama family: the same numbers on every mesh, and the collectives that a split block needs.
+
+use crate::support::{Outcome, ROWS, VOCAB, batch, near, run, values};
+use crate::traces::{counts, traced};
+use shardgrad_autograd::Noise;
+use shardgrad_nn::optim::grad_norm;
+use shardgrad_nn::{Init, Llama, LlamaConfig, LlamaKind, Model, Param, Plan, model::LlamaBlock, module};
+use shardgrad_tensor::{DType, Phase, Value};
+
+/// Two groups of two heads of 4 channels, rows of width 10, 11 tokens, 2 blocks.
+pub(crate) fn config(kind: LlamaKind) -> LlamaConfig {
+    LlamaConfig {
+        head_dim: 4,
+        initializer_range: 0.3,
+        ..LlamaConfig::new(kind, VOCAB, 8, [10, 7], 2, [4, 2])
+    }
+}
+
+/// Four groups of one head, untied, with all biases: heads outnumber the ranks of `tp=3` unevenly.
+fn biased() -> LlamaConfig {
+    LlamaConfig {
+        head_dim: 4,
+        attention_bias: true,
+        mlp_bias: true,
+        tie_word_embeddings: true,
+        initializer_range: 0.3,
+        ..LlamaConfig::new(LlamaKind::Llama, VOCAB, 8, [10, 7], 2, [4, 4])
+    }
+}
+
+fn outcome(config: &LlamaConfig, mesh: &str, noise: bool, recompute: bool) -> Outcome {
+    let plan = Plan::llama();
+    let mut outcomes = run(mesh, |rank| {
+        let module = Llama::new(config).recompute(recompute);
+        let model = Model::with_dtype(rank, module, &plan, 5, DType::F64)?;
+        let tape = model.tape();
+        tape.set_noise(noise.then_some(Noise { seed: 3, step: 7, first_row: 0 }));
+        let ids = tape.constant(batch(rank, &plan, 0..ROWS, 0)?);
+        let loss = model.loss(&ids, &tape.constant(batch(rank, &plan, 0..ROWS, 1)?));
+        let (kept_bytes, value) = (tape.saved_bytes(), loss.item()?);
+        loss.backward()?;
+        let gradients = tape.gradients();
+        let norm = grad_norm(rank, model.params(), &gradients, &[])?.grad_norm;
+        Ok(Outcome { loss: value, norm, gradients: values(&model, &gradients)?, kept_bytes })
+    });
+    let first = outcomes.swap_remove(0);
+    assert!(outcomes.iter().all(|o| o.loss == first.loss && o.gradients == first.gradients), "{mesh}");
+    first
+}
+
+#[test]
+fn losses_and_gradients_do_not_depend_on_the_mesh() {
+    for kind in LlamaKind::EVERY {
+        let config = config(kind);
+        let alone = outcome(&config, "", false, false);
+        let biases = if kind == LlamaKind::Qwen2 { 3 } else { 0 };
+        let norms = if kind == LlamaKind::Qwen3 { 2 } else { 0 };
+        assert_eq!(alone.gradients.len(), 3 + 2 * (9 + biases + norms), "every parameter has a gradient");
+        for (name, gradient) in &alone.gradients {
+            let zero_by_nature = name.ends_with("k_proj.bias");
+            assert!(gradient.iter().any(|g| g.abs() > 1e-9) || zero_by_nature, "{name} is not reached");
+        }
+        for mesh in ["tp=2", "dp=2", "dp=2,tp=2", "dp=3"] {
+            outcome(&config, mesh, false, false).assert_near(&alone, &format!("{kind:?} on {mesh}"));
+        }
+    }
+}
+
+#[test]
+fn heads_may_be_split_unevenly_and_some_ranks_have_none() {
+    let alone = outcome(&biased(), "", false, false);
+    for mesh in ["tp=2", "tp=3", "dp=2,tp=3"] {
+        outcome(&biased(), mesh, false, false).assert_near(&alone, mesh);
+    }
+    let grouped = config(LlamaKind::Llama);
+    let alone = outcome(&grouped, "", false, false);
+    outcome(&grouped, "tp=3", false, false).assert_near(&alone, "two groups over three ranks");
+}
+
+#[test]
+fn dropout_and_recomputation_change_nothing_on_another_mesh() {
+    let config = LlamaConfig { attention_dropout: 0.3, ..config(LlamaKind::Llama) };
+    let alone = outcome(&config, "", true, false);
+    assert!(!near(alone.loss, outcome(&config, "", false, false).loss), "dropout has an effect");
+    for mesh in ["tp=2", "dp=2,tp=2"] {
+        outcome(&config, mesh, true, false).assert_near(&alone, mesh);
+    }
+    let again = outcome(&config, "tp=2", true, true);
+    again.assert_near(&alone, "recomputed");
+    assert!(again.kept_bytes < alone.kept_bytes / 2);
+}
+
+#[test]
+fn without_noise_the_fused_attention_gives_what_the_single_ops_give() {
+    let nearly_none = LlamaConfig { attention_dropout: 1e-300, ..config(LlamaKind::Qwen3) };
+    outcome(&nearly_none, "", true, false)
+        .assert_near(&outcome(&nearly_none, "", false, false), "spelled out");
+}
+
+module! {
+    /// A block, and something learnt that it reads.
+    struct Alone { x: Param, block: LlamaBlock }
+}
+
+#[test]
+fn a_split_block_needs_two_all_reduces_each_way() {
+    for kind in [LlamaKind::Llama, LlamaKind::Qwen2] {
+        let records = run("tp=2", |rank| {
+            let block = Llama::new(&config(kind)).model.layers.swap_remove(0);
+            let module = Alone { x: Param::new(&[2, 4, 10]).init(Init::Normal(1.0)), block };
+            let parts = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"];
+            let plan = parts.iter().fold(Plan::tensor("tp"), |plan, part| plan.column(part));
+            let model = Model::new(rank, module, &plan.row("o_proj").row("down_proj"), 1)?;
+            let tape = model.tape();
+            traced(rank, || {
+                model.block.forward(&model.x.on_tape(&tape)).square().mean().backward()?;
+                assert_eq!(tape.gradients().len(), model.params().len());
+                Ok(())
+            })
+        })
+        .swap_remove(0);
+        assert_eq!(counts(&records), ["backward all_reduce 2", "forward all_reduce 2"], "{kind:?}");
+        let paths: Vec<&str> = records.iter().map(|r| r.path.as_str()).collect();
+        assert_eq!(paths[..2], ["block.self_attn.o_proj.out", "block.mlp.down_proj.out"]);
+        assert!(records.iter().all(|r| r.numel() == 2 * 4 * 10), "each moves one activation");
+    }
+}
+
+#[test]
+fn a_split_model_reduces_what_the_algebra_says() {
+    let step = |mesh: &str, kind| {
+        let mut records = run(mesh, |rank| {
+            let plan = Plan::llama();
+            let model = Model::with_dtype(rank, Llama::new(&config(kind)), &plan, 5, DType::F64)?;
+            let tape = model.tape();
+            traced(rank, || {
+                let ids = tape.constant(batch(rank, &plan, 0..ROWS, 0)?);
+                model.loss(&ids, &ids).backward()?;
+                assert_eq!(tape.gradients().len(), model.params().len());
+                Ok(())
+            })
+        })
+        .swap_remove(0);
+        records.retain(|r| r.phase != Phase::Control);
+        counts(&records)
+    };
+    // Per block 2 and 2; the embedding 1 forward; the loss 3 numbers a token forward; the head 1 backward.
+    assert_eq!(step("tp=2", LlamaKind::Llama), ["backward all_reduce 5", "forward all_reduce 8"]);
+    // Norms of single heads are shared by all heads: their gradients are summed once a step, two a block.
+    assert_eq!(step("tp=2", LlamaKind::Qwen3), ["backward all_reduce 9", "forward all_reduce 8"]);
+    // Each gradient once: 3 of the model and 9 a block.
+    assert_eq!(step("dp=2", LlamaKind::Llama), ["backward all_reduce 21"]);
+    assert_eq!(step("dp=2,tp=2", LlamaKind::Mistral), ["backward all_reduce 26", "forward all_reduce 8"]);
+    assert!(step("", LlamaKind::Llama).is_empty());
+}

@@ -1,0 +1,89 @@
+//! y = silu(g) u with silu(g) = g / (1 + exp(-g)).
+
+use super::{Case, Input};
+use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
+use crate::piece::Piece;
+use crate::tensor::Tensor;
+use shardgrad_dist::Result;
+use shardgrad_kernels::op::swiglu::{BACKWARD, FORWARD};
+use std::rc::Rc;
+
+/// `..m, ..m -> ..m` on g and u, one float dtype. With s = 1 / (1 + exp(-g)): dg = dy u s (1 + g (1 - s)), du = dy g s.
+///
+/// A pending u is completed, since the one backward kernel serves both cotangents.
+#[derive(Debug)]
+pub struct SwiGlu;
+
+/// Both cotangents, linear in that of the result.
+#[derive(Debug)]
+struct SwiGluBackward;
+
+impl Op for SwiGlu {
+    fn name(&self) -> &'static str {
+        "swiglu"
+    }
+
+    fn signature(&self) -> &str {
+        "..m, ..m -> ..m"
+    }
+
+    fn keeps(&self) -> Keeps {
+        Keeps { inputs: &[0, 1], outputs: &[] }
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        local.launch(&FORWARD, &[&x[0], &x[1]], &[])
+    }
+
+    fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
+        let grads = Tensor::results(Rc::new(SwiGluBackward), &[cx.input(0), cx.input(1), &cx.grad(0)]);
+        cx.each(|i| grads[i].clone())
+    }
+}
+
+impl Op for SwiGluBackward {
+    fn name(&self) -> &'static str {
+        "swiglu_backward"
+    }
+
+    fn signature(&self) -> &str {
+        "..m, ..m, ..m -> ..m, ..m"
+    }
+
+    fn linear_in(&self) -> &'static [&'static [usize]] {
+        &[&[2]]
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        let x = local.contiguous(x)?;
+        local.launch(&BACKWARD, &[&x[0], &x[1], &x[2]], &[])
+    }
+}
+
+pub(super) fn cases() -> Vec<Case> {
+    let real = Input::real;
+    vec![
+        Case::new(Rc::new(SwiGlu), vec![real(&[5, 3]), real(&[5, 3])]),
+        Case::new(Rc::new(SwiGlu), vec![real(&[2, 1, 8]), real(&[2, 1, 8])]),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::tensor::Tensor;
+    use crate::value::Value;
+    use shardgrad_dist::{Mesh, World};
+
+    #[test]
+    fn by_hand() {
+        World::run(Mesh::single(), |rank| {
+            // e^-g = 1/3 where g = ln 3, so that s is 3/4.
+            let g = Tensor::from_host(rank, &[2], &[3f64.ln(), 0.0])?;
+            let u = Tensor::from_host(rank, &[2], &[2.0, 5.0])?;
+            let y = g.swiglu(&u).to_host::<f64>()?;
+            assert!((y[0] - 1.5 * 3f64.ln()).abs() < 1e-15 && y[1] == 0.0, "{y:?}");
+            Ok(())
+        })
+        .unwrap();
+    }
+}

@@ -1,0 +1,222 @@
+//! A model on a pipeline is the model on one rank: losses, parameters, counted transfers, files.
+
+use shardgrad::autograd::pipeline::Cut;
+use shardgrad::dist::{Phase, Record};
+use shardgrad::nn::model::{Gpt2, Gpt2Config};
+use shardgrad::nn::{Schedule, Settings, Trainer};
+use shardgrad::prelude::*;
+use shardgrad::tensor::control::world_sum;
+use std::ops::Range;
+use std::panic::Location;
+
+const ROWS: usize = 6;
+const SEQ: usize = 8;
+
+fn config(dropout: f64) -> Gpt2Config {
+    let mut config = Gpt2Config::new(19, SEQ, 12, 4, 3);
+    (config.embd_pdrop, config.attn_pdrop, config.resid_pdrop) = (dropout, dropout, dropout);
+    config
+}
+
+fn tokens(rank: &Rank, plan: &Plan, step: u64, rows: Range<usize>, shift: usize) -> Result<Tensor> {
+    let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), SEQ])?;
+    let token = |r: usize, t: usize| ((r * 5 + (t + shift) * (t + shift) + step as usize * 3) % 19) as i64;
+    let all: Vec<i64> = rows.flat_map(|r| (0..SEQ).map(move |t| token(r, t))).collect();
+    Tensor::from_global(rank, &layout, &all)
+}
+
+/// How a model is trained.
+#[derive(Clone)]
+struct Run {
+    plan: Plan,
+    steps: usize,
+    microbatches: usize,
+    dropout: f64,
+    recompute: bool,
+}
+
+impl Run {
+    fn new(steps: usize) -> Run {
+        Run { plan: Plan::gpt2(), steps, microbatches: 1, dropout: 0.0, recompute: false }
+    }
+
+    fn trainer(&self, rank: &Rank) -> Result<Trainer<'_, Gpt2>> {
+        let model = Gpt2::new(&config(self.dropout)).recompute(self.recompute);
+        let settings = Settings {
+            microbatches: self.microbatches,
+            seed: 5,
+            dtype: DType::F64,
+            schedule: Some(Schedule::constant(3e-3)),
+            clip: Some(1.0),
+            ..Settings::new(ROWS)
+        };
+        let read = |rank: &Rank, step, rows: Range<usize>| {
+            Ok(vec![
+                tokens(rank, &self.plan, step, rows.clone(), 0)?,
+                tokens(rank, &self.plan, step, rows, 1)?,
+            ])
+        };
+        let loss = |model: &Gpt2, x: &[Var]| model.loss(&x[0], &x[1]);
+        Trainer::new(rank, model, &self.plan, AdamW::new(0.0).weight_decay(0.1), settings, read, loss)
+    }
+
+    /// Losses, gradient norms, and a loss without dropout after the last step; the same on every rank.
+    fn losses(&self, mesh: &str) -> Vec<f64> {
+        let ranks = World::new(Mesh::parse(mesh).unwrap()).threads(1).launch(|rank| {
+            let mut trainer = self.trainer(rank)?;
+            let mut out = Vec::new();
+            for _ in 0..self.steps {
+                let report = trainer.step(&[])?;
+                out.extend([report.loss, report.grad_norm]);
+            }
+            let here = trainer.rank().clone();
+            // Another number of rows than in training.
+            let arguments =
+                [tokens(&here, &self.plan, 99, 0..5, 0)?, tokens(&here, &self.plan, 99, 0..5, 1)?];
+            out.extend(world_sum(rank, &[trainer.loss_part(&arguments)?], Location::caller())?);
+            Ok(out)
+        });
+        let ranks = ranks.unwrap_or_else(|e| panic!("{mesh}: {e}"));
+        assert!(ranks.iter().all(|r| *r == ranks[0]), "{mesh}: ranks disagree");
+        ranks.into_iter().next().expect("a world has a rank")
+    }
+}
+
+fn same(a: &[f64], b: &[f64], bound: f64, what: &str) {
+    assert_eq!(a.len(), b.len());
+    for (i, (a, b)) in a.iter().zip(b).enumerate() {
+        assert!((a - b).abs() <= bound * a.abs(), "{what}, number {i}: {b}, on one rank {a}");
+    }
+}
+
+#[test]
+fn losses_over_a_hundred_steps_are_those_of_one_rank() {
+    let run = Run { microbatches: 3, ..Run::new(100) };
+    let one = run.losses("");
+    assert!(one[198] < 0.6 * one[0], "it learns: {} to {}", one[0], one[198]);
+    for (mesh, schedule) in [
+        ("pp=2", "gpipe"),
+        ("pp=2", "1f1b"),
+        ("pp=4", "1f1b"),
+        ("pp=2,dp=2", "1f1b"),
+        ("pp=2,dp=2,tp=2", "gpipe"),
+    ] {
+        let many = Run { plan: Plan::gpt2().schedule(schedule), ..run.clone() };
+        same(&one, &many.losses(mesh), 1e-9, &format!("{mesh} {schedule}"));
+    }
+}
+
+#[test]
+fn dropout_recomputation_cuts_and_microbatches_change_nothing() {
+    let run = Run { dropout: 0.2, ..Run::new(4) };
+    let one = run.losses("");
+    let quiet = Run::new(4).losses("");
+    assert!((one[6] - quiet[6]).abs() > 1e-6, "dropout has an effect");
+    let cuts = ["balanced", "1,3", "0,4", "4,0", "h.1.mlp", "h.0.attn.c_proj", "ln_f"];
+    for (i, cut) in cuts.into_iter().enumerate() {
+        let plan = Plan::gpt2().cut(cut.parse::<Cut>().unwrap());
+        let (microbatches, recompute) = ([1, 2, 3, 6][i % 4], i % 2 == 1);
+        let many = Run { plan, microbatches, recompute, ..run.clone() };
+        let mesh = ["pp=2", "tp=3,pp=2", "pp=2,tp=2"][i % 3];
+        same(&one, &many.losses(mesh), 1e-10, &format!("{mesh} {cut} in {microbatches}"));
+    }
+    let uneven = Run { plan: Plan::gpt2().cut(Cut::Layers(vec![1, 2, 0, 1])), microbatches: 2, ..run };
+    same(&one, &uneven.losses("dp=2,pp=4,tp=2"), 1e-10, "16 ranks");
+}
+
+/// The records of one rank's step.
+fn records(run: &Run, mesh: &str, rank: usize) -> Vec<Record> {
+    let world = World::new(Mesh::parse(mesh).unwrap());
+    world
+        .dry_run(rank, |rank| {
+            let mut trainer = run.trainer(rank)?;
+            rank.trace().take();
+            trainer.step(&[])?;
+            Ok(rank.trace().take())
+        })
+        .unwrap()
+}
+
+#[test]
+fn one_transfer_each_way_for_a_boundary_and_a_microbatch() {
+    let run = Run { microbatches: 3, ..Run::new(1) };
+    let count = |records: &[Record], op: &str, phase: Phase| -> (usize, u64) {
+        let found: Vec<_> = records.iter().filter(|r| r.op == op && r.phase == phase).collect();
+        (found.len(), found.iter().map(|r| r.bytes).sum())
+    };
+    // An activation is rows x tokens x width in f64; the tied table crosses once a step in each direction.
+    let activation = (ROWS / 3 * SEQ * 12 * 8) as u64;
+    let table = 19 * 12 * 8;
+    for stage in 0..4 {
+        let records = records(&run, "pp=4", stage);
+        let (later, earlier) = (usize::from(stage < 3), usize::from(stage > 0));
+        let tied = usize::from(stage == 0 || stage == 3);
+        let tied_bytes = tied as u64 * table;
+        let all = |n: usize| (3 * n) as u64 * activation;
+        assert_eq!(count(&records, "send", Phase::Forward), (3 * later, all(later)));
+        assert_eq!(count(&records, "recv", Phase::Forward), (3 * earlier, all(earlier)));
+        assert_eq!(count(&records, "send", Phase::Backward), (3 * earlier + tied, all(earlier) + tied_bytes));
+        assert_eq!(count(&records, "recv", Phase::Backward), (3 * later + tied, all(later) + tied_bytes));
+        assert_eq!(count(&records, "all_reduce", Phase::Control).0, 1);
+        assert_eq!(records.len(), 6 * (later + earlier) + 2 * tied + 1, "{records:?}");
+    }
+}
+
+#[test]
+fn a_gradient_is_reduced_once_a_step_over_dp() {
+    let run = Run { microbatches: 3, ..Run::new(1) };
+    for rank in 0..4 {
+        let records = records(&run, "pp=2,dp=2", rank);
+        let reduced = records.iter().filter(|r| r.op == "all_reduce" && r.phase == Phase::Backward);
+        let mut paths: Vec<&str> = reduced.map(|r| r.path.as_str()).collect();
+        let len = paths.len();
+        paths.sort_unstable();
+        paths.dedup();
+        assert!(len == paths.len() && len > 20, "rank {rank}: {paths:?}");
+    }
+}
+
+#[test]
+fn a_model_is_saved_from_a_pipeline_and_loaded_on_another() {
+    let dir = std::env::temp_dir().join(format!("shardgrad-pipelines-{}", std::process::id()));
+    let run = Run { microbatches: 2, ..Run::new(2) };
+    let saved = World::run(Mesh::parse("pp=2,tp=2").unwrap(), |rank| {
+        let mut trainer = run.trainer(rank)?;
+        trainer.step(&[])?;
+        trainer.model().save(&dir)?;
+        Ok(trainer.step(&[])?.loss)
+    });
+    let saved = saved.unwrap();
+    for mesh in ["", "pp=3,dp=2"] {
+        let loaded = World::run(Mesh::parse(mesh).unwrap(), |rank| {
+            let mut trainer = run.trainer(rank)?;
+            trainer.model().load(&dir)?;
+            // The data of the step that follows; a fresh optimizer does not matter for its loss.
+            trainer.skip_to(1);
+            Ok(trainer.step(&[])?.loss)
+        });
+        same(&saved[..1], &loaded.unwrap()[..1], 1e-12, mesh);
+    }
+    std::fs::remove_dir_all(&dir).unwrap();
+}
+
+#[test]
+fn what_cannot_be_a_pipeline_is_refused() {
+    let refuse = |plan: Plan, mesh: &str, microbatches: usize| {
+        let run = Run { plan, microbatches, ..Run::new(1) };
+        World::run(Mesh::parse(mesh).unwrap(), |rank| run.trainer(rank).map(drop)).unwrap_err().to_string()
+    };
+    let text = refuse(Plan::gpt2(), "pp=2", 4);
+    assert!(
+        text.contains("4 microbatches do not divide a batch of 6 rows")
+            && text.contains("use 3 microbatches")
+    );
+    let text = refuse(Plan::gpt2().schedule("zigzag"), "pp=2", 1);
+    assert!(text.contains("there is no schedule `zigzag`"), "{text}");
+    let text = refuse(Plan::gpt2().cut(Cut::Layers(vec![2, 1])), "pp=2", 1);
+    assert!(text.contains("the stages have 3 layers, the model has 4"), "{text}");
+    let text = refuse(Plan::gpt2().cut(Cut::At(vec!["h.9".to_string()])), "pp=2", 1);
+    assert!(text.contains("no op of the model is at `h.9`") && text.contains("h.0, h.1"), "{text}");
+    let text = refuse(Plan::gpt2().cut(Cut::Layers(vec![4])), "pp=2", 1);
+    assert!(text.contains("the cuts make 1 stages, the mesh has 2"), "{text}");
+}
