@@ -1,6 +1,7 @@
 //! Commands: one file each. Errors go to stderr, once; the exit code says whose fault it was.
 
 pub(crate) mod args;
+mod bench;
 mod doctor;
 mod eval;
 mod explain;
@@ -34,6 +35,7 @@ fn run(command: &args::Command) -> Result<()> {
         args::Command::Explain(args) => explain::run(args),
         args::Command::Ops(args) => ops::run(args),
         args::Command::Doctor(args) => doctor::run(args),
+        args::Command::Bench(args) => bench::run(args),
     }
 }
 
