@@ -2,6 +2,7 @@
 
 mod cli;
 mod documents;
+mod errors;
 mod hf;
 mod invariants;
 mod llama;

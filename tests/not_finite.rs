@@ -100,7 +100,7 @@ fn large_head(name: &str, i: usize, large: f64) -> Option<f64> {
         "lm_head.weight" if i / WIDTH < BYTES / 2 => Some(large),
         "lm_head.weight" => Some(-large),
         "ln_f.weight" => Some(1.0 / large),
-        "wte.weight" => Some(if i % WIDTH == 0 { 10.0 } else { 0.0 }),
+        "wte.weight" => Some(if i.is_multiple_of(WIDTH) { 10.0 } else { 0.0 }),
         _ => None,
     }
 }

@@ -6,9 +6,10 @@ mod values;
 mod pipeline;
 mod train;
 mod tools;
+pub(crate) mod config;
 
 pub(crate) use pipeline::PipelineArgs;
-pub(crate) use tools::{DoctorArgs, OpsArgs};
+pub(crate) use tools::{BenchArgs, BenchChoice, DoctorArgs, OpsArgs};
 pub(crate) use train::TrainArgs;
 
 use crate::data::Split;
@@ -48,6 +49,8 @@ pub(crate) enum Command {
     Ops(OpsArgs),
     /// Show what this machine has: cores, SIMD, memory, GPU libraries
     Doctor(DoctorArgs),
+    /// Measure kernels, collectives, the tape and training steps, each after a check of its result
+    Bench(BenchArgs),
 }
 
 const TRAIN_EXAMPLES: &str = "\
