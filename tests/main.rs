@@ -7,5 +7,6 @@ mod hf;
 mod invariants;
 mod pipelines;
 mod not_finite;
+mod packaging;
 mod steps;
 mod tidy;
