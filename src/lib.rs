@@ -49,7 +49,7 @@ pub mod prelude {
     pub use shardgrad_kernels::DType;
     pub use shardgrad_nn::{
         AdamW, Attention, Dropout, Embedding, LayerNorm, Linear, Mlp, Model, Module, Param, Plan, Point,
-        StepArgs, module,
+        Settings, StepArgs, Trainer, module,
     };
     pub use shardgrad_tensor::{Layout, State, Tensor, Value};
 }

@@ -66,7 +66,7 @@ fn misuse_has_exit_code_2_and_a_repair() {
         (&["train", "--mesh", "tp=2,tq=2"], &["there is no mesh axis `tq`", "did you mean `tp`?"]),
         (&["train", "--mesh", "tp=0"], &["size 0"]),
         (&["train", "--mesh", "dp=100,tp=100"], &["10000 ranks"]),
-        (&["train", "--mesh", "pp=2"], &["pp=2", "dp and tp"]),
+        (&["train", "--mesh", "cp=2"], &["cp=2", "pp, dp and tp"]),
         (&["train", "--data", "/no/such/file"], &["/no/such/file: there is no such file"]),
         (&["train", "--data", "/"], &["/"]),
         (&["train", "--data", &empty], &["empty"]),

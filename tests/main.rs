@@ -5,6 +5,7 @@ mod documents;
 mod errors;
 mod hf;
 mod invariants;
+mod llama;
 mod pipelines;
 mod not_finite;
 mod packaging;

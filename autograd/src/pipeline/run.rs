@@ -183,7 +183,7 @@ impl Step<'_> {
                 }
                 tape.constant(arguments.iter().flatten().nth(outer as usize).ok_or_else(missing)?.clone())
             } else if let Some(key) = declared.key {
-                let computed = self.computed(outer, key, &declared.layout);
+                let computed = self.computed(stage, outer, key);
                 let leaf = computed.requires_grad() && self.trains;
                 let tensor = computed.tensor();
                 if leaf { tape.leaf(Key::from(outer), tensor) } else { tape.constant(tensor.clone()) }
@@ -196,12 +196,13 @@ impl Step<'_> {
     }
 
     /// A parameter in the layout in which the stage computes with it; brought there once a step.
-    fn computed(&mut self, outer: u32, key: Key, layout: &Layout) -> Var {
-        let (tape, feed) = (&self.tape, self.feed);
+    fn computed(&mut self, stage: usize, outer: u32, key: Key) -> Var {
+        let (tape, feed, stages) = (&self.tape, self.feed, self.runner.stages);
         let bring = || {
             let (stored, trained) = (feed.parameter)(key);
             let leaf = if trained { tape.leaf(key, &stored) } else { tape.constant(stored) };
-            leaf.to_layout(layout)
+            let program = stages.program();
+            leaf.in_layout(&program.outers[outer as usize].layout, stages.first_use(stage, outer))
         };
         self.computed.entry(outer).or_insert_with(bring).clone()
     }

@@ -92,8 +92,8 @@ impl Walk<'_> {
             Action::Forward { stage, microbatch } | Action::Backward { stage, microbatch } => {
                 self.check_pass(rank, action, stage, microbatch)?;
             }
-            Action::Send(transfer) => self.send(rank, transfer)?,
-            Action::Receive(transfer) => self.receive(rank, transfer)?,
+            Action::Send(transfer) => self.hand_over(rank, transfer)?,
+            Action::Receive(transfer) => self.accept(rank, transfer)?,
         }
         self.done.insert(action);
         Ok(())
@@ -152,7 +152,7 @@ impl Walk<'_> {
         Ok([self.schedule.place[from], self.schedule.place[to]])
     }
 
-    fn send(&mut self, rank: usize, transfer: Transfer) -> Result<(), Obstacle> {
+    fn hand_over(&mut self, rank: usize, transfer: Transfer) -> Result<(), Obstacle> {
         let wrong = |why: String| Err(Obstacle::Wrong(why));
         let [from, to] = self.check_transfer(transfer)?;
         let (stage, microbatch) = (transfer.from, transfer.microbatch);
@@ -172,7 +172,7 @@ impl Walk<'_> {
         }
     }
 
-    fn receive(&mut self, rank: usize, transfer: Transfer) -> Result<(), Obstacle> {
+    fn accept(&mut self, rank: usize, transfer: Transfer) -> Result<(), Obstacle> {
         let [from, to] = self.check_transfer(transfer)?;
         if to != rank {
             return Err(Obstacle::Wrong(format!("but stage {} lives on rank {to}", transfer.to)));

@@ -138,7 +138,7 @@ mod tests {
                 .unwrap_err()
                 .starts_with("there is no such preset; did you mean `tiny`? presets are")
         );
-        assert!(preset("llama-7b").unwrap_err().starts_with("there is no such preset; presets are tiny, "));
+        assert!(preset("bert").unwrap_err().starts_with("there is no such preset; presets are tiny, "));
     }
 
     #[test]
