@@ -65,9 +65,13 @@ fn licence(package: &Value) -> Option<String> {
     let mut files: Vec<String> = fs::read_dir(folder)
         .ok()?
         .filter_map(|f| f.ok()?.file_name().into_string().ok())
-        .filter(|name| ["LICENSE", "LICENCE", "COPYING", "UNLICENSE"].iter().any(|l| name.to_uppercase().starts_with(l)))
+        .filter(|name| {
+            ["LICENSE", "LICENCE", "COPYING", "UNLICENSE"].iter().any(|l| name.to_uppercase().starts_with(l))
+        })
         .collect();
-    files.sort_by_key(|name| (!name.to_uppercase().contains("MIT"), name.to_uppercase().contains("APACHE"), name.clone()));
+    files.sort_by_key(|name| {
+        (!name.to_uppercase().contains("MIT"), name.to_uppercase().contains("APACHE"), name.clone())
+    });
     let found = fs::read_to_string(folder.join(files.first()?)).ok()?;
     Some(found.lines().map(str::trim_end).collect::<Vec<_>>().join("\n").trim().to_string())
 }
@@ -83,10 +87,12 @@ fn notices() -> String {
     for ((name, version), package) in &packages {
         let source = format!("https://crates.io/crates/{name}/{version}");
         let _ = writeln!(page, "| {name} | {version} | {} | {source} |", text(&package["license"]));
-        let licence = licence(package).unwrap_or_else(|| "The package has no licence text of its own.".into());
+        let licence =
+            licence(package).unwrap_or_else(|| "The package has no licence text of its own.".into());
         texts.entry(licence).or_default().push(name.clone());
     }
-    let mut blocks: Vec<(String, String)> = texts.into_iter().map(|(t, names)| (names.join(", "), t)).collect();
+    let mut blocks: Vec<(String, String)> =
+        texts.into_iter().map(|(t, names)| (names.join(", "), t)).collect();
     blocks.sort();
     for (names, licence) in blocks {
         let _ = write!(page, "\n## {names}\n\n```text\n{licence}\n```\n");
