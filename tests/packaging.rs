@@ -72,7 +72,12 @@ fn licence(package: &Value) -> Option<String> {
     files.sort_by_key(|name| {
         (!name.to_uppercase().contains("MIT"), name.to_uppercase().contains("APACHE"), name.clone())
     });
-    let found = fs::read_to_string(folder.join(files.first()?)).ok()?;
+    // Where several licences hold at once, all their texts are due.
+    let due = if text(&package["license"]).contains(" AND ") { files.len() } else { 1 };
+    let found: Vec<String> =
+        files.iter().take(due).filter_map(|f| fs::read_to_string(folder.join(f)).ok()).collect();
+    // Some packages hold no more than the name of a file that was left behind.
+    let found = Some(found.join("\n\n")).filter(|text| text.lines().count() > 5)?;
     Some(found.lines().map(str::trim_end).collect::<Vec<_>>().join("\n").trim().to_string())
 }
 
@@ -87,8 +92,13 @@ fn notices() -> String {
     for ((name, version), package) in &packages {
         let source = format!("https://crates.io/crates/{name}/{version}");
         let _ = writeln!(page, "| {name} | {version} | {} | {source} |", text(&package["license"]));
-        let licence =
-            licence(package).unwrap_or_else(|| "The package has no licence text of its own.".into());
+        let licence = licence(package).unwrap_or_else(|| {
+            format!(
+                "{}: the package holds no text of its own; see {}",
+                text(&package["license"]),
+                text(&package["repository"])
+            )
+        });
         texts.entry(licence).or_default().push(name.clone());
     }
     let mut blocks: Vec<(String, String)> =

@@ -95,7 +95,8 @@ pub fn first_not_finite(
     let bytes: Vec<f64> = (0..word[3 * first + 2] as usize).map(byte).collect();
     let bytes = world_sum(world, &bytes, site)?.into_iter().map(|b| b as u8).collect();
     let text = String::from_utf8(bytes).map_err(|e| Error::new(Kind::Collective, e.to_string()))?;
-    Ok(Some(["first", "at", "asked for", "rank"].into_iter().zip(text.lines().map(String::from)).collect()))
+    let lines = ["first", "at", "asked for", "rank"].into_iter().zip(text.lines().map(String::from));
+    Ok(Some(lines.filter(|(_, text)| !text.is_empty()).collect()))
 }
 
 impl Tensor {
