@@ -110,6 +110,7 @@ fn notices() -> String {
     page
 }
 
+#[allow(clippy::print_stdout, reason = "a test that is skipped says so")]
 #[test]
 fn third_party_notices_are_those_of_the_lock_file() {
     if !cfg!(all(target_os = "linux", target_arch = "x86_64")) {
