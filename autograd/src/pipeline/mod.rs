@@ -7,6 +7,7 @@
 mod action;
 mod schedule;
 mod verify;
+mod simulate;
 mod cut;
 mod stage;
 mod run;
@@ -15,5 +16,6 @@ pub use action::{Action, Schedule, Transfer};
 pub use cut::Cut;
 pub use run::{Feed, Outcome, Runner};
 pub use schedule::NAMES;
+pub use simulate::{Span, Timeline, Times};
 pub use stage::{Stage, Stages};
 pub use verify::Verified;
