@@ -5,6 +5,7 @@
 
 use shardgrad::nn::cross_entropy;
 use shardgrad::prelude::*;
+use std::ops::Range;
 
 const VOCAB: usize = 16;
 const HALF: usize = 12;
@@ -51,9 +52,16 @@ impl Repeater {
 }
 
 /// Token `t` of row `row` of a step: random, and the second half of a row repeats the first.
-fn token(step: usize, row: usize, t: usize) -> i64 {
-    let place = (step * ROWS + row) * HALF + t % HALF;
+fn token(step: u64, row: usize, t: usize) -> i64 {
+    let place = (step as usize * ROWS + row) * HALF + t % HALF;
     (shardgrad::nn::name::key(place as u64, "token") % VOCAB as u64) as i64
+}
+
+/// Some tokens of some rows.
+fn tokens(rank: &Rank, plan: &Plan, step: u64, rows: Range<usize>, columns: Range<usize>) -> Result<Tensor> {
+    let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), columns.len()])?;
+    let all = rows.flat_map(|row| columns.clone().map(move |t| token(step, row, t)));
+    Tensor::from_global(rank, &layout, &all.collect::<Vec<_>>())
 }
 
 fn main() -> Result<()> {
@@ -69,24 +77,21 @@ fn main() -> Result<()> {
             norm: LayerNorm::new(d),
             head: Linear::new(d, VOCAB),
         };
-        let model = Model::new(rank, model, &plan, 1)?;
-        let mut optim = AdamW::new(1e-3);
-        let batch = |step: usize, range: std::ops::Range<usize>| {
-            let layout = plan.batch_layout(rank.mesh(), DType::I64, &[ROWS, range.len()])?;
-            let all = (0..ROWS).flat_map(|row| range.clone().map(move |t| token(step, row, t)));
-            Tensor::from_global(rank, &layout, &all.collect::<Vec<_>>())
+        let read = |rank: &Rank, step, rows: Range<usize>| {
+            let given = tokens(rank, &plan, step, rows.clone(), 0..2 * HALF - 1)?;
+            Ok(vec![given, tokens(rank, &plan, step, rows, HALF..2 * HALF)?])
         };
-        for step in 0..=300 {
-            let tape = model.tape();
-            let logits = model.forward(&tape.constant(batch(step, 0..2 * HALF - 1)?));
+        let loss = |model: &Repeater, x: &[Var]| {
             // What is asked for is the second half: each token from those before it.
-            let asked = logits.slice(1, HALF - 1..2 * HALF - 1);
-            let loss = cross_entropy(&asked, &tape.constant(batch(step, HALF..2 * HALF)?)).mean();
-            loss.backward()?;
-            optim.update(&model, tape.gradients())?;
-            let loss = loss.item()?;
+            let asked = model.forward(&x[0]).slice(1, HALF - 1..2 * HALF - 1);
+            cross_entropy(&asked, &x[1]).mean()
+        };
+        let settings = Settings { seed: 1, ..Settings::new(ROWS) };
+        let mut trainer = Trainer::new(rank, model, &plan, AdamW::new(1e-3), settings, read, loss)?;
+        for step in 0..=300 {
+            let report = trainer.step(&[])?;
             if step % 50 == 0 && rank.index() == 0 {
-                println!("step {step:3}  loss {loss:.4}");
+                println!("step {step:3}  loss {:.4}", report.loss);
             }
         }
         Ok(())

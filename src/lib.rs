@@ -49,7 +49,7 @@ pub mod prelude {
     pub use shardgrad_kernels::DType;
     pub use shardgrad_nn::{
         AdamW, Attention, Dropout, Embedding, LayerNorm, Linear, Mlp, Model, Module, Param, Plan, Point,
-        StepArgs, module,
+        Settings, StepArgs, Trainer, module,
     };
     pub use shardgrad_tensor::{Layout, State, Tensor, Value};
 }
@@ -58,3 +58,8 @@ pub mod prelude {
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+/// Compiles and runs the code of the tutorial.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/tutorial.md")]
+struct Tutorial;

@@ -66,7 +66,7 @@ fn misuse_has_exit_code_2_and_a_repair() {
         (&["train", "--mesh", "tp=2,tq=2"], &["there is no mesh axis `tq`", "did you mean `tp`?"]),
         (&["train", "--mesh", "tp=0"], &["size 0"]),
         (&["train", "--mesh", "dp=100,tp=100"], &["10000 ranks"]),
-        (&["train", "--mesh", "pp=2"], &["pp=2", "dp and tp"]),
+        (&["train", "--mesh", "cp=2"], &["cp=2", "pp, dp and tp"]),
         (&["train", "--data", "/no/such/file"], &["/no/such/file: there is no such file"]),
         (&["train", "--data", "/"], &["/"]),
         (&["train", "--data", &empty], &["empty"]),
@@ -232,4 +232,30 @@ fn doctor_says_what_it_found_and_loads_nothing() {
     assert!(found["cores"].as_u64().unwrap() > 0 && found["cuda"] == false, "{found}");
     let text = doctor(&["doctor"]);
     assert!(text.contains("no CUDA back end yet") && text.contains(&fake.display().to_string()), "{text}");
+}
+
+#[test]
+fn options_may_come_from_a_file() {
+    let folder = Folder::new("config");
+    let data = text(&folder);
+    let file = folder.file("run.toml", "split = \"all\"\nseq = 16\n");
+    let out = folder.path("out");
+    let train = ["train", "--data", &data, "--out", &out, "--steps", "1", "--batch", "2", "--mesh", "dp=1"];
+    let small = folder.file("train.toml", "seq = 16\neval_every = 0\n");
+    assert!(shardgrad(&[&train[..], &["--config", &small]].concat()).status.success());
+    let model = format!("{out}/model");
+    let tokens = |rest: &[&str]| {
+        let eval = ["eval", "--model", &model, "--data", &data, "--config", &file, "--json"];
+        let output = shardgrad(&[&eval[..], rest].concat());
+        let line: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        line["tokens"].as_u64().unwrap()
+    };
+    assert_eq!((tokens(&[]) % 16, tokens(&[]) > tokens(&["--split", "val"])), (0, true));
+    let wrong = folder.file("wrong.toml", "sequence = 3\nbatch = \"two\"\n");
+    let (code, said) = told(&["eval", "--config", &wrong]);
+    assert_eq!(code, 2, "{said}");
+    for part in ["wrong.toml has options that cannot be used", "`sequence`", "`batch`: must be a number"] {
+        assert!(said.contains(part), "{said}");
+    }
+    assert_eq!(told(&["eval", "--config", "/no/such/file"]).0, 2);
 }

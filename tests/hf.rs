@@ -3,7 +3,9 @@
 use shardgrad::nn::hf::{CONFIG_FILE, TensorFile, WEIGHTS_FILE};
 use shardgrad::nn::{Family, LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 const NAMES: [&str; 7] = ["gpt2", "gpt2-untied", "llama", "llama-biased", "mistral", "qwen2", "qwen3"];
 const ROWS: usize = 3;
@@ -96,6 +98,25 @@ fn folders_are_written_back_as_they_were_read() {
         }
         assert_eq!(ModelConfig::read(&to.0).unwrap(), ModelConfig::read(&from).unwrap(), "{name}");
     }
+}
+
+/// Losses, gradient norms and weights of a training too, against the transformers that is installed, if one is.
+#[test]
+fn training_is_that_of_transformers_where_it_is_installed() {
+    let python =
+        |args: &[&str]| Command::new("python3").args(args).env("PYTHONDONTWRITEBYTECODE", "1").output();
+    let probe = "import torch, transformers; assert transformers.__version__ >= '5'";
+    if !python(&["-c", probe]).is_ok_and(|found| found.status.success()) {
+        let line = b"skipped: python3 has no torch or no transformers; see tests/hf/compare.py\n";
+        std::io::stdout().write_all(line).unwrap();
+        return;
+    }
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/hf/compare.py");
+    let (script, binary) = (script.display().to_string(), env!("CARGO_BIN_EXE_shardgrad"));
+    let done = python(&[&script, "--mesh", "dp=2,tp=2", "--mesh", "tp=3", binary]).unwrap();
+    let told = [done.stdout, done.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+    assert!(done.status.success(), "{}\n{}", told[0], told[1]);
+    assert_eq!(told[0].lines().count(), 2 * NAMES.len(), "{}", told[0]);
 }
 
 /// A folder for one test, removed at its end.

@@ -2,9 +2,12 @@
 
 mod cli;
 mod documents;
+mod errors;
 mod hf;
 mod invariants;
+mod llama;
 mod pipelines;
 mod not_finite;
+mod packaging;
 mod steps;
 mod tidy;

@@ -2,8 +2,8 @@
 
 use shardgrad::autograd::pipeline::Cut;
 use shardgrad::dist::{Phase, Record};
+use shardgrad::nn::Schedule;
 use shardgrad::nn::model::{Gpt2, Gpt2Config};
-use shardgrad::nn::{Schedule, Settings, Trainer};
 use shardgrad::prelude::*;
 use shardgrad::tensor::control::world_sum;
 use std::ops::Range;
@@ -219,4 +219,20 @@ fn what_cannot_be_a_pipeline_is_refused() {
     assert!(text.contains("no op of the model is at `h.9`") && text.contains("h.0, h.1"), "{text}");
     let text = refuse(Plan::gpt2().cut(Cut::Layers(vec![4])), "pp=2", 1);
     assert!(text.contains("the cuts make 1 stages, the mesh has 2"), "{text}");
+}
+
+/// The lines of an example that a compiler reads.
+fn code(example: &str) -> Vec<String> {
+    let path = format!("{}/examples/{example}.rs", env!("CARGO_MANIFEST_DIR"));
+    let text = std::fs::read_to_string(path).unwrap();
+    let lines = text.lines().map(str::trim);
+    lines.filter(|l| !l.is_empty() && !l.starts_with("//")).map(str::to_string).collect()
+}
+
+#[test]
+fn a_parallel_model_differs_from_a_plain_one_in_at_most_five_lines() {
+    let (plain, sharded) = (code("transformer"), code("sharded_transformer"));
+    let changed = sharded.iter().filter(|line| !plain.contains(line)).count();
+    let gone = plain.iter().filter(|line| !sharded.contains(line)).count();
+    assert!((1..=5).contains(&changed) && gone <= changed, "{changed} lines changed or added, {gone} gone");
 }

@@ -11,6 +11,7 @@ pub mod tape;
 pub mod var;
 pub mod replay;
 mod remat;
+mod halves;
 pub mod pipeline;
 
 pub use id::{Draw, Gradients, Key, Noise};

@@ -11,15 +11,15 @@ use shardgrad_tensor::op::{Cotangents, Vjp};
 use shardgrad_tensor::ops::redistribute::Redistribute;
 use shardgrad_tensor::{Context, Layout, Op, Tensor, op, unwind};
 use smallvec::SmallVec;
-use std::cell::{Cell, RefCell};
+use std::cell::{Cell, RefCell, RefMut};
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
 use std::rc::Rc;
 
-struct Leaf {
-    key: Key,
+pub(crate) struct Leaf {
+    pub(crate) key: Key,
     layout: Layout,
     /// Given up when gradients are handed out, so that the optimizer can update the parameter in place.
     tensor: Option<Tensor>,
@@ -62,8 +62,8 @@ pub(crate) struct Node {
 }
 
 #[derive(Default)]
-struct Arena {
-    leaves: Vec<Leaf>,
+pub(crate) struct Arena {
+    pub(crate) leaves: Vec<Leaf>,
     by_key: HashMap<Key, u32>,
     nodes: Vec<Node>,
     round: u32,
@@ -259,13 +259,16 @@ impl Tape {
         (arena.round, arena.nodes.len() as u32 - 1)
     }
 
+    pub(crate) fn arena(&self) -> RefMut<'_, Arena> {
+        self.0.arena.borrow_mut()
+    }
+
     /// Backpropagates given cotangents to the leaves; the nodes of the round are used up.
     pub(crate) fn backward_from(&self, seeds: impl IntoIterator<Item = (Id, Tensor)>) {
         let context = Context::of(&self.0.rank);
         let before = context.set_backward(true);
-        let mut arena = self.0.arena.borrow_mut();
-        let mut nodes = std::mem::take(&mut arena.nodes);
-        arena.round += 1;
+        let mut arena = self.arena();
+        let mut nodes = arena.take_nodes();
         for (id, seed) in seeds {
             add(&mut arena.leaves, &mut nodes, id, seed);
         }
@@ -274,9 +277,9 @@ impl Tape {
                 continue;
             }
             context.set_path(&node.path);
-            for (input, cotangent) in
-                node.inputs.clone().into_iter().zip(node.pull_back(&self.0.rank, &context))
-            {
+            let wanted: SmallVec<[bool; 4]> = node.inputs.iter().map(Option::is_some).collect();
+            let cotangents = node.pull_back(&self.0.rank, &context, &wanted);
+            for (input, cotangent) in node.inputs.clone().into_iter().zip(cotangents) {
                 if let (Some(id), Some(cotangent)) = (input, cotangent) {
                     add(&mut arena.leaves, &mut nodes, id, cotangent);
                 }
@@ -339,9 +342,15 @@ impl Tape {
 }
 
 impl Node {
-    /// Cotangents of the inputs from those of the outputs.
-    fn pull_back(&mut self, rank: &Rank, context: &Context) -> Cotangents {
-        let wanted: SmallVec<[bool; 4]> = self.inputs.iter().map(Option::is_some).collect();
+    /// Lets go of what was kept.
+    pub(crate) fn empty(&mut self) {
+        self.kept_inputs.clear();
+        self.kept_outputs.clear();
+        self.cotangents.clear();
+    }
+
+    /// Cotangents of the wanted inputs from those of the outputs.
+    pub(crate) fn pull_back(&mut self, rank: &Rank, context: &Context, wanted: &[bool]) -> Cotangents {
         match &self.work {
             Work::Op(op) => {
                 let closed = context.set_closed(true);
@@ -352,7 +361,7 @@ impl Node {
                     input_layouts: &self.input_layouts,
                     output_layouts: &self.output_layouts,
                     grads: &self.cotangents,
-                    wanted: &wanted,
+                    wanted,
                 });
                 context.set_closed(closed);
                 for (cotangent, layout) in cotangents.iter().zip(&self.input_layouts) {
@@ -364,13 +373,21 @@ impl Node {
                 }
                 cotangents
             }
-            Work::Block(block) => block.pull_back(rank, &self.kept_inputs, &self.cotangents, &wanted),
+            Work::Block(block) => block.pull_back(rank, &self.kept_inputs, &self.cotangents, wanted),
         }
     }
 }
 
+impl Arena {
+    /// The nodes of the running round, which ends.
+    pub(crate) fn take_nodes(&mut self) -> Vec<Node> {
+        self.round += 1;
+        std::mem::take(&mut self.nodes)
+    }
+}
+
 /// Adds a cotangent where it belongs: partial to partial, no communication.
-fn add(leaves: &mut [Leaf], nodes: &mut [Node], id: Id, cotangent: Tensor) {
+pub(crate) fn add(leaves: &mut [Leaf], nodes: &mut [Node], id: Id, cotangent: Tensor) {
     let slot = match id {
         Id::Leaf(at) => &mut leaves[at as usize].cotangent,
         Id::Made { node, out, .. } => &mut nodes[node as usize].cotangents[out as usize],

@@ -74,7 +74,12 @@ impl Var {
     #[track_caller]
     #[must_use]
     pub fn to_layout(&self, to: &Layout) -> Var {
-        if self.layout() == to { self.clone() } else { self.form(to, Location::caller()) }
+        self.in_layout(to, Location::caller())
+    }
+
+    /// The same value in another layout, asked for by a line.
+    pub(crate) fn in_layout(&self, to: &Layout, site: &'static Location<'static>) -> Var {
+        if self.layout() == to { self.clone() } else { self.form(to, site) }
     }
 
     /// Backpropagates from this scalar: gradients are added to the leaves of the tape, whose graph is used up.

@@ -24,6 +24,7 @@ pub mod optim;
 pub mod hf;
 pub mod model;
 pub mod checkpoint;
+pub mod reading;
 mod staged;
 pub mod trainer;
 
@@ -40,4 +41,5 @@ pub use param::{Init, Param};
 pub use placed::Model;
 pub use plan::Plan;
 pub use point::Point;
+pub use reading::Reading;
 pub use trainer::{Settings, StepReport, Trainer};

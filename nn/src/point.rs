@@ -32,8 +32,9 @@ impl Point {
         if placed.states.is_empty() {
             return x.clone();
         }
+        let site = std::panic::Location::caller();
         let to = with_states(x.layout(), &placed.states)
-            .unwrap_or_else(|e| e.detail("point", &*placed.name).at(std::panic::Location::caller()).raise());
+            .unwrap_or_else(|e| e.detail("point", &*placed.name).at(site).raise());
         x.to_layout(&to)
     }
 

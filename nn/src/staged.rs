@@ -38,16 +38,18 @@ impl Staged {
         let rank = model.rank();
         let (mesh, here) = (rank.world().mesh(), rank.world().coordinate(axis));
         let program = Program::record(rank, arguments, Some(Noise { seed, ..RECORDED }), text)?;
-        let starts = program.cut(rank, &pipeline.cut, mesh.size(axis))?;
+        let schedule = Schedule::named(&pipeline.schedule, mesh.size(axis), num_microbatches)?;
+        let starts = program.cut(rank, &pipeline.cut, schedule.num_stages())?;
         let stages = Stages::new(program, &starts);
         let links = stages.links();
-        let schedule = Schedule::named(&pipeline.schedule, mesh.size(axis), num_microbatches)?;
         let schedule = schedule.with_transfers(&links);
         schedule.verify(&links)?;
-        let keys: Vec<_> = (0..mesh.size(axis)).map(|stage| stages.keys(stage)).collect();
+        let keys: Vec<_> = (0..schedule.num_stages()).map(|stage| stages.keys(stage)).collect();
         for param in model.params() {
             let uses = |stage: &usize| keys[*stage].contains(&param.key());
-            let mut places: Vec<usize> = (0..keys.len()).filter(uses).collect();
+            let mut places: Vec<usize> = (0..keys.len()).filter(uses).map(|s| schedule.place[s]).collect();
+            places.sort_unstable();
+            places.dedup();
             if places.is_empty() {
                 // A parameter that no op uses still has a value to save.
                 places.push(0);
@@ -98,7 +100,8 @@ impl Staged {
     ) -> Result<Option<Tensor>> {
         let layouts: Vec<Layout> = arguments.iter().map(|t| t.layout().clone()).collect();
         let stages = self.stages(model.rank(), &layouts, text)?;
-        let schedule = Schedule::forward_only(self.schedule.num_stages(), 1).with_transfers(&stages.links());
+        let schedule = Schedule::forward_only(&self.schedule.place, self.schedule.ranks.len());
+        let schedule = schedule.with_transfers(&stages.links());
         let runner = Runner { rank: model.rank(), axis: self.axis, stages: &stages, schedule: &schedule };
         let parameter = parameters(model);
         let outcome = runner.run(&Feed {

@@ -4,11 +4,14 @@ pub(crate) mod nearest;
 mod defaults;
 mod values;
 mod pipeline;
+mod plan;
 mod train;
 mod tools;
+pub(crate) mod config;
 
 pub(crate) use pipeline::PipelineArgs;
-pub(crate) use tools::{DoctorArgs, OpsArgs};
+pub(crate) use plan::PlanArgs;
+pub(crate) use tools::{BenchArgs, BenchChoice, DoctorArgs, OpsArgs};
 pub(crate) use train::TrainArgs;
 
 use crate::data::Split;
@@ -40,14 +43,18 @@ pub(crate) enum Command {
     Train(Box<TrainArgs>),
     /// Measure the mean next-token loss of a model
     Eval(Box<EvalArgs>),
-    /// Continue a prompt
+    /// Continue a prompt; beyond the positions of the model, from the later half of them
     Generate(Box<GenerateArgs>),
     /// Show layouts, collectives and costs of one training step; nothing is computed
     Explain(Box<ExplainArgs>),
+    /// Prove, time and draw a pipeline schedule
+    Plan(PlanArgs),
     /// Print the table of ops: signatures, dtypes, costs, layouts
     Ops(OpsArgs),
     /// Show what this machine has: cores, SIMD, memory, GPU libraries
     Doctor(DoctorArgs),
+    /// Measure kernels, collectives, the tape and training steps, each after a check of its result
+    Bench(BenchArgs),
 }
 
 const TRAIN_EXAMPLES: &str = "\
@@ -65,7 +72,8 @@ pub(crate) struct ModelArgs {
     /// Folder with config.json and model.safetensors
     #[arg(long, value_name = "DIR", conflicts_with = "preset")]
     model: Option<PathBuf>,
-    /// Shape with fresh weights: tiny, s, m, l, gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m
+    /// Shape with fresh weights: tiny, s, m, l, gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, llama-tiny, llama-1b, llama-8b,
+    /// llama-70b, mistral-7b, qwen2-0.5b, qwen3-0.6b, qwen3-8b
     #[arg(long, value_name = "NAME", default_value = defaults::PRESET, value_parser = values::preset)]
     preset: String,
 }

@@ -1,9 +1,10 @@
 //! `generate`: continues a prompt, byte by byte, on any mesh.
 
 use super::args::{GenerateArgs, SamplingArgs};
+use crate::data::Corpus;
 use serde_json::json;
 use shardgrad::kernels::op::random::uniform_at;
-use shardgrad::nn::{LanguageModel, ModelConfig};
+use shardgrad::nn::{LanguageModel, ModelConfig, Reading};
 use shardgrad::prelude::*;
 use std::io::Write;
 
@@ -15,15 +16,9 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
         let plan = LanguageModel::plan(&config);
         let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 0, args.run.dtype)?;
         model.load(&args.model)?;
-        let mut show = Show { on: rank.index() == 0 && !args.json, pending: Vec::new() };
+        let mut show = Show { on: rank.world().index() == 0 && !args.json, pending: Vec::new() };
         show.bytes(args.prompt.as_bytes())?;
-        let mut text: Vec<i64> = args.prompt.bytes().map(i64::from).collect();
-        for n in 0..args.tokens {
-            let next = next(&model, &config, &text, &args.sampling, n as u64)?;
-            text.push(next as i64);
-            show.bytes(&[next as u8])?;
-        }
-        Ok(text.into_iter().map(|t| t as u8).collect::<Vec<u8>>())
+        continued(&model, &args.prompt, args.tokens, &args.sampling, |byte| show.bytes(&[byte]))
     })?;
     let text = String::from_utf8_lossy(&made[0]).into_owned();
     if args.json {
@@ -34,19 +29,27 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     Ok(())
 }
 
-/// The next token; every rank gets the same one, from the same logits and the same random number.
-fn next(
+/// The prompt and so many bytes behind it, each shown as it is chosen. Every rank chooses the same ones, from the same
+/// logits and the same random numbers.
+fn continued(
     model: &Model<LanguageModel>,
-    config: &ModelConfig,
-    text: &[i64],
+    prompt: &str,
+    count: usize,
     how: &SamplingArgs,
-    n: u64,
-) -> Result<usize> {
-    let seen = &text[text.len().saturating_sub(config.positions())..];
-    let ids = Tensor::from_host(model.rank(), &[1, seen.len()], seen)?;
-    let logits = model.forward(&model.inference().constant(ids));
-    let last = logits.slice(1, seen.len() - 1..seen.len());
-    Ok(choose(&last.tensor().to_f64()?, how, uniform_at(how.seed, 0, n)))
+    mut show: impl FnMut(u8) -> Result<()>,
+) -> Result<Vec<u8>> {
+    let mut reading = Reading::new(model);
+    let mut text = prompt.as_bytes().to_vec();
+    let mut unread: Vec<i64> = prompt.bytes().map(i64::from).collect();
+    for n in 0..count {
+        let logits = reading.read(&unread)?;
+        // A token beyond the bytes has no text.
+        let next = choose(&logits[..Corpus::VOCAB], how, uniform_at(how.seed, 0, n as u64)) as u8;
+        text.push(next);
+        show(next)?;
+        unread = vec![i64::from(next)];
+    }
+    Ok(text)
 }
 
 /// Chooses among tokens by their logits; `u` is uniform in 0..1.
@@ -125,5 +128,36 @@ mod tests {
         assert_eq!(choose(&logits, &how(Some(1), None, false), 0.99), 1);
         assert_eq!(choose(&logits, &how(None, Some(0.6), false), 0.99), 2);
         assert_eq!(choose(&logits, &how(None, Some(0.5), false), 0.99), 1);
+    }
+
+    #[test]
+    fn a_seed_gives_the_same_text_on_every_mesh() {
+        // The text grows beyond the 64 positions of these models.
+        let prompt = "abc".repeat(20);
+        for preset in ["tiny", "llama-tiny"] {
+            let config = ModelConfig::preset(preset).unwrap();
+            let made = |mesh: &str, how: &SamplingArgs| {
+                let ranks = World::run(Mesh::parse(mesh).unwrap(), |rank| {
+                    let plan = LanguageModel::plan(&config);
+                    let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 3, DType::F64)?;
+                    let mut shown = Vec::new();
+                    let text = continued(&model, &prompt, 12, how, |byte| {
+                        shown.push(byte);
+                        Ok(())
+                    })?;
+                    assert_eq!(text, [prompt.as_bytes(), &shown].concat());
+                    Ok(text)
+                });
+                let ranks = ranks.unwrap();
+                assert!(ranks.iter().all(|text| *text == ranks[0]), "{mesh}: ranks disagree");
+                ranks[0].clone()
+            };
+            let (plain, sharp) = (how(None, None, false), how(Some(40), Some(0.9), false));
+            let (one, other) = (made("", &plain), made("", &sharp));
+            assert!(one != other && one != made("", &SamplingArgs { seed: 1, ..plain.clone() }));
+            for mesh in ["tp=2", "dp=2,tp=2"] {
+                assert!(made(mesh, &plain) == one && made(mesh, &sharp) == other, "{preset} on {mesh}");
+            }
+        }
     }
 }

@@ -1,15 +1,16 @@
 //! Commands: one file each. Errors go to stderr, once; the exit code says whose fault it was.
 
 pub(crate) mod args;
+mod bench;
 mod doctor;
 mod eval;
 mod explain;
 mod generate;
 mod ops;
+mod plan;
 mod train;
 
 use crate::data::Corpus;
-use clap::Parser;
 use shardgrad::nn::ModelConfig;
 use shardgrad::{Error, Kind, Result};
 use std::path::Path;
@@ -17,20 +18,26 @@ use std::process::ExitCode;
 
 /// Parses the command line, runs the command, reports the error.
 pub(crate) fn main() -> ExitCode {
-    let done = match args::Cli::parse().command {
-        args::Command::Train(args) => train::run(&args),
-        args::Command::Eval(args) => eval::run(&args),
-        args::Command::Generate(args) => generate::run(&args),
-        args::Command::Explain(args) => explain::run(&args),
-        args::Command::Ops(args) => ops::run(&args),
-        args::Command::Doctor(args) => doctor::run(&args),
-    };
+    let done = args::config::parse(std::env::args_os().collect()).and_then(|cli| run(&cli.command));
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}");
             ExitCode::from(exit_code(&error))
         }
+    }
+}
+
+fn run(command: &args::Command) -> Result<()> {
+    match command {
+        args::Command::Train(args) => train::run(args),
+        args::Command::Eval(args) => eval::run(args),
+        args::Command::Generate(args) => generate::run(args),
+        args::Command::Explain(args) => explain::run(args),
+        args::Command::Plan(args) => plan::run(args),
+        args::Command::Ops(args) => ops::run(args),
+        args::Command::Doctor(args) => doctor::run(args),
+        args::Command::Bench(args) => bench::run(args),
     }
 }
 

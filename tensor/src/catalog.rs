@@ -81,36 +81,39 @@ fn dtype(input: &Input) -> DType {
     if matches!(input, Input::Index(..)) { DType::I64 } else { DType::F64 }
 }
 
+/// A float dtype that was tried, with the dtypes of the arguments and of the results.
+struct Tried(DType, Vec<DType>, Vec<DType>);
+
 /// `T, i64 -> T`: found by asking for the dtypes of outputs for each float dtype.
 fn dtypes(case: &Case, rank: &Rank) -> String {
     let num_outputs = Context::of(rank).signature(case.op.signature()).num_outputs();
     // All arguments of one dtype; or all but the first in its accumulator.
-    let of = |float: DType, others: DType| {
-        let float = |i: usize| if i == 0 { float } else { others };
+    let of = |float_dtype: DType, others: DType| {
+        let float = |i: usize| if i == 0 { float_dtype } else { others };
         let given = case.inputs.iter().enumerate();
         let given: Vec<DType> =
             given.map(|(i, x)| if dtype(x) == DType::I64 { DType::I64 } else { float(i) }).collect();
         let made = case.op.dtypes(&given, num_outputs).ok()?;
-        Some((given, made[..num_outputs - case.op.num_saved()].to_vec()))
+        Some(Tried(float_dtype, given, made[..num_outputs - case.op.num_saved()].to_vec()))
     };
-    let all = |others: fn(DType) -> DType| -> Vec<(DType, (Vec<DType>, Vec<DType>))> {
-        DType::FLOATS.iter().filter_map(|&d| Some((d, of(d, others(d))?))).collect()
+    let all = |others: fn(DType) -> DType| -> Vec<Tried> {
+        DType::FLOATS.iter().filter_map(|&d| of(d, others(d))).collect()
     };
     let (same, wide) = (all(|d| d), all(DType::accumulator));
     let known = if wide.len() > same.len() { wide } else { same };
     let every = known.len() == DType::FLOATS.len();
-    let name = |place: &dyn Fn(&(Vec<DType>, Vec<DType>)) -> DType| {
-        let first = place(&known[0].1);
-        match known.iter().all(|(_, k)| place(k) == first) {
+    let name = |place: &dyn Fn(&Tried) -> DType| {
+        let first = place(&known[0]);
+        match known.iter().all(|k| place(k) == first) {
             true => first.name().to_string(),
-            false if every && known.iter().all(|(d, k)| place(k) == *d) => "T".to_string(),
-            false if every && known.iter().all(|(d, k)| place(k) == d.accumulator()) => "acc".to_string(),
-            false => known.iter().map(|(_, k)| place(k).name()).collect::<Vec<_>>().join("/"),
+            false if every && known.iter().all(|k| place(k) == k.0) => "T".to_string(),
+            false if every && known.iter().all(|k| place(k) == k.0.accumulator()) => "acc".to_string(),
+            false => known.iter().map(|k| place(k).name()).collect::<Vec<_>>().join("/"),
         }
     };
-    let Some((_, (given, made))) = known.first() else { return String::new() };
-    let given: Vec<String> = (0..given.len()).map(|i| name(&|k| k.0[i])).collect();
-    let made: Vec<String> = (0..made.len()).map(|i| name(&|k| k.1[i])).collect();
+    let Some(Tried(_, given, made)) = known.first() else { return String::new() };
+    let given: Vec<String> = (0..given.len()).map(|i| name(&|k| k.1[i])).collect();
+    let made: Vec<String> = (0..made.len()).map(|i| name(&|k| k.2[i])).collect();
     format!("{} -> {}", given.join(", "), made.join(", "))
 }
 

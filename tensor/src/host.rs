@@ -25,7 +25,8 @@ impl Tensor {
     /// `Kind::Shape` or `Kind::DType` if `data` does not fit the layout; `Kind::OutOfMemory`.
     #[track_caller]
     pub fn from_global<T: Element>(rank: &Rank, layout: &Layout, data: &[T]) -> Result<Tensor> {
-        check_host::<T>(layout, data.len()).map_err(|e| e.at(Location::caller()))?;
+        let site = Location::caller();
+        check_host::<T>(layout, data.len()).map_err(|e| e.at(site))?;
         let here = rank.coordinates();
         if layout.partial().iter().any(|a| rank.coordinate(a) != 0) {
             return Tensor::zeros(rank, layout);

@@ -305,7 +305,7 @@ pub fn run(
     let pieces: SmallVec<[Piece; 4]> = args.iter().map(|t| t.piece().clone()).collect();
     let inputs: SmallVec<[Layout; 4]> = args.iter().map(|t| t.layout().clone()).collect();
     let local = Local { rank, inputs: &inputs, inference, site };
-    let outputs = op.forward(&local, &pieces).map_err(|e| e.at(site))?;
+    let outputs = op.forward(&local, &pieces).map_err(|e| failed(e, op, rank, &inputs, site))?;
     if Context::of(rank).is_watched() {
         let (inputs, outputs): (Vec<&Piece>, Vec<&Piece>) =
             (pieces.iter().collect(), outputs.iter().collect());
@@ -317,6 +317,24 @@ pub fn run(
         .zip(outputs)
         .map(|(layout, piece)| Tensor::assemble(rank, layout.clone(), piece))
         .collect())
+}
+
+/// The error of a forward; one about memory tells which op on which tensors asked for it.
+fn failed(
+    error: Error,
+    op: &dyn Op,
+    rank: &Rank,
+    inputs: &[Layout],
+    site: &'static Location<'static>,
+) -> Error {
+    if error.kind() != Kind::OutOfMemory {
+        return error.at(site);
+    }
+    let named = Error::new(Kind::OutOfMemory, format!("{}: {}", op.name(), error.message()));
+    describe(named, op, rank, &inputs.iter().collect::<SmallVec<[&Layout; 4]>>(), site).detail(
+        "help",
+        "split more over more ranks, cut the batch into more microbatches, recompute blocks, or raise the limit",
+    )
 }
 
 /// How many index tuples the signature of an op runs over: the multiply-adds of a product, the elements of an element-wise
@@ -402,7 +420,9 @@ impl Tensor {
 /// The value, or an unwinding to the rank boundary with the error.
 #[track_caller]
 pub fn unwind<T>(result: Result<T>) -> T {
-    result.unwrap_or_else(|e| e.at(Location::caller()).raise())
+    // Inside of a closure the caller would be the closure's.
+    let site = Location::caller();
+    result.unwrap_or_else(|e| e.at(site).raise())
 }
 
 /// Adds the fixed lines of a message: signature, arguments, place, rank.
@@ -423,7 +443,10 @@ fn describe(
     if !path.is_empty() {
         error = error.detail("at", path.to_string());
     }
-    error.detail("rank", rank.describe()).at(site)
+    if rank.world().mesh().num_ranks() > 1 {
+        error = error.detail("rank", rank.describe());
+    }
+    error.at(site)
 }
 
 fn refused(
@@ -438,13 +461,19 @@ fn refused(
         describe(Error::new(kind, format!("{}: {}", op.name(), refusal.message)), op, rank, args, site);
     if let Some(hint) = &refusal.hint {
         error = error.detail("help", hint.as_str());
+    } else if kind == Kind::Shape {
+        let help =
+            "shapes are global: reshape or transpose an argument; a local one is given by Tensor::from_local";
+        error = error.detail("help", help);
     }
     let context = Context::of(rank);
     let signature = context.signature(op.signature());
     let infer = |args: &[&Layout]| {
         let dtypes: DTypes = args.iter().map(|l| l.dtype()).collect();
         let outputs = op.dtypes(&dtypes, signature.num_outputs()).expect("layouts change, dtypes stay");
-        op.infer(&context, args, &outputs, &[])
+        let mut inference = op.infer(&context, args, &outputs, &[])?;
+        inference.outputs.truncate(inference.outputs.len() - op.num_saved());
+        Ok(inference)
     };
     for repair in repairs(args, &differentiable_args(op, args), refusal, &context.routes, &infer) {
         error = error.detail("help", repair.to_string());

@@ -243,7 +243,9 @@ pub(crate) fn check_host<T: Element>(layout: &Layout, len: usize) -> Result<()> 
     }
     if len != layout.numel() {
         let text = format!("{len} host elements for a tensor of {} elements", layout.numel());
-        return Err(Error::new(Kind::Shape, text).detail("layout", layout.to_string()));
+        return Err(Error::new(Kind::Shape, text)
+            .detail("layout", layout.to_string())
+            .detail("help", "give one element for each place of the global shape, row-major"));
     }
     Ok(())
 }

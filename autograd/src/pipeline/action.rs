@@ -20,6 +20,20 @@ pub enum Action {
         /// Which microbatch.
         microbatch: usize,
     },
+    /// The half of the backward pass that makes the gradients of what the stage took, `I0.3`.
+    InputGradient {
+        /// Which stage.
+        stage: usize,
+        /// Which microbatch.
+        microbatch: usize,
+    },
+    /// The other half, which makes the gradients of its parameters, `W0.3`.
+    WeightGradient {
+        /// Which stage.
+        stage: usize,
+        /// Which microbatch.
+        microbatch: usize,
+    },
     /// Hands on what a stage made for another one, `S0>1.3`; on the way back, the gradients of what it got, `S1>0.3`.
     /// Nobody waits in it.
     Send(Transfer),
@@ -72,6 +86,13 @@ impl Schedule {
         self.place.len()
     }
 
+    /// Whether there is a backward pass.
+    #[must_use]
+    pub fn trains(&self) -> bool {
+        let forward = |a: &Action| matches!(a, Action::Forward { .. } | Action::Send(_) | Action::Receive(_));
+        !self.ranks.iter().flatten().all(forward)
+    }
+
     /// The same passes with the transfers between them, for stages that hand values along `links` (from, to): a rank
     /// receives right before the pass that needs it and sends right after the pass that made it.
     #[must_use]
@@ -79,7 +100,9 @@ impl Schedule {
         let spelled = |action: &Action| -> Vec<Action> {
             let (stage, microbatch, back) = match *action {
                 Action::Forward { stage, microbatch } => (stage, microbatch, false),
-                Action::Backward { stage, microbatch } => (stage, microbatch, true),
+                Action::Backward { stage, microbatch } | Action::InputGradient { stage, microbatch } => {
+                    (stage, microbatch, true)
+                }
                 other => return vec![other],
             };
             let apart = links.iter().filter(|(from, to)| self.place[*from] != self.place[*to]);
@@ -99,6 +122,8 @@ impl fmt::Display for Action {
         match self {
             Action::Forward { stage, microbatch } => write!(f, "F{stage}.{microbatch}"),
             Action::Backward { stage, microbatch } => write!(f, "B{stage}.{microbatch}"),
+            Action::InputGradient { stage, microbatch } => write!(f, "I{stage}.{microbatch}"),
+            Action::WeightGradient { stage, microbatch } => write!(f, "W{stage}.{microbatch}"),
             Action::Send(t) => write!(f, "S{t}"),
             Action::Receive(t) => write!(f, "R{t}"),
         }
@@ -112,7 +137,7 @@ impl std::str::FromStr for Action {
         let refuse = || {
             Error::new(Kind::Config, format!("`{text}` is no action of a schedule")).detail(
                 "help",
-                "write F0.3 or B0.3 (stage.microbatch), S0>1.3 or R0>1.3 (from>to.microbatch)",
+                "write F0.3, B0.3, I0.3 or W0.3 (stage.microbatch), S0>1.3 or R0>1.3 (from>to.microbatch)",
             )
         };
         let number = |digits: &str| digits.parse::<usize>().map_err(|_| refuse());
@@ -122,6 +147,8 @@ impl std::str::FromStr for Action {
         match kind {
             "F" => Ok(Action::Forward { stage: number(place)?, microbatch }),
             "B" => Ok(Action::Backward { stage: number(place)?, microbatch }),
+            "I" => Ok(Action::InputGradient { stage: number(place)?, microbatch }),
+            "W" => Ok(Action::WeightGradient { stage: number(place)?, microbatch }),
             "S" | "R" => {
                 let (from, to) = place.split_once('>').ok_or_else(refuse)?;
                 let transfer = Transfer { from: number(from)?, to: number(to)?, microbatch };
@@ -148,7 +175,7 @@ mod tests {
 
     #[test]
     fn actions_read_back() {
-        for text in ["F0.3", "B12.0", "S0>1.3", "R3>2.11"] {
+        for text in ["F0.3", "B12.0", "I1.1", "W2.0", "S0>1.3", "R3>2.11"] {
             assert_eq!(text.parse::<Action>().unwrap().to_string(), text);
         }
         for text in ["", "F", "F1", "F1.", "X1.2", "S1.2", "R1>2", "F-1.0", "é1.2"] {

@@ -2,6 +2,7 @@
 
 use super::action::{Action, Schedule, Transfer};
 use super::stage::Stages;
+use crate::halves::Rest;
 use crate::id::{Draw, Gradients, Id, Key};
 use crate::program::Slot;
 use crate::replay::Values;
@@ -10,7 +11,7 @@ use crate::var::Var;
 use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Phase, Rank, Result};
 use shardgrad_tensor::piece::Piece;
 use shardgrad_tensor::{Context, Layout, Tensor, Value};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::panic::Location;
 
 /// Takes stand behind all outer slots among the leaves of a pass.
@@ -50,10 +51,16 @@ pub struct Runner<'a> {
     pub schedule: &'a Schedule,
 }
 
+/// What a stage took from others, as leaves in this order.
+type Taken = Vec<(Slot, Layout)>;
+
+/// What a backward pass starts from: cotangents of what the stage made, its tape, and what it took.
+type Landed = (Vec<(Id, Tensor)>, Tape, Taken);
+
 /// A microbatch in a stage between its two passes.
 struct Flight {
     tape: Tape,
-    takes: Vec<(Slot, Var)>,
+    takes: Taken,
     made: Values,
 }
 
@@ -68,8 +75,12 @@ struct Step<'a> {
     /// Sums of their cotangents over the microbatches.
     sums: BTreeMap<u32, Tensor>,
     flights: HashMap<(usize, usize), Flight>,
+    /// Passes whose parameters' gradients are still to come.
+    halved: HashMap<(usize, usize), (Tape, Rest)>,
     /// What has been made or received and not been used yet.
     store: HashMap<Transfer, Vec<Tensor>>,
+    /// What is still to come from each rank, in the order in which it is sent.
+    expected: HashMap<usize, VecDeque<Transfer>>,
     results: Vec<Option<Tensor>>,
 }
 
@@ -80,7 +91,7 @@ impl Runner<'_> {
     /// What ops, arguments and transfers report.
     pub fn run(&self, feed: &Feed<'_>) -> Result<Outcome> {
         let list = &self.schedule.ranks[self.rank.world().coordinate(self.axis)];
-        let trains = list.iter().any(|a| matches!(a, Action::Backward { .. }));
+        let trains = self.schedule.trains();
         let mut step = Step {
             runner: self,
             feed,
@@ -89,13 +100,17 @@ impl Runner<'_> {
             computed: HashMap::new(),
             sums: BTreeMap::new(),
             flights: HashMap::new(),
+            halved: HashMap::new(),
             store: HashMap::new(),
+            expected: self.expected(),
             results: vec![None; self.schedule.num_microbatches],
         };
         for action in list {
             match *action {
                 Action::Forward { stage, microbatch } => step.forward(stage, microbatch)?,
                 Action::Backward { stage, microbatch } => step.backward(stage, microbatch)?,
+                Action::InputGradient { stage, microbatch } => step.input_gradient(stage, microbatch)?,
+                Action::WeightGradient { stage, microbatch } => step.weight_gradient(stage, microbatch)?,
                 Action::Send(transfer) => step.send(transfer)?,
                 Action::Receive(transfer) => step.receive(transfer)?,
             }
@@ -128,6 +143,31 @@ impl Runner<'_> {
     }
 }
 
+impl Runner<'_> {
+    /// What one rank sends to this one, in order.
+    fn expected(&self) -> HashMap<usize, VecDeque<Transfer>> {
+        let (place, here) = (&self.schedule.place, self.rank.world().coordinate(self.axis));
+        let sends = |list: &Vec<Action>| -> VecDeque<Transfer> {
+            let send = |action: &Action| match action {
+                Action::Send(transfer) if place[transfer.to] == here => Some(*transfer),
+                _ => None,
+            };
+            list.iter().filter_map(send).collect()
+        };
+        self.schedule.ranks.iter().map(sends).enumerate().collect()
+    }
+
+    /// Receives the next message of a rank, which is this transfer.
+    fn accept(&self, transfer: Transfer, from: usize) -> Result<Vec<Tensor>> {
+        let phase = if transfer.is_forward() { Phase::Forward } else { Phase::Backward };
+        let one = |(slot, layout): (Slot, Layout)| {
+            let (path, site) = place_of(self.stages, slot);
+            receive(self.rank, &self.call(&layout, phase, path, site), layout.clone(), from)
+        };
+        self.cargo(transfer).into_iter().map(one).collect()
+    }
+}
+
 impl Step<'_> {
     fn forward(&mut self, stage: usize, microbatch: usize) -> Result<()> {
         let runner = self.runner;
@@ -144,7 +184,7 @@ impl Step<'_> {
                     Some(_) => tape.leaf(TAKEN + takes.len() as Key, &tensor),
                     None => tape.constant(tensor),
                 };
-                takes.push((slot, var.clone()));
+                takes.push((slot, var.layout().clone()));
                 values.insert(slot, var);
             }
         }
@@ -183,7 +223,7 @@ impl Step<'_> {
                 }
                 tape.constant(arguments.iter().flatten().nth(outer as usize).ok_or_else(missing)?.clone())
             } else if let Some(key) = declared.key {
-                let computed = self.computed(outer, key, &declared.layout);
+                let computed = self.computed(stage, outer, key);
                 let leaf = computed.requires_grad() && self.trains;
                 let tensor = computed.tensor();
                 if leaf { tape.leaf(Key::from(outer), tensor) } else { tape.constant(tensor.clone()) }
@@ -196,19 +236,40 @@ impl Step<'_> {
     }
 
     /// A parameter in the layout in which the stage computes with it; brought there once a step.
-    fn computed(&mut self, outer: u32, key: Key, layout: &Layout) -> Var {
-        let (tape, feed) = (&self.tape, self.feed);
+    fn computed(&mut self, stage: usize, outer: u32, key: Key) -> Var {
+        let (tape, feed, stages) = (&self.tape, self.feed, self.runner.stages);
         let bring = || {
             let (stored, trained) = (feed.parameter)(key);
             let leaf = if trained { tape.leaf(key, &stored) } else { tape.constant(stored) };
-            leaf.to_layout(layout)
+            let program = stages.program();
+            leaf.in_layout(&program.outers[outer as usize].layout, stages.first_use(stage, outer))
         };
         self.computed.entry(outer).or_insert_with(bring).clone()
     }
 
     fn backward(&mut self, stage: usize, microbatch: usize) -> Result<()> {
-        let (runner, feed) = (self.runner, self.feed);
-        let slice = &runner.stages.stages()[stage];
+        let (seeds, tape, takes) = self.land(stage, microbatch)?;
+        tape.backward_from(seeds);
+        self.hand_back(stage, microbatch, &tape, &takes)
+    }
+
+    fn input_gradient(&mut self, stage: usize, microbatch: usize) -> Result<()> {
+        let (seeds, tape, takes) = self.land(stage, microbatch)?;
+        let rest = tape.backward_towards(seeds, |key| key >= TAKEN);
+        self.hand_back(stage, microbatch, &tape, &takes)?;
+        self.halved.insert((stage, microbatch), (tape, rest));
+        Ok(())
+    }
+
+    fn weight_gradient(&mut self, stage: usize, microbatch: usize) -> Result<()> {
+        let (tape, rest) = self.halved.remove(&(stage, microbatch)).ok_or_else(missing)?;
+        tape.backward_rest(rest);
+        self.add_up(tape.gradients())
+    }
+
+    /// Ends the flight of a microbatch, with the cotangents that have arrived.
+    fn land(&mut self, stage: usize, microbatch: usize) -> Result<Landed> {
+        let runner = self.runner;
         let flight = self.flights.remove(&(stage, microbatch)).ok_or_else(missing)?;
         let mut seeds: Vec<(Id, Tensor)> = Vec::new();
         let mut seed = |slot: &Slot, cotangent: Tensor| {
@@ -217,26 +278,35 @@ impl Step<'_> {
         let result = runner.stages.program().outputs[0];
         if runner.stages.maker(result) == Some(stage) {
             let layout = runner.stages.program().layout(result).dual();
-            seed(&result, Tensor::full(runner.rank, &layout, feed.weight)?);
+            seed(&result, Tensor::full(runner.rank, &layout, self.feed.weight)?);
         }
-        for (to, slots) in &slice.gives {
+        for (to, slots) in &runner.stages.stages()[stage].gives {
             let arrived = self.take(Transfer { from: *to, to: stage, microbatch })?;
             runner.stages.with_gradient(slots).zip(arrived).for_each(|(slot, t)| seed(&slot, t));
         }
-        let Flight { tape, takes, made } = flight;
-        drop(made);
-        tape.backward_from(seeds);
+        Ok((seeds, flight.tape, flight.takes))
+    }
+
+    /// Files the gradients that a tape has collected: of what the stage took, for those that made it; of parameters,
+    /// added up.
+    fn hand_back(&mut self, stage: usize, microbatch: usize, tape: &Tape, takes: &Taken) -> Result<()> {
+        let runner = self.runner;
         let mut gradients = tape.gradients();
-        for (from, slots) in &slice.takes {
+        for (from, slots) in &runner.stages.stages()[stage].takes {
             let mut back = Vec::new();
             for slot in runner.stages.with_gradient(slots) {
                 let at = takes.iter().position(|(s, _)| *s == slot).expect("every slot was taken");
-                let layout = takes[at].1.layout().dual();
                 let gradient = gradients.remove(&(TAKEN + at as Key));
+                let layout = takes[at].1.dual();
                 back.push(gradient.map_or_else(|| Tensor::zeros(runner.rank, &layout), Ok)?);
             }
             self.store.insert(Transfer { from: stage, to: *from, microbatch }, back);
         }
+        self.add_up(gradients)
+    }
+
+    /// Adds cotangents of parameters to those of other microbatches.
+    fn add_up(&mut self, gradients: Gradients) -> Result<()> {
         for (outer, gradient) in gradients {
             let outer = outer as u32;
             let sum = match self.sums.remove(&outer) {
@@ -265,17 +335,15 @@ impl Step<'_> {
         Ok(())
     }
 
+    /// Waits for a transfer; those that the other rank has sent before it are kept.
     fn receive(&mut self, transfer: Transfer) -> Result<()> {
         let runner = self.runner;
         let from = runner.schedule.place[transfer.from];
-        let phase = if transfer.is_forward() { Phase::Forward } else { Phase::Backward };
-        let mut arrived = Vec::new();
-        for (slot, layout) in runner.cargo(transfer) {
-            let (path, site) = place_of(runner.stages, slot);
-            let call = runner.call(&layout, phase, path, site);
-            arrived.push(receive(runner.rank, &call, layout, from)?);
+        while !self.store.contains_key(&transfer) {
+            let next = self.expected.get_mut(&from).and_then(VecDeque::pop_front).ok_or_else(missing)?;
+            let arrived = runner.accept(next, from)?;
+            self.store.insert(next, arrived);
         }
-        self.store.insert(transfer, arrived);
         Ok(())
     }
 

@@ -1,32 +1,13 @@
-//! Schedules: pure functions from numbers of stages and microbatches to action lists.
+//! Schedules: pure functions from numbers of ranks and microbatches to action lists.
 
 use super::action::{Action, Schedule};
 use shardgrad_dist::{Error, Kind, Result};
 
-/// The schedules that have a name on the command line.
-pub const NAMES: [&str; 2] = ["gpipe", "1f1b"];
-
 impl Schedule {
-    /// A schedule by its name: one of [`NAMES`].
-    ///
-    /// # Errors
-    /// `Kind::Config` for another name, or no stage or microbatch.
-    pub fn named(name: &str, num_stages: usize, num_microbatches: usize) -> Result<Schedule> {
-        if num_stages == 0 || num_microbatches == 0 {
-            return Err(Error::new(Kind::Config, "a schedule has at least one stage and one microbatch"));
-        }
-        match name {
-            "gpipe" => Ok(Schedule::gpipe(num_stages, num_microbatches)),
-            "1f1b" => Ok(Schedule::one_f_one_b(num_stages, num_microbatches)),
-            _ => Err(Error::new(Kind::Config, format!("there is no schedule `{name}`"))
-                .detail("help", format!("use one of {}", NAMES.join(", ")))),
-        }
-    }
-
     /// All forward passes, then all backward passes. Huang et al., arXiv 1811.06965.
     #[must_use]
-    pub fn gpipe(num_stages: usize, num_microbatches: usize) -> Schedule {
-        one_stage_a_rank("gpipe", num_stages, num_microbatches, |stage| {
+    pub fn gpipe(num_ranks: usize, num_microbatches: usize) -> Schedule {
+        one_stage_a_rank("gpipe", num_ranks, num_microbatches, |stage| {
             let forward = (0..num_microbatches).map(move |microbatch| Action::Forward { stage, microbatch });
             let backward =
                 (0..num_microbatches).map(move |microbatch| Action::Backward { stage, microbatch });
@@ -37,41 +18,129 @@ impl Schedule {
     /// As few forward passes as the later stages need to start, then forward and backward in turn, so that stage s of p
     /// holds at most p - s microbatches. Narayanan et al., arXiv 2104.04473, section 2.2.
     #[must_use]
-    pub fn one_f_one_b(num_stages: usize, num_microbatches: usize) -> Schedule {
-        one_stage_a_rank("1f1b", num_stages, num_microbatches, |stage| {
-            let ahead = (num_stages - stage).min(num_microbatches);
-            let mut list: Vec<Action> =
-                (0..ahead).map(|microbatch| Action::Forward { stage, microbatch }).collect();
-            for microbatch in 0..num_microbatches {
-                list.push(Action::Backward { stage, microbatch });
-                if microbatch + ahead < num_microbatches {
-                    list.push(Action::Forward { stage, microbatch: microbatch + ahead });
-                }
-            }
-            list
+    pub fn one_f_one_b(num_ranks: usize, num_microbatches: usize) -> Schedule {
+        one_stage_a_rank("1f1b", num_ranks, num_microbatches, |stage| {
+            let backward = |microbatch| vec![Action::Backward { stage, microbatch }];
+            alternating(stage, num_ranks - stage - 1, num_microbatches, backward)
         })
     }
 
-    /// Forward passes only: what validation runs.
+    /// The order of [`Schedule::one_f_one_b`] with the backward pass in halves: the gradients of parameters of stage s come s
+    /// passes late, when others would wait. No more memory. Qi et al., arXiv 2401.10241.
     #[must_use]
-    pub fn forward_only(num_stages: usize, num_microbatches: usize) -> Schedule {
-        one_stage_a_rank("forward", num_stages, num_microbatches, |stage| {
-            (0..num_microbatches).map(|microbatch| Action::Forward { stage, microbatch }).collect()
+    pub fn zb_h1(num_ranks: usize, num_microbatches: usize) -> Schedule {
+        one_stage_a_rank("zb-h1", num_ranks, num_microbatches, |stage| {
+            in_halves(stage, num_ranks - stage - 1, stage, num_microbatches)
         })
     }
+
+    /// As [`Schedule::zb_h1`] with up to twice the forward passes ahead, so that no rank waits but for the first pass. Up to
+    /// twice the memory. Qi et al., arXiv 2401.10241.
+    #[must_use]
+    pub fn zb_h2(num_ranks: usize, num_microbatches: usize) -> Schedule {
+        one_stage_a_rank("zb-h2", num_ranks, num_microbatches, |stage| {
+            in_halves(stage, 2 * (num_ranks - stage) - 2, 2 * stage, num_microbatches)
+        })
+    }
+
+    /// Each rank has `num_chunks` stages, every p-th one, so that the first of them is reached sooner: a smaller bubble for
+    /// more transfers. Narayanan et al., arXiv 2104.04473, section 2.2.
+    ///
+    /// # Errors
+    /// `Kind::Config` if the ranks do not divide the microbatches.
+    pub fn interleaved(num_ranks: usize, num_microbatches: usize, num_chunks: usize) -> Result<Schedule> {
+        let (p, m, v) = (num_ranks, num_microbatches, num_chunks);
+        if v == 0 || !m.is_multiple_of(p) {
+            let near = m.div_ceil(p) * p;
+            let text = format!(
+                "an interleaved schedule of {v} stages a rank: {p} ranks do not divide {m} microbatches"
+            );
+            return Err(Error::new(Kind::Config, text).detail("help", format!("use {near} microbatches")));
+        }
+        // The k-th pass of a rank: p microbatches in its first stage, the same in its second, and so on.
+        let turn = |k: usize| (k % (p * v) / p, k / (p * v) * p + k % p);
+        let list = |rank: usize| {
+            let ahead = ((p - rank - 1) * 2 + (v - 1) * p).min(m * v);
+            let forward = |k: usize| {
+                let (chunk, microbatch) = turn(k);
+                Action::Forward { stage: chunk * p + rank, microbatch }
+            };
+            let backward = |k: usize| {
+                let (chunk, microbatch) = turn(k);
+                Action::Backward { stage: (v - 1 - chunk) * p + rank, microbatch }
+            };
+            let mut list: Vec<Action> = (0..ahead).map(forward).collect();
+            for k in 0..m * v {
+                list.extend(Some(k + ahead).filter(|k| *k < m * v).map(forward));
+                list.push(backward(k));
+            }
+            list
+        };
+        Ok(Schedule {
+            name: format!("interleaved-{v}"),
+            num_microbatches,
+            place: (0..p * v).map(|stage| stage % p).collect(),
+            ranks: (0..p).map(list).collect(),
+        })
+    }
+
+    /// Forward passes only: what validation runs. Stages live where `place` says.
+    #[must_use]
+    pub fn forward_only(place: &[usize], num_ranks: usize) -> Schedule {
+        let here = |rank: usize| {
+            let stages = (0..place.len()).filter(move |stage| place[*stage] == rank);
+            stages.map(|stage| Action::Forward { stage, microbatch: 0 }).collect()
+        };
+        Schedule {
+            name: "forward".to_string(),
+            num_microbatches: 1,
+            place: place.to_vec(),
+            ranks: (0..num_ranks).map(here).collect(),
+        }
+    }
+}
+
+/// `ahead` forward passes, then one forward pass and what `backward` says of the next microbatch in turn.
+fn alternating(
+    stage: usize,
+    ahead: usize,
+    num_microbatches: usize,
+    backward: impl Fn(usize) -> Vec<Action>,
+) -> Vec<Action> {
+    let ahead = ahead.min(num_microbatches);
+    let mut list: Vec<Action> = (0..ahead).map(|microbatch| Action::Forward { stage, microbatch }).collect();
+    for done in 0..num_microbatches {
+        if done + ahead < num_microbatches {
+            list.push(Action::Forward { stage, microbatch: done + ahead });
+        }
+        list.extend(backward(done));
+    }
+    list
+}
+
+/// As [`alternating`], where the gradients of parameters come `late` microbatches after those of inputs.
+fn in_halves(stage: usize, ahead: usize, late: usize, num_microbatches: usize) -> Vec<Action> {
+    let mut list = alternating(stage, ahead, num_microbatches, |microbatch| {
+        let weights = microbatch.checked_sub(late);
+        let second = weights.map(|microbatch| Action::WeightGradient { stage, microbatch });
+        [Action::InputGradient { stage, microbatch }].into_iter().chain(second).collect()
+    });
+    let left = num_microbatches.saturating_sub(late)..num_microbatches;
+    list.extend(left.map(|microbatch| Action::WeightGradient { stage, microbatch }));
+    list
 }
 
 fn one_stage_a_rank(
     name: &str,
-    num_stages: usize,
+    num_ranks: usize,
     num_microbatches: usize,
     list: impl Fn(usize) -> Vec<Action>,
 ) -> Schedule {
     Schedule {
         name: name.to_string(),
         num_microbatches,
-        place: (0..num_stages).collect(),
-        ranks: (0..num_stages).map(list).collect(),
+        place: (0..num_ranks).collect(),
+        ranks: (0..num_ranks).map(list).collect(),
     }
 }
 
@@ -98,7 +167,17 @@ mod tests {
             lines(&Schedule::one_f_one_b(2, 1).with_transfers(&[(0, 1)])),
             ["0: F0.0 S0>1.0 R1>0.0 B0.0", "1: R0>1.0 F1.0 B1.0 S1>0.0"]
         );
-        assert!(Schedule::named("zigzag", 2, 2).unwrap_err().to_string().contains("gpipe, 1f1b"));
-        assert!(Schedule::named("gpipe", 2, 0).is_err());
+        assert_eq!(
+            lines(&Schedule::zb_h1(2, 3)),
+            [
+                "0: F0.0 F0.1 I0.0 W0.0 F0.2 I0.1 W0.1 I0.2 W0.2",
+                "1: F1.0 I1.0 F1.1 I1.1 W1.0 F1.2 I1.2 W1.1 W1.2"
+            ]
+        );
+        assert_eq!(lines(&Schedule::zb_h2(2, 3))[0], "0: F0.0 F0.1 F0.2 I0.0 W0.0 I0.1 W0.1 I0.2 W0.2");
+        assert_eq!(
+            lines(&Schedule::interleaved(2, 2, 2).unwrap()),
+            ["0: F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1", "1: F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1"]
+        );
     }
 }

@@ -7,6 +7,7 @@ use shardgrad_tensor::{Layout, op};
 use smallvec::SmallVec;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::ops::Range;
+use std::panic::Location;
 
 /// A program that is cut into stages.
 #[derive(Clone, Debug)]
@@ -101,6 +102,13 @@ impl Stages {
     pub fn maker(&self, slot: Slot) -> Option<usize> {
         let Slot::Made { record, .. } = slot else { return None };
         self.stages.iter().position(|s| s.range.contains(&(record as usize)))
+    }
+
+    /// The line of the first op of a stage that reads an outer slot.
+    pub(super) fn first_use(&self, stage: usize, outer: u32) -> &'static Location<'static> {
+        let mut records = self.program.records[self.stages[stage].range.clone()].iter();
+        let first = records.find(|r| r.inputs.contains(&Slot::Outer(outer)));
+        first.map_or_else(Location::caller, |r| r.site)
     }
 
     /// What of a transfer has a gradient to send back.

@@ -17,29 +17,28 @@ use std::path::Path;
 /// Inputs are leaves like parameters; their keys lie far from those of the model.
 const INPUT_KEY: Key = 1 << 32;
 
+/// How a module is called on its inputs.
+type Forward<M> = fn(&M, &[Var]) -> Var;
+
 /// A module, a way to call it, and what it is called on.
-struct Subject<M, F> {
+struct Subject<M> {
     module: M,
-    forward: F,
+    forward: Forward<M>,
     inputs: Vec<Input>,
     /// Whether dropout drops.
     noise: bool,
 }
 
 /// A placed subject whose values can be shifted.
-struct Probe<'a, F> {
-    forward: &'a F,
+struct Probe<M> {
+    forward: Forward<M>,
     inputs: Vec<Global>,
     noise: bool,
 }
 
-impl<F> Probe<'_, F> {
+impl<M: Module> Probe<M> {
     /// The results weighted with numbers that look random, and the sum of that.
-    fn loss<M>(&self, model: &Model<M>, tape: &Tape) -> Result<Var>
-    where
-        F: Fn(&M, &[Var]) -> Var,
-        M: Module,
-    {
+    fn loss(&self, model: &Model<M>, tape: &Tape) -> Result<Var> {
         tape.set_noise(self.noise.then_some(Noise { seed: 3, step: 5, first_row: 2 }));
         let inputs: Vec<Var> = self
             .inputs
@@ -69,7 +68,7 @@ fn moderate(shape: &[usize], seed: u64) -> Global {
 }
 
 /// Fails unless every gradient of the subject is there, is not zero throughout, and is what differences say.
-fn check<M: Module>(what: &str, make: impl Fn() -> Subject<M, fn(&M, &[Var]) -> Var> + Sync) {
+fn check<M: Module>(what: &str, make: impl Fn() -> Subject<M> + Sync) {
     run("", |rank| {
         let Subject { module, forward, inputs, noise } = make();
         let model = Model::with_dtype(rank, module, &Plan::new(), 1, DType::F64)?;
@@ -81,11 +80,11 @@ fn check<M: Module>(what: &str, make: impl Fn() -> Subject<M, fn(&M, &[Var]) -> 
             other => Global::draw(other, seed),
         };
         let inputs = inputs.iter().zip(1..).map(drawn).collect();
-        let mut probe = Probe { forward: &forward, inputs, noise };
+        let mut probe = Probe { forward, inputs, noise };
         let tape = model.tape();
         probe.loss(&model, &tape)?.backward()?;
         let gradients = tape.gradients();
-        let value = |probe: &Probe<'_, _>| probe.loss(&model, &model.inference())?.item();
+        let value = |probe: &Probe<M>| probe.loss(&model, &model.inference())?.item();
         let claimed = |key: Key, name: &str| -> Result<Vec<f64>> {
             let gradient = gradients.get(&key).unwrap_or_else(|| panic!("{what}: none reaches {name}"));
             let claimed = gradient.to_f64()?;
@@ -127,20 +126,16 @@ fn check<M: Module>(what: &str, make: impl Fn() -> Subject<M, fn(&M, &[Var]) -> 
 }
 
 /// A subject on real inputs of these shapes.
-fn on<M>(
-    module: M,
-    shapes: &[&[usize]],
-    forward: fn(&M, &[Var]) -> Var,
-) -> Subject<M, fn(&M, &[Var]) -> Var> {
+fn on<M>(module: M, shapes: &[&[usize]], forward: Forward<M>) -> Subject<M> {
     Subject { module, forward, inputs: shapes.iter().map(|s| Input::real(s)).collect(), noise: false }
 }
 
-impl<M, F> Subject<M, F> {
-    fn inputs(self, inputs: &[Input]) -> Subject<M, F> {
+impl<M> Subject<M> {
+    fn inputs(self, inputs: &[Input]) -> Subject<M> {
         Subject { inputs: inputs.to_vec(), ..self }
     }
 
-    fn noisy(self) -> Subject<M, F> {
+    fn noisy(self) -> Subject<M> {
         Subject { noise: true, ..self }
     }
 }

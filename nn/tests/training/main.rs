@@ -9,5 +9,6 @@ mod parity;
 mod rounds;
 mod traces;
 mod llama;
+mod reading;
 mod steps;
 mod folders;

@@ -1,6 +1,6 @@
 //! Options of the commands that look around: the op table, the machine, speeds.
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 
 /// Options of `ops`.
 #[derive(Args, Clone, Debug)]
@@ -19,4 +19,31 @@ pub(crate) struct DoctorArgs {
     /// Print one JSON object and nothing else on stdout
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// Options of `bench`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct BenchArgs {
+    /// What to measure [default: everything]
+    #[arg(value_enum, value_name = "WHAT")]
+    pub(crate) what: Vec<BenchChoice>,
+    /// Seconds for each line
+    #[arg(long, value_name = "SECONDS", default_value = "0.2", value_parser = super::values::seconds)]
+    pub(crate) seconds: std::time::Duration,
+    /// Print one JSON object a line
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// What `bench` measures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchChoice {
+    /// Kernels on one core
+    Kernels,
+    /// Collectives between ranks
+    Collectives,
+    /// The cost of an op beside its kernel, plain and on a mesh
+    Tape,
+    /// Whole training steps
+    TrainStep,
 }

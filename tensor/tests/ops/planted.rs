@@ -211,7 +211,7 @@ const PLANTED: &[Plant] = &[
 
 /// Everything that the checks say of some cases, on one rank and on two.
 fn findings(make: fn() -> Vec<Case>) -> Vec<String> {
-    let entry = Entry { name: "planted", cases: make };
+    let entry = Entry { name: "planted", cases: make, source: "" };
     let standards = standards(&[entry]);
     let mut findings = walk_mesh("a=2", &[entry], &standards, Choice { rows_max: 1000, has_grains: false })
         .unwrap()

@@ -1,0 +1,228 @@
+//! A schedule in time: what a step would take, from the times of its passes.
+
+use super::action::{Action, Schedule};
+use std::collections::HashMap;
+use std::ops::Range;
+
+/// Times of the passes of a stage, in one unit.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Times {
+    /// A forward pass.
+    pub forward: f64,
+    /// The half of a backward pass that makes the gradients of inputs.
+    pub input: f64,
+    /// The half that makes the gradients of parameters.
+    pub weight: f64,
+}
+
+/// A pass in time.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Span {
+    /// Which pass.
+    pub action: Action,
+    /// From when to when.
+    pub time: Range<f64>,
+}
+
+/// A step in time.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Timeline {
+    /// The passes of each rank, in order.
+    pub ranks: Vec<Vec<Span>>,
+}
+
+impl Schedule {
+    /// Lets the lists run: a pass starts when its rank is free and what it needs has arrived, `transfer` after it was made
+    /// elsewhere. Stages hand values along `links`; `times` has one entry for each stage. The schedule has been verified.
+    #[must_use]
+    pub fn simulate(&self, links: &[(usize, usize)], times: &[Times], transfer: f64) -> Timeline {
+        let mut ends: HashMap<Action, f64> = HashMap::new();
+        let mut ranks: Vec<Vec<Span>> = vec![Vec::new(); self.ranks.len()];
+        let mut at = vec![0; self.ranks.len()];
+        let mut moved = true;
+        while std::mem::take(&mut moved) {
+            for rank in 0..self.ranks.len() {
+                while let Some(&action) = self.ranks[rank].get(at[rank]) {
+                    let Some(ready) = self.ready(action, links, &ends, transfer) else { break };
+                    at[rank] += 1;
+                    moved = true;
+                    if let Some(duration) = duration(action, times) {
+                        let free = ranks[rank].last().map_or(0.0, |span| span.time.end);
+                        let start = free.max(ready);
+                        ends.insert(action, start + duration);
+                        ranks[rank].push(Span { action, time: start..start + duration });
+                    }
+                }
+            }
+        }
+        Timeline { ranks }
+    }
+
+    /// When everything that an action needs is there; `None` if that is not known yet.
+    fn ready(
+        &self,
+        action: Action,
+        links: &[(usize, usize)],
+        ends: &HashMap<Action, f64>,
+        transfer: f64,
+    ) -> Option<f64> {
+        let (stage, microbatch, back) = match action {
+            Action::Forward { stage, microbatch } => (stage, microbatch, false),
+            Action::Backward { stage, microbatch } | Action::InputGradient { stage, microbatch } => {
+                (stage, microbatch, true)
+            }
+            Action::WeightGradient { .. } | Action::Send(_) | Action::Receive(_) => return Some(0.0),
+        };
+        let mut ready: f64 = 0.0;
+        for &(from, to) in links {
+            let (own, other) = if back { (from, to) } else { (to, from) };
+            if own != stage {
+                continue;
+            }
+            let made = match back {
+                false => ends.get(&Action::Forward { stage: other, microbatch }),
+                true => ends
+                    .get(&Action::Backward { stage: other, microbatch })
+                    .or_else(|| ends.get(&Action::InputGradient { stage: other, microbatch })),
+            };
+            let apart = self.place[own] != self.place[other];
+            ready = ready.max(made? + if apart { transfer } else { 0.0 });
+        }
+        Some(ready)
+    }
+}
+
+fn duration(action: Action, times: &[Times]) -> Option<f64> {
+    match action {
+        Action::Forward { stage, .. } => Some(times[stage].forward),
+        Action::Backward { stage, .. } => Some(times[stage].input + times[stage].weight),
+        Action::InputGradient { stage, .. } => Some(times[stage].input),
+        Action::WeightGradient { stage, .. } => Some(times[stage].weight),
+        Action::Send(_) | Action::Receive(_) => None,
+    }
+}
+
+impl Timeline {
+    /// When the last pass ends.
+    #[must_use]
+    pub fn makespan(&self) -> f64 {
+        self.ranks.iter().flatten().map(|span| span.time.end).fold(0.0, f64::max)
+    }
+
+    /// The longest time from a rank's first pass to its last one.
+    #[must_use]
+    pub fn longest_span(&self) -> f64 {
+        let span = |rank: &Vec<Span>| Some(rank.last()?.time.end - rank.first()?.time.start);
+        self.ranks.iter().filter_map(span).fold(0.0, f64::max)
+    }
+
+    /// The part of the longest span in which its rank does not work, if all ranks work as long as the busiest one.
+    #[must_use]
+    pub fn bubble(&self) -> f64 {
+        let work = |rank: &Vec<Span>| rank.iter().map(|s| s.time.end - s.time.start).sum::<f64>();
+        let most = self.ranks.iter().map(work).fold(0.0, f64::max);
+        let span = self.longest_span();
+        if span > 0.0 { (span - most) / span } else { 0.0 }
+    }
+
+    /// Of a rank, how many microbatches wait for their backward pass, and from when on.
+    #[must_use]
+    pub fn live(&self, rank: usize) -> Vec<(f64, usize)> {
+        let mut live = 0;
+        let mut curve = Vec::new();
+        for span in &self.ranks[rank] {
+            match span.action {
+                Action::Forward { .. } => {
+                    live += 1;
+                    curve.push((span.time.start, live));
+                }
+                Action::Backward { .. } | Action::WeightGradient { .. } => {
+                    live -= 1;
+                    curve.push((span.time.end, live));
+                }
+                _ => {}
+            }
+        }
+        curve
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chain(n: usize) -> Vec<(usize, usize)> {
+        (1..n).map(|s| (s - 1, s)).collect()
+    }
+
+    /// The bubble of a schedule whose stages all take the same times, over the stages of a rank.
+    fn bubble(schedule: &Schedule, [forward, input, weight, transfer]: [f64; 4]) -> f64 {
+        let n = schedule.num_stages();
+        schedule
+            .verify(&chain(n))
+            .map_or_else(|_| schedule.with_transfers(&chain(n)).verify(&chain(n)).map(drop).unwrap(), drop);
+        let v = (n / schedule.ranks.len()) as f64;
+        let times = Times { forward: forward / v, input: input / v, weight: weight / v };
+        schedule.simulate(&chain(n), &vec![times; n], transfer).bubble()
+    }
+
+    #[test]
+    fn closed_forms_of_even_passes() {
+        for (p, m) in [(2, 2), (4, 8), (8, 32), (3, 7)] {
+            let even = [1.0, 1.0, 1.0, 0.0];
+            let fused = (p as f64 - 1.0) / (m as f64 + p as f64 - 1.0);
+            assert!((bubble(&Schedule::one_f_one_b(p, m), even) - fused).abs() < 1e-12, "{p} {m}");
+            assert!((bubble(&Schedule::gpipe(p, m), even) - fused).abs() < 1e-12, "{p} {m}");
+            // The span is 3 m + (p - 1) passes instead of 3 (m + p - 1).
+            let halved = (p as f64 - 1.0) / (3.0 * m as f64 + p as f64 - 1.0);
+            assert!((bubble(&Schedule::zb_h1(p, m), even) - halved).abs() < 1e-12, "{p} {m}");
+            if m >= 2 * p - 1 {
+                assert!(bubble(&Schedule::zb_h2(p, m), even).abs() < 1e-12, "{p} {m}");
+            }
+        }
+        let even = [1.0, 1.0, 1.0, 0.0];
+        let interleaved = Schedule::interleaved(4, 8, 2).unwrap();
+        let expected = 3.0 / 2.0 / (8.0 + 3.0 / 2.0);
+        assert!((bubble(&interleaved, even) - expected).abs() < 1e-12);
+    }
+
+    /// Qi et al., arXiv 2401.10241: ranks, microbatches, stages a rank when interleaved, times of Table 9, and the bubble
+    /// rates of Table 5 for 1F1B, interleaved 1F1B, ZB-H1 and ZB-H2.
+    type Row = (usize, [usize; 3], usize, [[f64; 4]; 3], [[f64; 4]; 3]);
+    #[rustfmt::skip]
+    const PUBLISHED: [Row; 4] = [
+        (8, [24, 32, 64], 3,
+         [[18.522, 18.086, 9.337, 0.601], [18.513, 18.086, 9.331, 0.626], [18.546, 18.097, 9.321, 0.762]],
+         [[0.2431, 0.1055, 0.1585, 0.1083], [0.1985, 0.0818, 0.1242, 0.0837], [0.1240, 0.0443, 0.0674, 0.0444]]),
+        (8, [24, 32, 64], 4,
+         [[29.718, 29.444, 19.927, 0.527], [29.802, 29.428, 19.530, 0.577], [29.935, 29.621, 19.388, 0.535]],
+         [[0.2347, 0.0808, 0.1323, 0.0698], [0.1898, 0.0628, 0.1045, 0.0559], [0.1091, 0.0320, 0.0554, 0.0294]]),
+        (16, [48, 64, 128], 3,
+         [[11.347, 11.248, 8.132, 0.377], [11.307, 11.254, 8.101, 0.379], [11.325, 11.308, 8.109, 0.378]],
+         [[0.2552, 0.1104, 0.1397, 0.0672], [0.2082, 0.0852, 0.1088, 0.0516], [0.1251, 0.0445, 0.0576, 0.0266]]),
+        (32, [96, 128, 256], 2,
+         [[10.419, 10.207, 7.715, 0.408], [10.408, 10.204, 7.703, 0.408], [10.402, 10.248, 7.698, 0.460]],
+         [[0.2646, 0.1493, 0.1421, 0.0641], [0.2168, 0.1164, 0.1106, 0.0490], [0.1352, 0.0624, 0.0594, 0.0257]]),
+    ];
+
+    #[test]
+    fn published_bubble_rates() {
+        for (p, ms, v, times, rates) in PUBLISHED {
+            for ((m, times), rates) in ms.into_iter().zip(times).zip(rates) {
+                let found = [
+                    bubble(&Schedule::one_f_one_b(p, m), times),
+                    bubble(&Schedule::interleaved(p, m, v).unwrap(), times),
+                    bubble(&Schedule::zb_h1(p, m), times),
+                    bubble(&Schedule::zb_h2(p, m), times),
+                ];
+                for (i, (found, published)) in found.into_iter().zip(rates).enumerate() {
+                    let bound = if i == 1 { 0.004 } else { 0.000_051 };
+                    assert!(
+                        (found - published).abs() <= bound,
+                        "p {p} m {m} column {i}: {found}, not {published}"
+                    );
+                }
+            }
+        }
+    }
+}

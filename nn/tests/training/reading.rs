@@ -1,0 +1,184 @@
+//! Reading a text token by token: what is kept of it changes no number, on any mesh.
+
+use crate::llama;
+use crate::support::{VOCAB, config, run};
+use shardgrad_nn::{LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig, Reading};
+use shardgrad_tensor::{DType, Error, Kind, Mesh, Phase, Result, Tensor, Value, World};
+
+/// Heads that `tp=3` splits unevenly: 3 heads of GPT-2, 5 groups of 2, 2 groups of 2, and one group of 5.
+fn configs() -> [ModelConfig; 4] {
+    let five = LlamaConfig::new(LlamaKind::Qwen3, VOCAB, 8, [10, 7], 2, [10, 5]);
+    [
+        config().into(),
+        LlamaConfig { head_dim: 4, initializer_range: 0.3, ..five }.into(),
+        llama::config(LlamaKind::Qwen2).into(),
+        llama::few_keys(LlamaKind::Llama, 1).into(),
+    ]
+}
+
+const MESHES: [&str; 5] = ["", "tp=2", "dp=2", "dp=2,tp=2", "tp=3"];
+
+fn text(len: usize) -> Vec<i64> {
+    (0..len).map(|t| ((t * t * 3 + t + 1) % VOCAB) as i64).collect()
+}
+
+fn model(rank: &shardgrad_tensor::Rank, config: &ModelConfig) -> Result<Model<LanguageModel>> {
+    let plan = LanguageModel::plan(config);
+    Model::with_dtype(rank, LanguageModel::new(config), &plan, 5, DType::F64)
+}
+
+/// The logits after the last token of a text that is read at once, without a cache.
+fn at_once(model: &Model<LanguageModel>, text: &[i64]) -> Result<Vec<f64>> {
+    let ids = Tensor::from_host(model.rank(), &[1, text.len()], text)?;
+    let logits = model.forward(&model.inference().constant(ids));
+    logits.slice(1, text.len() - 1..text.len()).tensor().to_f64()
+}
+
+fn far(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+}
+
+#[test]
+fn a_cache_changes_no_number() {
+    for config in configs() {
+        let text = text(8);
+        let alone = run("", |rank| at_once(&model(rank, &config)?, &text)).swap_remove(0);
+        for mesh in MESHES {
+            for parts in [vec![8], vec![3, 5], vec![1; 8], vec![5, 1, 1, 1]] {
+                let found = run(mesh, |rank| {
+                    let model = model(rank, &config)?;
+                    let mut reading = Reading::new(&model);
+                    let (mut from, mut logits) = (0, Vec::new());
+                    for len in &parts {
+                        logits = reading.read(&text[from..from + len])?;
+                        from += len;
+                        let exact = at_once(&model, &text[..from])?;
+                        assert!(far(&logits, &exact) < 1e-12, "{mesh}, {parts:?}: after {from} tokens");
+                    }
+                    assert_eq!(reading.seen(), text);
+                    Ok(logits)
+                });
+                assert!(found.iter().all(|logits| *logits == found[0]), "{mesh}: ranks disagree");
+                assert!(far(&found[0], &alone) < 1e-12, "{mesh}, {parts:?}: other logits than on one rank");
+            }
+        }
+    }
+}
+
+#[test]
+fn several_rows_are_read_side_by_side() {
+    let config = &configs()[1];
+    let rows = [text(6), text(7)[1..].to_vec()];
+    let both = run("dp=2,tp=2", |rank| {
+        let model = model(rank, config)?;
+        let layout = LanguageModel::plan(config).batch_layout(rank.mesh(), DType::I64, &[2, 3])?;
+        let mut cache = model.cache();
+        assert!(cache.is_empty());
+        let mut logits = None;
+        for from in [0, 3] {
+            let ids: Vec<i64> = rows.iter().flat_map(|row| row[from..from + 3].to_vec()).collect();
+            let ids = Tensor::from_global(rank, &layout, &ids)?;
+            logits = Some(model.next(&model.inference().constant(ids), &mut cache));
+        }
+        assert_eq!(cache.len(), 6);
+        logits.unwrap().tensor().to_f64()
+    })
+    .swap_remove(0);
+    for (row, logits) in rows.iter().zip(both.chunks(VOCAB)) {
+        let exact = run("", |rank| at_once(&model(rank, config)?, row)).swap_remove(0);
+        assert!(far(logits, &exact) < 1e-12);
+    }
+}
+
+#[test]
+fn a_text_beyond_the_positions_is_judged_by_its_later_half() {
+    for config in configs() {
+        assert_eq!(config.positions(), 8);
+        run("tp=2", |rank| {
+            let model = model(rank, &config)?;
+            let mut reading = Reading::new(&model);
+            let text = text(30);
+            let mut lens = Vec::new();
+            for n in 1..=text.len() {
+                let logits = reading.read(&text[n - 1..n])?;
+                assert_eq!(reading.seen(), &text[n - reading.seen().len()..n], "the last tokens");
+                assert!(far(&logits, &at_once(&model, reading.seen())?) < 1e-12, "after {n} tokens");
+                lens.push(reading.seen().len());
+            }
+            assert_eq!(lens[..13], [1, 2, 3, 4, 5, 6, 7, 8, 4, 5, 6, 7, 8]);
+            // A prompt that is too long fills the positions; what is read on in large parts is not cut short.
+            let mut reading = Reading::new(&model);
+            reading.read(&text[..20])?;
+            assert_eq!(reading.seen(), &text[12..20]);
+            reading.read(&text[20..26])?;
+            assert_eq!(reading.seen(), &text[20..26]);
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_token_costs_one_token() {
+    for config in configs() {
+        run("", |rank| {
+            let model = model(rank, &config)?;
+            let cost = |tokens: &[i64], reading: &mut Reading<'_>| -> Result<u64> {
+                let before = rank.backend().cost().flops;
+                reading.read(tokens)?;
+                Ok(rank.backend().cost().flops - before)
+            };
+            let mut reading = Reading::new(&model);
+            let first = cost(&[1], &mut reading)?;
+            cost(&[2, 3, 4, 5, 6], &mut reading)?;
+            let seventh = cost(&[7], &mut reading)?;
+            let again = {
+                let before = rank.backend().cost().flops;
+                at_once(&model, &[1, 2, 3, 4, 5, 6, 7])?;
+                rank.backend().cost().flops - before
+            };
+            assert!(seventh < first + first / 2 && again > 5 * first, "{first}, {seventh}, at once {again}");
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_token_moves_one_token() {
+    let config = &configs()[1];
+    let records = run("tp=2", |rank| {
+        let model = model(rank, config)?;
+        let mut reading = Reading::new(&model);
+        reading.read(&text(5))?;
+        crate::traces::traced(rank, || reading.read(&[3]).map(drop))
+    })
+    .swap_remove(0);
+    // Two a block and one of the embedding, of one row each; then the logits are gathered.
+    let sizes: Vec<(&str, usize)> = records.iter().map(|r| (r.op, r.numel())).collect();
+    assert_eq!(sizes[..5], [("all_reduce", 10); 5]);
+    assert_eq!((sizes.len(), sizes[5].0), (6, "all_gather"), "{sizes:?}");
+    assert!(records.iter().all(|r| r.phase == Phase::Forward));
+}
+
+#[test]
+fn what_cannot_be_read_is_refused() {
+    let refused = |tokens: &'static [i64]| -> Error {
+        let config = &configs()[2];
+        World::run(Mesh::single(), |rank| Reading::new(&model(rank, config)?).read(tokens).map(drop))
+            .unwrap_err()
+    };
+    assert_eq!(refused(&[]).kind(), Kind::Shape);
+    assert!(refused(&[3, 11]).to_string().contains("index 11 at position 1 is outside of 0..11"));
+    let beyond = World::run(Mesh::single(), |rank| {
+        let model = model(rank, &configs()[0])?;
+        let ids = |n: usize| {
+            Ok::<_, Error>(model.inference().constant(Tensor::from_host(rank, &[1, n], &text(n))?))
+        };
+        let mut cache = model.cache();
+        let _ = model.next(&ids(5)?, &mut cache);
+        let _ = model.next(&ids(4)?, &mut cache);
+        Ok(())
+    });
+    let text = "ids of shape [1, 4] after 5 others for a model of at most 8 positions";
+    assert!(beyond.unwrap_err().to_string().contains(text));
+}

@@ -1,0 +1,209 @@
+//! Options from a file: `--config FILE`, TOML with a key for each long option. What stands on the command line wins.
+
+use super::Cli;
+use super::nearest::nearest;
+use clap::{Arg, ArgAction, ArgMatches, Command, CommandFactory, FromArgMatches};
+use shardgrad::{Error, Kind, Result};
+use std::any::TypeId;
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use toml::Value;
+
+/// The option that names the file.
+const OPTION: &str = "config";
+/// Commands that take one.
+const COMMANDS: [&str; 4] = ["train", "eval", "generate", "explain"];
+
+/// Reads the command line and the file that it names. Misuse of the command line ends the program as clap does it.
+///
+/// # Errors
+/// `Kind::Config` with all that is wrong in the file; `Kind::Io` if it cannot be read.
+pub(crate) fn parse(mut argv: Vec<OsString>) -> Result<Cli> {
+    // What the command line lacks, the file may have.
+    let lenient = command().mut_subcommands(|c| c.mut_args(|a| a.required(false)));
+    let given = lenient.clone().try_get_matches_from(&argv).unwrap_or_else(|e| e.exit());
+    if let Some((name, given)) = given.subcommand()
+        && COMMANDS.contains(&name)
+        && let Some(path) = given.get_one::<PathBuf>(OPTION)
+    {
+        let command = lenient.find_subcommand(name).expect("clap has just matched it");
+        argv.extend(from_file(path, command, given)?.into_iter().map(OsString::from));
+    }
+    let matches = command().try_get_matches_from(argv).unwrap_or_else(|e| e.exit());
+    Ok(Cli::from_arg_matches(&matches).unwrap_or_else(|e| e.exit()))
+}
+
+/// The command line with `--config` where it is taken.
+pub(super) fn command() -> Command {
+    let help = "TOML file with long options as keys; the command line wins";
+    let option = Arg::new(OPTION).long(OPTION).value_name("FILE").help(help);
+    let option = option.value_parser(clap::value_parser!(PathBuf)).help_heading("Options");
+    COMMANDS.into_iter().fold(Cli::command(), |c, name| c.mut_subcommand(name, |c| c.arg(option.clone())))
+}
+
+/// The arguments that a file adds to a command line.
+fn from_file(path: &Path, command: &Command, given: &ArgMatches) -> Result<Vec<String>> {
+    let name = path.display();
+    let text = std::fs::read_to_string(path)
+        .map_err(|e| Error::new(Kind::Io, format!("cannot read the options in {name}: {e}")))?;
+    let table: toml::Table = toml::from_str(&text).map_err(|e| {
+        let line = 1 + text[..e.span().map_or(0, |s| s.start)].matches('\n').count();
+        let why = e.message().replace('\n', ", ");
+        Error::new(Kind::Config, format!("{name} is no TOML file: line {line}: {why}"))
+            .detail("help", "write option = value, as in lr = 1e-3 or mesh = \"dp=2\"")
+    })?;
+    let (arguments, faults) = arguments(&table, command, given);
+    if faults.is_empty() {
+        return Ok(arguments);
+    }
+    let error = Error::new(Kind::Config, format!("{name} has options that cannot be used"));
+    Err(faults.into_iter().fold(error, |e, fault| e.detail("option", fault)))
+}
+
+/// The arguments that a table stands for, those left out that the command line overrules; and all that is wrong in it.
+fn arguments(table: &toml::Table, command: &Command, given: &ArgMatches) -> (Vec<String>, Vec<String>) {
+    let options: BTreeMap<&str, &Arg> = command
+        .get_arguments()
+        .filter(|a| ![OPTION, "help", "version"].contains(&a.get_id().as_str()))
+        .filter_map(|a| Some((a.get_long()?, a)))
+        .collect();
+    let mut seen: BTreeMap<String, &str> = BTreeMap::new();
+    let (mut arguments, mut faults) = (Vec::new(), Vec::new());
+    for (key, value) in table {
+        let long = key.replace('_', "-");
+        let Some(option) = options.get(long.as_str()) else {
+            let near = nearest(&long, options.keys().copied());
+            let near = near.map_or(String::new(), |n| format!("; did you mean `{n}`?"));
+            faults.push(format!("`{key}`: `{}` has no such option{near}", command.get_name()));
+            continue;
+        };
+        if let Some(other) = seen.insert(long.clone(), key) {
+            faults.push(format!("`{key}` is the same option as `{other}`"));
+            continue;
+        }
+        match argument(option, &long, value, command) {
+            Err(why) => faults.push(format!("`{key}`: {why}")),
+            Ok(Some(argument)) if !is_overruled(option, command, given) => arguments.push(argument),
+            Ok(_) => {}
+        }
+    }
+    (arguments, faults)
+}
+
+/// `--option=value`, checked as if it had been typed; `None` for a flag that is off.
+fn argument(option: &Arg, long: &str, value: &Value, command: &Command) -> Result<Option<String>, String> {
+    let found = value.type_str();
+    if matches!(option.get_action(), ArgAction::SetTrue) {
+        let on = value.as_bool().ok_or_else(|| format!("must be true or false; found: {found}"))?;
+        return Ok(on.then(|| format!("--{long}")));
+    }
+    let parser = option.get_value_parser().type_id();
+    let numbers = [TypeId::of::<usize>(), TypeId::of::<u64>(), TypeId::of::<f64>(), TypeId::of::<Duration>()];
+    let text = match value {
+        Value::Integer(n) if numbers.iter().any(|t| parser == *t) => n.to_string(),
+        Value::Float(x) if numbers.iter().any(|t| parser == *t) => x.to_string(),
+        Value::String(text) if !numbers.iter().any(|t| parser == *t) => text.clone(),
+        _ if numbers.iter().any(|t| parser == *t) => return Err(format!("must be a number; found: {found}")),
+        _ => return Err(format!("must be a string; found: {found}")),
+    };
+    let typed = format!("--{long}={text}");
+    let checked = command.clone().try_get_matches_from([command.get_name(), &typed]);
+    checked.map(|_| Some(typed)).map_err(|e| {
+        // The first line of clap's message is `error: invalid value 'x' for '--option <X>': why`.
+        let said = e.to_string();
+        let line = said.lines().next().unwrap_or_default();
+        line.trim_start_matches("error: ").to_string()
+    })
+}
+
+/// Whether the command line has the option, or one that excludes it.
+fn is_overruled(option: &Arg, command: &Command, given: &ArgMatches) -> bool {
+    let typed =
+        |a: &Arg| given.value_source(a.get_id().as_str()) == Some(clap::parser::ValueSource::CommandLine);
+    let excludes =
+        |a: &Arg, b: &Arg| command.get_arg_conflicts_with(a).iter().any(|c| c.get_id() == b.get_id());
+    let rivals = command.get_arguments().filter(|a| excludes(a, option) || excludes(option, a));
+    typed(option) || rivals.into_iter().any(typed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Command as Chosen;
+    use super::*;
+    use crate::data::scratch::Scratch;
+
+    fn parsed(config: &str, args: &[&str]) -> Result<Cli> {
+        let scratch = Scratch::new();
+        let file = scratch.file("options.toml", config);
+        let (name, rest) = args.split_first().expect("the command comes first");
+        let config = ["shardgrad", name, "--config", file.to_str().unwrap()];
+        parse(config.into_iter().chain(rest.iter().copied()).map(OsString::from).collect())
+    }
+
+    /// All that is said of a file, without its folder.
+    fn told(config: &str, args: &[&str]) -> String {
+        let error = parsed(config, args).unwrap_err();
+        assert_eq!(error.kind(), Kind::Config);
+        let text = error.to_string();
+        let (folder, rest) = text.split_at(text.find("options.toml").unwrap());
+        assert!(folder.starts_with('/'), "{text}");
+        rest.to_string()
+    }
+
+    #[test]
+    fn options_stand_in_a_file_and_the_command_line_wins() {
+        let file = "steps = 7\nlr-schedule = \"constant\"\nweight_decay = 0\nmesh = \"dp=2\"\nno-shuffle = true\n\
+                    json = false\ndata = \"text\"\ntimeout = 2.5\n";
+        let Chosen::Train(args) = parsed(file, &["train", "--steps", "9"]).unwrap().command else { panic!() };
+        assert_eq!(
+            (args.steps.steps, args.optim.weight_decay, args.no_shuffle, args.json),
+            (9, 0.0, true, false)
+        );
+        assert_eq!((args.run.mesh.to_string(), args.source.data), ("mesh(dp=2)".into(), Some("text".into())));
+        // An option that the typed one excludes gives way.
+        let Chosen::Train(args) = parsed(file, &["train", "--tokens", "ids"]).unwrap().command else {
+            panic!()
+        };
+        assert_eq!((args.source.data, args.source.tokens), (None, Some("ids".into())));
+        let Chosen::Generate(args) =
+            parsed("prompt = \"fn \"\ngreedy = true", &["generate"]).unwrap().command
+        else {
+            panic!()
+        };
+        assert!(args.prompt == "fn " && args.sampling.greedy);
+        let Chosen::Explain(args) = parsed("", &["explain", "--batch=3"]).unwrap().command else { panic!() };
+        assert_eq!(args.batch, 3);
+    }
+
+    #[test]
+    fn all_that_is_wrong_in_a_file_is_told_at_once() {
+        let file = "stepps = 3\nlr = \"fast\"\nsteps = 0\nmesh = 2\njson = \"yes\"\nmin_lr = 1e-5\nmin-lr = 1e-4\n\
+                    batch = 1.5\nconfig = \"x\"\n[train]\nseq = 3\n";
+        assert_eq!(
+            told(file, &["train"]),
+            "options.toml has options that cannot be used\n  \
+             option     `batch`: invalid value '1.5' for '--batch <N>': must be a whole number of at least 1\n  \
+             option     `config`: `train` has no such option\n  \
+             option     `json`: must be true or false; found: string\n  \
+             option     `lr`: must be a number; found: string\n  \
+             option     `mesh`: must be a string; found: integer\n  \
+             option     `min_lr` is the same option as `min-lr`\n  \
+             option     `stepps`: `train` has no such option; did you mean `steps`?\n  \
+             option     `steps`: invalid value '0' for '--steps <N>': must be a whole number of at least 1\n  \
+             option     `train`: `train` has no such option"
+        );
+    }
+
+    #[test]
+    fn a_file_that_is_no_toml_is_told_with_its_line() {
+        let text = told("steps = 3\nlr = = 2\n", &["train"]);
+        assert!(text.starts_with("options.toml is no TOML file: line 2: "), "{text}");
+        assert!(text.contains("help       write option = value, as in lr = 1e-3"), "{text}");
+        let argv = ["shardgrad", "eval", "--config", "/no/such/file"].map(OsString::from);
+        let error = parse(argv.into()).unwrap_err();
+        assert_eq!(error.kind(), Kind::Io);
+        assert!(error.to_string().starts_with("cannot read the options in /no/such/file: "), "{error}");
+    }
+}

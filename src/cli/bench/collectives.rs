@@ -1,0 +1,58 @@
+//! Collectives between ranks of this process, as changes of layout.
+
+use super::line::{Bench, Work, check};
+use shardgrad::prelude::*;
+use std::panic::Location;
+
+/// A collective, as the layouts before and after it, and the part of the whole tensor's bytes that a rank moves at least.
+struct Case {
+    name: &'static str,
+    from: fn(&Layout) -> State,
+    to: State,
+    part: fn(f64) -> f64,
+}
+
+const CASES: [Case; 4] = [
+    Case {
+        name: "all_reduce",
+        from: |_| State::Partial,
+        to: State::Invariant,
+        part: |n| 2.0 * (n - 1.0) / n,
+    },
+    Case { name: "reduce_scatter", from: |_| State::Partial, to: State::Shard(0), part: |n| (n - 1.0) / n },
+    Case { name: "all_gather", from: |_| State::Shard(0), to: State::Invariant, part: |n| (n - 1.0) / n },
+    Case { name: "all_to_all", from: |_| State::Shard(0), to: State::Shard(1), part: |n| (n - 1.0) / n / n },
+];
+
+/// Rows and columns of what is moved, f32.
+const SHAPES: [[usize; 2]; 3] = [[4, 4], [64, 64], [1024, 1024]];
+
+/// Checks and measures every collective on 2 and on 4 ranks.
+pub(super) fn run(bench: &Bench) -> Result<()> {
+    for num_ranks in [2usize, 4] {
+        let mesh = format!("x={num_ranks}");
+        for shape in SHAPES {
+            for case in &CASES {
+                let times = World::run(Mesh::parse(&mesh)?, |rank| measure(bench, rank, case, shape))?;
+                let bytes = (case.part)(num_ranks as f64) * (4 * shape[0] * shape[1]) as f64;
+                let name = format!("{} f32[{}, {}]", case.name, shape[0], shape[1]);
+                bench.tell("collectives", &name, &mesh, times[0], Work::Bytes(bytes));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn measure(bench: &Bench, rank: &Rank, case: &Case, shape: [usize; 2]) -> Result<f64> {
+    let axis = rank.mesh().axes().next().expect("the mesh has one axis");
+    let whole = Layout::invariant(rank.mesh(), DType::F32, &shape);
+    let (from, to) = (whole.with_state(axis, (case.from)(&whole)), whole.with_state(axis, case.to));
+    let data: Vec<f32> = (0..shape[0] * shape[1]).map(|i| (i % 1009) as f32).collect();
+    let x = Tensor::from_global(rank, &from, &data)?;
+    let moved = || x.to_layout_at(&to, Location::caller());
+    check(case.name, &moved()?.to_f64()?, &data.iter().map(|x| f64::from(*x)).collect::<Vec<_>>(), 0.0)?;
+    // Every rank makes as many calls as the others: the number must not depend on a clock.
+    let calls = 50;
+    let sample = Bench { limit: std::time::Duration::ZERO, ..*bench };
+    sample.seconds(calls, || moved().map(|_| ()))
+}

@@ -1,0 +1,132 @@
+//! Kernels as ops of plain tensors, on all threads of one rank.
+
+use super::line::{Bench, Work, check};
+use shardgrad::prelude::*;
+
+/// A kernel: what it is called on, and the plain loops that say what is right.
+struct Case {
+    name: &'static str,
+    shapes: &'static [&'static [usize]],
+    call: fn(&[Tensor]) -> Tensor,
+    oracle: fn(&[Vec<f64>]) -> Vec<f64>,
+    work: fn() -> Work,
+}
+
+const ROWS: usize = 512;
+const WIDTH: usize = 768;
+/// Batch, tokens, heads and channels of attention.
+const BTHC: [usize; 4] = [2, 128, 4, 64];
+
+const CASES: &[Case] = &[
+    Case {
+        name: "matmul f32 256x256x256",
+        shapes: &[&[256, 256], &[256, 256]],
+        call: |x| x[0].matmul(&x[1]),
+        oracle: |x| product(&x[0], &x[1], 256),
+        work: || Work::Flops(2.0 * 256f64.powi(3)),
+    },
+    Case {
+        name: "add f32 512x768",
+        shapes: &[&[ROWS, WIDTH], &[ROWS, WIDTH]],
+        call: |x| x[0].add(&x[1]),
+        oracle: |x| x[0].iter().zip(&x[1]).map(|(a, b)| a + b).collect(),
+        work: || Work::Bytes((3 * 4 * ROWS * WIDTH) as f64),
+    },
+    Case {
+        name: "gelu f32 512x768",
+        shapes: &[&[ROWS, WIDTH]],
+        call: |x| x[0].gelu(),
+        oracle: |x| x[0].iter().map(|x| x * (1.0 + inner(*x).tanh()) / 2.0).collect(),
+        work: || Work::Bytes((2 * 4 * ROWS * WIDTH) as f64),
+    },
+    Case {
+        name: "softmax f32 512x768",
+        shapes: &[&[ROWS, WIDTH]],
+        call: |x| x[0].softmax(),
+        oracle: |x| x[0].chunks(WIDTH).flat_map(softmax).collect(),
+        work: || Work::Bytes((2 * 4 * ROWS * WIDTH) as f64),
+    },
+    Case {
+        name: "layer_norm f32 512x768",
+        shapes: &[&[ROWS, WIDTH], &[WIDTH], &[WIDTH]],
+        call: |x| x[0].layer_norm(&x[1], &x[2], 1e-5),
+        oracle: layer_norm,
+        work: || Work::Bytes((2 * 4 * ROWS * WIDTH) as f64),
+    },
+    Case {
+        name: "attention f32 2x128x4x64, causal",
+        shapes: &[&BTHC, &BTHC, &BTHC],
+        call: |x| x[0].attention(&x[1], &x[2], true),
+        oracle: attention,
+        // Two products over the visible half of the scores.
+        work: || Work::Flops(2.0 * (BTHC[0] * BTHC[2] * BTHC[1] * BTHC[1] * BTHC[3]) as f64),
+    },
+];
+
+/// Checks and measures every case.
+pub(super) fn run(bench: &Bench) -> Result<()> {
+    World::run(Mesh::single(), |rank| {
+        for case in CASES {
+            let layout = |shape: &&[usize]| Layout::invariant(rank.mesh(), DType::F32, shape);
+            let draw = |(i, shape): (usize, &&[usize])| {
+                Tensor::uniform(rank, &layout(shape), 7, i as u64, -1.0, 1.0)
+            };
+            let args: Vec<Tensor> = case.shapes.iter().enumerate().map(draw).collect::<Result<_>>()?;
+            let values: Vec<Vec<f64>> = args.iter().map(Tensor::to_f64).collect::<Result<_>>()?;
+            check(case.name, &(case.call)(&args).to_f64()?, &(case.oracle)(&values), 1e-5)?;
+            let seconds = bench.seconds(1, || {
+                let _ = (case.call)(&args);
+                Ok(())
+            })?;
+            bench.tell("kernels", case.name, "", seconds, (case.work)());
+        }
+        Ok(())
+    })?;
+    Ok(())
+}
+
+fn inner(x: f64) -> f64 {
+    (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3))
+}
+
+fn product(a: &[f64], b: &[f64], n: usize) -> Vec<f64> {
+    let mut c = vec![0.0; n * n];
+    for (row, out) in a.chunks(n).zip(c.chunks_mut(n)) {
+        for (x, other) in row.iter().zip(b.chunks(n)) {
+            out.iter_mut().zip(other).for_each(|(c, y)| *c += x * y);
+        }
+    }
+    c
+}
+
+fn softmax(row: &[f64]) -> Vec<f64> {
+    let sum: f64 = row.iter().map(|x| x.exp()).sum();
+    row.iter().map(|x| x.exp() / sum).collect()
+}
+
+fn layer_norm(x: &[Vec<f64>]) -> Vec<f64> {
+    let normed = |row: &[f64]| {
+        let mean = row.iter().sum::<f64>() / row.len() as f64;
+        let var = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / row.len() as f64;
+        let scaled = row.iter().zip(x[1].iter().zip(&x[2]));
+        scaled.map(|(r, (w, b))| (r - mean) / (var + 1e-5).sqrt() * w + b).collect::<Vec<_>>()
+    };
+    x[0].chunks(WIDTH).flat_map(normed).collect()
+}
+
+fn attention(x: &[Vec<f64>]) -> Vec<f64> {
+    let [b, t, h, c] = BTHC;
+    let row = |of: usize, i: usize, s: usize, j: usize| {
+        let at = ((i * t + s) * h + j) * c;
+        &x[of][at..at + c]
+    };
+    let mut out = Vec::with_capacity(b * t * h * c);
+    for (i, s, j) in (0..b).flat_map(|i| (0..t).flat_map(move |s| (0..h).map(move |j| (i, s, j)))) {
+        let score = |p: usize| row(0, i, s, j).iter().zip(row(1, i, p, j)).map(|(q, k)| q * k).sum::<f64>();
+        let weights = softmax(&(0..=s).map(|p| score(p) / (c as f64).sqrt()).collect::<Vec<_>>());
+        out.extend(
+            (0..c).map(|e| weights.iter().enumerate().map(|(p, w)| w * row(2, i, p, j)[e]).sum::<f64>()),
+        );
+    }
+    out
+}

@@ -1,0 +1,134 @@
+//! One measurement: repeated for a while, told as a line.
+
+use serde_json::json;
+use shardgrad::{Error, Kind, Result};
+use std::time::{Duration, Instant};
+
+/// A measurement has so many samples at least, of which the median counts.
+const SAMPLES_MIN: usize = 5;
+/// And no more than so many.
+const SAMPLES_MAX: usize = 101;
+
+/// How long to measure, and how to tell.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Bench {
+    pub(super) limit: Duration,
+    pub(super) json: bool,
+}
+
+/// How much one call does, for a rate.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Work {
+    /// Floating-point operations.
+    Flops(f64),
+    /// Bytes moved.
+    Bytes(f64),
+    /// Tokens trained on.
+    Tokens(f64),
+    /// Nothing but the call itself.
+    Call,
+}
+
+impl Work {
+    /// The rate at so many seconds a call, and its unit.
+    fn rate(self, seconds: f64) -> (f64, &'static str) {
+        match self {
+            Work::Flops(n) => (n / seconds / 1e9, "GFLOP/s"),
+            Work::Bytes(n) => (n / seconds / 1e9, "GB/s"),
+            Work::Tokens(n) => (n / seconds, "tokens/s"),
+            Work::Call => (1.0 / seconds, "calls/s"),
+        }
+    }
+}
+
+impl Bench {
+    /// Seconds of one call: the median over samples of `calls` calls each.
+    pub(super) fn seconds(&self, calls: usize, call: impl FnMut() -> Result<()>) -> Result<f64> {
+        let samples = self.samples(SAMPLES_MIN, calls, call)?;
+        Ok(samples[samples.len() / 2])
+    }
+
+    /// Seconds of one call at best: what is left when nothing interferes, for calls that take less than a microsecond.
+    pub(super) fn best_seconds(&self, calls: usize, call: impl FnMut() -> Result<()>) -> Result<f64> {
+        Ok(self.samples(SAMPLES_MAX, calls, call)?[0])
+    }
+
+    /// Seconds of one call in each of at least `least` samples, in order.
+    fn samples(&self, least: usize, calls: usize, mut call: impl FnMut() -> Result<()>) -> Result<Vec<f64>> {
+        let mut sample = || -> Result<f64> {
+            let started = Instant::now();
+            for _ in 0..calls {
+                call()?;
+            }
+            Ok(started.elapsed().as_secs_f64() / calls as f64)
+        };
+        // The first one warms caches and allocators; it also says how many there is time for.
+        let once = sample()? * calls as f64;
+        let count = (self.limit.as_secs_f64() / once.max(1e-9)) as usize;
+        let mut samples =
+            (0..count.clamp(least, SAMPLES_MAX)).map(|_| sample()).collect::<Result<Vec<f64>>>()?;
+        samples.sort_by(f64::total_cmp);
+        Ok(samples)
+    }
+
+    /// Prints one line.
+    pub(super) fn tell(&self, group: &str, case: &str, mesh: &str, seconds: f64, work: Work) {
+        let (rate, unit) = work.rate(seconds);
+        if self.json {
+            let version = env!("CARGO_PKG_VERSION");
+            let line = json!({"bench": group, "case": case, "mesh": mesh, "seconds": seconds, "rate": rate,
+                "unit": unit, "device": "cpu", "version": version});
+            println!("{line}");
+            return;
+        }
+        let time = match seconds {
+            s if s < 1e-6 => format!("{:.0} ns", s * 1e9),
+            s if s < 1e-3 => format!("{:.2} us", s * 1e6),
+            s if s < 1.0 => format!("{:.2} ms", s * 1e3),
+            s => format!("{s:.2} s"),
+        };
+        println!("{group:<12} {case:<40} {mesh:<10} {time:>10}  {rate:>12.1} {unit}");
+    }
+}
+
+/// Refuses to go on with a result that is not what it should be, to a part of `tolerance` of the largest number.
+pub(super) fn check(case: &str, got: &[f64], want: &[f64], tolerance: f64) -> Result<()> {
+    let scale = want.iter().fold(1.0f64, |most, x| most.max(x.abs()));
+    let far = |(g, w): (&f64, &f64)| (g - w).abs().is_nan() || (g - w).abs() > tolerance * scale;
+    let wrong = got.iter().zip(want).position(far);
+    if got.len() == want.len() && wrong.is_none() {
+        return Ok(());
+    }
+    let at = wrong.unwrap_or(got.len().min(want.len()));
+    let text = format!(
+        "{case} is wrong at element {at}: {:?} instead of {:?}; not timed",
+        got.get(at),
+        want.get(at)
+    );
+    Err(Error::new(Kind::NotFinite, text))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wrong_results_are_not_timed() {
+        assert!(check("x", &[1.0, 2.0], &[1.0, 2.0 + 1e-9], 1e-6).is_ok());
+        for got in [&[1.0, 2.1][..], &[1.0, f64::NAN], &[1.0]] {
+            let text = check("x", got, &[1.0, 2.0], 1e-6).unwrap_err().to_string();
+            assert!(text.starts_with("x is wrong at element 1: ") && text.ends_with("; not timed"), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_measurement_has_samples_enough() {
+        let bench = Bench { limit: Duration::from_millis(1), json: false };
+        let mut calls = 0;
+        let seconds = bench.seconds(3, || {
+            calls += 1;
+            Ok(())
+        });
+        assert!(seconds.unwrap() < 1.0 && calls >= 3 * (SAMPLES_MIN + 1), "{calls}");
+    }
+}

@@ -1,0 +1,118 @@
+//! What an op costs beside its kernel: small ops, plain and on a mesh of 1 x 2 where nothing has to move.
+
+use super::line::{Bench, Work, check};
+use shardgrad::prelude::*;
+
+/// An op on two tensors whose pieces are alike on both meshes, so that what differs is the cost of the abstraction.
+struct Case {
+    name: &'static str,
+    /// Shapes of the pieces, and the states of the arguments on the axis that splits.
+    shapes: [&'static [usize]; 2],
+    states: [State; 2],
+    call: fn(&Var, &Var) -> Var,
+    plain: fn(&Tensor, &Tensor) -> Tensor,
+}
+
+const CASES: [Case; 2] = [
+    Case {
+        name: "add of 16 floats",
+        shapes: [&[16], &[16]],
+        states: [State::Shard(0), State::Shard(0)],
+        call: |x, y| x.add(y),
+        plain: |x, y| x.add(y),
+    },
+    Case {
+        name: "matmul 8x8",
+        shapes: [&[8, 8], &[8, 8]],
+        states: [State::Shard(0), State::Replicate],
+        call: |x, y| x.matmul(y),
+        plain: |x, y| x.matmul(y),
+    },
+];
+
+/// Calls in one sample.
+const CALLS: usize = 500;
+
+/// The times of a case on one mesh.
+struct Times {
+    tensor: f64,
+    tape: f64,
+    backward: f64,
+}
+
+/// Checks and measures every case; prints by how much the op on the mesh is dearer.
+pub(super) fn run(bench: &Bench) -> Result<()> {
+    for case in &CASES {
+        let mut plain: Option<Times> = None;
+        for mesh in ["", "dp=1,tp=2"] {
+            let times =
+                World::new(Mesh::parse(mesh)?).threads(1).launch(|rank| measure(bench, rank, case))?;
+            let times = times.into_iter().next().expect("a world has a rank");
+            for (what, seconds) in [
+                ("forward", times.tensor),
+                ("forward, on a tape", times.tape),
+                ("with backward", times.backward),
+            ] {
+                bench.tell("tape", &format!("{}, {what}", case.name), mesh, seconds, Work::Call);
+            }
+            if let (Some(plain), false) = (&plain, bench.json) {
+                let more =
+                    [times.tensor - plain.tensor, times.tape - plain.tape, times.backward - plain.backward];
+                let [tensor, tape, backward] = more.map(|s| s * 1e9);
+                println!(
+                    "{:12} {}: {tensor:+.0} ns forward, {tape:+.0} ns on a tape, {backward:+.0} ns with backward on {mesh}",
+                    "", case.name
+                );
+            }
+            plain.get_or_insert(times);
+        }
+    }
+    Ok(())
+}
+
+fn measure(bench: &Bench, rank: &Rank, case: &Case) -> Result<Times> {
+    let axis = rank.mesh().axis("tp");
+    let arg = |i: usize| {
+        let mut shape = case.shapes[i].to_vec();
+        if let (Some(axis), State::Shard(d)) = (axis, case.states[i]) {
+            shape[d] *= rank.mesh().size(axis);
+        }
+        let layout = Layout::invariant(rank.mesh(), DType::F32, &shape);
+        let layout = axis.map_or(layout.clone(), |a| layout.with_state(a, case.states[i]));
+        let data: Vec<f32> = (0..layout.numel()).map(|i| (i % 7) as f32 - 3.0).collect();
+        Tensor::from_global(rank, &layout, &data)
+    };
+    let (x, y) = (arg(0)?, arg(1)?);
+    let want = oracle(case, &x.to_f64()?, &y.to_f64()?);
+    check(case.name, &(case.plain)(&x, &y).to_f64()?, &want, 0.0)?;
+    let backward = || -> Result<shardgrad::autograd::Gradients> {
+        let tape = Tape::new(rank);
+        (case.call)(&tape.leaf(0, &x), &tape.leaf(1, &y)).sum().backward()?;
+        Ok(tape.gradients())
+    };
+    let ones = vec![1.0; want.len()];
+    if case.shapes[0].len() == 1 {
+        check(case.name, &backward()?[&0].to_f64()?, &ones, 0.0)?;
+    }
+    // As many calls on every rank, whatever the clocks say: nothing is waited for here, but both must be busy.
+    let sample = Bench { limit: std::time::Duration::ZERO, ..*bench };
+    let tensor = sample.best_seconds(CALLS, || {
+        let _ = (case.plain)(&x, &y);
+        Ok(())
+    })?;
+    let tape = sample.best_seconds(CALLS, || {
+        let tape = Tape::new(rank);
+        let _ = (case.call)(&tape.leaf(0, &x), &tape.leaf(1, &y));
+        Ok(())
+    })?;
+    let backward = sample.best_seconds(CALLS, || backward().map(|_| ()))?;
+    Ok(Times { tensor, tape, backward })
+}
+
+fn oracle(case: &Case, x: &[f64], y: &[f64]) -> Vec<f64> {
+    if case.shapes[0].len() == 1 {
+        return x.iter().zip(y).map(|(x, y)| x + y).collect();
+    }
+    let row = |row: &[f64]| (0..8).map(|j| (0..8).map(|k| row[k] * y[k * 8 + j]).sum()).collect::<Vec<f64>>();
+    x.chunks(8).flat_map(row).collect()
+}

@@ -1,0 +1,269 @@
+//! What users are told, word for word: one snapshot for each kind of mistake that they can make, kept in `snapshots`.
+//! `INSTA_UPDATE=always cargo test errors` writes them anew. And each repair that a refusal offers is taken at its word.
+
+use crate::cli::{Folder, told};
+use shardgrad::nn::{Gpt2, Gpt2Config};
+use shardgrad::prelude::*;
+use shardgrad::tensor::control::world_sum;
+use std::fs;
+use std::panic::Location;
+use std::path::Path;
+use std::time::Duration;
+
+/// A message without what changes from day to day and from machine to machine: line numbers and folders.
+fn steady(text: &str, folder: Option<&Folder>) -> String {
+    let text = folder.map_or(text.to_string(), |f| text.replace(&f.0.display().to_string(), "FOLDER"));
+    let mut parts = text.split(".rs:");
+    let mut steady = parts.next().unwrap_or_default().to_string();
+    for part in parts {
+        steady += ".rs:LINE";
+        steady += part.trim_start_matches(|c: char| c.is_ascii_digit());
+    }
+    steady
+}
+
+/// The error of the first rank of a mesh. Where every rank would report the same, which is first depends on timing; so
+/// one runs alone, without values.
+fn alone<T>(mesh: &str, f: impl FnOnce(&Rank) -> Result<T>) -> Error {
+    World::new(Mesh::parse(mesh).unwrap()).dry_run(0, f).map(|_| ()).unwrap_err()
+}
+
+/// The error of a program on a mesh.
+fn error<T: Send>(mesh: &str, f: impl Fn(&Rank) -> Result<T> + Sync) -> Error {
+    World::run(Mesh::parse(mesh).unwrap(), f).map(|_| ()).unwrap_err()
+}
+
+fn zeros(rank: &Rank, layout: &str) -> Result<Tensor> {
+    Tensor::zeros(rank, &Layout::parse(layout, rank.mesh())?)
+}
+
+/// Compares with the snapshot of a name, and sees to it that the user's own line and what to do are there.
+fn pinned(name: &str, kind: Kind, error: &Error, parts: &[&str]) {
+    let text = steady(&error.to_string(), None);
+    assert_eq!(error.kind(), kind, "{text}");
+    for part in parts {
+        assert!(text.contains(part), "no `{part}` in: {text}");
+    }
+    insta::assert_snapshot!(name, text);
+}
+
+const OWN_LINE: &str = "line       tests/errors.rs:LINE";
+const HELP: &str = "help       ";
+
+#[test]
+fn extents_and_dtypes_that_do_not_fit() {
+    let shape =
+        error("dp=2", |rank| Ok(zeros(rank, "f32[6@dp, 3]")?.matmul(&zeros(rank, "f32[4, 5]")?)).map(|_| ()));
+    pinned("shape", Kind::Shape, &shape, &[OWN_LINE, HELP]);
+    let dtype =
+        error("dp=2", |rank| Ok(zeros(rank, "f32[6@dp]")?.add(&zeros(rank, "f64[6@dp]")?)).map(|_| ()));
+    pinned("dtype", Kind::DType, &dtype, &[OWN_LINE, HELP]);
+    let host = error("", |rank| Tensor::from_host(rank, &[2, 3], &[1.0f32; 5]).map(|_| ()));
+    pinned("host_data", Kind::Shape, &host, &[OWN_LINE, HELP]);
+    let scalar = error("", |rank| {
+        let tape = shardgrad::autograd::Tape::new(rank);
+        tape.leaf(1, &zeros(rank, "f32[3]")?).backward()
+    });
+    pinned("backward_of_no_scalar", Kind::Shape, &scalar, &[OWN_LINE, HELP]);
+}
+
+#[test]
+fn layouts_that_an_op_refuses() {
+    let product = |rank: &Rank| Ok(zeros(rank, "f32[6@tp, 8]")?.matmul(&zeros(rank, "f32[8@tp, 4]")?));
+    pinned(
+        "layout_of_a_product",
+        Kind::Layout,
+        &alone("tp=2", |r| product(r).map(|_| ())),
+        &[OWN_LINE, HELP],
+    );
+    let norm = alone("dp=2,tp=2", |rank| {
+        let model = Model::new(rank, LayerNorm::new(8), &Plan::new(), 1)?;
+        let x = model.tape().constant(zeros(rank, "f32[4@dp, 8@tp]")?);
+        let _ = model.forward(&x);
+        Ok(())
+    });
+    pinned("layout_of_a_layer", Kind::Layout, &norm, &[OWN_LINE, HELP, "at         bias"]);
+}
+
+#[test]
+fn meshes_plans_and_options_that_make_no_sense() {
+    let mesh = Mesh::parse("dp=2,dp=3").unwrap_err();
+    pinned("mesh", Kind::Mesh, &mesh, &[]);
+    let (code, said) = told(&["explain", "--mesh", "dp=2,tq=2"]);
+    assert_eq!(code, 2);
+    insta::assert_snapshot!("mesh_option", said);
+    let plan = alone("tp=2", |rank| {
+        let plan = Plan::new().store("wieght", "tp@0");
+        Model::new(rank, Linear::new(4, 4), &plan, 1).map(|_| ())
+    });
+    pinned("plan", Kind::Config, &plan, &["weight"]);
+    let heads = alone("tp=4", |rank| {
+        let config = Gpt2Config::new(16, 8, 6, 1, 2);
+        Model::new(rank, Gpt2::new(&config), &Gpt2::plan(&config), 1).map(|_| ())
+    });
+    pinned("heads", Kind::Config, &heads, &[HELP]);
+}
+
+#[test]
+fn ranks_that_fall_out_with_each_other() {
+    let unlike = error("tp=2", |rank| {
+        let x = zeros(rank, "f32[4@tp]")?;
+        if rank.index() == 0 {
+            return x.to_host::<f32>().map(|_| ());
+        }
+        world_sum(rank, &[1.0], Location::caller()).map(|_| ())
+    });
+    pinned("collective_mismatch", Kind::Collective, &unlike, &["tests/errors.rs:LINE", HELP]);
+    let gone = error("tp=2", |rank| {
+        let x = zeros(rank, "f32[4@tp]")?;
+        if rank.index() == 0 { x.to_host::<f32>().map(|_| ()) } else { Ok(()) }
+    });
+    pinned("peer_lost", Kind::PeerLost, &gone, &["tests/errors.rs:LINE"]);
+    let late = World::new(Mesh::parse("tp=2").unwrap()).timeout(Duration::from_millis(80)).launch(|rank| {
+        let x = zeros(rank, "f32[4@tp]")?;
+        if rank.index() == 1 {
+            std::thread::sleep(Duration::from_millis(400));
+        }
+        x.to_host::<f32>().map(|_| ())
+    });
+    pinned("timeout", Kind::Timeout, &late.unwrap_err(), &["tests/errors.rs:LINE", HELP]);
+}
+
+#[test]
+fn folders_that_do_not_fit_a_model() {
+    let folder = Folder::new("errors-checkpoint");
+    let dir = folder.path("model");
+    let config = |layers| Gpt2Config::new(16, 8, 4, layers, 2);
+    let load = |layers| {
+        error("", |rank| Model::new(rank, Gpt2::new(&config(layers)), &Plan::new(), 1)?.load(Path::new(&dir)))
+    };
+    World::run(Mesh::single(), |rank| {
+        Model::new(rank, Gpt2::new(&config(1)), &Plan::new(), 1)?.save(Path::new(&dir))
+    })
+    .unwrap();
+    let missing = load(2);
+    assert_eq!(missing.kind(), Kind::Checkpoint);
+    insta::assert_snapshot!("checkpoint_of_another_model", steady(&missing.to_string(), Some(&folder)));
+    let file = Path::new(&dir).join("model.safetensors");
+    let bytes = fs::read(&file).unwrap();
+    fs::write(&file, &bytes[..bytes.len() - 7]).unwrap();
+    let cut = load(1);
+    assert_eq!(cut.kind(), Kind::Checkpoint);
+    insta::assert_snapshot!("checkpoint_cut_short", steady(&cut.to_string(), Some(&folder)));
+}
+
+#[test]
+fn numbers_and_memory_that_run_out() {
+    let finite = error("", |rank| {
+        let model = Model::new(rank, Linear::new(4, 4), &Plan::new(), 1)?;
+        let tape = model.tape();
+        model.weight.on_tape(&tape).scale(f64::NAN).sum().backward()?;
+        AdamW::new(0.1).update(&model, tape.gradients()).map(|_| ())
+    });
+    pinned("not_finite", Kind::NotFinite, &finite, &[HELP]);
+    let memory = World::new(Mesh::single()).memory_limit(1 << 20).launch(|rank| {
+        let x = zeros(rank, "f32[1024]")?;
+        let _ = x.einsum("m, n -> m n", &x);
+        Ok(())
+    });
+    pinned("out_of_memory", Kind::OutOfMemory, &memory.unwrap_err(), &[OWN_LINE, HELP, "einsum"]);
+}
+
+/// A call that is refused: mesh, layouts of the arguments, and the op on them.
+struct Refused {
+    mesh: &'static str,
+    layouts: &'static [&'static str],
+    call: fn(&[Tensor]) -> Tensor,
+}
+
+const REFUSED: &[Refused] = &[
+    Refused { mesh: "tp=2", layouts: &["f64[5@tp, 7]", "f64[7@tp, 4]"], call: |x| x[0].matmul(&x[1]) },
+    Refused { mesh: "tp=3", layouts: &["f64[5, 7@tp]", "f64[7, 4@tp]"], call: |x| x[0].matmul(&x[1]) },
+    Refused { mesh: "tp=2", layouts: &["f64[6@tp, 4]", "f64[6, 4@tp]"], call: |x| x[0].add(&x[1]) },
+    Refused { mesh: "tp=2", layouts: &["f64[12:4@tp, 5]", "f64[12@tp, 5]"], call: |x| x[0].mul(&x[1]) },
+    Refused {
+        mesh: "dp=2,tp=2",
+        layouts: &["f64[8@dp@tp, 3]", "f64[8@tp@dp, 3]"],
+        call: |x| x[0].sub(&x[1]),
+    },
+    Refused { mesh: "dp=2,tp=2", layouts: &["f64[6@dp, 8@tp]"], call: |x| x[0].softmax() },
+    Refused {
+        mesh: "tp=2",
+        layouts: &["f64[4, 6@tp]", "f64[6]", "f64[6]"],
+        call: |x| x[0].layer_norm(&x[1], &x[2], 1e-5),
+    },
+    Refused {
+        mesh: "tp=2",
+        layouts: &["f64[2, 4, 2, 3]", "f64[2, 4@tp, 2, 3]", "f64[2, 4@tp, 2, 3]"],
+        call: |x| x[0].attention(&x[1], &x[2], true),
+    },
+    Refused { mesh: "tp=2", layouts: &["f64[6@tp, 4]"], call: |x| x[0].slice(0, 1..4) },
+    Refused {
+        mesh: "tp=2",
+        layouts: &["f64[3@tp, 4]", "f64[5@tp, 4]"],
+        call: |x| Tensor::concat(&[&x[0], &x[1]], 0),
+    },
+];
+
+/// The layouts after a repair, read from the line that the user reads.
+fn repaired(help: &str, layouts: &[Layout]) -> Vec<Layout> {
+    let mut layouts = layouts.to_vec();
+    let (changes, _) = help.split_once(" (").expect("the costs stand in brackets");
+    for change in changes.split(" and ") {
+        let words: Vec<&str> = change.split(' ').collect();
+        let argument: usize = words[2].parse().unwrap();
+        let mesh = layouts[argument].mesh().clone();
+        let over = words.iter().position(|w| *w == "over").map(|at| words[at + 1]);
+        let axis = over.map_or(mesh.axes().next(), |name| mesh.axis(name)).unwrap();
+        layouts[argument] = match words[0] {
+            "exchange" => layouts[argument].with_state(axis, State::Shard(words[5].parse().unwrap())),
+            "gather" => layouts[argument].with_state(axis, State::Replicate),
+            "redistribute" => Layout::parse(change.split_once(" to ").unwrap().1, &mesh).unwrap(),
+            other => panic!("what is `{other}`? {help}"),
+        };
+    }
+    layouts
+}
+
+#[test]
+fn every_repair_that_is_offered_works() {
+    let values = |layout: &Layout, seed: usize| -> Vec<f64> {
+        (0..layout.numel()).map(|i| ((i * 7 + seed * 3) % 11) as f64 - 5.0).collect()
+    };
+    let mut tried = 0;
+    for refused in REFUSED {
+        let mesh = Mesh::parse(refused.mesh).unwrap();
+        let given: Vec<Layout> = refused.layouts.iter().map(|t| Layout::parse(t, &mesh).unwrap()).collect();
+        let place = |rank: &Rank, layouts: &[Layout]| -> Result<Vec<Tensor>> {
+            let one =
+                |(seed, layout): (usize, &Layout)| Tensor::from_global(rank, layout, &values(layout, seed));
+            layouts.iter().enumerate().map(one).collect()
+        };
+        let run = |f: &(dyn Fn(&Rank) -> Result<Vec<f64>> + Sync)| World::run(mesh.clone(), f);
+        let error = run(&|rank| (refused.call)(&place(rank, &given)?).to_f64()).unwrap_err();
+        assert_eq!(error.kind(), Kind::Layout, "{error}");
+        let whole: Vec<Layout> =
+            given.iter().map(|l| Layout::invariant(&mesh, l.dtype(), &l.shape())).collect();
+        let expected = run(&|rank| (refused.call)(&place(rank, &whole)?).to_f64()).unwrap();
+        let helps =
+            error.details().iter().filter(|(label, text)| *label == "help" && text.contains(" bytes"));
+        let before = tried;
+        for (_, help) in helps {
+            let layouts = repaired(help, &given);
+            let got = run(&|rank| {
+                let moved = place(rank, &given)?;
+                let moved = moved.iter().zip(&layouts).map(|(x, to)| x.to_layout_at(to, Location::caller()));
+                let y = (refused.call)(&moved.collect::<Result<Vec<_>>>()?);
+                let result = help.split_once("result ").unwrap().1.trim_end_matches(')');
+                assert_eq!(y.layout().to_string(), result, "{help}");
+                y.to_f64()
+            });
+            let got = got.unwrap_or_else(|e| panic!("`{help}` does not help: {e}"));
+            let near = got[0].iter().zip(&expected[0]).all(|(a, b)| (a - b).abs() < 1e-12);
+            assert!(near && got[0].len() == expected[0].len(), "`{help}` changes the value");
+            tried += 1;
+        }
+        assert!(tried > before, "no repair is offered: {error}");
+    }
+    assert!(tried >= 2 * REFUSED.len(), "{tried} repairs of {} refusals", REFUSED.len());
+}
