@@ -8,5 +8,6 @@ mod invariants;
 mod llama;
 mod pipelines;
 mod not_finite;
+mod packaging;
 mod steps;
 mod tidy;

@@ -61,9 +61,13 @@ fn the_op_of_the_forward_pass_and_the_rank_that_holds_it_are_named() {
     let huge =
         |name: &str, i: usize| (name == "h.1.mlp.c_fc.weight" && i % HIDDEN >= HIDDEN / 2).then_some(3e38);
     let model = model(&folder, DType::F32, huge);
-    for (mesh, rank) in
-        [("dp=1", "0 (dp=0)"), ("dp=2", "0 (dp=0)"), ("tp=2", "1 (tp=1)"), ("dp=2,tp=2", "1 (dp=0, tp=1)")]
-    {
+    for (mesh, rank) in [
+        ("dp=1", "0 (dp=0)"),
+        ("dp=2", "0 (dp=0)"),
+        ("tp=2", "1 (tp=1)"),
+        ("dp=2,tp=2", "1 (dp=0, tp=1)"),
+        ("pp=2", "1 (pp=1)"),
+    ] {
         let (said, steps) = train(&folder, &model, 50, mesh, "f32");
         assert_eq!(steps, 0);
         assert!(line(&said, "first").starts_with("matmul: the result is "), "{mesh}: {said}");
@@ -80,9 +84,13 @@ fn a_parameter_that_is_not_a_number_is_told_from_an_op_at_the_step_that_meets_it
     let nan = |name: &str, i: usize| (name == "wte.weight" && i / WIDTH == row).then_some(f64::NAN);
     let model = model(&folder, DType::F32, nan);
     // Row 5 is the second of step 3.
-    for (mesh, rank) in
-        [("dp=1", "0 (dp=0)"), ("dp=2", "1 (dp=1)"), ("tp=2", "0 (tp=0)"), ("dp=2,tp=2", "2 (dp=1, tp=0)")]
-    {
+    for (mesh, rank) in [
+        ("dp=1", "0 (dp=0)"),
+        ("dp=2", "1 (dp=1)"),
+        ("tp=2", "0 (tp=0)"),
+        ("dp=2,tp=2", "2 (dp=1, tp=0)"),
+        ("pp=2", "0 (pp=0)"),
+    ] {
         let (said, steps) = train(&folder, &model, 5, mesh, "f32");
         assert_eq!(steps, 2, "{mesh}");
         let first = line(&said, "first");
@@ -109,13 +117,14 @@ fn large_head(name: &str, i: usize, large: f64) -> Option<f64> {
 fn an_op_of_the_backward_pass_is_named() {
     let folder = Folder::new("not-finite-backward");
     let model = model(&folder, DType::F32, |name, i| large_head(name, i, 3e38));
-    for mesh in ["dp=1", "dp=2", "tp=2", "dp=2,tp=2"] {
+    for (mesh, rank) in [("dp=1", '0'), ("dp=2", '0'), ("tp=2", '0'), ("dp=2,tp=2", '0'), ("pp=2", '1')] {
         let (said, steps) = train(&folder, &model, 50, mesh, "f32");
         assert_eq!(steps, 0);
         assert!(said.contains("the loss is 5.5"), "{mesh}: the forward pass is sound: {said}");
         assert!(line(&said, "first").starts_with("layer_norm_backward: the result is "), "{mesh}: {said}");
         assert_eq!(line(&said, "at"), "ln_f.bias, in the backward pass", "{mesh}");
-        assert!(line(&said, "rank").starts_with('0'), "{mesh}: {said}");
+        assert!(line(&said, "rank").starts_with(rank), "{mesh}: {said}");
+        assert!(!said.contains("asked for"), "{mesh}: a line of a vjp is no user's: {said}");
     }
 }
 
@@ -123,7 +132,7 @@ fn an_op_of_the_backward_pass_is_named() {
 fn a_norm_beyond_all_numbers_is_told_from_a_gradient() {
     let folder = Folder::new("not-finite-norm");
     let model = model(&folder, DType::F64, |name, i| large_head(name, i, 1e200));
-    for mesh in ["dp=1", "dp=2", "tp=2"] {
+    for mesh in ["dp=1", "dp=2", "tp=2", "pp=2"] {
         let (said, steps) = train(&folder, &model, 50, mesh, "f64");
         assert_eq!(steps, 0);
         assert!(said.contains("the loss is 5.5") && said.contains("gradient norm inf"), "{mesh}: {said}");

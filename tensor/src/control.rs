@@ -77,21 +77,26 @@ pub fn first_not_finite(
     let done = replay();
     let found = Watch::end(rank);
     done?;
-    let rank = rank.world();
     let text = found.as_ref().map(|f| f.lines.join("\n")).unwrap_or_default();
-    // Two numbers of each rank: which op it was, counted from 1, and the length of what it has to say.
-    let mut word = vec![0.0; 2 * rank.mesh().num_ranks()];
+    // Of each rank of the whole world: which op it was, counted from 1, whether it was given what is not a number, and
+    // the length of what there is to say.
+    let world = rank.world();
+    let (num_ranks, me) = (world.mesh().num_ranks(), world.index());
+    let mut word = vec![0.0; 3 * num_ranks];
     if let Some(found) = &found {
-        (word[2 * rank.index()], word[2 * rank.index() + 1]) = ((found.number + 1) as f64, text.len() as f64);
+        let given = f64::from(u8::from(found.was_given));
+        word[3 * me..3 * me + 3].copy_from_slice(&[(found.number + 1) as f64, given, text.len() as f64]);
     }
-    let word = world_sum(rank, &word, site)?;
-    let with_one = (0..rank.mesh().num_ranks()).filter(|r| word[2 * r] > 0.0);
-    let Some(first) = with_one.min_by(|a, b| word[2 * a].total_cmp(&word[2 * b])) else { return Ok(None) };
-    let byte = |i: usize| if rank.index() == first { f64::from(text.as_bytes()[i]) } else { 0.0 };
-    let bytes: Vec<f64> = (0..word[2 * first + 1] as usize).map(byte).collect();
-    let bytes = world_sum(rank, &bytes, site)?.into_iter().map(|b| b as u8).collect();
+    let word = world_sum(world, &word, site)?;
+    // An op that made one comes before all that were given one: those may stand behind it in a pipeline.
+    let key = |r: &usize| (word[3 * r + 1] as u64, word[3 * r] as u64, *r);
+    let Some(first) = (0..num_ranks).filter(|r| word[3 * r] > 0.0).min_by_key(key) else { return Ok(None) };
+    let byte = |i: usize| if me == first { f64::from(text.as_bytes()[i]) } else { 0.0 };
+    let bytes: Vec<f64> = (0..word[3 * first + 2] as usize).map(byte).collect();
+    let bytes = world_sum(world, &bytes, site)?.into_iter().map(|b| b as u8).collect();
     let text = String::from_utf8(bytes).map_err(|e| Error::new(Kind::Collective, e.to_string()))?;
-    Ok(Some(["first", "at", "asked for", "rank"].into_iter().zip(text.lines().map(String::from)).collect()))
+    let lines = ["first", "at", "asked for", "rank"].into_iter().zip(text.lines().map(String::from));
+    Ok(Some(lines.filter(|(_, text)| !text.is_empty()).collect()))
 }
 
 impl Tensor {

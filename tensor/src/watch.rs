@@ -22,7 +22,10 @@ pub(crate) struct Watch {
 pub(crate) struct Finding {
     /// How many ops came before.
     pub(crate) number: u64,
-    /// The op and what it made; where in the model; the line that asked for it; the rank.
+    /// Whether the op was given what is not a number: a parameter was bad, or, between the stages of a pipeline, what was
+    /// received.
+    pub(crate) was_given: bool,
+    /// The op and what it made; where in the model; the line that asked for it, if any; the rank.
     pub(crate) lines: [String; 4],
 }
 
@@ -72,6 +75,7 @@ impl Watch {
                 given = Some((i, found));
             }
         }
+        let was_given = given.is_some_and(|(_, (_, x))| x.is_nan());
         let what = match given {
             _ if op == CARRIER && value.is_nan() => return Ok(()),
             Some((i, (at, x))) if x.is_nan() => {
@@ -84,11 +88,14 @@ impl Watch {
             None => format!("{op}: the result is {value} at local element {at}"),
         };
         let context = Context::of(rank);
-        let pass = if context.phase() == Phase::Backward { ", in the backward pass" } else { "" };
+        // Backward, the op stands on a line of a vjp, which tells a user nothing.
+        let (pass, line) = match context.phase() {
+            Phase::Backward => (", in the backward pass", String::new()),
+            _ => ("", format!("{}:{}", site.file(), site.line())),
+        };
         let place = format!("{}{pass}", context.path());
-        let line = format!("{}:{}", site.file(), site.line());
         let lines = [what, place, line, rank.describe()];
-        *watch.found.borrow_mut() = Some(Finding { number, lines });
+        *watch.found.borrow_mut() = Some(Finding { number, was_given, lines });
         Ok(())
     }
 }

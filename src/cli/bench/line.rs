@@ -43,7 +43,18 @@ impl Work {
 
 impl Bench {
     /// Seconds of one call: the median over samples of `calls` calls each.
-    pub(super) fn seconds(&self, calls: usize, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
+    pub(super) fn seconds(&self, calls: usize, call: impl FnMut() -> Result<()>) -> Result<f64> {
+        let samples = self.samples(SAMPLES_MIN, calls, call)?;
+        Ok(samples[samples.len() / 2])
+    }
+
+    /// Seconds of one call at best: what is left when nothing interferes, for calls that take less than a microsecond.
+    pub(super) fn best_seconds(&self, calls: usize, call: impl FnMut() -> Result<()>) -> Result<f64> {
+        Ok(self.samples(SAMPLES_MAX, calls, call)?[0])
+    }
+
+    /// Seconds of one call in each of at least `least` samples, in order.
+    fn samples(&self, least: usize, calls: usize, mut call: impl FnMut() -> Result<()>) -> Result<Vec<f64>> {
         let mut sample = || -> Result<f64> {
             let started = Instant::now();
             for _ in 0..calls {
@@ -55,9 +66,9 @@ impl Bench {
         let once = sample()? * calls as f64;
         let count = (self.limit.as_secs_f64() / once.max(1e-9)) as usize;
         let mut samples =
-            (0..count.clamp(SAMPLES_MIN, SAMPLES_MAX)).map(|_| sample()).collect::<Result<Vec<f64>>>()?;
+            (0..count.clamp(least, SAMPLES_MAX)).map(|_| sample()).collect::<Result<Vec<f64>>>()?;
         samples.sort_by(f64::total_cmp);
-        Ok(samples[samples.len() / 2])
+        Ok(samples)
     }
 
     /// Prints one line.

@@ -1,0 +1,130 @@
+//! What a package must say of itself: the Rust version that it needs, and whose code is in it.
+
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+const ROOT: &str = env!("CARGO_MANIFEST_DIR");
+
+/// The minor version of a text such as `1.95` or `rustc 1.95.0 (abc 2026-01-01)`.
+fn minor(text: &str) -> Option<u32> {
+    text.split("1.").nth(1)?.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
+}
+
+#[test]
+fn the_rust_version_is_stated_everywhere_and_this_compiler_has_it() {
+    let stated = minor(env!("CARGO_PKG_RUST_VERSION")).unwrap();
+    let rustc = std::env::var("RUSTC").unwrap_or_else(|_| "rustc".into());
+    let used = String::from_utf8(Command::new(rustc).arg("--version").output().unwrap().stdout).unwrap();
+    assert!(minor(&used).unwrap() >= stated, "{used} is older than 1.{stated}");
+    for folder in ["kernels", "dist", "tensor", "autograd", "nn", "."] {
+        let manifest = fs::read_to_string(Path::new(ROOT).join(folder).join("Cargo.toml")).unwrap();
+        assert!(manifest.contains("rust-version.workspace = true"), "{folder} states no rust-version");
+    }
+    let contributing = fs::read_to_string(Path::new(ROOT).join("CONTRIBUTING.md")).unwrap();
+    assert!(contributing.contains(&format!("Rust 1.{stated} or newer")), "CONTRIBUTING.md says otherwise");
+}
+
+/// Packages of other people that the binary is made of, by name and version, for Linux on x86-64.
+fn third_parties() -> BTreeMap<(String, String), Value> {
+    let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".into());
+    let arguments = ["metadata", "--locked", "--offline", "--format-version", "1"];
+    let platform = ["--filter-platform", "x86_64-unknown-linux-gnu"];
+    let output = Command::new(cargo).args(arguments).args(platform).current_dir(ROOT).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let metadata: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+    let packages: BTreeMap<String, Value> =
+        list(&metadata["packages"]).into_iter().map(|p| (text(&p["id"]), p)).collect();
+    let nodes: BTreeMap<String, Value> =
+        list(&metadata["resolve"]["nodes"]).into_iter().map(|n| (text(&n["id"]), n)).collect();
+    // From the root package along dependencies that are neither for tests nor for building.
+    let mut reached = BTreeSet::new();
+    let mut ahead = vec![text(&metadata["resolve"]["root"])];
+    while let Some(id) = ahead.pop() {
+        if reached.insert(id.clone()) {
+            let normal = |d: &Value| list(&d["dep_kinds"]).iter().any(|k| k["kind"].is_null());
+            ahead.extend(list(&nodes[&id]["deps"]).iter().filter(|d| normal(d)).map(|d| text(&d["pkg"])));
+        }
+    }
+    let foreign = reached.iter().map(|id| &packages[id]).filter(|p| !p["source"].is_null());
+    foreign.map(|p| ((text(&p["name"]), text(&p["version"])), p.clone())).collect()
+}
+
+fn text(value: &Value) -> String {
+    value.as_str().unwrap_or_default().to_string()
+}
+
+/// The text of the licence under which a package is used: MIT where it may be chosen, else what there is.
+fn licence(package: &Value) -> Option<String> {
+    let manifest = text(&package["manifest_path"]);
+    let folder = Path::new(&manifest).parent()?;
+    let mut files: Vec<String> = fs::read_dir(folder)
+        .ok()?
+        .filter_map(|f| f.ok()?.file_name().into_string().ok())
+        .filter(|name| {
+            ["LICENSE", "LICENCE", "COPYING", "UNLICENSE"].iter().any(|l| name.to_uppercase().starts_with(l))
+        })
+        .collect();
+    files.sort_by_key(|name| {
+        (!name.to_uppercase().contains("MIT"), name.to_uppercase().contains("APACHE"), name.clone())
+    });
+    // Where several licences hold at once, all their texts are due.
+    let due = if text(&package["license"]).contains(" AND ") { files.len() } else { 1 };
+    let found: Vec<String> =
+        files.iter().take(due).filter_map(|f| fs::read_to_string(folder.join(f)).ok()).collect();
+    // Some packages hold no more than the name of a file that was left behind.
+    let found = Some(found.join("\n\n")).filter(|text| text.lines().count() > 5)?;
+    Some(found.lines().map(str::trim_end).collect::<Vec<_>>().join("\n").trim().to_string())
+}
+
+fn notices() -> String {
+    let packages = third_parties();
+    let mut page = String::from(
+        "# Third-party notices\n\nThe `shardgrad` binary contains code of these packages (Linux on x86-64). Written by\n\
+         `SHARDGRAD_UPDATE=1 cargo test --test main notices`; a test compares it with the lock file.\n\n\
+         | package | version | licence | source |\n|---|---|---|---|\n",
+    );
+    let mut texts: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for ((name, version), package) in &packages {
+        let source = format!("https://crates.io/crates/{name}/{version}");
+        let _ = writeln!(page, "| {name} | {version} | {} | {source} |", text(&package["license"]));
+        let licence = licence(package).unwrap_or_else(|| {
+            format!(
+                "{}: the package holds no text of its own; see {}",
+                text(&package["license"]),
+                text(&package["repository"])
+            )
+        });
+        texts.entry(licence).or_default().push(name.clone());
+    }
+    let mut blocks: Vec<(String, String)> =
+        texts.into_iter().map(|(t, names)| (names.join(", "), t)).collect();
+    blocks.sort();
+    for (names, licence) in blocks {
+        let _ = write!(page, "\n## {names}\n\n```text\n{licence}\n```\n");
+    }
+    page
+}
+
+#[allow(clippy::print_stdout, reason = "a test that is skipped says so")]
+#[test]
+fn third_party_notices_are_those_of_the_lock_file() {
+    if !cfg!(all(target_os = "linux", target_arch = "x86_64")) {
+        println!("skipped: the notices are those of Linux on x86-64, and cargo may lack other packages here");
+        return;
+    }
+    let (path, page) = (Path::new(ROOT).join("THIRD_PARTY.md"), notices());
+    if std::env::var_os("SHARDGRAD_UPDATE").is_some() {
+        fs::write(&path, &page).unwrap();
+    }
+    let kept = fs::read_to_string(&path).unwrap_or_default();
+    let different = page.lines().zip(kept.lines()).find(|(new, old)| new != old);
+    assert!(
+        page == kept,
+        "THIRD_PARTY.md is out of date, first at {different:?}; run: SHARDGRAD_UPDATE=1 cargo test --test main notices"
+    );
+}
