@@ -7,6 +7,7 @@ mod data;
 mod interrupt;
 mod metrics;
 mod plot;
+mod timeline;
 mod train;
 mod cli;
 

@@ -124,9 +124,12 @@ pub fn load_weights<M: Module>(
     misfits.unknown.extend(weights.tensors().map(|t| t.name.clone()).filter(|name| !known(name)));
     misfits.check(weights.path())?;
     for (param, tensor) in found.into_iter().filter(|(param, _)| param.is_here()) {
-        let bytes = weights.read(&tensor.name)?;
+        // Only what this rank holds is read.
         let layout = param.as_in_files().layout().clone();
-        param.set_from_files(Tensor::from_bytes(model.rank(), &layout, tensor.dtype, &bytes)?)?;
+        let ranges: Vec<_> =
+            (0..layout.ndim()).map(|d| layout.range(d, model.rank().coordinates())).collect();
+        let bytes = weights.read_part(&tensor.name, &layout.shape(), &ranges)?;
+        param.set_from_files(Tensor::from_own_bytes(model.rank(), &layout, tensor.dtype, &bytes)?)?;
     }
     Ok(())
 }

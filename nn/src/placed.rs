@@ -60,7 +60,7 @@ impl<M: Module> Model<M> {
         }
         let mut states: HashMap<String, Vec<(Axis, State)>> = HashMap::with_capacity(points.len());
         for name in &points {
-            states.insert(name.clone(), plan.states(Subject::Point, name, rank.mesh(), &mut used));
+            states.insert(name.clone(), plan.states(Subject::Point, (name, None), rank.mesh(), &mut used));
         }
         let names: Vec<&str> = params.iter().map(|(name, _)| name.as_str()).collect();
         let point_names: Vec<&str> = points.iter().map(String::as_str).collect();
@@ -184,7 +184,7 @@ fn layouts_of(
     dtype: DType,
     used: &mut [bool],
 ) -> Result<(Layout, Option<Layout>)> {
-    let mut states = |subject| plan.states(subject, name, rank.mesh(), used);
+    let mut states = |subject| plan.states(subject, (name, Some(param.shape())), rank.mesh(), used);
     let (store, compute) = (states(Subject::Store), states(Subject::Compute));
     let plain = Layout::invariant(rank.mesh(), dtype, param.shape());
     let make = || {

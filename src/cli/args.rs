@@ -4,11 +4,13 @@ pub(crate) mod nearest;
 mod defaults;
 mod values;
 mod pipeline;
+mod plan;
 mod train;
 mod tools;
 pub(crate) mod config;
 
 pub(crate) use pipeline::PipelineArgs;
+pub(crate) use plan::PlanArgs;
 pub(crate) use tools::{BenchArgs, BenchChoice, DoctorArgs, OpsArgs};
 pub(crate) use train::TrainArgs;
 
@@ -45,6 +47,8 @@ pub(crate) enum Command {
     Generate(Box<GenerateArgs>),
     /// Show layouts, collectives and costs of one training step; nothing is computed
     Explain(Box<ExplainArgs>),
+    /// Prove, time and draw a pipeline schedule
+    Plan(PlanArgs),
     /// Print the table of ops: signatures, dtypes, costs, layouts
     Ops(OpsArgs),
     /// Show what this machine has: cores, SIMD, memory, GPU libraries

@@ -7,6 +7,7 @@ mod eval;
 mod explain;
 mod generate;
 mod ops;
+mod plan;
 mod train;
 
 use crate::data::Corpus;
@@ -33,6 +34,7 @@ fn run(command: &args::Command) -> Result<()> {
         args::Command::Eval(args) => eval::run(args),
         args::Command::Generate(args) => generate::run(args),
         args::Command::Explain(args) => explain::run(args),
+        args::Command::Plan(args) => plan::run(args),
         args::Command::Ops(args) => ops::run(args),
         args::Command::Doctor(args) => doctor::run(args),
         args::Command::Bench(args) => bench::run(args),

@@ -8,14 +8,17 @@ mod action;
 mod schedule;
 mod verify;
 mod simulate;
+mod search;
+mod named;
 mod cut;
 mod stage;
 mod run;
 
 pub use action::{Action, Schedule, Transfer};
 pub use cut::Cut;
+pub use named::NAMES;
 pub use run::{Feed, Outcome, Runner};
-pub use schedule::NAMES;
+pub use search::Search;
 pub use simulate::{Span, Timeline, Times};
 pub use stage::{Stage, Stages};
 pub use verify::Verified;

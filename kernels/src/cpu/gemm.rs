@@ -8,6 +8,7 @@
 use crate::cpu::Pool;
 use crate::cpu::simd::blocks::{Target, multiply};
 use crate::cpu::simd::pack::{DEPTH_MAX, Source};
+use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::simd::tile::Tiles;
 use crate::cpu::simd::{Level, level, vectorized};
 use crate::dtype::{Element, Float, Real};
@@ -43,6 +44,7 @@ pub const DEPTH: usize = DEPTH_MAX;
 /// # Panics
 /// If a matrix reaches outside of its memory.
 pub fn product<A, B, R>(
+    scratch: &mut Scratch,
     dims: [usize; 3],
     a: Matrix<'_, A>,
     b: Matrix<'_, B>,
@@ -53,12 +55,13 @@ pub fn product<A, B, R>(
     B: Float<Acc = R>,
     R: Real,
 {
-    product_at(level(), dims, a, b, accumulate, c);
+    product_at(level(), scratch, dims, a, b, accumulate, c);
 }
 
 /// A product by the tiles of a level that this CPU has.
 fn product_at<A, B, R>(
     at: Level,
+    scratch: &mut Scratch,
     dims: [usize; 3],
     a: Matrix<'_, A>,
     b: Matrix<'_, B>,
@@ -79,7 +82,7 @@ fn product_at<A, B, R>(
     let c = Target { start: c.data.as_mut_ptr(), row: c.row_stride, col: c.col_stride };
     // SAFETY: the reaches and the level were checked above; strides of c that let two elements share memory make
     // the result arbitrary, on this one thread no worse.
-    unsafe { multiply(&Tiles::at(at), dims, a, b, accumulate, c) }
+    unsafe { multiply(&Tiles::at(at), scratch, dims, a, b, accumulate, c) }
 }
 
 /// Matrices of one shape that are read: element (i, j) of matrix p is at `p * strides[0] + i * strides[1] + j *
@@ -164,6 +167,7 @@ pub fn products<T: Float>(
     let (sa, sb) = (source(a), source(b));
     let sc = Target { start: c.data.as_mut_ptr(), row: c.strides[1], col: c.strides[2] };
     pool.run((g * parts).div_ceil(split.together), &|task| {
+        let mut scratch = pool.scratch();
         for part in task * split.together..((task + 1) * split.together).min(g * parts) {
             let (matrix, part) = (part / parts, part % parts);
             let (row, col) = (part / col_tasks * split.rows, part % col_tasks * split.cols);
@@ -174,7 +178,7 @@ pub fn products<T: Float>(
                 let a = sa.moved(matrix * a.strides[0] + row * a.strides[1]);
                 let b = sb.moved(matrix * b.strides[0] + col * b.strides[2]);
                 let c = sc.moved(matrix * c.strides[0] + row * c.strides[1] + col * c.strides[2]);
-                rounded(&tiles, [rows, cols, k], a, b, c);
+                rounded(&tiles, &mut scratch, [rows, cols, k], a, b, c);
             }
         }
     });
@@ -186,6 +190,7 @@ pub fn products<T: Float>(
 /// As for [`multiply`].
 unsafe fn rounded<T: Float>(
     tiles: &Tiles<T::Acc>,
+    scratch: &mut Scratch,
     dims: [usize; 3],
     a: Source<T::Acc>,
     b: Source<T::Acc>,
@@ -195,13 +200,13 @@ unsafe fn rounded<T: Float>(
     if T::DTYPE == T::Acc::DTYPE {
         let c = Target { start: c.start.cast::<T::Acc>(), row: c.row, col: c.col };
         // SAFETY: as promised by the caller; T is its own accumulator.
-        unsafe { multiply(tiles, dims, a, b, false, c) };
+        unsafe { multiply(tiles, scratch, dims, a, b, false, c) };
         return;
     }
     let mut wide = vec![T::Acc::ZERO; m * n];
     let to = Target { start: wide.as_mut_ptr(), row: n, col: 1 };
     // SAFETY: as promised by the caller; `wide` is m by n.
-    unsafe { multiply(tiles, dims, a, b, false, to) };
+    unsafe { multiply(tiles, scratch, dims, a, b, false, to) };
     vectorized(
         #[inline(always)]
         || {

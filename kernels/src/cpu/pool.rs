@@ -3,7 +3,9 @@
 //! Work is cut into tasks whose number and borders never depend on the number of threads, so results do not
 //! either. Workers spin for a while after a task (waking a parked thread costs some 20 us), then park.
 
+use crate::cpu::simd::scratch::Scratch;
 use std::fmt;
+use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -64,6 +66,35 @@ struct Shared {
 pub struct Pool {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
+    /// What tasks have given back.
+    scratches: Mutex<Vec<Scratch>>,
+}
+
+/// Scratch memory on loan to one task.
+#[derive(Debug)]
+pub struct Loan<'a> {
+    scratch: Scratch,
+    home: &'a Mutex<Vec<Scratch>>,
+}
+
+impl Deref for Loan<'_> {
+    type Target = Scratch;
+    fn deref(&self) -> &Scratch {
+        &self.scratch
+    }
+}
+
+impl DerefMut for Loan<'_> {
+    fn deref_mut(&mut self) -> &mut Scratch {
+        &mut self.scratch
+    }
+}
+
+impl Drop for Loan<'_> {
+    fn drop(&mut self) {
+        let scratch = std::mem::take(&mut self.scratch);
+        self.home.lock().unwrap_or_else(PoisonError::into_inner).push(scratch);
+    }
 }
 
 impl Pool {
@@ -80,7 +111,14 @@ impl Pool {
                     .expect("the system starts a thread for the kernel pool")
             })
             .collect();
-        Pool { shared, workers }
+        Pool { shared, workers, scratches: Mutex::default() }
+    }
+
+    /// Scratch memory for as long as the caller holds it; at most one lasts for each that is held at once.
+    #[must_use]
+    pub fn scratch(&self) -> Loan<'_> {
+        let mut free = self.scratches.lock().unwrap_or_else(PoisonError::into_inner);
+        Loan { scratch: free.pop().unwrap_or_default(), home: &self.scratches }
     }
 
     /// How many threads take part, the caller's among them.

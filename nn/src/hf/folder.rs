@@ -7,6 +7,7 @@ use super::header::TensorInfo;
 use serde::Deserialize;
 use shardgrad_tensor::Result;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 
 /// The name of the index in a folder whose weights are spread over several files.
@@ -87,15 +88,25 @@ impl Weights {
         self.by_name.get(name).and_then(|&i| self.files[i].get(name))
     }
 
+    /// The bytes of the elements of a tensor whose index in each dim lies in a range, as [`TensorFile::read_part`].
+    ///
+    /// # Errors
+    /// `Kind::Checkpoint` if there is no such tensor; as [`TensorFile::read_part`].
+    pub fn read_part(&self, name: &str, shape: &[usize], ranges: &[Range<usize>]) -> Result<Vec<u8>> {
+        self.file_of(name)?.read_part(name, shape, ranges)
+    }
+
     /// The bytes of a whole tensor, little endian, row major.
     ///
     /// # Errors
     /// `Kind::Checkpoint` if there is no such tensor; as [`TensorFile::read`].
     pub fn read(&self, name: &str) -> Result<Vec<u8>> {
-        match self.by_name.get(name) {
-            Some(&i) => self.files[i].read(name),
-            None => Err(refuse(&self.path, format_args!("there is no tensor `{name}`"))),
-        }
+        self.file_of(name)?.read(name)
+    }
+
+    fn file_of(&self, name: &str) -> Result<&TensorFile> {
+        let missing = || refuse(&self.path, format_args!("there is no tensor `{name}`"));
+        self.by_name.get(name).map(|&i| &self.files[i]).ok_or_else(missing)
     }
 }
 

@@ -167,6 +167,8 @@ impl LlamaConfig {
             head_dim: channels,
             rms_norm_eps: if kind == LlamaKind::Llama || kind == LlamaKind::Mistral { 1e-5 } else { 1e-6 },
             rotary: Rotary { theta, scaling },
+            // Narrow models start faster from wider weights.
+            initializer_range: if name == "llama-tiny" { 0.05 } else { 0.02 },
             tie_word_embeddings: tied,
             ..new
         })

@@ -6,6 +6,7 @@
 mod disk;
 pub mod header;
 pub mod files;
+mod part;
 mod fields;
 mod rotary;
 pub mod gpt2;

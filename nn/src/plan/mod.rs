@@ -1,5 +1,6 @@
 //! A plan: which mesh axes split which parameters and activations. Plain data, written by name.
 
+mod rule;
 mod data;
 mod gpt2;
 mod llama;
@@ -7,36 +8,18 @@ mod pipeline;
 mod tensor;
 
 pub use pipeline::Pipeline;
+pub(crate) use rule::Subject;
 
 use crate::name::{matches, nearest};
+use rule::Rule;
 use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Mesh, Result, State};
 use std::fmt;
-
-/// What a rule speaks of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Subject {
-    /// How a parameter is stored.
-    Store,
-    /// How a parameter is computed with.
-    Compute,
-    /// How an activation lies at a point.
-    Point,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Rule {
-    subject: Subject,
-    pattern: String,
-    axis: String,
-    state: State,
-    /// Whether it may match nothing (the bias of a layer that may have none).
-    optional: bool,
-}
 
 /// An ordered list of rules, of which a later one wins over an earlier one for the same name and axis.
 ///
 /// A rule is a pattern over names (see [`matches()`]) and states, one word per axis: `tp@1` splits
 /// dim 1 over axis `tp`, `dp~` makes copies with gradients of their own, `tp=` one copy for all, `tp+` a pending sum.
+/// `tp@1|@2` chooses: the first that leaves no rank without a part, or else the one that leaves the fewest.
 /// Several axes on one dim split it in the order of their rules, the first outermost. Axes that a mesh does not have
 /// are passed over, so one plan serves many meshes. What no rule names is one copy for all (`=`), or, at a point,
 /// as it comes.
@@ -101,19 +84,9 @@ impl Plan {
             self.faults.push(format!("{subject} {pattern}: no state is given"));
         }
         for word in states.split_whitespace() {
-            match parse(word) {
-                Some((_, State::Partial | State::Replicate)) if subject == Subject::Store => {
-                    self.faults.push(format!(
-                        "{subject} {pattern} {word}: parameters are stored as shards or as `=`"
-                    ));
-                }
-                Some((axis, state)) => {
-                    let (pattern, axis) = (pattern.to_string(), axis.to_string());
-                    self.rules.push(Rule { subject, pattern, axis, state, optional });
-                }
-                None => self.faults.push(format!(
-                    "{subject} {pattern} {word}: `{word}` is no state; write axis@dim, axis~, axis= or axis+"
-                )),
+            match Rule::read(subject, pattern, word, optional) {
+                Ok(rule) => self.rules.push(rule),
+                Err(why) => self.faults.push(format!("{subject} {pattern} {word}: {why}")),
             }
         }
         self
@@ -142,12 +115,12 @@ impl Plan {
         Err(self.faults.iter().fold(error, |e, fault| e.detail("rule", fault)))
     }
 
-    /// The states that the rules give to a name, in the order of the rules that win. Every rule that matches is marked
+    /// The states that the rules give to a name (of something of this shape, if it is known), in the order of the rules that win. Every rule that matches is marked
     /// in `used`, whether or not the mesh has its axis.
     pub(crate) fn states(
         &self,
         subject: Subject,
-        name: &str,
+        (name, shape): (&str, Option<&[usize]>),
         mesh: &Mesh,
         used: &mut [bool],
     ) -> Vec<(Axis, State)> {
@@ -159,7 +132,7 @@ impl Plan {
             *used = true;
             if let Some(axis) = mesh.axis(&rule.axis).filter(|a| mesh.size(*a) > 1) {
                 states.retain(|(a, _)| *a != axis);
-                states.push((axis, rule.state));
+                states.push((axis, rule.state(shape, mesh.size(axis))));
             }
         }
         states
@@ -197,41 +170,6 @@ impl Plan {
     }
 }
 
-/// Reads `axis@dim`, `axis~`, `axis=` or `axis+`.
-fn parse(word: &str) -> Option<(&str, State)> {
-    let (axis, state) = match word.split_once('@') {
-        Some((axis, dim)) => (axis, State::Shard(dim.parse().ok()?)),
-        None => {
-            let mark = word.chars().last()?;
-            let state = match mark {
-                '~' => State::Replicate,
-                '=' => State::Invariant,
-                '+' => State::Partial,
-                _ => return None,
-            };
-            (&word[..word.len() - 1], state)
-        }
-    };
-    let is_name = !axis.is_empty() && axis.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
-    is_name.then_some((axis, state))
-}
-
-impl fmt::Display for Subject {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Subject::Store => "store",
-            Subject::Compute => "compute",
-            Subject::Point => "point",
-        })
-    }
-}
-
-impl fmt::Display for Rule {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {} {}{}", self.subject, self.pattern, self.axis, self.state)
-    }
-}
-
 /// One rule a line, in order: the batch axes first.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -248,7 +186,7 @@ mod tests {
     fn stored(plan: &Plan, mesh: &str, name: &str) -> String {
         let mesh = Mesh::parse(mesh).unwrap();
         let mut used = vec![false; plan.num_rules()];
-        let states = plan.states(Subject::Store, name, &mesh, &mut used);
+        let states = plan.states(Subject::Store, (name, None), &mesh, &mut used);
         states.iter().map(|(a, s)| format!("{}{s}", mesh.name(*a))).collect::<Vec<_>>().join(" ")
     }
 
@@ -297,7 +235,7 @@ mod tests {
     fn rules_that_match_nothing_name_the_nearest() {
         let plan = Plan::new().store("up.wieght", "tp@1").point("dwn.out", "tp=").compute("up.weight", "dp~");
         let mut used = vec![false; 3];
-        let _ = plan.states(Subject::Compute, "up.weight", &Mesh::single(), &mut used);
+        let _ = plan.states(Subject::Compute, ("up.weight", None), &Mesh::single(), &mut used);
         assert_eq!(used, [false, false, true]);
         let text = plan.check_used(&used, &["up.weight", "up.bias"], &["down.out"]).unwrap_err().to_string();
         assert!(text.contains("2 rule(s)"), "{text}");

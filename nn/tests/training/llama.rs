@@ -5,7 +5,7 @@ use crate::traces::{counts, traced};
 use shardgrad_autograd::Noise;
 use shardgrad_nn::optim::grad_norm;
 use shardgrad_nn::{Init, Llama, LlamaConfig, LlamaKind, Model, Param, Plan, model::LlamaBlock, module};
-use shardgrad_tensor::{DType, Phase, Value};
+use shardgrad_tensor::{DType, Phase, Result, Value};
 
 /// Two groups of two heads of 4 channels, rows of width 10, 11 tokens, 2 blocks.
 pub(crate) fn config(kind: LlamaKind) -> LlamaConfig {
@@ -77,6 +77,37 @@ fn heads_may_be_split_unevenly_and_some_ranks_have_none() {
     outcome(&grouped, "tp=3", false, false).assert_near(&alone, "two groups over three ranks");
 }
 
+/// One or two key heads of five query heads each, with biases or norms.
+pub(crate) fn few_keys(kind: LlamaKind, key_heads: usize) -> LlamaConfig {
+    let new = LlamaConfig::new(kind, VOCAB, 8, [10, 7], 2, [5 * key_heads, key_heads]);
+    LlamaConfig { head_dim: 4, initializer_range: 0.3, ..new }
+}
+
+#[test]
+fn fewer_key_heads_than_ranks_are_shared_by_all() {
+    for (kind, key_heads) in [(LlamaKind::Llama, 1), (LlamaKind::Qwen2, 2), (LlamaKind::Qwen3, 1)] {
+        let config = few_keys(kind, key_heads);
+        let alone = outcome(&config, "", false, false);
+        for mesh in ["tp=2", "tp=3", "dp=2,tp=4"] {
+            outcome(&config, mesh, false, false).assert_near(&alone, &format!("{kind:?} on {mesh}"));
+        }
+    }
+    run("tp=3", |rank| {
+        let model = Model::new(rank, Llama::new(&few_keys(LlamaKind::Qwen2, 2)), &Plan::llama(), 1)?;
+        let layout = |name: &str| -> Result<String> {
+            Ok(model.param(&format!("model.layers.1.self_attn.{name}"))?.tensor().layout().to_string())
+        };
+        assert_eq!(layout("q_proj.weight")?, "f32[10, 2, 5@tp, 4]");
+        assert_eq!(layout("q_proj.bias")?, "f32[2, 5@tp, 4]");
+        assert_eq!(
+            (layout("k_proj.weight")?, layout("v_proj.bias")?),
+            ("f32[10, 2, 4]".into(), "f32[2, 4]".into())
+        );
+        assert_eq!(layout("o_proj.weight")?, "f32[2, 5@tp, 4, 10]");
+        Ok(())
+    });
+}
+
 #[test]
 fn dropout_and_recomputation_change_nothing_on_another_mesh() {
     let config = LlamaConfig { attention_dropout: 0.3, ..config(LlamaKind::Llama) };
@@ -128,10 +159,10 @@ fn a_split_block_needs_two_all_reduces_each_way() {
 
 #[test]
 fn a_split_model_reduces_what_the_algebra_says() {
-    let step = |mesh: &str, kind| {
+    let step_of = |mesh: &str, config: &LlamaConfig| {
         let mut records = run(mesh, |rank| {
             let plan = Plan::llama();
-            let model = Model::with_dtype(rank, Llama::new(&config(kind)), &plan, 5, DType::F64)?;
+            let model = Model::with_dtype(rank, Llama::new(config), &plan, 5, DType::F64)?;
             let tape = model.tape();
             traced(rank, || {
                 let ids = tape.constant(batch(rank, &plan, 0..ROWS, 0)?);
@@ -144,10 +175,14 @@ fn a_split_model_reduces_what_the_algebra_says() {
         records.retain(|r| r.phase != Phase::Control);
         counts(&records)
     };
+    let step = |mesh: &str, kind| step_of(mesh, &config(kind));
     // Per block 2 and 2; the embedding 1 forward; the loss 3 numbers a token forward; the head 1 backward.
     assert_eq!(step("tp=2", LlamaKind::Llama), ["backward all_reduce 5", "forward all_reduce 8"]);
     // Norms of single heads are shared by all heads: their gradients are summed once a step, two a block.
     assert_eq!(step("tp=2", LlamaKind::Qwen3), ["backward all_reduce 9", "forward all_reduce 8"]);
+    // Keys that every rank has: their two weights are summed once a step, two a block.
+    let few = few_keys(LlamaKind::Llama, 1);
+    assert_eq!(step_of("tp=2", &few), ["backward all_reduce 9", "forward all_reduce 8"]);
     // Each gradient once: 3 of the model and 9 a block.
     assert_eq!(step("dp=2", LlamaKind::Llama), ["backward all_reduce 21"]);
     assert_eq!(step("dp=2,tp=2", LlamaKind::Mistral), ["backward all_reduce 26", "forward all_reduce 8"]);

@@ -2,17 +2,17 @@
 
 use crate::llama;
 use crate::support::{VOCAB, config, run};
-use shardgrad_nn::{Family, LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig, Reading};
+use shardgrad_nn::{LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig, Reading};
 use shardgrad_tensor::{DType, Error, Kind, Mesh, Phase, Result, Tensor, Value, World};
 
-/// Members whose heads are split unevenly by `tp=3`: GPT-2 with 3 heads, 5 groups of 2, 2 groups of 2.
-fn configs() -> [ModelConfig; 3] {
-    let five =
-        LlamaConfig { head_dim: 4, ..LlamaConfig::new(LlamaKind::Qwen3, VOCAB, 8, [10, 7], 2, [10, 5]) };
+/// Heads that `tp=3` splits unevenly: 3 heads of GPT-2, 5 groups of 2, 2 groups of 2, and one group of 5.
+fn configs() -> [ModelConfig; 4] {
+    let five = LlamaConfig::new(LlamaKind::Qwen3, VOCAB, 8, [10, 7], 2, [10, 5]);
     [
         config().into(),
-        LlamaConfig { initializer_range: 0.3, ..five }.into(),
+        LlamaConfig { head_dim: 4, initializer_range: 0.3, ..five }.into(),
         llama::config(LlamaKind::Qwen2).into(),
+        llama::few_keys(LlamaKind::Llama, 1).into(),
     ]
 }
 

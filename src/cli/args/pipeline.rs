@@ -2,8 +2,7 @@
 
 use super::values;
 use clap::Args;
-use clap::builder::PossibleValuesParser;
-use shardgrad::autograd::pipeline::{Cut, NAMES};
+use shardgrad::autograd::pipeline::Cut;
 use shardgrad::prelude::*;
 
 /// Options of pieces and stages.
@@ -13,8 +12,8 @@ pub(crate) struct PipelineArgs {
     /// Equal parts that the batch is cut into [default: 1; on pp=N at most 2N, as many as divide the batch]
     #[arg(long, value_name = "N", value_parser = values::count)]
     microbatches: Option<usize>,
-    /// Order of forward and backward passes over the axis pp
-    #[arg(long, value_name = "NAME", default_value = "1f1b", value_parser = PossibleValuesParser::new(NAMES))]
+    /// Order of passes over the axis pp: gpipe, 1f1b, interleaved-2, zb-h1, zb-h2, zb-v, v-half
+    #[arg(long, value_name = "NAME", default_value = "1f1b", value_parser = values::schedule)]
     schedule: String,
     /// Where the model is cut: balanced, layers a stage as in 3,5, or where stages begin as in h.2,h.7
     #[arg(long, value_name = "CUTS", default_value = "balanced", value_parser = values::cut)]

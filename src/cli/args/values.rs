@@ -1,7 +1,7 @@
 //! The values of options: text in, checked values out. What is refused is told in one line.
 
 use super::nearest::nearest;
-use shardgrad::autograd::pipeline::Cut;
+use shardgrad::autograd::pipeline::{Cut, NAMES, Schedule, Times};
 use shardgrad::dist::Mesh;
 use shardgrad::nn::ModelConfig;
 use shardgrad::{Error, Kind, Result};
@@ -48,6 +48,24 @@ pub(super) fn preset(text: &str) -> Result<String, String> {
 /// Where a pipeline is cut.
 pub(super) fn cut(text: &str) -> Result<Cut> {
     text.parse()
+}
+
+/// The name of a pipeline schedule.
+pub(super) fn schedule(text: &str) -> Result<String, String> {
+    if Schedule::named(text, 1, 1).is_ok() {
+        return Ok(text.to_string());
+    }
+    let near = nearest(text, NAMES).map_or(String::new(), |n| format!("did you mean `{n}`? "));
+    Err(format!("there is no such schedule; {near}schedules are {}", NAMES.join(", ")))
+}
+
+/// Three times of a pass: forward, gradients of inputs, gradients of weights.
+pub(super) fn times(text: &str) -> Result<Times, String> {
+    let parts: Vec<f64> = text.split(',').map(|t| positive(t.trim())).collect::<Result<_, _>>()?;
+    match parts[..] {
+        [forward, input, weight] => Ok(Times { forward, input, weight }),
+        _ => Err("must be three times, as in 1,1,1".to_string()),
+    }
 }
 
 /// A whole number of at least one.

@@ -56,7 +56,7 @@ fn examine<T: Float>(dims: [usize; 3], kinds: [usize; 3], add: bool) -> Result<(
     for level in levels() {
         let mut memory = vec![T::Acc::ONE; 2 * m * n + 9 * (m + n) + 9];
         let c = MatrixMut { data: &mut memory[..], row_stride, col_stride };
-        product_at(level, dims, a, b, add, c);
+        product_at(level, &mut Scratch::default(), dims, a, b, add, c);
         for (at, want) in right.iter().enumerate() {
             let got = memory[at / n * row_stride + at % n * col_stride];
             if got != *want {
@@ -112,7 +112,7 @@ fn a_part_has_the_bits_of_the_whole() {
         let a = Matrix { data: &a[rows.start * k..], row_stride: k, col_stride: 1 };
         let b = Matrix { data: &b[cols.start..], row_stride: n, col_stride: 1 };
         let to = MatrixMut { data: &mut c[..], row_stride: cols.len(), col_stride: 1 };
-        product([rows.len(), cols.len(), k], a, b, false, to);
+        product(&mut Scratch::default(), [rows.len(), cols.len(), k], a, b, false, to);
         c
     };
     let whole = run(0..m, 0..n);
@@ -151,7 +151,14 @@ fn a_short_memory_is_refused() {
     let (a, b) = ([0f32; 6], [0f32; 5]);
     let a = Matrix { data: &a[..], row_stride: 3, col_stride: 1 };
     let b = Matrix { data: &b[..], row_stride: 2, col_stride: 1 };
-    product([2, 2, 3], a, b, false, MatrixMut { data: &mut [0f32; 4][..], row_stride: 2, col_stride: 1 });
+    product(
+        &mut Scratch::default(),
+        [2, 2, 3],
+        a,
+        b,
+        false,
+        MatrixMut { data: &mut [0f32; 4][..], row_stride: 2, col_stride: 1 },
+    );
 }
 
 /// Runs a stack of products on pools and compares with one product at a time.
@@ -165,7 +172,14 @@ fn examine_stack<T: Float>(dims: [usize; 4], a_strides: [usize; 3], c_strides: [
         let mut one = vec![T::Acc::ZERO; m * n];
         let x = Matrix { data: &a[p * a_strides[0]..], row_stride: a_strides[1], col_stride: a_strides[2] };
         let y = Matrix { data: &b[p * k * n..], row_stride: n, col_stride: 1 };
-        product([m, n, k], x, y, false, MatrixMut { data: &mut one[..], row_stride: n, col_stride: 1 });
+        product(
+            &mut Scratch::default(),
+            [m, n, k],
+            x,
+            y,
+            false,
+            MatrixMut { data: &mut one[..], row_stride: n, col_stride: 1 },
+        );
         for (at, value) in one.into_iter().enumerate() {
             right[p * c_strides[0] + at / n * c_strides[1] + at % n * c_strides[2]] = T::narrow(value);
         }

@@ -5,14 +5,15 @@
 //! speed.
 
 use crate::cpu::simd::pack::{DEPTH_MAX, Source, Strips};
+use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::simd::tile::Tiles;
 use crate::dtype::Real;
-use std::mem::MaybeUninit;
 
-/// Rows of a that are packed at a time: with [`DEPTH_MAX`] columns they fill a part of the second-level cache.
-const ROWS: usize = 192;
-/// Columns of b that are packed at a time.
-const COLS: usize = 1024;
+/// Rows of a that are packed at a time.
+const ROWS: usize = 112;
+/// Columns of b that are packed at a time: with [`DEPTH_MAX`] rows they stay in the second-level cache, from which they
+/// are read once for each strip of a.
+const COLS: usize = 768;
 /// Up to so many rows of a, packing b does not pay.
 const FEW_ROWS: usize = 28;
 
@@ -64,6 +65,7 @@ unsafe impl<T: Send> Sync for Target<T> {}
 /// The matrices lie inside of their memories; c overlaps neither a nor b, nor itself; the CPU has the tiles.
 pub(crate) unsafe fn multiply<R: Real>(
     tiles: &Tiles<R>,
+    scratch: &mut Scratch,
     [m, n, k]: [usize; 3],
     a: Source<R>,
     b: Source<R>,
@@ -74,25 +76,7 @@ pub(crate) unsafe fn multiply<R: Real>(
     let (dims, a, b, c) =
         if turn { ([n, m, k], b.turned(), a.turned(), c.turned()) } else { ([m, n, k], a, b, c) };
     // SAFETY: as promised by the caller; turning keeps what a matrix reaches.
-    unsafe { blocks(tiles, dims, a, b, accumulate, c) }
-}
-
-/// One cache line of scratch, so that packed vectors are aligned.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct Line([u8; 64]);
-
-/// Lines of scratch on the stack: small products need no allocation.
-const NEAR: usize = 256;
-
-/// Room for `len` elements with arbitrary contents.
-fn room<R>(len: usize, near: &mut [MaybeUninit<Line>; NEAR], far: &mut Vec<MaybeUninit<Line>>) -> *mut R {
-    let lines = (len * size_of::<R>()).div_ceil(64);
-    if lines <= NEAR {
-        return near.as_mut_ptr().cast();
-    }
-    far.reserve_exact(lines);
-    far.as_mut_ptr().cast()
+    unsafe { blocks(tiles, scratch, dims, a, b, accumulate, c) }
 }
 
 /// `len` elements cut into parts of at most `max`, as even as can be: how many, and the length of the first ones,
@@ -125,6 +109,7 @@ impl Cut {
 /// As for [`multiply`].
 unsafe fn blocks<R: Real>(
     tiles: &Tiles<R>,
+    scratch: &mut Scratch,
     [m, n, k]: [usize; 3],
     a: Source<R>,
     b: Source<R>,
@@ -132,13 +117,13 @@ unsafe fn blocks<R: Real>(
     c: Target<R>,
 ) {
     let row_blocks = Cut::new(m, ROWS);
+    let wide = 2 * tiles.lanes;
+    let col_step = n.div_ceil(n.div_ceil(COLS).max(1)).next_multiple_of(wide);
     let (rows_max, cols_max, depth_max) =
-        (row_blocks.len(0), n.min(COLS).next_multiple_of(tiles.lanes), k.min(DEPTH_MAX));
+        (row_blocks.len(0), col_step.min(n.next_multiple_of(tiles.lanes)), k.min(DEPTH_MAX));
     let in_place = m <= FEW_ROWS && b.col == 1 && b.direct;
-    let mut near = [MaybeUninit::uninit(); NEAR];
-    let mut far = Vec::new();
     let room_b = cols_max * depth_max;
-    let packed_b = room::<R>(room_b + rows_max * depth_max, &mut near, &mut far);
+    let packed_b = scratch.room::<R>(room_b + rows_max * depth_max);
     // SAFETY: the room was asked for just above.
     let packed_a = unsafe { packed_b.add(room_b) };
     if k == 0 && !accumulate {
@@ -147,8 +132,8 @@ unsafe fn blocks<R: Real>(
             unsafe { *c.at(i, j) = R::ZERO };
         }
     }
-    for first_col in (0..n).step_by(COLS) {
-        let cols = COLS.min(n - first_col);
+    for first_col in (0..n).step_by(col_step.max(1)) {
+        let cols = col_step.min(n - first_col);
         for first_depth in (0..k).step_by(DEPTH_MAX) {
             let depth = DEPTH_MAX.min(k - first_depth);
             let add = accumulate || first_depth > 0;
@@ -232,21 +217,21 @@ unsafe fn tiles_of<R: Real>(
     c: Target<R>,
 ) {
     let (wide, depth) = (2 * tiles.lanes, b.depth);
-    for first_col in (0..b.cols).step_by(wide) {
-        let used = wide.min(b.cols - first_col);
-        let strip_b = if first_col < b.packed_from {
-            (b.in_place.wrapping_add(first_col), b.row)
-        } else {
-            let width = used.next_multiple_of(tiles.lanes);
-            (b.packed.wrapping_add((first_col - b.packed_from) * depth), width)
-        };
-        for strip in 0..strips.count {
-            let (first_row, height) = (strips.start(strip), strips.len(strip));
+    for strip in 0..strips.count {
+        let (first_row, height) = (strips.start(strip), strips.len(strip));
+        let strip_a = (a.wrapping_add(first_row * depth), height);
+        for first_col in (0..b.cols).step_by(wide) {
+            let used = wide.min(b.cols - first_col);
+            let strip_b = if first_col < b.packed_from {
+                (b.in_place.wrapping_add(first_col), b.row)
+            } else {
+                let width = used.next_multiple_of(tiles.lanes);
+                (b.packed.wrapping_add((first_col - b.packed_from) * depth), width)
+            };
             // SAFETY: as promised by the caller.
             unsafe {
-                let a = (a.add(first_row * depth), height);
-                write(tiles, [height, used, depth], a, strip_b, add, c.from(first_row, first_col));
-            }
+                write(tiles, [height, used, depth], strip_a, strip_b, add, c.from(first_row, first_col))
+            };
         }
     }
 }

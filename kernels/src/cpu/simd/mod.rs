@@ -4,6 +4,7 @@
 //! the baseline of the target, and calls the best that this CPU has. A loop that calls `mul_add` gives the same
 //! bits on each of them; loops must not depend on the vector width for the order of a sum.
 
+pub mod scratch;
 pub(crate) mod turn;
 pub(crate) mod tile;
 pub(crate) mod pack;

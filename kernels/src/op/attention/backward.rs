@@ -4,6 +4,7 @@
 use super::tile::{KEYS, Pairs, QUERIES};
 use super::{BACKWARD, Head, Problem};
 use crate::cpu::math::Maths;
+use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Float, Real};
 use crate::error::KernelError;
@@ -31,7 +32,7 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
         let dv = by_key_head(&problem, problem.s, 1, write::<T>(dv).chunks_exact_mut(c));
         let mut tasks: Vec<_> =
             dq.into_iter().zip(dk).zip(dv).map(|((dq, dk), dv)| Outputs { dq, dk, dv }).collect();
-        pool.chunks(&mut tasks, 1, |task, outputs| backward_head::<T>(&problem, inputs, task, &mut outputs[0]));
+        pool.chunks(&mut tasks, 1, |task, outputs| backward_head::<T>(&problem, &mut pool.scratch(), inputs, task, &mut outputs[0]));
         Ok(())
     }, else Err(KernelError::DType { kernel: BACKWARD.name, dtype: inputs[0].dtype }))
 }
@@ -52,6 +53,7 @@ fn by_key_head<O>(
 
 fn backward_head<T: Float<Acc: Maths>>(
     problem: &Problem,
+    scratch: &mut Scratch,
     [q, k, v, o, lse, d_out]: &[Arg<'_>; 6],
     task: usize,
     outputs: &mut Outputs<'_, T>,
@@ -68,7 +70,7 @@ fn backward_head<T: Float<Acc: Maths>>(
                 #[inline(always)]
                 || state.load(problem, [&q, &o, &d_out], &lse, [first, queries]),
             );
-            state.walk(problem, [&k, &v], [first, queries]);
+            state.walk(problem, scratch, [&k, &v], [first, queries]);
             for (i, dq) in state.dq.chunks_exact(problem.c).take(queries).enumerate() {
                 store(dq, T::Acc::lit(problem.scale), outputs.dq[(first + i) * problem.r + r]);
             }
@@ -146,19 +148,20 @@ impl<R: Maths> State<R> {
     fn walk<T: Float<Acc = R>>(
         &mut self,
         problem: &Problem,
+        scratch: &mut Scratch,
         [k, v]: [&Head<'_, T>; 2],
         [first, queries]: [usize; 2],
     ) {
         for pairs in Pairs::of(*problem, first, queries) {
-            pairs.score(&self.q, k, &mut self.prob);
-            pairs.score(&self.d_out, v, &mut self.d_score);
+            pairs.score(scratch, &self.q, k, &mut self.prob);
+            pairs.score(scratch, &self.d_out, v, &mut self.d_score);
             vectorized(
                 #[inline(always)]
                 || self.differentiate(problem, pairs),
             );
-            pairs.gather_queries(&self.prob, &self.d_out, &mut self.dv);
-            pairs.gather_queries(&self.d_score, &self.q, &mut self.dk);
-            pairs.gather_keys(&self.d_score, k, &mut self.dq);
+            pairs.gather_queries(scratch, &self.prob, &self.d_out, &mut self.dv);
+            pairs.gather_queries(scratch, &self.d_score, &self.q, &mut self.dk);
+            pairs.gather_keys(scratch, &self.d_score, k, &mut self.dq);
         }
     }
 

@@ -3,6 +3,7 @@
 use super::tile::{KEYS, Pairs, QUERIES};
 use super::{FORWARD, Head, Problem};
 use crate::cpu::math::Maths;
+use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Float, Real};
 use crate::error::KernelError;
@@ -22,7 +23,7 @@ pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kernel
     match_float!(q.dtype, T => {
         let outputs = write::<T>(o).chunks_exact_mut(problem.c).zip(write::<<T as Float>::Acc>(lse));
         let mut tasks = by_tile(&problem, outputs);
-        pool.chunks(&mut tasks, 1, |task, outputs| forward_tile::<T>(&problem, [q, k, v], task, &mut outputs[0]));
+        pool.chunks(&mut tasks, 1, |task, outputs| forward_tile::<T>(&problem, &mut pool.scratch(), [q, k, v], task, &mut outputs[0]));
         Ok(())
     }, else Err(KernelError::DType { kernel: FORWARD.name, dtype: q.dtype }))
 }
@@ -42,6 +43,7 @@ fn by_tile<O>(problem: &Problem, outputs: impl Iterator<Item = O>) -> Vec<Vec<O>
 
 fn forward_tile<T: Float<Acc: Maths>>(
     problem: &Problem,
+    scratch: &mut Scratch,
     [q, k, v]: [&Arg<'_>; 3],
     task: usize,
     outputs: &mut [Output<'_, T>],
@@ -57,12 +59,12 @@ fn forward_tile<T: Float<Acc: Maths>>(
         || q.gather(first, c, T::Acc::lit(problem.scale), &mut state.q),
     );
     for pairs in Pairs::of(*problem, first, queries) {
-        pairs.score(&state.q, &k, &mut state.scores);
+        pairs.score(scratch, &state.q, &k, &mut state.scores);
         vectorized(
             #[inline(always)]
             || state.soften(problem, pairs),
         );
-        pairs.gather_keys(&state.scores, &v, &mut state.out);
+        pairs.gather_keys(scratch, &state.scores, &v, &mut state.out);
     }
     vectorized(
         #[inline(always)]

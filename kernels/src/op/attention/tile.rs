@@ -2,6 +2,7 @@
 
 use super::{Head, Problem};
 use crate::cpu::gemm::{Matrix, MatrixMut, product};
+use crate::cpu::simd::scratch::Scratch;
 use crate::dtype::{Float, Real};
 use crate::op::rows::LANES;
 
@@ -79,27 +80,39 @@ impl Pairs {
     }
 
     /// Scores of all pairs but those skipped: each row of `k` times each row of `q` (in scratch).
-    pub(super) fn score<T: Float>(&self, q: &[T::Acc], k: &Head<'_, T>, scores: &mut [T::Acc]) {
+    pub(super) fn score<T: Float>(
+        &self,
+        scratch: &mut Scratch,
+        q: &[T::Acc],
+        k: &Head<'_, T>,
+        scores: &mut [T::Acc],
+    ) {
         let dims = [self.keys, self.queries - self.skip, self.c];
         let (q, scores) =
             (columns(&q[self.skip * self.c..], self.c), rows_mut(&mut scores[self.skip..], self.row_len()));
-        product(dims, k.matrix(self.first_key), q, false, scores);
+        product(scratch, dims, k.matrix(self.first_key), q, false, scores);
     }
 
     /// Adds to each row of `to` (one per query) the rows of `k`, weighed by the scores.
-    pub(super) fn gather_keys<T: Float>(&self, scores: &[T::Acc], k: &Head<'_, T>, to: &mut [T::Acc]) {
+    pub(super) fn gather_keys<T: Float>(
+        &self,
+        scratch: &mut Scratch,
+        scores: &[T::Acc],
+        k: &Head<'_, T>,
+        to: &mut [T::Acc],
+    ) {
         let dims = [self.queries - self.skip, self.c, self.keys];
         let (scores, to) =
             (columns(&scores[self.skip..], self.row_len()), rows_mut(&mut to[self.skip * self.c..], self.c));
-        product(dims, scores, k.matrix(self.first_key), true, to);
+        product(scratch, dims, scores, k.matrix(self.first_key), true, to);
     }
 
     /// Adds to each row of `to` (one per key) the rows of `q` (in scratch), weighed by the scores.
-    pub(super) fn gather_queries<R: Real>(&self, scores: &[R], q: &[R], to: &mut [R]) {
+    pub(super) fn gather_queries<R: Real>(&self, scratch: &mut Scratch, scores: &[R], q: &[R], to: &mut [R]) {
         let dims = [self.keys, self.c, self.queries - self.skip];
         let (scores, q) =
             (rows(&scores[self.skip..], self.row_len()), rows(&q[self.skip * self.c..], self.c));
-        product(dims, scores, q, true, rows_mut(&mut to[self.first_key * self.c..], self.c));
+        product(scratch, dims, scores, q, true, rows_mut(&mut to[self.first_key * self.c..], self.c));
     }
 }
 

@@ -147,7 +147,11 @@ fn branch<F: Fold>(x: &Operand<'_, F::From>, number: usize, range: Range<usize>)
         let row = &x.memory[base + range.start..base + range.end];
         vectorized(
             #[inline(always)]
-            || row.chunks(BLOCK).for_each(|part| sums.push(block::<F>(part))),
+            || {
+                for part in row.chunks(BLOCK) {
+                    sums.push(block::<F>(part));
+                }
+            },
         );
         return sums.finish();
     }

@@ -1,0 +1,31 @@
+//! Memory for the time of a task, kept from task to task: a step takes none from the system.
+
+use crate::dtype::Real;
+use std::fmt;
+
+/// One cache line, so that packed vectors are aligned.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
+/// Memory with arbitrary contents. It grows to the largest request and stays.
+#[derive(Default)]
+pub struct Scratch(Vec<Line>);
+
+impl Scratch {
+    /// Room for `len` elements, from the start of a cache line on, until the next request.
+    pub(crate) fn room<R: Real>(&mut self, len: usize) -> *mut R {
+        let lines = (len * size_of::<R>()).div_ceil(size_of::<Line>());
+        if self.0.len() < lines {
+            self.0.clear();
+            self.0.resize(lines, Line([0; 64]));
+        }
+        self.0.as_mut_ptr().cast()
+    }
+}
+
+impl fmt::Debug for Scratch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Scratch({} bytes)", size_of_val(&self.0[..]))
+    }
+}
