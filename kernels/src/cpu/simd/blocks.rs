@@ -6,16 +6,17 @@
 
 use crate::cpu::simd::pack::{DEPTH_MAX, Source, Strips};
 use crate::cpu::simd::scratch::Scratch;
-use crate::cpu::simd::tile::Tiles;
+use crate::cpu::simd::tile::{COLS_MAX, ROWS_MAX, Rows, Tiles};
 use crate::dtype::Real;
+use std::ops::Range;
 
-/// Rows of a that are packed at a time.
-const ROWS: usize = 112;
+/// Strips of a that are packed at a time: its rows, if they lie apart, are then read in runs that are worth it.
+const STRIPS: usize = 8;
 /// Columns of b that are packed at a time: with [`DEPTH_MAX`] rows they stay in the second-level cache, from which they
 /// are read once for each strip of a.
 const COLS: usize = 768;
-/// Up to so many rows of a, packing b does not pay.
-const FEW_ROWS: usize = 28;
+/// Up to so many strips of the other operand, packing does not pay.
+const FEW: usize = 2;
 
 /// A matrix that is written.
 pub(crate) struct Target<T> {
@@ -116,14 +117,17 @@ unsafe fn blocks<R: Real>(
     accumulate: bool,
     c: Target<R>,
 ) {
-    let row_blocks = Cut::new(m, ROWS);
     let wide = 2 * tiles.lanes;
-    let col_step = n.div_ceil(n.div_ceil(COLS).max(1)).next_multiple_of(wide);
-    let (rows_max, cols_max, depth_max) =
-        (row_blocks.len(0), col_step.min(n.next_multiple_of(tiles.lanes)), k.min(DEPTH_MAX));
-    let in_place = m <= FEW_ROWS && b.col == 1 && b.direct;
-    let room_b = cols_max * depth_max;
-    let packed_b = scratch.room::<R>(room_b + rows_max * depth_max);
+    let strips = Cut::new(m, tiles.table.len());
+    // What is packed for few rows is used at once, and should not leave the first-level cache before.
+    let cols_max = if strips.count <= FEW { wide } else { COLS };
+    let col_step = n.div_ceil(n.div_ceil(cols_max).max(1)).next_multiple_of(wide);
+    let in_place_a = a.direct && (a.col == 1 || a.row == 1 && n <= FEW * wide);
+    let in_place_b = b.direct && b.col == 1 && strips.count <= FEW;
+    let depth_max = k.min(DEPTH_MAX);
+    let room_b = col_step.min(n.next_multiple_of(tiles.lanes)) * depth_max;
+    let room_a = if in_place_a { 0 } else { m.min(STRIPS * tiles.table.len()) * depth_max };
+    let packed_b = scratch.room::<R>(room_b + room_a);
     // SAFETY: the room was asked for just above.
     let packed_a = unsafe { packed_b.add(room_b) };
     if k == 0 && !accumulate {
@@ -137,33 +141,20 @@ unsafe fn blocks<R: Real>(
         for first_depth in (0..k).step_by(DEPTH_MAX) {
             let depth = DEPTH_MAX.min(k - first_depth);
             let add = accumulate || first_depth > 0;
+            let (a, b, c) = (a.from(0, first_depth), b.from(first_depth, first_col), c.from(0, first_col));
             // SAFETY: the blocks lie inside of a, b and c; there is room for those of a and b.
             unsafe {
-                let b = b.from(first_depth, first_col);
-                let panel = panel_of(tiles, b, [depth, cols], in_place, packed_b);
-                for block in 0..row_blocks.count {
-                    let (first_row, rows) = (row_blocks.start(block), row_blocks.len(block));
-                    let strips = Cut::new(rows, tiles.table.len());
-                    pack_rows(tiles, a.from(first_row, first_depth), strips, depth, packed_a);
-                    tiles_of(tiles, strips, packed_a, panel, add, c.from(first_row, first_col));
+                let panel = panel_of(tiles, b, [depth, cols], in_place_b, packed_b);
+                for first in (0..strips.count).step_by(STRIPS) {
+                    let some = first..strips.count.min(first + STRIPS);
+                    let rows = match in_place_a {
+                        true => Heights::InPlace(a),
+                        false => pack_rows(tiles, a, (strips, some.clone()), depth, packed_a),
+                    };
+                    tiles_of(tiles, (strips, some), rows, panel, add, c);
                 }
             }
         }
-    }
-}
-
-/// Packs strips of rows.
-///
-/// # Safety
-/// The rows lie inside of their memory, and `to` has room for them.
-unsafe fn pack_rows<R: Real>(tiles: &Tiles<R>, from: Source<R>, cut: Cut, depth: usize, to: *mut R) {
-    let (from, height) = (from.turned(), cut.short);
-    let tall = Strips { depth, count: cut.longer, used: height + 1, width: height + 1 };
-    let rest = Strips { depth, count: cut.count - cut.longer, used: height, width: height };
-    // SAFETY: as promised by the caller.
-    unsafe {
-        from.pack(tiles, tall, to);
-        from.from(0, cut.longer * (height + 1)).pack(tiles, rest, to.add(cut.longer * (height + 1) * depth));
     }
 }
 
@@ -204,40 +195,76 @@ unsafe fn panel_of<R: Real>(
     Panel { depth, cols, packed: to, packed_from, in_place: from.start.cast(), row: from.row }
 }
 
-/// c = a b or c += a b for packed strips of a and b.
+/// Strips of a: where they lie, or packed from row `first` on.
+#[derive(Clone, Copy)]
+enum Heights<R: 'static> {
+    InPlace(Source<R>),
+    Packed { start: *const R, first: usize, depth: usize },
+}
+
+impl<R: Real> Heights<R> {
+    /// The strip that starts at a row.
+    fn strip(self, row: usize, height: usize) -> Rows<R> {
+        match self {
+            Heights::InPlace(a) => (a.from(row, 0).start.cast(), a.row, a.col),
+            Heights::Packed { start, first, depth } => (start.wrapping_add((row - first) * depth), 1, height),
+        }
+    }
+}
+
+/// Packs some of the strips of rows.
+///
+/// # Safety
+/// The rows lie inside of their memory, and `to` has room for them.
+unsafe fn pack_rows<R: Real>(
+    tiles: &Tiles<R>,
+    from: Source<R>,
+    (cut, some): (Cut, Range<usize>),
+    depth: usize,
+    to: *mut R,
+) -> Heights<R> {
+    let first = cut.start(some.start);
+    let (from, height) = (from.from(first, 0).turned(), cut.short);
+    let longer = cut.longer.clamp(some.start, some.end) - some.start;
+    let tall = Strips { depth, count: longer, used: height + 1, width: height + 1 };
+    let rest = Strips { depth, count: some.len() - longer, used: height, width: height };
+    // SAFETY: as promised by the caller.
+    unsafe {
+        from.pack(tiles, tall, to);
+        from.from(0, longer * (height + 1)).pack(tiles, rest, to.add(longer * (height + 1) * depth));
+    }
+    Heights::Packed { start: to, first, depth }
+}
+
+/// c = a b or c += a b for some strips of a and a panel of b.
 ///
 /// # Safety
 /// `a` and `b` are laid out as above, and c lies inside of its memory.
 unsafe fn tiles_of<R: Real>(
     tiles: &Tiles<R>,
-    strips: Cut,
-    a: *const R,
+    (cut, some): (Cut, Range<usize>),
+    a: Heights<R>,
     b: Panel<R>,
     add: bool,
     c: Target<R>,
 ) {
     let (wide, depth) = (2 * tiles.lanes, b.depth);
-    for strip in 0..strips.count {
-        let (first_row, height) = (strips.start(strip), strips.len(strip));
-        let strip_a = (a.wrapping_add(first_row * depth), height);
+    for strip in some {
+        let (first_row, height) = (cut.start(strip), cut.len(strip));
+        let rows = a.strip(first_row, height);
         for first_col in (0..b.cols).step_by(wide) {
             let used = wide.min(b.cols - first_col);
-            let strip_b = if first_col < b.packed_from {
+            let columns = if first_col < b.packed_from {
                 (b.in_place.wrapping_add(first_col), b.row)
             } else {
                 let width = used.next_multiple_of(tiles.lanes);
                 (b.packed.wrapping_add((first_col - b.packed_from) * depth), width)
             };
             // SAFETY: as promised by the caller.
-            unsafe {
-                write(tiles, [height, used, depth], strip_a, strip_b, add, c.from(first_row, first_col))
-            };
+            unsafe { write(tiles, [height, used, depth], rows, columns, add, c.from(first_row, first_col)) };
         }
     }
 }
-
-/// The most rows and columns of a tile.
-const TILE_MAX: [usize; 2] = [14, 32];
 
 /// One tile of c, whose last columns may be missing and whose columns may lie apart.
 ///
@@ -247,7 +274,7 @@ const TILE_MAX: [usize; 2] = [14, 32];
 unsafe fn write<R: Real>(
     tiles: &Tiles<R>,
     [height, used, depth]: [usize; 3],
-    a: (*const R, usize),
+    a: Rows<R>,
     b: (*const R, usize),
     add: bool,
     c: Target<R>,
@@ -259,7 +286,7 @@ unsafe fn write<R: Real>(
         unsafe { tile(depth, a, b, (c.start, c.row), add) };
         return;
     }
-    let mut whole = [R::ZERO; TILE_MAX[0] * TILE_MAX[1]];
+    let mut whole = [R::ZERO; ROWS_MAX * COLS_MAX];
     // SAFETY: no tile is larger than `whole`.
     unsafe { tile(depth, a, b, (whole.as_mut_ptr(), width), false) };
     for i in 0..height {

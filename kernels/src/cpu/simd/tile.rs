@@ -6,13 +6,21 @@ use crate::dtype::{DType, Real};
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
-/// c (+)= a b for a tile of c. In this order: depth; a and the distance of its columns (rows lie side by side); b and
+/// Rows of a: where they begin, and the distances of rows and columns.
+pub(crate) type Rows<R> = (*const R, usize, usize);
+
+/// c (+)= a b for a tile of c. In this order: depth; a and the distances of its rows and columns; b and
 /// the distance of its rows (columns lie side by side); c and the distance of its rows; whether to add to what c
 /// holds. Sums start at 0 and take one fused multiply-add per step of the depth.
 ///
 /// # Safety
 /// The extents lie inside of the memories, c is not read by anyone else, and the CPU has the level of the [`Tiles`].
-pub(crate) type Tile<R> = unsafe fn(usize, (*const R, usize), (*const R, usize), (*mut R, usize), bool);
+pub(crate) type Tile<R> = unsafe fn(usize, Rows<R>, (*const R, usize), (*mut R, usize), bool);
+
+/// No tile is higher.
+pub(crate) const ROWS_MAX: usize = 14;
+/// No tile is wider.
+pub(crate) const COLS_MAX: usize = 32;
 
 /// The tiles of one instruction set.
 pub(crate) struct Tiles<R: 'static> {
@@ -68,7 +76,7 @@ trait Vector: Copy {
 #[inline(always)]
 unsafe fn tile<V: Vector, const H: usize, const W: usize>(
     depth: usize,
-    (mut a, a_step): (*const V::Item, usize),
+    (a, a_row, a_col): Rows<V::Item>,
     (mut b, b_step): (*const V::Item, usize),
     (c, c_step): (*mut V::Item, usize),
     add: bool,
@@ -78,18 +86,27 @@ unsafe fn tile<V: Vector, const H: usize, const W: usize>(
         (0..W).for_each(|w| V::expect(c.wrapping_add(row * c_step + w * V::LANES)));
         V::expect(c.wrapping_add(row * c_step + W * V::LANES - 1));
     }
+    // One pointer for three rows: as many as there are registers for, and each within reach of an address.
+    let mut a: [_; ROWS_MAX.div_ceil(3)] = std::array::from_fn(|third| a.wrapping_add(3 * third * a_row));
     let mut sums = [[V::splat(V::Item::ZERO); W]; H];
     for _ in 0..depth {
         // SAFETY: the caller vouches for `depth` columns of a and rows of b; `wrapping_add` may step past the last.
         let row: [V; W] = std::array::from_fn(|w| unsafe { V::load(b.wrapping_add(w * V::LANES)) });
-        for (h, sums) in sums.iter_mut().enumerate() {
-            // SAFETY: as above.
-            let x = V::splat(unsafe { *a.wrapping_add(h) });
-            for (sum, row) in sums.iter_mut().zip(row) {
-                *sum = x.fma(row, *sum);
+        // Loops of few turns each, so that the compiler unrolls them all.
+        for (third, a) in a.into_iter().enumerate() {
+            for place in 0..3 {
+                let h = 3 * third + place;
+                if h < H {
+                    // SAFETY: as above.
+                    let x = V::splat(unsafe { *a.wrapping_add(place * a_row) });
+                    for (sum, row) in sums[h].iter_mut().zip(row) {
+                        *sum = x.fma(row, *sum);
+                    }
+                }
             }
         }
-        (a, b) = (a.wrapping_add(a_step), b.wrapping_add(b_step));
+        a = a.map(|a| a.wrapping_add(a_col));
+        b = b.wrapping_add(b_step);
     }
     for (h, sums) in sums.into_iter().enumerate() {
         for (w, sum) in sums.into_iter().enumerate() {
@@ -181,7 +198,7 @@ macro_rules! tiles {
             #[cfg_attr(target_arch = "x86_64", target_feature(enable = $features))]
             unsafe fn compiled<const H: usize, const W: usize>(
                 depth: usize,
-                a: (*const $t, usize),
+                a: Rows<$t>,
                 b: (*const $t, usize),
                 c: (*mut $t, usize),
                 add: bool,
