@@ -8,6 +8,7 @@ mod interrupt;
 mod metrics;
 mod plot;
 mod timeline;
+mod trace;
 mod train;
 mod cli;
 

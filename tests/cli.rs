@@ -259,3 +259,58 @@ fn options_may_come_from_a_file() {
     }
     assert_eq!(told(&["eval", "--config", "/no/such/file"]).0, 2);
 }
+
+#[test]
+fn a_trace_shows_every_pass_of_every_rank() {
+    let folder = Folder::new("trace");
+    let (data, trace) = (text(&folder), folder.path("trace.json"));
+    let given = [
+        "train",
+        "--data",
+        &data,
+        "--out",
+        &folder.path("out"),
+        "--mesh",
+        "pp=2",
+        "--steps",
+        "2",
+        "--seq",
+        "8",
+    ];
+    let rest = [
+        "--batch",
+        "4",
+        "--microbatches",
+        "2",
+        "--schedule",
+        "zb-h1",
+        "--eval-every",
+        "0",
+        "--trace",
+        &trace,
+    ];
+    let output = shardgrad(&[&given[..], &rest].concat());
+    assert!(output.status.success(), "{output:?}");
+    let read: serde_json::Value = serde_json::from_str(&fs::read_to_string(&trace).unwrap()).unwrap();
+    let events = read["traceEvents"].as_array().unwrap();
+    let named = |name: &str| events.iter().filter(|e| e["name"] == name).count();
+    for name in ["F0.0", "F1.1", "I0.1", "W1.0", "S0>1.0", "R1>0.1"] {
+        assert_eq!(named(name), 2, "{name} in two steps");
+    }
+}
+
+#[test]
+fn a_schedule_is_drawn() {
+    let folder = Folder::new("plan");
+    let svg = folder.path("plan.svg");
+    let output =
+        shardgrad(&["plan", "--schedule", "zb-h1", "--stages", "4", "--microbatches", "8", "--svg", &svg]);
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(
+        output.status.success() && said.starts_with("zb-h1: 4 ranks, 8 microbatches, bubble 11.11%"),
+        "{said}"
+    );
+    assert!(fs::read_to_string(&svg).unwrap().contains("rank 3"));
+    let (code, said) = told(&["plan", "--schedule", "zb-h9"]);
+    assert!(code == 2 && said.contains("did you mean `zb-h"), "{said}");
+}

@@ -3,6 +3,7 @@
 mod cli;
 mod documents;
 mod errors;
+mod explain;
 mod hf;
 mod invariants;
 mod llama;

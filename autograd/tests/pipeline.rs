@@ -171,6 +171,11 @@ fn several_stages_on_a_rank() {
         ("interleaved-4", "pp=1", vec![4, 9, 15], 3),
         ("zb-v", "pp=2", vec![4, 9, 15], 4),
         ("v-half", "pp=3", vec![3, 5, 9, 13, 15], 5),
+        ("zb-v", "pp=4", vec![2, 4, 6, 9, 12, 15, 18], 3),
+        ("interleaved", "pp=4", vec![2, 4, 6, 6, 12, 15, 18], 4),
+        ("1f1b", "pp=8", vec![2, 4, 6, 9, 12, 15, 18], 9),
+        ("zb-h1", "pp=8", vec![2, 4, 4, 9, 12, 15, 18], 5),
+        ("zb-h2", "pp=8", vec![1, 4, 6, 9, 12, 15, 19], 16),
     ] {
         check(name, mesh, &starts, num_microbatches);
     }

@@ -1,7 +1,7 @@
 //! Models in Hugging Face folders: saved from any mesh, loaded on any other.
 
+use crate::hf::WeightsWriter;
 use crate::hf::folder::Weights;
-use crate::hf::{TensorWriter, WEIGHTS_FILE};
 use crate::model::Family;
 use crate::module::Module;
 use crate::name::matches;
@@ -14,22 +14,35 @@ use std::fs;
 use std::panic::Location;
 use std::path::Path;
 
+/// The most bytes of a file of weights, unless a caller says otherwise.
+pub const FILE_BYTES_MAX: u64 = 5_000_000_000;
+
 impl<M: Family> Model<M> {
-    /// Writes `config.json` and `model.safetensors` into a folder, made if there is none. Weights keep the dtype of the
-    /// model. Tensors are gathered one by one, so every rank calls this together; the first rank writes, and the files
-    /// are whole when any rank returns.
+    /// [`Model::save_in_files`] of at most [`FILE_BYTES_MAX`] bytes.
+    ///
+    /// # Errors
+    /// As [`Model::save_in_files`].
+    #[track_caller]
+    pub fn save(&self, dir: &Path) -> Result<()> {
+        self.save_in_files(dir, FILE_BYTES_MAX)
+    }
+
+    /// Writes `config.json` and `model.safetensors` into a folder, made if there is none; or, where the weights have more
+    /// than `bytes_max` bytes, several files and `model.safetensors.index.json`. Weights keep the dtype of the model.
+    /// Tensors are gathered one by one, so every rank calls this together; the first rank writes, and the files are whole
+    /// when any rank returns.
     ///
     /// # Errors
     /// `Kind::Io` if the system refuses; what the collectives report.
     #[track_caller]
-    pub fn save(&self, dir: &Path) -> Result<()> {
+    pub fn save_in_files(&self, dir: &Path, bytes_max: u64) -> Result<()> {
         if self.rank().world().index() == 0 {
             fs::create_dir_all(dir).map_err(|e| {
                 Error::new(Kind::Io, format!("cannot make the folder {}: {e}", dir.display()))
             })?;
             self.describe().with_dtype(self.dtype()).write(dir)?;
         }
-        save_weights(self, &dir.join(WEIGHTS_FILE), &|name| self.name_in_files(name))
+        save_weights(self, dir, bytes_max, &|name| self.name_in_files(name))
     }
 
     /// Fills the parameters from a folder whose config fits this model. Names may be those of this
@@ -43,7 +56,7 @@ impl<M: Family> Model<M> {
     }
 }
 
-/// Writes the parameters of a model into one safetensors file, in the order of traversal, under the names that
+/// Writes the parameters of a model into safetensors files of a folder, in the order of traversal, under the names that
 /// `name_in_file` gives. Every rank calls this together; the first rank writes.
 ///
 /// # Errors
@@ -51,13 +64,14 @@ impl<M: Family> Model<M> {
 #[track_caller]
 pub fn save_weights<M: Module>(
     model: &Model<M>,
-    path: &Path,
+    dir: &Path,
+    bytes_max: u64,
     name_in_file: &dyn Fn(&str) -> String,
 ) -> Result<()> {
     let entry = |p: &Param| (name_in_file(&p.name()), model.dtype(), p.shape_in_files());
     let entries: Vec<_> = model.params().iter().map(entry).collect();
     let writes = model.rank().world().index() == 0;
-    let mut writer = if writes { Some(TensorWriter::create(path, &entries)?) } else { None };
+    let mut writer = if writes { Some(WeightsWriter::create(dir, &entries, bytes_max)?) } else { None };
     for (param, (name, ..)) in model.params().iter().zip(&entries) {
         let bytes = bring(model.rank(), param, model.dtype(), Location::caller())?;
         if let (Some(writer), Some(bytes)) = (&mut writer, bytes) {

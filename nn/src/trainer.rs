@@ -5,11 +5,14 @@ use crate::optim::{AdamW, Schedule, StepArgs};
 use crate::placed::Model;
 use crate::plan::Plan;
 use crate::staged::{self, Staged};
+use shardgrad_autograd::pipeline::{Action, Passed};
 use shardgrad_autograd::{Gradients, Noise, Var};
 use shardgrad_tensor::control::first_not_finite;
 use shardgrad_tensor::{DType, Error, Kind, Layout, Rank, Result, Tensor, Value};
+use std::cell::RefCell;
 use std::fmt;
 use std::ops::Range;
+use std::time::Instant;
 
 /// What decides the numbers of a run beside model, data and optimizer.
 #[derive(Clone, Debug)]
@@ -68,6 +71,7 @@ pub struct Trainer<'t, M> {
     loss: Loss<'t, M>,
     staged: Option<Staged>,
     step: u64,
+    passes: RefCell<Vec<Passed>>,
 }
 
 impl<'t, M: Module> Trainer<'t, M> {
@@ -101,7 +105,7 @@ impl<'t, M: Module> Trainer<'t, M> {
             }
         };
         let (read, loss) = (Box::new(read), Box::new(loss));
-        Ok(Trainer { model, optim, settings, read, loss, staged, step: 0 })
+        Ok(Trainer { model, optim, settings, read, loss, staged, step: 0, passes: RefCell::default() })
     }
 
     /// The model; on a pipeline, with the parameters of this rank's stage only.
@@ -119,6 +123,12 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// Goes on with the data and the learning rate of a step, counted from 0.
     pub fn skip_to(&mut self, step: u64) {
         self.step = step;
+    }
+
+    /// What the last step did on this rank, and when: forward and backward passes, and transfers between stages.
+    #[must_use]
+    pub fn passes(&self) -> Vec<Passed> {
+        self.passes.borrow().clone()
     }
 
     /// The settings.
@@ -190,16 +200,24 @@ impl<'t, M: Module> Trainer<'t, M> {
             for loss in outcome.results.iter().flatten() {
                 part += loss.local_part_once()? / count as f64;
             }
+            *self.passes.borrow_mut() = outcome.passes;
             return Ok((part, outcome.gradients));
         }
         let tape = self.model.tape();
+        self.passes.borrow_mut().clear();
         for microbatch in 0..count {
+            let start = Instant::now();
             tape.set_noise(Some(noise(microbatch)));
             let arguments: Vec<Var> = read(microbatch)?.into_iter().map(|t| tape.constant(t)).collect();
             let loss = (self.loss)(&self.model, &arguments);
             let loss = if count == 1 { loss } else { loss.scale(1.0 / count as f64) };
             part += loss.tensor().local_part_once()?;
+            let (middle, stage) = (Instant::now(), 0);
             loss.backward()?;
+            self.passes.borrow_mut().extend([
+                Passed { action: Action::Forward { stage, microbatch }, start, end: middle },
+                Passed { action: Action::Backward { stage, microbatch }, start: middle, end: Instant::now() },
+            ]);
         }
         Ok((part, tape.gradients()))
     }

@@ -126,20 +126,22 @@ fn phase(phase: Phase) -> &'static str {
 /// The table for people.
 fn text(mesh: &Mesh, step: &Step) -> String {
     let mut out = format!("seen from rank {}\n\nparameters\n", mesh.describe(step.rank));
+    let width = step.parameters.iter().map(|(name, ..)| name.len()).max().unwrap_or(0);
     for (name, layout, bytes) in &step.parameters {
-        let _ = writeln!(out, "  {name:<28} {:<32} {:>10}", layout.to_string(), size(*bytes));
+        let _ = writeln!(out, "  {name:<width$} {:<32} {:>10}", layout.to_string(), size(*bytes));
     }
     let total = step.parameters.iter().map(|(_, _, bytes)| bytes).sum();
-    let _ = writeln!(out, "  {:<28} {:<32} {:>10}\n", "total", "", size(total));
+    let _ = writeln!(out, "  {:<width$} {:<32} {:>10}\n", "total", "", size(total));
     out.push_str("collectives\n");
     if step.records.is_empty() {
         out.push_str("  none: every value stays where it is\n");
     }
+    let wide = step.records.iter().map(|r| r.path.len()).max().unwrap_or(0);
     for (times, r) in repeated(&step.records) {
         let times = if times > 1 { format!("{times} x") } else { String::new() };
         let _ = writeln!(
             out,
-            "  {:<8} {:<28} {times:>5} {:<14} {:<6} {:>12} {:>10}  {}:{}",
+            "  {:<8} {:<wide$} {times:>5} {:<14} {:<6} {:>12} {:>10}  {}:{}",
             phase(r.phase),
             r.path,
             r.op,

@@ -5,6 +5,7 @@ use crate::data::{Order, Sampler, Split, TokenFile};
 use crate::interrupt::Interrupt;
 use crate::metrics::{self, MetricsWriter, StepMetrics};
 use crate::plot;
+use crate::trace::Trace;
 use crate::train::{Recipe, mean_loss};
 use indicatif::{ProgressBar, ProgressStyle};
 use shardgrad::nn::{LanguageModel, ModelConfig};
@@ -28,6 +29,7 @@ struct Job {
     json: bool,
     interrupt: Interrupt,
     metrics: Mutex<MetricsWriter>,
+    trace: Option<Trace>,
 }
 
 /// Runs the command.
@@ -48,6 +50,9 @@ pub(crate) fn run(args: &TrainArgs) -> Result<()> {
         println!("training {text}");
     }
     let ended = world.launch(|rank| train(rank, &job))?;
+    if let Some(trace) = &job.trace {
+        trace.write(mesh.num_ranks())?;
+    }
     let steps = metrics::read(&job.out.join("metrics.jsonl"))?;
     plot::write_loss_plot(&job.out.join("loss.svg"), &text, &steps)?;
     let stopped = ended.into_iter().any(|early| early);
@@ -116,6 +121,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         json: args.json,
         interrupt: Interrupt::install()?,
         metrics,
+        trace: args.trace.as_deref().map(Trace::new),
     })
 }
 
@@ -133,6 +139,9 @@ fn train(rank: &Rank, job: &Job) -> Result<bool> {
         let started = Instant::now();
         let report = trainer.step(&[f64::from(u8::from(job.interrupt.requested()))])?;
         let seconds = started.elapsed().as_secs_f64();
+        if let Some(trace) = &job.trace {
+            trace.add(rank.index(), report.step, &trainer.passes());
+        }
         stopped = report.control[0] > 0.0;
         let last = step + 1 == recipe.steps || stopped;
         let due = job.eval_every.is_some_and(|n| (step + 1) % n == 0 || last);

@@ -181,7 +181,7 @@ pub fn layouts(mesh: &Mesh, dtype: DType, shape: &[usize]) -> Vec<Layout> {
 
 /// Inferred and run forward and, where there is something to differentiate, backward.
 struct Run {
-    inference: Inference,
+    inference: Rc<Inference>,
     outputs: SmallVec<[Tensor; 2]>,
     /// In the duals of the arguments' layouts after their steps.
     cotangents: Option<Cotangents>,

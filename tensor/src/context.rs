@@ -1,5 +1,6 @@
 //! What one rank remembers between ops: caches that change no result, and where the program stands.
 
+use crate::memo::{Memo, Quick};
 use crate::route::RouteCache;
 use crate::signature::Signature;
 use shardgrad_dist::{Phase, Rank};
@@ -12,7 +13,9 @@ use std::rc::Rc;
 pub struct Context {
     /// Cheapest routes between layouts, by pair.
     pub routes: RouteCache,
-    signatures: RefCell<HashMap<Box<str>, Rc<Signature>>>,
+    /// What was inferred, by question.
+    pub(crate) inferences: Memo,
+    signatures: RefCell<HashMap<Box<str>, Rc<Signature>, Quick>>,
     backward: Cell<bool>,
     closed: Cell<bool>,
     watched: Cell<bool>,

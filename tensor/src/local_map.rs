@@ -160,9 +160,9 @@ impl Op for LocalMap {
         args: &[&Layout],
         _: &[DType],
         _: &[Option<Layout>],
-    ) -> Result<Inference, Refusal> {
+    ) -> Result<Rc<Inference>, Refusal> {
         match args.iter().zip(&self.inputs).position(|(arg, stated)| *arg != stated) {
-            None => Ok(Inference::direct(args.len(), self.outputs.iter().cloned())),
+            None => Ok(Rc::new(Inference::direct(args.len(), self.outputs.iter().cloned()))),
             Some(i) => {
                 let text =
                     format!("argument {i} is {}, but the map was stated for {}", args[i], self.inputs[i]);
@@ -213,8 +213,8 @@ impl Op for LocalMapBackward {
         args: &[&Layout],
         _: &[DType],
         _: &[Option<Layout>],
-    ) -> Result<Inference, Refusal> {
-        Ok(Inference::direct(args.len(), self.outputs.iter().cloned()))
+    ) -> Result<Rc<Inference>, Refusal> {
+        Ok(Rc::new(Inference::direct(args.len(), self.outputs.iter().cloned())))
     }
 
     fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {

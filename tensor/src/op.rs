@@ -1,8 +1,9 @@
 //! What an op is, and how one is applied: infer or refuse, take the implied steps, run the local piece.
 
 use crate::context::Context;
-use crate::infer::{Inference, Rule, infer};
+use crate::infer::Inference;
 use crate::layout::Layout;
+use crate::memo::Question;
 use crate::piece::Piece;
 use crate::refusal::Refusal;
 use crate::repair::repairs;
@@ -69,7 +70,7 @@ pub trait Op: fmt::Debug {
         args: &[&Layout],
         dtypes: &[DType],
         want: &[Option<Layout>],
-    ) -> Result<Inference, Refusal> {
+    ) -> Result<Rc<Inference>, Refusal> {
         infer_by_signature(self, context, args, dtypes, want)
     }
 
@@ -95,7 +96,7 @@ pub trait Op: fmt::Debug {
     }
 }
 
-/// The rule that the signature states, without any override.
+/// The rule that the signature states, without any override. What was inferred before is remembered.
 ///
 /// # Errors
 /// A refusal with the reason.
@@ -105,16 +106,17 @@ pub fn infer_by_signature<O: Op + ?Sized>(
     args: &[&Layout],
     dtypes: &[DType],
     want: &[Option<Layout>],
-) -> Result<Inference, Refusal> {
+) -> Result<Rc<Inference>, Refusal> {
     let signature = context.signature(op.signature());
-    let differentiable = differentiable_args(op, args);
-    let want: SmallVec<[Option<&Layout>; 4]> = want.iter().map(Option::as_ref).collect();
-    infer(
-        &Rule { signature: &signature, linear_in: op.linear_in(), differentiable: &differentiable },
+    let question = Question {
+        signature: &signature,
+        linear_in: op.linear_in(),
+        differentiable: op.differentiable(),
         args,
-        dtypes,
-        &want,
-    )
+        out_dtypes: dtypes,
+        want,
+    };
+    context.inferences.answer(&question)
 }
 
 /// Per argument, whether the op is differentiable in it and it is a float.
@@ -270,7 +272,7 @@ pub fn plan(
     args: &[&Layout],
     want: &[Option<Layout>],
     site: &'static Location<'static>,
-) -> Result<Inference> {
+) -> Result<Rc<Inference>> {
     rank.check();
     let context = Context::of(rank);
     let signature = context.signature(op.signature());
@@ -471,7 +473,7 @@ fn refused(
     let infer = |args: &[&Layout]| {
         let dtypes: DTypes = args.iter().map(|l| l.dtype()).collect();
         let outputs = op.dtypes(&dtypes, signature.num_outputs()).expect("layouts change, dtypes stay");
-        let mut inference = op.infer(&context, args, &outputs, &[])?;
+        let mut inference = Rc::unwrap_or_clone(op.infer(&context, args, &outputs, &[])?);
         inference.outputs.truncate(inference.outputs.len() - op.num_saved());
         Ok(inference)
     };

@@ -17,7 +17,7 @@ mod run;
 pub use action::{Action, Schedule, Transfer};
 pub use cut::Cut;
 pub use named::NAMES;
-pub use run::{Feed, Outcome, Runner};
+pub use run::{Feed, Outcome, Passed, Runner};
 pub use search::Search;
 pub use simulate::{Span, Timeline, Times};
 pub use stage::{Stage, Stages};

@@ -13,6 +13,7 @@ use shardgrad_tensor::piece::Piece;
 use shardgrad_tensor::{Context, Layout, Tensor, Value};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::panic::Location;
+use std::time::Instant;
 
 /// Takes stand behind all outer slots among the leaves of a pass.
 const TAKEN: Key = 1 << 32;
@@ -36,6 +37,19 @@ pub struct Outcome {
     pub results: Vec<Option<Tensor>>,
     /// Gradients of the parameters of this rank's stages, completed over all stages that share one.
     pub gradients: Gradients,
+    /// What was done, and when.
+    pub passes: Vec<Passed>,
+}
+
+/// An action as it happened.
+#[derive(Clone, Copy, Debug)]
+pub struct Passed {
+    /// Which action.
+    pub action: Action,
+    /// When it was begun.
+    pub start: Instant,
+    /// When it was done.
+    pub end: Instant,
 }
 
 /// A rank that follows a schedule. The schedule has been verified for the links of the stages.
@@ -105,8 +119,10 @@ impl Runner<'_> {
             expected: self.expected(),
             results: vec![None; self.schedule.num_microbatches],
         };
-        for action in list {
-            match *action {
+        let mut passes = Vec::with_capacity(list.len());
+        for &action in list {
+            let start = Instant::now();
+            match action {
                 Action::Forward { stage, microbatch } => step.forward(stage, microbatch)?,
                 Action::Backward { stage, microbatch } => step.backward(stage, microbatch)?,
                 Action::InputGradient { stage, microbatch } => step.input_gradient(stage, microbatch)?,
@@ -114,9 +130,10 @@ impl Runner<'_> {
                 Action::Send(transfer) => step.send(transfer)?,
                 Action::Receive(transfer) => step.receive(transfer)?,
             }
+            passes.push(Passed { action, start, end: Instant::now() });
         }
         let gradients = step.gradients()?;
-        Ok(Outcome { results: step.results, gradients })
+        Ok(Outcome { results: step.results, gradients, passes })
     }
 
     fn call<'a>(

@@ -13,6 +13,7 @@ pub mod gpt2;
 pub mod llama;
 pub mod family;
 pub mod folder;
+pub mod shards;
 
 pub use family::ModelConfig;
 pub use fields::{CONFIG_FILE, WEIGHTS_FILE};
@@ -22,3 +23,4 @@ pub use gpt2::Gpt2Config;
 pub use header::TensorInfo;
 pub use llama::{LlamaConfig, LlamaKind};
 pub use rotary::{Rotary, RotaryScaling};
+pub use shards::WeightsWriter;

@@ -87,6 +87,12 @@ impl Gpt2 {
     #[track_caller]
     #[must_use]
     pub fn forward(&self, ids: &Var) -> Var {
+        check_ids(ids, 0, self.config.n_positions);
+        self.logits(ids)
+    }
+
+    /// [`Gpt2::forward`] of ids that fit. What is asked for here is asked for by this text, not by its caller.
+    fn logits(&self, ids: &Var) -> Var {
         let mut x = self.embedded(ids, 0);
         for block in &self.h {
             x = if self.recompute {
@@ -108,6 +114,7 @@ impl Gpt2 {
     #[track_caller]
     #[must_use]
     pub fn next(&self, ids: &Var, cache: &mut Cache) -> Var {
+        check_ids(ids, cache.len(), self.config.n_positions);
         let mut x = self.embedded(ids, cache.len());
         for (block, past) in self.h.iter().zip(cache.layers()) {
             x = block.attend(&x, Some(past));
@@ -117,14 +124,11 @@ impl Gpt2 {
     }
 
     /// Tokens and their positions, from `first` on.
-    #[track_caller]
     fn embedded(&self, ids: &Var, first: usize) -> Var {
-        check_ids(ids, first, self.config.n_positions);
         let tokens = self.wte.forward(ids);
         self.drop.forward(&tokens.add(&self.wpe.rows(ids, first..first + ids.shape()[1])))
     }
 
-    #[track_caller]
     fn scores(&self, x: &Var) -> Var {
         self.lm_head.as_ref().unwrap_or(&self.wte).scores(&self.ln_f.forward(x))
     }

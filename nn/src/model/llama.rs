@@ -153,6 +153,11 @@ impl Llama {
     #[must_use]
     pub fn forward(&self, ids: &Var) -> Var {
         check_ids(ids, 0, self.config.max_position_embeddings);
+        self.logits(ids)
+    }
+
+    /// [`Llama::forward`] of ids that fit. What is asked for here is asked for by this text, not by its caller.
+    fn logits(&self, ids: &Var) -> Var {
         let mut x = self.model.embed_tokens.forward(ids);
         for block in &self.model.layers {
             x = if self.recompute {
@@ -183,7 +188,6 @@ impl Llama {
         self.scores(&x.slice(1, t - 1..t))
     }
 
-    #[track_caller]
     fn scores(&self, x: &Var) -> Var {
         self.lm_head.as_ref().unwrap_or(&self.model.embed_tokens).scores(&self.model.norm.forward(x))
     }

@@ -73,6 +73,27 @@ fn what_one_mesh_saves_another_loads() {
     }
 }
 
+#[test]
+fn large_models_are_saved_in_several_files() {
+    let (folder, setup) = (Folder::new("several"), Setup::new());
+    let saved = run("dp=2,tp=2", |rank| {
+        let model = setup.model(rank)?;
+        model.save_in_files(&folder.0, 5000)?;
+        weights(&model)
+    })
+    .swap_remove(0);
+    assert!(!folder.0.join("model.safetensors").exists());
+    let sizes: Vec<u64> = std::fs::read_dir(&folder.0)
+        .unwrap()
+        .map(|e| e.unwrap())
+        .filter(|e| e.path().extension().is_some_and(|x| x == "safetensors"))
+        .map(|e| e.metadata().unwrap().len())
+        .collect();
+    // The table of the MLP's 900 numbers in f64 is larger than a file may be.
+    assert!(sizes.len() > 5 && sizes.iter().all(|n| *n < 5000 + 3000), "{sizes:?}");
+    assert!(load("tp=3", &folder.0, DType::F64).unwrap() == saved);
+}
+
 /// Copies the weights of a folder with the list of tensors changed.
 fn rewritten(from: &Path, to: &Path, change: impl Fn(&mut Vec<(String, DType, Vec<usize>, Vec<u8>)>)) {
     let file = TensorFile::open(&from.join("model.safetensors")).unwrap();

@@ -192,7 +192,7 @@ mod tests {
              option     `min_lr` is the same option as `min-lr`\n  \
              option     `stepps`: `train` has no such option; did you mean `steps`?\n  \
              option     `steps`: invalid value '0' for '--steps <N>': must be a whole number of at least 1\n  \
-             option     `train`: `train` has no such option"
+             option     `train`: `train` has no such option; did you mean `trace`?"
         );
     }
 

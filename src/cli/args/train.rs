@@ -42,6 +42,9 @@ pub(crate) struct TrainArgs {
     /// Steps between measurements of the loss on the held-out tenth of the text; 0 for none [default: 100]
     #[arg(long, value_name = "N", help_heading = "Output", value_parser = values::count_or_none)]
     eval_every: Option<usize>,
+    /// Write what each rank did and when, for chrome://tracing or Perfetto
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub(crate) trace: Option<PathBuf>,
     /// Print one JSON object a step and nothing else on stdout
     #[arg(long, help_heading = "Output")]
     pub(crate) json: bool,

@@ -64,7 +64,7 @@ impl Op for Concat {
         args: &[&Layout],
         dtypes: &[DType],
         want: &[Option<Layout>],
-    ) -> Result<Inference, Refusal> {
+    ) -> Result<Rc<Inference>, Refusal> {
         if !want.is_empty() {
             return infer_by_signature(self, context, args, dtypes, want);
         }

@@ -51,12 +51,12 @@ impl Op for MaxLast {
         args: &[&Layout],
         dtypes: &[DType],
         want: &[Option<Layout>],
-    ) -> Result<Inference, Refusal> {
-        let mut inference = infer_by_signature(self, context, args, dtypes, want)?;
+    ) -> Result<Rc<Inference>, Refusal> {
+        let mut inference = Rc::unwrap_or_clone(infer_by_signature(self, context, args, dtypes, want)?);
         let split = axes(&inference);
         let output = &mut inference.outputs[0];
         *output = split.iter().fold(output.clone(), |layout, axis| layout.with_state(axis, State::Invariant));
-        Ok(inference)
+        Ok(Rc::new(inference))
     }
 
     fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {

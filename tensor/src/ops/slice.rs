@@ -72,7 +72,7 @@ impl Op for Slice {
         args: &[&Layout],
         dtypes: &[DType],
         want: &[Option<Layout>],
-    ) -> Result<Inference, Refusal> {
+    ) -> Result<Rc<Inference>, Refusal> {
         if !want.is_empty() {
             return infer_by_signature(self, context, args, dtypes, want);
         }
@@ -139,7 +139,7 @@ impl Op for Pad {
         args: &[&Layout],
         dtypes: &[DType],
         want: &[Option<Layout>],
-    ) -> Result<Inference, Refusal> {
+    ) -> Result<Rc<Inference>, Refusal> {
         if !want.is_empty() {
             return infer_by_signature(self, context, args, dtypes, want);
         }

@@ -77,7 +77,7 @@ impl Op for Broken {
         args: &[&Layout],
         dtypes: &[DType],
         want: &[Option<Layout>],
-    ) -> Result<Inference, Refusal> {
+    ) -> Result<Rc<Inference>, Refusal> {
         if self.refuses && args[0].mesh().num_ranks() > 1 {
             return Err(Refusal::new("whole", "nothing pleases this op".into(), &[(0, 0)]));
         }

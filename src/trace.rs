@@ -1,0 +1,56 @@
+//! What ranks did and when, as a Chrome trace: open it at `chrome://tracing` or in Perfetto.
+
+use serde_json::{Value, json};
+use shardgrad::autograd::pipeline::{Action, Passed};
+use shardgrad::{Error, Kind, Result};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+
+/// Events of all ranks, on one clock.
+pub(crate) struct Trace {
+    path: PathBuf,
+    began: Instant,
+    events: Mutex<Vec<Value>>,
+}
+
+impl Trace {
+    /// An empty trace, whose clock starts now.
+    pub(crate) fn new(path: &Path) -> Trace {
+        Trace { path: path.to_path_buf(), began: Instant::now(), events: Mutex::default() }
+    }
+
+    /// Adds the passes of a step of a rank.
+    pub(crate) fn add(&self, rank: usize, step: u64, passes: &[Passed]) {
+        let microseconds = |at: Instant| at.saturating_duration_since(self.began).as_secs_f64() * 1e6;
+        let event = |pass: &Passed| {
+            let (start, end) = (microseconds(pass.start), microseconds(pass.end));
+            json!({"name": pass.action.to_string(), "cat": category(pass.action), "ph": "X", "ts": start,
+                "dur": end - start, "pid": 0, "tid": rank, "args": {"step": step}})
+        };
+        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        events.extend(passes.iter().map(event));
+    }
+
+    /// Writes the file.
+    ///
+    /// # Errors
+    /// `Kind::Io` naming it.
+    pub(crate) fn write(&self, num_ranks: usize) -> Result<()> {
+        let name = |rank: usize| json!({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": format!("rank {rank}")}});
+        let mut all: Vec<Value> = (0..num_ranks).map(name).collect();
+        all.append(&mut self.events.lock().unwrap_or_else(PoisonError::into_inner));
+        let text = json!({"traceEvents": all, "displayTimeUnit": "ms"}).to_string();
+        std::fs::write(&self.path, text)
+            .map_err(|e| Error::new(Kind::Io, format!("cannot write {}: {e}", self.path.display())))
+    }
+}
+
+fn category(action: Action) -> &'static str {
+    match action {
+        Action::Forward { .. } => "forward",
+        Action::Backward { .. } | Action::InputGradient { .. } | Action::WeightGradient { .. } => "backward",
+        Action::Send(_) => "send",
+        Action::Receive(_) => "receive",
+    }
+}
