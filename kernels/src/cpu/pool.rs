@@ -1,7 +1,7 @@
 //! A small pool of threads for the kernels of one rank.
 //!
-//! Work is cut into tasks whose number and borders never depend on the number of threads, so results do not
-//! either. Workers spin for a while after a task (waking a parked thread costs some 20 us), then park.
+//! Work is cut into tasks. Where a border of tasks cuts a sum, it does not depend on the number of threads, so results
+//! do not either. Workers spin for a while after a task (waking a parked thread costs some 20 us), then park.
 
 use crate::cpu::simd::scratch::Scratch;
 use std::fmt;
@@ -128,7 +128,7 @@ impl Pool {
     }
 
     /// Calls `task(i)` once for every i below `count`, in any order and on any thread, and returns when all are
-    /// done. Borders of tasks must not depend on [`Pool::num_threads`].
+    /// done. Borders of tasks that cut a sum must not depend on [`Pool::num_threads`].
     ///
     /// # Panics
     /// If a task panics, after all are done.

@@ -155,15 +155,15 @@ impl<'s, R: Maths> State<'s, R> {
         [first, queries]: [usize; 2],
     ) {
         for pairs in Pairs::of(*problem, first, queries) {
-            pairs.score(scratch, &self.q, k, &mut self.prob);
-            pairs.score(scratch, &self.d_out, v, &mut self.d_score);
+            pairs.score(scratch, self.q, k, self.prob);
+            pairs.score(scratch, self.d_out, v, self.d_score);
             vectorized(
                 #[inline(always)]
                 || self.differentiate(problem, pairs),
             );
-            pairs.gather_queries(scratch, &self.prob, &self.d_out, &mut self.dv);
-            pairs.gather_queries(scratch, &self.d_score, &self.q, &mut self.dk);
-            pairs.gather_keys(scratch, &self.d_score, k, &mut self.dq);
+            pairs.gather_queries(scratch, self.prob, self.d_out, self.dv);
+            pairs.gather_queries(scratch, self.d_score, self.q, self.dk);
+            pairs.gather_keys(scratch, self.d_score, k, self.dq);
         }
     }
 
