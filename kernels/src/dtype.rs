@@ -195,18 +195,49 @@ macro_rules! real {
 }
 real!(f32, f64);
 
-macro_rules! narrow_float {
-    ($($t:ty),*) => {$(
-        impl Float for $t {
-            type Acc = f32;
-            #[inline(always)]
-            fn widen(self) -> f32 { self.to_f32() }
-            #[inline(always)]
-            fn narrow(x: f32) -> $t { <$t>::from_f32(x) }
-        }
-    )*};
+// The conversions of `half` branch and ask for the CPU's features element by element; these have no branch, so that
+// loops over them become vector code. They give the same values.
+
+impl Float for bf16 {
+    type Acc = f32;
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+    #[inline(always)]
+    fn narrow(x: f32) -> bf16 {
+        let bits = x.to_bits();
+        let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+        let quiet = bits >> 16 | 0x40;
+        bf16::from_bits(if x.is_nan() { quiet } else { rounded } as u16)
+    }
 }
-narrow_float!(bf16, f16);
+
+impl Float for f16 {
+    type Acc = f32;
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        let bits = u32::from(self.to_bits());
+        let magnitude = (bits & 0x7fff) << 13;
+        // The exponents' biases differ by 112; the product is exact for subnormals too.
+        let finite = f32::from_bits(magnitude) * f32::from_bits((127 + 112) << 23);
+        let special = magnitude | 0x7f80_0000;
+        let bare = if magnitude >= 0x7c00 << 13 { special } else { finite.to_bits() };
+        f32::from_bits(bare | (bits & 0x8000) << 16)
+    }
+    #[inline(always)]
+    fn narrow(x: f32) -> f16 {
+        let sign = x.to_bits() >> 16 & 0x8000;
+        let bare = x.to_bits() & 0x7fff_ffff;
+        // Adding one half leaves a subnormal result, rounded, in the low bits.
+        let subnormal = (f32::from_bits(bare) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
+        let normal = bare.wrapping_sub(112 << 23).wrapping_add(0xfff + (bare >> 13 & 1)) >> 13;
+        let special = if bare > 0x7f80_0000 { 0x7e00 } else { 0x7c00 };
+        let finite = if bare < 113 << 23 { subnormal } else { normal };
+        let magnitude = if bare >= (127 + 16) << 23 { special } else { finite };
+        f16::from_bits((magnitude | sign) as u16)
+    }
+}
 
 /// Runs a block with `$t` bound to the Rust type of a float dtype; `$other` is evaluated for the rest.
 #[macro_export]
@@ -270,6 +301,27 @@ macro_rules! match_dtype {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Whether two conversions agree; any not-a-number is as good as another.
+    fn same(a: f32, b: f32) -> bool {
+        a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan()
+    }
+
+    #[test]
+    fn short_floats_are_converted_as_half_does() {
+        for bits in 0..=u16::MAX {
+            assert!(same(bf16::from_bits(bits).widen(), bf16::from_bits(bits).to_f32()), "bf16 {bits:#x}");
+            assert!(same(f16::from_bits(bits).widen(), f16::from_bits(bits).to_f32()), "f16 {bits:#x}");
+        }
+        let every = (0..=u32::MAX).step_by(1021);
+        let beside_ties = (0..=u32::MAX).step_by(1 << 12).flat_map(|x| [x.wrapping_sub(1), x, x + 1]);
+        for x in every.chain(beside_ties).map(f32::from_bits) {
+            assert!(same(bf16::narrow(x).to_f32(), bf16::from_f32(x).to_f32()), "bf16 {:#x}", x.to_bits());
+            assert!(same(f16::narrow(x).to_f32(), f16::from_f32(x).to_f32()), "f16 {:#x}", x.to_bits());
+        }
+        let above_a_tie = f32::from_bits(0x3f80_8001);
+        assert!(!same(bf16::narrow(above_a_tie).to_f32(), 1.0), "the comparison sees what is cut off");
+    }
 
     #[test]
     fn what_lies_just_beside_a_tie_rounds_to_its_own_side() {

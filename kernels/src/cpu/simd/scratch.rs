@@ -22,6 +22,20 @@ impl Scratch {
         }
         self.0.as_mut_ptr().cast()
     }
+
+    /// Slices of these lengths with arbitrary contents, each from the start of a cache line on.
+    pub(crate) fn slices<R: Real, const N: usize>(&mut self, lens: [usize; N]) -> [&mut [R]; N] {
+        let line = size_of::<Line>() / size_of::<R>();
+        let whole = lens.map(|len| len.next_multiple_of(line));
+        let mut start = self.room::<R>(whole.iter().sum());
+        std::array::from_fn(|i| {
+            // SAFETY: the room holds all slices, one behind the other; its bytes were zeros or floats before, and every
+            // pattern is a float; `self` stays borrowed.
+            let slice = unsafe { std::slice::from_raw_parts_mut(start, lens[i]) };
+            start = start.wrapping_add(whole[i]);
+            slice
+        })
+    }
 }
 
 impl fmt::Debug for Scratch {

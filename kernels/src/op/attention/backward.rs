@@ -32,7 +32,7 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
         let dv = by_key_head(&problem, problem.s, 1, write::<T>(dv).chunks_exact_mut(c));
         let mut tasks: Vec<_> =
             dq.into_iter().zip(dk).zip(dv).map(|((dq, dk), dv)| Outputs { dq, dk, dv }).collect();
-        pool.chunks(&mut tasks, 1, |task, outputs| backward_head::<T>(&problem, &mut pool.scratch(), inputs, task, &mut outputs[0]));
+        pool.chunks(&mut tasks, 1, |task, outputs| backward_head::<T>(&problem, [&mut pool.scratch(), &mut pool.scratch()], inputs, task, &mut outputs[0]));
         Ok(())
     }, else Err(KernelError::DType { kernel: BACKWARD.name, dtype: inputs[0].dtype }))
 }
@@ -53,14 +53,14 @@ fn by_key_head<O>(
 
 fn backward_head<T: Float<Acc: Maths>>(
     problem: &Problem,
-    scratch: &mut Scratch,
+    [packs, rooms]: [&mut Scratch; 2],
     [q, k, v, o, lse, d_out]: &[Arg<'_>; 6],
     task: usize,
     outputs: &mut Outputs<'_, T>,
 ) {
     let (b, g) = (task / problem.g, task % problem.g);
     let (k, v) = (Head::<T>::new(k, b, &[g]), Head::<T>::new(v, b, &[g]));
-    let mut state = State::new(problem);
+    let mut state = State::new(rooms, problem);
     for r in 0..problem.r {
         let [q, o, d_out] = [q, o, d_out].map(|arg| Head::<T>::new(arg, b, &[g, r]));
         let lse = Head::<T::Acc>::new(lse, b, &[g, r]);
@@ -70,7 +70,7 @@ fn backward_head<T: Float<Acc: Maths>>(
                 #[inline(always)]
                 || state.load(problem, [&q, &o, &d_out], &lse, [first, queries]),
             );
-            state.walk(problem, scratch, [&k, &v], [first, queries]);
+            state.walk(problem, packs, [&k, &v], [first, queries]);
             for (i, dq) in state.dq.chunks_exact(problem.c).take(queries).enumerate() {
                 store(dq, T::Acc::lit(problem.scale), outputs.dq[(first + i) * problem.r + r]);
             }
@@ -84,43 +84,45 @@ fn backward_head<T: Float<Acc: Maths>>(
 }
 
 fn store<T: Float>(sums: &[T::Acc], factor: T::Acc, out: &mut [T]) {
-    out.iter_mut().zip(sums).for_each(|(out, &sum)| *out = T::narrow(sum * factor));
+    vectorized(
+        #[inline(always)]
+        || {
+            for (out, &sum) in out.iter_mut().zip(sums) {
+                *out = T::narrow(sum * factor);
+            }
+        },
+    );
 }
 
 /// The sums of one key head, and one tile of queries on its way over the keys.
-struct State<R> {
-    dk: Vec<R>,
-    dv: Vec<R>,
+struct State<'s, R> {
+    dk: &'s mut [R],
+    dv: &'s mut [R],
     /// The queries, times the scale.
-    q: Vec<R>,
-    d_out: Vec<R>,
-    dq: Vec<R>,
+    q: &'s mut [R],
+    d_out: &'s mut [R],
+    dq: &'s mut [R],
     /// Per query, filled up to a full vector: the logarithm of the sum of exponentials, and the product of o and its
     /// cotangent.
-    lse: Vec<R>,
-    delta: Vec<R>,
+    lse: &'s mut [R],
+    delta: &'s mut [R],
     /// A row per key: the scores, then the probabilities.
-    prob: Vec<R>,
+    prob: &'s mut [R],
     /// A row per key: the cotangents of the probabilities, then those of the scores.
-    d_score: Vec<R>,
+    d_score: &'s mut [R],
 }
 
-impl<R: Maths> State<R> {
-    fn new(problem: &Problem) -> State<R> {
+impl<'s, R: Maths> State<'s, R> {
+    fn new(rooms: &'s mut Scratch, problem: &Problem) -> State<'s, R> {
         let queries = QUERIES.min(problem.t);
         let row_len = queries.next_multiple_of(LANES);
-        let zeros = |count: usize| vec![R::ZERO; count];
-        State {
-            dk: zeros(problem.s * problem.c),
-            dv: zeros(problem.s * problem.c),
-            q: zeros(queries * problem.c),
-            d_out: zeros(queries * problem.c),
-            dq: zeros(queries * problem.c),
-            lse: zeros(row_len),
-            delta: zeros(row_len),
-            prob: zeros(row_len * KEYS),
-            d_score: zeros(row_len * KEYS),
+        let (of_keys, of_queries, tile) = (problem.s * problem.c, queries * problem.c, row_len * KEYS);
+        let lens = [of_keys, of_keys, of_queries, of_queries, of_queries, row_len, row_len, tile, tile];
+        let [dk, dv, q, d_out, dq, lse, delta, prob, d_score] = rooms.slices(lens);
+        for sums in [&mut *dk, &mut *dv, &mut *lse, &mut *delta] {
+            sums.fill(R::ZERO);
         }
+        State { dk, dv, q, d_out, dq, lse, delta, prob, d_score }
     }
 
     /// Takes up a tile of queries.

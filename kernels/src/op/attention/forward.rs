@@ -23,7 +23,7 @@ pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kernel
     match_float!(q.dtype, T => {
         let outputs = write::<T>(o).chunks_exact_mut(problem.c).zip(write::<<T as Float>::Acc>(lse));
         let mut tasks = by_tile(&problem, outputs);
-        pool.chunks(&mut tasks, 1, |task, outputs| forward_tile::<T>(&problem, &mut pool.scratch(), [q, k, v], task, &mut outputs[0]));
+        pool.chunks(&mut tasks, 1, |task, outputs| forward_tile::<T>(&problem, [&mut pool.scratch(), &mut pool.scratch()], [q, k, v], task, &mut outputs[0]));
         Ok(())
     }, else Err(KernelError::DType { kernel: FORWARD.name, dtype: q.dtype }))
 }
@@ -43,7 +43,7 @@ fn by_tile<O>(problem: &Problem, outputs: impl Iterator<Item = O>) -> Vec<Vec<O>
 
 fn forward_tile<T: Float<Acc: Maths>>(
     problem: &Problem,
-    scratch: &mut Scratch,
+    [packs, rooms]: [&mut Scratch; 2],
     [q, k, v]: [&Arg<'_>; 3],
     task: usize,
     outputs: &mut [Output<'_, T>],
@@ -53,18 +53,18 @@ fn forward_tile<T: Float<Acc: Maths>>(
     let (r, g, b) = (head % problem.r, head / problem.r % problem.g, head / problem.r / problem.g);
     let (q, k, v) = (Head::<T>::new(q, b, &[g, r]), Head::<T>::new(k, b, &[g]), Head::<T>::new(v, b, &[g]));
     let queries = outputs.len();
-    let mut state = State::new(queries, c);
+    let mut state = State::new(rooms, queries, c);
     vectorized(
         #[inline(always)]
-        || q.gather(first, c, T::Acc::lit(problem.scale), &mut state.q),
+        || q.gather(first, c, T::Acc::lit(problem.scale), state.q),
     );
     for pairs in Pairs::of(*problem, first, queries) {
-        pairs.score(scratch, &state.q, &k, &mut state.scores);
+        pairs.score(packs, state.q, &k, state.scores);
         vectorized(
             #[inline(always)]
             || state.soften(problem, pairs),
         );
-        pairs.gather_keys(scratch, &state.scores, &v, &mut state.out);
+        pairs.gather_keys(packs, state.scores, &v, state.out);
     }
     vectorized(
         #[inline(always)]
@@ -73,20 +73,20 @@ fn forward_tile<T: Float<Acc: Maths>>(
 }
 
 /// A tile of queries on its way over the keys.
-struct State<R> {
+struct State<'s, R> {
     /// The queries, times the scale.
-    q: Vec<R>,
+    q: &'s mut [R],
     /// Scores, then exponentials, of one tile of keys: a row per key.
-    scores: Vec<R>,
+    scores: &'s mut [R],
     /// The sums of exponentials times values.
-    out: Vec<R>,
+    out: &'s mut [R],
     /// Per query, filled up to a full vector: the largest score so far and the sum of exponentials measured from it.
-    max: Vec<R>,
-    sum: Vec<R>,
+    max: &'s mut [R],
+    sum: &'s mut [R],
     /// Per query, for one tile: what scores are measured from, what the state before is scaled by, and the new sum.
-    origin: Vec<R>,
-    shrink: Vec<R>,
-    total: Vec<R>,
+    origin: &'s mut [R],
+    shrink: &'s mut [R],
+    total: &'s mut [R],
 }
 
 /// What scores are measured from. Without a finite maximum that is 0; the sum then tells 0 from not-a-number.
@@ -95,27 +95,25 @@ fn origin<R: Real>(max: R) -> R {
     if max == R::NEG_INFINITY { R::ZERO } else { max }
 }
 
-impl<R: Maths> State<R> {
-    fn new(queries: usize, c: usize) -> State<R> {
+impl<'s, R: Maths> State<'s, R> {
+    fn new(rooms: &'s mut Scratch, queries: usize, c: usize) -> State<'s, R> {
         let row_len = queries.next_multiple_of(LANES);
-        let zeros = |count: usize| vec![R::ZERO; count];
-        State {
-            q: zeros(queries * c),
-            scores: zeros(row_len * KEYS),
-            out: zeros(queries * c),
-            max: vec![R::NEG_INFINITY; row_len],
-            sum: zeros(row_len),
-            origin: zeros(row_len),
-            shrink: zeros(row_len),
-            total: zeros(row_len),
+        let (matrix, tile) = (queries * c, row_len * KEYS);
+        let lens = [matrix, tile, matrix, row_len, row_len, row_len, row_len, row_len];
+        let [q, scores, out, max, sum, origin, shrink, total] = rooms.slices(lens);
+        out.fill(R::ZERO);
+        max.fill(R::NEG_INFINITY);
+        for row in [&mut *sum, &mut *origin, &mut *shrink, &mut *total] {
+            row.fill(R::ZERO);
         }
+        State { q, scores, out, max, sum, origin, shrink, total }
     }
 
     /// Turns the scores of a tile into exponentials below the new maxima, and scales what came before down to them.
     #[inline(always)]
     fn soften(&mut self, problem: &Problem, pairs: Pairs) {
         let (row_len, skip, c) = (pairs.row_len(), pairs.skip, pairs.c);
-        self.shrink.copy_from_slice(&self.max);
+        self.shrink.copy_from_slice(self.max);
         for (j, row) in self.scores.chunks_exact_mut(row_len).take(pairs.keys).enumerate() {
             let hidden = pairs.hidden(problem, j);
             row[skip..hidden].fill(R::NEG_INFINITY);
@@ -156,7 +154,7 @@ impl<R: Maths> State<R> {
     /// Divides by the sums and stores.
     #[inline(always)]
     fn finish<T: Float<Acc = R>>(&mut self, problem: &Problem, first: usize, outputs: &mut [Output<'_, T>]) {
-        for ((sum, max), factor) in self.sum.iter_mut().zip(&mut self.max).zip(&mut self.shrink) {
+        for ((sum, max), factor) in self.sum.iter_mut().zip(&mut *self.max).zip(&mut *self.shrink) {
             *factor = R::ONE / *sum;
             *max = origin(*max) + sum.ln();
         }
