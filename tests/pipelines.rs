@@ -2,8 +2,7 @@
 
 use shardgrad::autograd::pipeline::Cut;
 use shardgrad::dist::{Phase, Record};
-use shardgrad::nn::Schedule;
-use shardgrad::nn::model::{Gpt2, Gpt2Config};
+use shardgrad::nn::{Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, ModelConfig, Schedule};
 use shardgrad::prelude::*;
 use shardgrad::tensor::control::world_sum;
 use std::ops::Range;
@@ -28,20 +27,20 @@ fn tokens(rank: &Rank, plan: &Plan, step: u64, rows: Range<usize>, shift: usize)
 /// How a model is trained.
 #[derive(Clone)]
 struct Run {
+    config: ModelConfig,
     plan: Plan,
     steps: usize,
     microbatches: usize,
-    dropout: f64,
     recompute: bool,
 }
 
 impl Run {
     fn new(steps: usize) -> Run {
-        Run { plan: Plan::gpt2(), steps, microbatches: 1, dropout: 0.0, recompute: false }
+        Run { config: config(0.0).into(), plan: Plan::gpt2(), steps, microbatches: 1, recompute: false }
     }
 
-    fn trainer(&self, rank: &Rank) -> Result<Trainer<'_, Gpt2>> {
-        let model = Gpt2::new(&config(self.dropout)).recompute(self.recompute);
+    fn trainer(&self, rank: &Rank) -> Result<Trainer<'_, LanguageModel>> {
+        let model = LanguageModel::new(&self.config).recompute(self.recompute);
         let settings = Settings {
             microbatches: self.microbatches,
             seed: 5,
@@ -56,7 +55,7 @@ impl Run {
                 tokens(rank, &self.plan, step, rows, 1)?,
             ])
         };
-        let loss = |model: &Gpt2, x: &[Var]| model.loss(&x[0], &x[1]);
+        let loss = |model: &LanguageModel, x: &[Var]| model.loss(&x[0], &x[1]);
         Trainer::new(rank, model, &self.plan, AdamW::new(0.0).weight_decay(0.1), settings, read, loss)
     }
 
@@ -99,6 +98,8 @@ fn losses_over_a_hundred_steps_are_those_of_one_rank() {
         ("pp=2", "1f1b"),
         ("pp=4", "1f1b"),
         ("pp=2,dp=2", "1f1b"),
+        ("pp=4", "zb-h2"),
+        ("pp=3", "interleaved"),
         ("pp=2,dp=2,tp=2", "gpipe"),
     ] {
         let many = Run { plan: Plan::gpt2().schedule(schedule), ..run.clone() };
@@ -107,8 +108,31 @@ fn losses_over_a_hundred_steps_are_those_of_one_rank() {
 }
 
 #[test]
+fn so_are_those_of_the_other_family() {
+    let config = LlamaConfig::new(LlamaKind::Llama, 19, SEQ, [12, 20], 4, [3, 3]);
+    let run = Run { config: config.into(), plan: Plan::llama(), microbatches: 3, ..Run::new(100) };
+    let one = run.losses("");
+    assert!(one[198] < 0.8 * one[0], "it learns: {} to {}", one[0], one[198]);
+    for (mesh, schedule) in
+        [("pp=2", "1f1b"), ("pp=4", "gpipe"), ("pp=2,dp=2", "zb-h1"), ("pp=2,dp=2,tp=2", "zb-v")]
+    {
+        let many = Run { plan: Plan::llama().schedule(schedule), ..run.clone() };
+        same(&one, &many.losses(mesh), 1e-9, &format!("llama on {mesh} {schedule}"));
+    }
+}
+
+#[test]
+fn schedules_that_add_up_in_one_order_give_the_same_bits() {
+    let run = Run { microbatches: 3, ..Run::new(5) };
+    for mesh in ["pp=2", "pp=4", "pp=2,dp=2,tp=2"] {
+        let losses = |name: &str| Run { plan: Plan::gpt2().schedule(name), ..run.clone() }.losses(mesh);
+        assert!(losses("gpipe") == losses("1f1b"), "{mesh}");
+    }
+}
+
+#[test]
 fn dropout_recomputation_cuts_and_microbatches_change_nothing() {
-    let run = Run { dropout: 0.2, ..Run::new(4) };
+    let run = Run { config: config(0.2).into(), ..Run::new(4) };
     let one = run.losses("");
     let quiet = Run::new(4).losses("");
     assert!((one[6] - quiet[6]).abs() > 1e-6, "dropout has an effect");

@@ -37,7 +37,7 @@ impl Growing {
     }
 
     /// Everything so far with `part` behind it: a view of this memory. As long as somebody holds one, the next part costs a
-    /// copy of all.
+    /// copy of all. Where memory runs out nothing is kept.
     ///
     /// # Errors
     /// `Kind::Layout` if the dim is split, a sum is pending, or the part lies otherwise than those before it;
@@ -55,16 +55,18 @@ impl Growing {
         if !layout.partial().is_empty() {
             return Err(Error::new(Kind::Layout, format!("a pending sum cannot be kept: {layout}")));
         }
-        let room = match self.room.take() {
-            Some(room) if *room.layout() != self.resized(layout, room.layout().extent(self.dim)) => {
-                let text = format!("a part that is {layout} for a tensor that grows as {}", room.layout());
-                self.room = Some(room);
-                return Err(Error::new(Kind::Layout, text));
-            }
-            Some(room) if room.layout().extent(self.dim) >= after => room,
-            smaller => self.larger(part.rank(), layout, after, smaller)?,
-        };
+        if let Some(room) = &self.room
+            && *room.layout() != self.resized(layout, room.layout().extent(self.dim))
+        {
+            let text = format!("a part that is {layout} for a tensor that grows as {}", room.layout());
+            return Err(Error::new(Kind::Layout, text));
+        }
         let (rank, dim) = (part.rank(), self.dim);
+        self.len = 0;
+        let room = match self.room.take() {
+            Some(room) if room.layout().extent(dim) >= after => room,
+            smaller => self.larger(rank, layout, [before, after], smaller)?,
+        };
         let room =
             room.update(|piece| piece.write(rank, piece.view.narrow(dim, before, after), part.piece()))?;
         self.len = after;
@@ -80,11 +82,17 @@ impl Growing {
         layout.with_dims(dims)
     }
 
-    /// Room for at least `len` elements, which begins with those that there are.
-    fn larger(&self, rank: &Rank, layout: &Layout, len: usize, smaller: Option<Tensor>) -> Result<Tensor> {
+    /// Room for at least `len` elements, which begins with the `kept` ones of a smaller room.
+    fn larger(
+        &self,
+        rank: &Rank,
+        layout: &Layout,
+        [kept, len]: [usize; 2],
+        smaller: Option<Tensor>,
+    ) -> Result<Tensor> {
         let larger = Tensor::zeros(rank, &self.resized(layout, len.next_power_of_two()))?;
         let Some(smaller) = smaller else { return Ok(larger) };
-        let (dim, kept) = (self.dim, self.len);
+        let dim = self.dim;
         let old = smaller.piece().viewed(smaller.piece().view.narrow(dim, 0, kept));
         larger.update(|piece| piece.write(rank, piece.view.narrow(dim, 0, kept), &old))
     }

@@ -41,10 +41,20 @@ struct Trial<'a> {
     /// Halves that are owed, in the order in which they became so.
     owed: Vec<Vec<(usize, usize)>>,
     lists: Vec<Vec<Action>>,
+    /// The stages of each rank.
+    own: Vec<Vec<usize>>,
+    /// What each rank would do next, where nothing has changed since it was asked.
+    asked: Vec<Option<Choice>>,
 }
 
+/// A pass and when it would start, if there is one.
+type Choice = Option<(f64, Action)>;
+
+/// Beyond so many passes only the first orders of preference are tried.
+const PASSES_MANY: usize = 20_000;
+
 impl Search {
-    /// Tries 48 ways to choose greedily among the passes that can start first, the gradients of parameters filling the
+    /// Tries up to 48 ways to choose greedily among the passes that can start first, the gradients of parameters filling the
     /// time in between, and gives the shortest.
     ///
     /// # Errors
@@ -53,7 +63,8 @@ impl Search {
         let num_ranks = self.place.iter().max().map_or(0, |most| most + 1);
         let links: Vec<(usize, usize)> = (1..self.place.len()).map(|s| (s - 1, s)).collect();
         let mut best: Option<(f64, Schedule)> = None;
-        for preference in preferences() {
+        let many = 3 * self.place.len() * self.num_microbatches > PASSES_MANY;
+        for preference in preferences().into_iter().take(if many { 2 } else { 24 }) {
             for room in [0, 1] {
                 let Some(ranks) = self.trial(num_ranks, preference, room) else { continue };
                 let (name, place) = (name.to_string(), self.place.clone());
@@ -71,6 +82,10 @@ impl Search {
         })
     }
 
+    fn stages_of(&self, rank: usize) -> Vec<usize> {
+        (0..self.place.len()).filter(|stage| self.place[*stage] == rank).collect()
+    }
+
     /// The lists of one preference; `room` passes are kept free for what a first stage leads to.
     fn trial(&self, num_ranks: usize, preference: Preference, room: usize) -> Option<Vec<Vec<Action>>> {
         let none = || vec![Vec::with_capacity(self.num_microbatches); self.place.len()];
@@ -83,6 +98,8 @@ impl Search {
             live: vec![0; num_ranks],
             owed: vec![Vec::new(); num_ranks],
             lists: vec![Vec::new(); num_ranks],
+            own: (0..num_ranks).map(|rank| self.stages_of(rank)).collect(),
+            asked: vec![None; num_ranks],
         };
         let passes = 3 * self.place.len() * self.num_microbatches;
         (0..passes).try_for_each(|_| trial.take_one(preference, room))?;
@@ -95,7 +112,12 @@ impl Trial<'_> {
     fn take_one(&mut self, preference: Preference, room: usize) -> Option<()> {
         let mut first: Option<(f64, usize, Action)> = None;
         for rank in 0..self.num_ranks {
-            if let Some((start, action)) = self.choice(rank, preference, room)
+            let choice = match self.asked[rank] {
+                Some(choice) => choice,
+                None => self.choice(rank, preference, room),
+            };
+            self.asked[rank] = Some(choice);
+            if let Some((start, action)) = choice
                 && first.is_none_or(|(least, ..)| start < least)
             {
                 first = Some((start, rank, action));
@@ -122,6 +144,12 @@ impl Trial<'_> {
             _ => {}
         }
         self.lists[rank].push(action);
+        self.asked[rank] = None;
+        if let Action::Forward { stage, .. } | Action::InputGradient { stage, .. } = action {
+            for near in stage.saturating_sub(1)..(stage + 2).min(self.search.place.len()) {
+                self.asked[self.search.place[near]] = None;
+            }
+        }
         Some(())
     }
 
@@ -129,11 +157,9 @@ impl Trial<'_> {
     /// is owed; else the pass that is ready first.
     fn choice(&self, rank: usize, preference: Preference, room: usize) -> Option<(f64, Action)> {
         let free = self.free[rank];
-        let own: Vec<usize> =
-            (0..self.search.place.len()).filter(|s| self.search.place[*s] == rank).collect();
         let mut soonest: Option<(f64, Action)> = None;
         for (pass, later) in preference {
-            for (at, &stage) in own.iter().enumerate() {
+            for (at, &stage) in self.own[rank].iter().enumerate() {
                 if (at > 0) != later {
                     continue;
                 }

@@ -138,7 +138,7 @@ mod tests {
         assert_eq!(read(&file, &[4, 6], &[1..3, 0..6]), (6..18).collect::<Vec<_>>());
         assert_eq!(read(&file, &[4, 6], &[1..3, 2..4]), [8, 9, 14, 15]);
         assert_eq!(read(&file, &[4, 2, 3], &[0..4, 1..2, 0..2]), [3, 4, 9, 10, 15, 16, 21, 22]);
-        assert_eq!(read(&file, &[24], &[20..24]), [20, 21, 22, 23]);
+        assert_eq!(read(&file, &[1, 24], &[0..1, 20..24]), [20, 21, 22, 23]);
         assert_eq!(read(&file, &[4, 6], &[2..2, 0..6]), [0i64; 0]);
         let error = file.read_part("x", &[4, 5], &[0..4, 0..5]).unwrap_err();
         assert_eq!(error.kind(), Kind::Checkpoint);

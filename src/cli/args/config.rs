@@ -14,7 +14,7 @@ use toml::Value;
 /// The option that names the file.
 const OPTION: &str = "config";
 /// Commands that take one.
-const COMMANDS: [&str; 4] = ["train", "eval", "generate", "explain"];
+const COMMANDS: [&str; 5] = ["train", "eval", "generate", "explain", "plan"];
 
 /// Reads the command line and the file that it names. Misuse of the command line ends the program as clap does it.
 ///
