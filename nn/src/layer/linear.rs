@@ -92,7 +92,11 @@ impl Linear {
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
-        let bias = self.bias.as_ref().map(|b| b.on(x));
+        // No closure: the caller's line would be lost in it.
+        let bias = match &self.bias {
+            Some(bias) => Some(bias.on(x)),
+            None => None,
+        };
         let x = self.input.at(x);
         let weight = self.weight.on(&x);
         let y = match &self.signature {
