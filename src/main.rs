@@ -1,7 +1,18 @@
 //! The command line of shardgrad.
 
 #![forbid(unsafe_code)]
-#![allow(clippy::print_stdout, clippy::print_stderr, reason = "this is the room that talks to people")]
+#![allow(clippy::print_stderr, reason = "this is the room that talks to people")]
+
+/// Prints for people and programs. A reader that has gone away, as `head` does, ends the program without a fuss.
+macro_rules! println {
+    () => { $crate::said(format_args!("\n")) };
+    ($($text:tt)*) => { $crate::said(format_args!("{}\n", format_args!($($text)*))) };
+}
+
+/// As `println`, without the end of the line.
+macro_rules! print {
+    ($($text:tt)*) => { $crate::said(format_args!($($text)*)) };
+}
 
 mod data;
 mod interrupt;
@@ -12,8 +23,17 @@ mod trace;
 mod train;
 mod cli;
 
+use std::fmt::Arguments;
+use std::io::Write;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
     cli::main()
+}
+
+/// Writes to stdout. If nobody reads it any more, there is nothing left to do.
+fn said(text: Arguments<'_>) {
+    if std::io::stdout().write_fmt(text).is_err() {
+        std::process::exit(1);
+    }
 }

@@ -11,7 +11,8 @@ use std::time::Instant;
 pub(crate) struct Trace {
     path: PathBuf,
     began: Instant,
-    events: Mutex<Vec<Value>>,
+    /// Rank, step, and what was done.
+    events: Mutex<Vec<(usize, u64, Passed)>>,
 }
 
 impl Trace {
@@ -22,14 +23,8 @@ impl Trace {
 
     /// Adds the passes of a step of a rank.
     pub(crate) fn add(&self, rank: usize, step: u64, passes: &[Passed]) {
-        let microseconds = |at: Instant| at.saturating_duration_since(self.began).as_secs_f64() * 1e6;
-        let event = |pass: &Passed| {
-            let (start, end) = (microseconds(pass.start), microseconds(pass.end));
-            json!({"name": pass.action.to_string(), "cat": category(pass.action), "ph": "X", "ts": start,
-                "dur": end - start, "pid": 0, "tid": rank, "args": {"step": step}})
-        };
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-        events.extend(passes.iter().map(event));
+        events.extend(passes.iter().map(|pass| (rank, step, *pass)));
     }
 
     /// Writes the file.
@@ -38,8 +33,14 @@ impl Trace {
     /// `Kind::Io` naming it.
     pub(crate) fn write(&self, num_ranks: usize) -> Result<()> {
         let name = |rank: usize| json!({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": format!("rank {rank}")}});
-        let mut all: Vec<Value> = (0..num_ranks).map(name).collect();
-        all.append(&mut self.events.lock().unwrap_or_else(PoisonError::into_inner));
+        let microseconds = |at: Instant| at.saturating_duration_since(self.began).as_secs_f64() * 1e6;
+        let event = |(rank, step, pass): &(usize, u64, Passed)| {
+            let (start, end) = (microseconds(pass.start), microseconds(pass.end));
+            json!({"name": pass.action.to_string(), "cat": category(pass.action), "ph": "X", "ts": start,
+                "dur": end - start, "pid": 0, "tid": rank, "args": {"step": step}})
+        };
+        let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        let all: Vec<Value> = (0..num_ranks).map(name).chain(events.iter().map(event)).collect();
         let text = json!({"traceEvents": all, "displayTimeUnit": "ms"}).to_string();
         std::fs::write(&self.path, text)
             .map_err(|e| Error::new(Kind::Io, format!("cannot write {}: {e}", self.path.display())))

@@ -242,7 +242,7 @@ fn what_cannot_be_a_pipeline_is_refused() {
     let text = refuse(Plan::gpt2().cut(Cut::At(vec!["h.9".to_string()])), "pp=2", 1);
     assert!(text.contains("no op of the model is at `h.9`") && text.contains("h.0, h.1"), "{text}");
     let text = refuse(Plan::gpt2().cut(Cut::Layers(vec![4])), "pp=2", 1);
-    assert!(text.contains("the cuts make 1 stages, the mesh has 2"), "{text}");
+    assert!(text.contains("the cuts make 1 stages, the schedule has 2"), "{text}");
 }
 
 /// The lines of an example that a compiler reads.

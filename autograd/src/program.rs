@@ -39,6 +39,8 @@ pub struct OpRecord {
     pub path: Rc<str>,
     /// The line that asked for it.
     pub site: &'static Location<'static>,
+    /// Per argument, whether no gradient flows back through this use of it.
+    pub stops: SmallVec<[bool; 4]>,
 }
 
 impl fmt::Debug for OpRecord {
@@ -86,7 +88,7 @@ impl Recorder {
         let same = |(i, t): &(Option<Id>, Tensor)| t.same_as(tensor) || (id.is_some() && *i == id);
         let known = self.outers.iter().position(same);
         Slot::Outer(known.unwrap_or_else(|| {
-            let constant = (key.is_none() && tensor.has_values()).then(|| tensor.clone());
+            let constant = key.is_none().then(|| tensor.clone());
             self.program.outers.push(Outer { key, layout: tensor.layout().clone(), constant });
             self.outers.push((id, tensor.clone()));
             self.outers.len() - 1

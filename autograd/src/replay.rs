@@ -7,7 +7,7 @@ use crate::var::Var;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_tensor::{Context, Layout, Op, Tensor, Value};
 use smallvec::SmallVec;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::rc::Rc;
 
@@ -43,7 +43,7 @@ impl Tape {
         self.set_recorder(Some(recorder));
         // Arguments count as outer values, whatever recording made them.
         let fresh: Vec<Var> = arguments.iter().map(Var::without_slot).collect();
-        let results = self.no_grad(|| text(&fresh));
+        let results = self.without_nodes(|| text(&fresh));
         let outputs = results.as_ref().map(|all| all.iter().map(|v| self.slot_of(v)).collect());
         let recorder = self.set_recorder(None).unwrap_or_default();
         let mut program = recorder.program;
@@ -82,8 +82,10 @@ impl Program {
     /// # Errors
     /// `Kind::Unsupported` if a value that the slice needs is missing.
     pub fn replay(&self, range: Range<usize>, values: &mut Values, draw: Draw) -> Result<()> {
+        let done = self.last_uses(range.clone());
         let mut at = range.start;
         while at < range.end {
+            let from = at;
             let whole = |b: &&Range<usize>| b.start == at && !b.is_empty() && b.end <= range.end;
             match self.blocks.iter().filter(whole).max_by_key(|b| b.end).cloned() {
                 Some(block) => {
@@ -95,14 +97,40 @@ impl Program {
                     at += 1;
                 }
             }
+            done[from - range.start..at - range.start].iter().flatten().for_each(|slot| {
+                values.remove(slot);
+            });
         }
         Ok(())
     }
 
+    /// For each record of a slice, what the slice has made that nobody reads after it.
+    fn last_uses(&self, range: Range<usize>) -> Vec<Vec<Slot>> {
+        let stay: HashSet<Slot> = self.leaves(range.clone()).into_iter().collect();
+        let mut last: HashMap<Slot, usize> = HashMap::new();
+        for at in range.clone() {
+            let record = &self.records[at];
+            let made = (0..record.outputs.len()).map(|out| Slot::Made { record: at as u32, out: out as u8 });
+            last.extend(record.inputs.iter().copied().chain(made).map(|slot| (slot, at)));
+        }
+        let mut done = vec![Vec::new(); range.len()];
+        for (slot, at) in last {
+            if matches!(slot, Slot::Made { record, .. } if range.contains(&(record as usize)))
+                && !stay.contains(&slot)
+            {
+                done[at - range.start].push(slot);
+            }
+        }
+        done
+    }
+
     fn replay_one(&self, at: usize, values: &mut Values, draw: Draw) -> Result<()> {
         let record = &self.records[at];
-        let inputs: SmallVec<[Var; 4]> =
+        let mut inputs: SmallVec<[Var; 4]> =
             record.inputs.iter().map(|slot| self.value(at, slot, values)).collect::<Result<_>>()?;
+        for (input, _) in inputs.iter_mut().zip(&record.stops).filter(|(_, stops)| **stops) {
+            *input = input.detach();
+        }
         let inputs: SmallVec<[&Var; 4]> = inputs.iter().collect();
         Context::of(inputs[0].rank()).set_path(&record.path);
         let redrawn = match draw {
@@ -128,7 +156,13 @@ impl Program {
         let tape = arguments[0].tape().clone();
         let made = tape.checkpoint(&arguments, |arguments| {
             let mut inner: Values = needs.iter().copied().zip(arguments.iter().cloned()).collect();
-            block.clone().try_for_each(|at| self.replay_one(at, &mut inner, draw))?;
+            let done = self.last_uses(block.clone());
+            for (at, done) in block.clone().zip(done) {
+                self.replay_one(at, &mut inner, draw)?;
+                done.iter().for_each(|slot| {
+                    inner.remove(slot);
+                });
+            }
             Ok(leaves.iter().map(|slot| inner[slot].clone()).collect())
         })?;
         values.extend(leaves.into_iter().zip(made));

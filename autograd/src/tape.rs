@@ -73,6 +73,8 @@ struct Inner {
     rank: Rank,
     arena: RefCell<Arena>,
     records: Cell<bool>,
+    /// Whether the user asked for no gradients.
+    quiet: Cell<bool>,
     outline: bool,
     noise: Cell<Option<Noise>>,
     recorder: RefCell<Option<Recorder>>,
@@ -107,6 +109,7 @@ impl Tape {
             rank: rank.clone(),
             arena: RefCell::default(),
             records: Cell::new(records),
+            quiet: Cell::new(false),
             outline,
             noise: Cell::new(None),
             recorder: RefCell::default(),
@@ -159,6 +162,19 @@ impl Tape {
 
     /// Runs `f` without recording; what it makes are constants.
     pub fn no_grad<T>(&self, f: impl FnOnce() -> T) -> T {
+        let before = self.0.quiet.replace(true);
+        let value = self.without_nodes(f);
+        self.0.quiet.set(before);
+        value
+    }
+
+    /// Whether what is made now is to have no gradient.
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.0.quiet.get()
+    }
+
+    /// Runs `f` without nodes; a recorder goes on.
+    pub(crate) fn without_nodes<T>(&self, f: impl FnOnce() -> T) -> T {
         let before = self.0.records.replace(false);
         let value = f();
         self.0.records.set(before);

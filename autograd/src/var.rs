@@ -21,13 +21,21 @@ struct Inner {
     tape: Tape,
     id: Option<Id>,
     slot: Option<Slot>,
+    /// Whether it was cut off: a gradient could reach it, and shall not.
+    cut: bool,
     /// Other layouts of the same value, made once by implied steps and shared by all uses while this handle lives.
     forms: RefCell<SmallVec<[Var; 1]>>,
 }
 
 impl Var {
     pub(crate) fn new(tape: &Tape, tensor: Tensor, id: Option<Id>, slot: Option<Slot>) -> Var {
-        Var(Rc::new(Inner { tensor, tape: tape.clone(), id, slot, forms: RefCell::default() }))
+        Var(Rc::new(Inner { tensor, tape: tape.clone(), id, slot, cut: false, forms: RefCell::default() }))
+    }
+
+    /// The same variable, cut off or not.
+    fn cut_if(&self, cut: bool) -> Var {
+        let (tensor, tape, forms) = (self.0.tensor.clone(), self.0.tape.clone(), RefCell::default());
+        Var(Rc::new(Inner { tensor, tape, id: self.0.id, slot: self.0.slot, cut, forms }))
     }
 
     /// The tape this variable is on.
@@ -39,13 +47,13 @@ impl Var {
     /// Whether a gradient reaches this variable.
     #[must_use]
     pub fn requires_grad(&self) -> bool {
-        self.0.id.is_some()
+        self.id().is_some()
     }
 
     /// The same value, cut off: no gradient flows through it.
     #[must_use]
     pub fn detach(&self) -> Var {
-        Var::new(&self.0.tape, self.0.tensor.clone(), None, self.0.slot)
+        self.cut_if(true)
     }
 
     /// A plain tensor as a constant on the tape of this variable.
@@ -55,16 +63,16 @@ impl Var {
     }
 
     pub(crate) fn id(&self) -> Option<Id> {
-        self.0.id
+        self.0.id.filter(|_| !self.0.cut)
     }
 
     /// The same value as one that no recording has made.
     pub(crate) fn without_slot(&self) -> Var {
-        Var::new(&self.0.tape, self.0.tensor.clone(), self.0.id, None)
+        Var::new(&self.0.tape, self.0.tensor.clone(), self.id(), None)
     }
 
     pub(crate) fn key(&self) -> Option<Key> {
-        self.0.tape.key_of(self.0.id?)
+        self.0.tape.key_of(self.id()?)
     }
 
     /// The same value in another layout; the collective that leads there has its adjoint on the tape.
@@ -123,7 +131,7 @@ impl Var {
 
     /// The id, unless this is a constant. A variable whose graph is gone is an error.
     fn live(&self, site: &'static Location<'static>) -> Option<Id> {
-        let id = self.0.id?;
+        let id = self.id()?;
         if let Id::Made { round, .. } = id
             && round != self.0.tape.round()
         {
@@ -141,7 +149,7 @@ impl Var {
             return form.clone();
         }
         let form = match self.0.tape.leaf_form((self.0.id, &self.0.tensor), to, site) {
-            Some((id, tensor)) => Var::new(&self.0.tape, tensor, Some(id), None),
+            Some((id, tensor)) => Var::new(&self.0.tape, tensor, Some(id), None).cut_if(self.0.cut),
             None => {
                 let op = unwind(Redistribute::between(self.rank(), self.layout(), to));
                 Var::apply_at(op, &[self], site).into_iter().next().expect("redistribute has one output")
@@ -206,7 +214,8 @@ impl Tape {
         let record = self.is_recording().then(|| {
             let inputs = args.iter().map(|v| self.slot_of(v)).collect();
             let outputs = outputs[..visible].iter().map(|t| t.layout().clone()).collect();
-            self.note(OpRecord { op: op.clone(), inputs, outputs, path: path.clone(), site })
+            let stops = args.iter().map(|v| v.0.cut || self.is_quiet()).collect();
+            self.note(OpRecord { op: op.clone(), inputs, outputs, path: path.clone(), site, stops })
         });
         let inputs = if self.records() { live_inputs(op, args, site) } else { SmallVec::new() };
         let id = inputs.iter().any(Option::is_some).then(|| {

@@ -42,6 +42,12 @@ fn text(args: &[Var]) -> Result<Vec<Var>> {
         };
     }
     let y = y.add(&first).mul(&y.constant(mask));
+    // Uses through which no gradient may flow back: of a value, of a parameter, of what is made without one.
+    let quiet = tape.no_grad(|| first.scale(0.5).add(x));
+    let y = y.add(&first.detach().matmul(&on(10)?.detach())).add(&quiet);
+    // What the loss does not read has no gradient, not even zeros.
+    let unread = y.matmul(&on(11)?);
+    let _ = unread.relu();
     Ok(vec![y.matmul_nt(&table).sum().add(&y.mul(x).sum())])
 }
 
@@ -116,7 +122,8 @@ fn check(name: &str, mesh: &str, starts: &[usize], num_microbatches: usize) {
     for (losses, keys, gradients) in ranks.unwrap_or_else(|e| panic!("{name} {mesh} {starts:?}: {e}")) {
         let losses: Vec<f64> = losses.into_iter().flatten().collect();
         assert!(losses.is_empty() || losses == expected.0, "{name} {mesh} {starts:?}: {losses:?}");
-        assert_eq!(keys, gradients.keys().copied().collect::<Vec<u64>>());
+        let trained: Vec<u64> = keys.into_iter().filter(|key| expected.1.contains_key(key)).collect();
+        assert_eq!(trained, gradients.keys().copied().collect::<Vec<u64>>(), "{name} {mesh} {starts:?}");
         for (key, gradient) in gradients {
             assert_eq!(gradient, expected.1[&key], "{name} {mesh} {starts:?}: gradient of {key}");
         }
@@ -146,6 +153,57 @@ fn every_schedule_on_more_stages() {
             }
         }
     }
+}
+
+#[test]
+fn arguments_of_another_shape_are_refused() {
+    let error = World::run(Mesh::parse("pp=2").unwrap(), |rank| {
+        let axis = rank.mesh().axis("pp").unwrap();
+        let here = rank.slice(axis);
+        let stages = Stages::new(recorded(&here)?, &[9]);
+        let schedule = Schedule::gpipe(2, 1).with_transfers(&stages.links());
+        let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
+        let wide = |_| {
+            let x = Tensor::from_host(&here, &[1, WIDTH], &[0.0f64; WIDTH])?;
+            Ok(vec![Tensor::from_host(&here, &[1], &[0i64])?, x])
+        };
+        let outcome = runner.run(&Feed {
+            arguments: &wide,
+            parameter: &|key| (parameter(&here, key).unwrap(), true),
+            draw: &|_| Draw::Off,
+            weight: 1.0,
+        });
+        outcome.map(drop)
+    });
+    let text = error.unwrap_err().to_string();
+    assert!(
+        text.contains("argument 0 of microbatch 0 is i64[1], the stages were recorded for i64[2]"),
+        "{text}"
+    );
+}
+
+#[test]
+fn frozen_parameters_have_no_gradient_on_any_stage() {
+    let frozen = [9, 2];
+    let ranks = World::run(Mesh::parse("pp=3").unwrap(), |rank| {
+        let axis = rank.mesh().axis("pp").unwrap();
+        let here = rank.slice(axis);
+        let stages = Stages::new(recorded(&here)?, &[7, 12]);
+        let schedule = Schedule::zb_h1(3, 2).with_transfers(&stages.links());
+        let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
+        let outcome = runner.run(&Feed {
+            arguments: &|m| arguments(&here, m),
+            parameter: &|key| (parameter(&here, key).unwrap(), !frozen.contains(&key)),
+            draw: &|m| Draw::Of(noise(m).unwrap()),
+            weight: 0.5,
+        })?;
+        values(&outcome.gradients)
+    });
+    let expected = oracle(2).1;
+    let all: BTreeMap<u64, Vec<f64>> = ranks.unwrap().into_iter().flatten().collect();
+    let trained: Vec<u64> = expected.keys().copied().filter(|key| !frozen.contains(key)).collect();
+    assert_eq!(all.keys().copied().collect::<Vec<u64>>(), trained);
+    assert!(all.iter().all(|(key, gradient)| *gradient == expected[key]));
 }
 
 #[test]

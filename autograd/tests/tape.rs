@@ -164,3 +164,28 @@ fn a_recorded_program_replays_in_slices() {
         Ok(())
     });
 }
+
+#[test]
+fn a_checkpoint_stops_gradients_where_its_text_does() {
+    one_rank(|rank| {
+        let w = Tensor::from_host(rank, &[2, 2], &[1.0f64, 2.0, 3.0, 4.0])?;
+        let text = |x: &Var, w: &Var| {
+            let quiet = x.tape().no_grad(|| x.matmul(w));
+            x.matmul(w).add(&x.detach().matmul(w)).add(&x.matmul(&w.detach())).add(&quiet)
+        };
+        let run = |checkpointed: bool| -> Result<[Vec<f64>; 2]> {
+            let tape = Tape::new(rank);
+            let x = tape.leaf(2, &vector(rank, &[1.0, -2.0])?.reshape(&[1, 2]));
+            let y = if checkpointed {
+                tape.checkpoint(&[x], |args| Ok(vec![text(&args[0], &tape.leaf(1, &w))]))?.remove(0)
+            } else {
+                text(&x, &tape.leaf(1, &w))
+            };
+            y.sum().backward()?;
+            let gradients = tape.gradients();
+            Ok([gradients[&1].to_f64()?, gradients[&2].to_f64()?])
+        };
+        assert_eq!(run(false)?, run(true)?);
+        Ok(())
+    });
+}

@@ -50,8 +50,10 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
         let here = trainer.model().params().iter().filter(|p| p.is_here());
         let parameters = here.map(|p| (p.name(), p.layout(), bytes(&p.layout()))).collect();
         rank.trace().take();
+        let before = rank.backend().cost();
         trainer.step(&[0.0])?;
-        let (records, cost) = (rank.trace().take(), rank.backend().cost());
+        let (records, after) = (rank.trace().take(), rank.backend().cost());
+        let cost = Cost { flops: after.flops - before.flops, bytes: after.bytes - before.bytes };
         let peak_bytes = rank.backend().memory().peak_bytes as u64;
         Ok(Step { rank: rank.index(), parameters, records, cost, peak_bytes })
     };

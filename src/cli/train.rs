@@ -49,10 +49,11 @@ pub(crate) fn run(args: &TrainArgs) -> Result<()> {
     if !job.json {
         println!("training {text}");
     }
-    let ended = world.launch(|rank| train(rank, &job))?;
+    let ended = world.launch(|rank| train(rank, &job));
     if let Some(trace) = &job.trace {
         trace.write(mesh.num_ranks())?;
     }
+    let ended = ended?;
     let steps = metrics::read(&job.out.join("metrics.jsonl"))?;
     plot::write_loss_plot(&job.out.join("loss.svg"), &text, &steps)?;
     let stopped = ended.into_iter().any(|early| early);

@@ -50,7 +50,7 @@ impl Program {
             Cut::At(paths) => paths.iter().map(|path| self.first_at(path)).collect::<Result<_>>()?,
         };
         if starts.len() + 1 != num_stages {
-            let text = format!("the cuts make {} stages, the mesh has {num_stages}", starts.len() + 1);
+            let text = format!("the cuts make {} stages, the schedule has {num_stages}", starts.len() + 1);
             return Err(Error::new(Kind::Config, text));
         }
         if let Some(pair) = starts.windows(2).find(|pair| pair[0] > pair[1]) {

@@ -23,12 +23,20 @@ impl Schedule {
             "zb-h2" => Ok(Schedule::zb_h2(num_ranks, num_microbatches)),
             "zb-v" => Schedule::v_shaped(name, num_ranks, num_microbatches, 2 * num_ranks),
             "v-half" => Schedule::v_shaped(name, num_ranks, num_microbatches, num_ranks + 2),
-            _ => match name.strip_prefix("interleaved").map(|n| n.strip_prefix('-').unwrap_or("2").parse()) {
-                Some(Ok(chunks)) => Schedule::interleaved(num_ranks, num_microbatches, chunks),
-                _ => Err(Error::new(Kind::Config, format!("there is no schedule `{name}`"))
+            _ => match chunks(name) {
+                Some(chunks) => Schedule::interleaved(num_ranks, num_microbatches, chunks),
+                None => Err(Error::new(Kind::Config, format!("there is no schedule `{name}`"))
                     .detail("help", format!("use one of {}", NAMES.join(", ")))),
             },
         }
+    }
+}
+
+/// How many stages a rank has in an interleaved schedule of this name.
+fn chunks(name: &str) -> Option<usize> {
+    match name.strip_prefix("interleaved")? {
+        "" => Some(2),
+        rest => rest.strip_prefix('-')?.parse().ok().filter(|n| *n > 0),
     }
 }
 
@@ -46,6 +54,10 @@ mod tests {
             Schedule::named("interleaved-x", 4, 8).is_err()
                 && Schedule::named("interleaved-0", 4, 8).is_err()
         );
+        for name in ["interleaved-x", "interleaved-0", "interleaved4", "interleavedly", "interleaved-"] {
+            let error = Schedule::named(name, 4, 8).unwrap_err();
+            assert!(error.message().contains("there is no schedule"), "{error}");
+        }
         for name in NAMES {
             assert!(Schedule::named(name, 4, 8).is_ok(), "{name}");
         }

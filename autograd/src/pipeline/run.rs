@@ -75,7 +75,8 @@ type Landed = (Vec<(Id, Tensor)>, Tape, Taken);
 struct Flight {
     tape: Tape,
     takes: Taken,
-    made: Values,
+    /// Where the gradients of what was made for others go.
+    made: HashMap<Slot, Id>,
 }
 
 /// What is there in the middle of a step.
@@ -216,7 +217,7 @@ impl Step<'_> {
         }
         if self.trains {
             let wanted = slice.gives.iter().flat_map(|(_, slots)| slots).chain([&result]);
-            let made = wanted.filter_map(|slot| Some((*slot, values.get(slot)?.clone()))).collect();
+            let made = wanted.filter_map(|slot| Some((*slot, values.get(slot)?.id()?))).collect();
             self.flights.insert((stage, microbatch), Flight { tape, takes, made });
         }
         Ok(())
@@ -238,7 +239,8 @@ impl Step<'_> {
                 if arguments.is_none() {
                     arguments = Some((self.feed.arguments)(microbatch)?);
                 }
-                tape.constant(arguments.iter().flatten().nth(outer as usize).ok_or_else(missing)?.clone())
+                let given = arguments.iter().flatten().nth(outer as usize).ok_or_else(missing)?;
+                tape.constant(check_argument(outer, microbatch, given, &declared.layout)?)
             } else if let Some(key) = declared.key {
                 let computed = self.computed(stage, outer, key);
                 let leaf = computed.requires_grad() && self.trains;
@@ -290,7 +292,7 @@ impl Step<'_> {
         let flight = self.flights.remove(&(stage, microbatch)).ok_or_else(missing)?;
         let mut seeds: Vec<(Id, Tensor)> = Vec::new();
         let mut seed = |slot: &Slot, cotangent: Tensor| {
-            seeds.extend(flight.made.get(slot).and_then(Var::id).map(|id| (id, cotangent)));
+            seeds.extend(flight.made.get(slot).map(|id| (*id, cotangent)));
         };
         let result = runner.stages.program().outputs[0];
         if runner.stages.maker(result) == Some(stage) {
@@ -417,6 +419,19 @@ impl Step<'_> {
         }
         sum.ok_or_else(missing)
     }
+}
+
+/// An argument, if it is as the program was recorded for.
+fn check_argument(outer: u32, microbatch: usize, given: &Tensor, asked: &Layout) -> Result<Tensor> {
+    if given.layout() == asked {
+        return Ok(given.clone());
+    }
+    let given = given.layout();
+    let text = format!(
+        "argument {outer} of microbatch {microbatch} is {given}, the stages were recorded for {asked}"
+    );
+    Err(Error::new(Kind::Shape, text)
+        .detail("help", "on a pipeline the microbatches of all steps have arguments of one layout"))
 }
 
 fn receive(rank: &Rank, call: &Call<'_>, layout: Layout, from: usize) -> Result<Tensor> {

@@ -84,12 +84,21 @@ impl Stages {
         self.stages[stage].outers.iter().filter_map(key).collect()
     }
 
-    /// The parameters that several places read, with those places in order; `place` says where each stage lives.
+    /// The parameters with a gradient that several places read, with those places in order; `place` says where each stage
+    /// lives.
     #[must_use]
     pub fn shared(&self, place: &[usize]) -> Vec<(Key, Vec<usize>)> {
         let mut places: BTreeMap<Key, BTreeSet<usize>> = BTreeMap::new();
         for (stage, place) in place.iter().enumerate() {
+            let outers = self.stages[stage].outers.iter();
             for key in self.keys(stage) {
+                let live = |o: &&u32| {
+                    self.program.outers[**o as usize].key == Some(key)
+                        && self.live.contains(&Slot::Outer(**o))
+                };
+                if !outers.clone().any(|o| live(&o)) {
+                    continue;
+                }
                 places.entry(key).or_default().insert(*place);
             }
         }
@@ -143,21 +152,40 @@ impl Program {
         }
     }
 
-    /// What a gradient can reach: parameters, and what is made of them by ops that have one.
+    /// What has a gradient: parameters, and what is made of them by ops that have one, if it takes part in the result.
     fn live(&self) -> HashSet<Slot> {
         let parameters = self.outers.iter().enumerate().filter(|(_, outer)| outer.key.is_some());
         let mut live: HashSet<Slot> = parameters.map(|(at, _)| Slot::Outer(at as u32)).collect();
         for (at, record) in self.records.iter().enumerate() {
             let layouts: SmallVec<[&Layout; 4]> = record.inputs.iter().map(|s| self.layout(*s)).collect();
             let differentiable = op::differentiable_args(&*record.op, &layouts);
-            let reached = record.inputs.iter().zip(&differentiable).any(|(s, d)| *d && live.contains(s));
+            let flows = |(i, s): (usize, &Slot)| differentiable[i] && !record.stops[i] && live.contains(s);
+            let reached = record.inputs.iter().enumerate().any(flows);
             for (out, layout) in record.outputs.iter().enumerate() {
                 if reached && layout.dtype().is_float() {
                     live.insert(Slot::Made { record: at as u32, out: out as u8 });
                 }
             }
         }
+        let reaching = self.reaching();
+        live.retain(|slot| reaching.contains(slot));
         live
+    }
+
+    /// What the first result depends on, by ways that a gradient takes back.
+    fn reaching(&self) -> HashSet<Slot> {
+        let mut reaching: HashSet<Slot> = self.outputs.first().copied().into_iter().collect();
+        for (at, record) in self.records.iter().enumerate().rev() {
+            let made = |out: usize| Slot::Made { record: at as u32, out: out as u8 };
+            if !(0..record.outputs.len()).any(|out| reaching.contains(&made(out))) {
+                continue;
+            }
+            let layouts: SmallVec<[&Layout; 4]> = record.inputs.iter().map(|s| self.layout(*s)).collect();
+            let differentiable = op::differentiable_args(&*record.op, &layouts);
+            let flows = |(i, _): &(usize, &Slot)| differentiable[*i] && !record.stops[*i];
+            reaching.extend(record.inputs.iter().enumerate().filter(flows).map(|(_, slot)| *slot));
+        }
+        reaching
     }
 }
 

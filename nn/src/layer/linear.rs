@@ -92,7 +92,7 @@ impl Linear {
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
-        // No closure: the caller's line would be lost in it.
+        #[expect(clippy::manual_map, reason = "the caller's line would be lost in a closure")]
         let bias = match &self.bias {
             Some(bias) => Some(bias.on(x)),
             None => None,

@@ -188,8 +188,8 @@ impl AdamW {
     /// The two moments of a parameter, once it has been stepped: what a run needs to go on, beside its parameters.
     #[must_use]
     pub fn moments(&self, param: &Param) -> Option<[Tensor; 2]> {
-        let rank = param.tensor().rank().clone();
-        self.moments.get(&param.key()).map(|m| m.tensors(&rank))
+        let moments = self.moments.get(&param.key())?;
+        Some(moments.tensors(param.tensor().rank()))
     }
 
     /// Goes on from step `num_steps` with these moments, given for each parameter that has them.
@@ -202,7 +202,7 @@ impl AdamW {
         moments: impl IntoIterator<Item = (&'a Param, [Tensor; 2])>,
     ) -> Result<()> {
         let fresh = moments.into_iter().map(|(param, pair)| {
-            let moments = Moments::from_tensors(param.tensor().layout(), pair);
+            let moments = Moments::from_tensors(&param.layout(), pair);
             moments.map(|m| (param.key(), m)).map_err(|e| e.detail("parameter", param.name()))
         });
         self.moments = fresh.collect::<Result<_>>()?;

@@ -8,7 +8,7 @@ use std::fmt;
 /// Which axis carries the stages of a model, where it is cut, and in which order passes run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pipeline {
-    /// The mesh axis; its size is the number of stages.
+    /// The mesh axis; its size is the number of places, on each of which a schedule puts one stage or more.
     pub axis: String,
     /// Where the recorded program is cut.
     pub cut: Cut,
@@ -32,7 +32,8 @@ impl Plan {
         self
     }
 
-    /// The same plan, whose pipeline runs another schedule (`gpipe`, `1f1b`).
+    /// The same plan, whose pipeline runs another schedule, one of
+    /// [`NAMES`](shardgrad_autograd::pipeline::NAMES).
     #[must_use]
     pub fn schedule(mut self, name: &str) -> Plan {
         self.pipeline.iter_mut().for_each(|p| p.schedule = name.to_string());

@@ -2,7 +2,7 @@
 
 use super::values;
 use clap::Args;
-use shardgrad::autograd::pipeline::Cut;
+use shardgrad::autograd::pipeline::{Cut, Schedule};
 use shardgrad::prelude::*;
 
 /// Options of pieces and stages.
@@ -30,7 +30,8 @@ impl PipelineArgs {
     pub(crate) fn microbatches(&self, mesh: &Mesh, batch: usize) -> usize {
         let stages = mesh.axis("pp").map_or(1, |axis| mesh.size(axis));
         let most = if stages > 1 { 2 * stages } else { 1 };
-        let fits = |m: &usize| batch.is_multiple_of(*m);
+        let runs = |m: usize| stages == 1 || Schedule::named(&self.schedule, stages, m).is_ok();
+        let fits = |m: &usize| batch.is_multiple_of(*m) && runs(*m);
         self.microbatches.unwrap_or_else(|| (1..=most.min(batch)).rev().find(fits).unwrap_or(1))
     }
 
