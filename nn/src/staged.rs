@@ -5,7 +5,7 @@ use crate::param::Home;
 use crate::placed::Model;
 use crate::plan::{Pipeline, Plan};
 use shardgrad_autograd::pipeline::{Feed, Outcome, Runner, Schedule, Stages};
-use shardgrad_autograd::{Draw, Noise, Program, Var};
+use shardgrad_autograd::{Draw, Noise, OpRecord, Program, Var};
 use shardgrad_tensor::{Axis, Context, DType, Layout, Rank, Result, Tensor};
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -69,6 +69,13 @@ impl Staged {
         let stages = Rc::new(self.recordings.borrow()[0].1.recut(program)?);
         self.recordings.borrow_mut().push((arguments.to_vec(), stages.clone()));
         Ok(stages)
+    }
+
+    /// The ops of a rank's stages.
+    pub(crate) fn records(&self, rank: &Rank) -> Vec<OpRecord> {
+        let (stages, here) = (self.recordings.borrow()[0].1.clone(), rank.world().coordinate(self.axis));
+        let own = stages.stages().iter().zip(&self.schedule.place).filter(|(_, place)| **place == here);
+        own.flat_map(|(stage, _)| stages.program().records[stage.range.clone()].to_vec()).collect()
     }
 
     /// A step of the schedule on all microbatches, whose arguments `read` gives. Every microbatch has arguments of one

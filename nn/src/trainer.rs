@@ -6,12 +6,13 @@ use crate::placed::Model;
 use crate::plan::Plan;
 use crate::staged::{self, Staged};
 use shardgrad_autograd::pipeline::{Action, Passed};
-use shardgrad_autograd::{Gradients, Noise, Var};
+use shardgrad_autograd::{Gradients, Noise, OpRecord, Program, Var};
 use shardgrad_tensor::control::first_not_finite;
 use shardgrad_tensor::{DType, Error, Kind, Layout, Rank, Result, Tensor, Value};
 use std::cell::RefCell;
 use std::fmt;
 use std::ops::Range;
+use std::rc::Rc;
 use std::time::Instant;
 
 /// What decides the numbers of a run beside model, data and optimizer.
@@ -177,6 +178,25 @@ impl<'t, M: Module> Trainer<'t, M> {
             }
         };
         loss.map_or(Ok(0.0), |loss| loss.local_part_once())
+    }
+
+    /// What the ops of this rank leave in a forward pass, in their order: the place in the model, and the layout of the first
+    /// result. Nothing is computed.
+    ///
+    /// # Errors
+    /// What `read` and the model's text report.
+    pub fn outline(&self) -> Result<Vec<(Rc<str>, Layout)>> {
+        let told = |r: &OpRecord| Some((r.path.clone(), r.outputs.first()?.clone()));
+        if let Some(staged) = &self.staged {
+            return Ok(staged.records(self.model.rank()).iter().filter_map(told).collect());
+        }
+        let layouts: Vec<Layout> = (self.read)(self.model.rank(), self.step, self.rows(0))?
+            .iter()
+            .map(|t| t.layout().clone())
+            .collect();
+        let text = |arguments: &[Var]| Ok(vec![(self.loss)(&self.model, arguments)]);
+        let program = Program::record(self.model.rank(), &layouts, None, text)?;
+        Ok(program.records.iter().filter_map(told).collect())
     }
 
     /// The rank on whose mesh arguments lie: without the axis of the pipeline, if there is one.

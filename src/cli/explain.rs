@@ -11,12 +11,15 @@ use shardgrad::prelude::*;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::ops::Range;
+use std::rc::Rc;
 
 /// One rank's view of a step.
 struct Step {
     rank: usize,
     /// Those that live on this rank, with their bytes here.
     parameters: Vec<(String, Layout, u64)>,
+    /// What is left at each place of the model in the forward pass of a microbatch, in order.
+    activations: Vec<(String, Layout)>,
     records: Vec<Record>,
     cost: Cost,
     peak_bytes: u64,
@@ -49,13 +52,14 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
         };
         let here = trainer.model().params().iter().filter(|p| p.is_here());
         let parameters = here.map(|p| (p.name(), p.layout(), bytes(&p.layout()))).collect();
+        let activations = last_of_each(trainer.outline()?);
         rank.trace().take();
         let before = rank.backend().cost();
         trainer.step(&[0.0])?;
         let (records, after) = (rank.trace().take(), rank.backend().cost());
         let cost = Cost { flops: after.flops - before.flops, bytes: after.bytes - before.bytes };
         let peak_bytes = rank.backend().memory().peak_bytes as u64;
-        Ok(Step { rank: rank.index(), parameters, records, cost, peak_bytes })
+        Ok(Step { rank: rank.index(), parameters, activations, records, cost, peak_bytes })
     };
     let steps: Vec<Step> = first_ranks(&mesh)
         .into_iter()
@@ -82,6 +86,18 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     Ok(())
 }
 
+/// Of ops at one place that follow each other, the last.
+fn last_of_each(ops: Vec<(Rc<str>, Layout)>) -> Vec<(String, Layout)> {
+    let mut places: Vec<(String, Layout)> = Vec::new();
+    for (path, layout) in ops {
+        match places.last_mut() {
+            Some((known, last)) if **known == *path => *last = layout,
+            _ => places.push((path.to_string(), layout)),
+        }
+    }
+    places
+}
+
 /// The first rank of each stage of a pipeline, or of the mesh.
 fn first_ranks(mesh: &Mesh) -> Vec<usize> {
     let Some(pp) = mesh.axis("pp") else { return vec![0] };
@@ -100,6 +116,10 @@ fn print_json(mesh: &Mesh, step: &Step) {
             "{}",
             json!({"kind": "parameter", "rank": rank, "name": name, "layout": layout, "bytes": bytes})
         );
+    }
+    for (path, layout) in &step.activations {
+        let layout = layout.to_string();
+        println!("{}", json!({"kind": "activation", "rank": rank, "path": path, "layout": layout}));
     }
     for r in &step.records {
         let line = format!("{}:{}", r.site.file(), r.site.line());
@@ -134,7 +154,12 @@ fn text(mesh: &Mesh, step: &Step) -> String {
     }
     let total = step.parameters.iter().map(|(_, _, bytes)| bytes).sum();
     let _ = writeln!(out, "  {:<width$} {:<32} {:>10}\n", "total", "", size(total));
-    out.push_str("collectives\n");
+    out.push_str("activations of a microbatch\n");
+    let width = step.activations.iter().map(|(path, _)| path.len()).max().unwrap_or(0);
+    for (path, layout) in &step.activations {
+        let _ = writeln!(out, "  {path:<width$} {layout}");
+    }
+    out.push_str("\ncollectives\n");
     if step.records.is_empty() {
         out.push_str("  none: every value stays where it is\n");
     }
