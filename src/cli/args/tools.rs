@@ -44,6 +44,8 @@ pub(crate) enum BenchChoice {
     Collectives,
     /// The cost of an op beside its kernel, plain and on a mesh
     Tape,
+    /// Pipeline schedules of sleeping stages, beside the simulator
+    Pipeline,
     /// Whole training steps
     TrainStep,
 }

@@ -4,6 +4,7 @@ mod line;
 mod kernels;
 mod collectives;
 mod tape;
+mod pipeline;
 mod train_step;
 
 use super::args::{BenchArgs, BenchChoice};
@@ -22,6 +23,9 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     }
     if wanted(BenchChoice::Tape) {
         tape::run(&bench)?;
+    }
+    if wanted(BenchChoice::Pipeline) {
+        pipeline::run(&bench)?;
     }
     if wanted(BenchChoice::TrainStep) {
         train_step::run(&bench)?;

@@ -1,4 +1,5 @@
-//! What an op costs beside its kernel: small ops, plain and on a mesh of 1 x 2 where nothing has to move.
+//! What an op costs beside its kernel: small ops, plain and on a mesh of 1 x 2 where nothing has to move. Both cores
+//! are busy in either case.
 
 use super::line::{Bench, Work, check};
 use shardgrad::prelude::*;
@@ -45,8 +46,11 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
     for case in &CASES {
         let mut plain: Option<Times> = None;
         for mesh in ["", "dp=1,tp=2"] {
-            let times =
-                World::new(Mesh::parse(mesh)?).threads(1).launch(|rank| measure(bench, rank, case))?;
+            let world = World::new(Mesh::parse(mesh)?).threads(1);
+            let times = match mesh {
+                "" => side_by_side(|| world.clone().launch(|rank| measure(bench, rank, case)))?,
+                _ => world.launch(|rank| measure(bench, rank, case))?,
+            };
             let times = times.into_iter().next().expect("a world has a rank");
             for (what, seconds) in [
                 ("forward", times.tensor),
@@ -68,6 +72,17 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Two of the same at once, of which one counts: a core is faster while the other has nothing to do, and on the mesh both
+/// are busy.
+fn side_by_side<T: Send>(run: impl Fn() -> Result<T> + Sync) -> Result<T> {
+    std::thread::scope(|scope| {
+        let other = scope.spawn(&run);
+        let own = run();
+        let other = other.join().expect("a launch catches panics");
+        other.and(own)
+    })
 }
 
 fn measure(bench: &Bench, rank: &Rank, case: &Case) -> Result<Times> {
