@@ -68,6 +68,39 @@ fn extents_and_dtypes_that_do_not_fit() {
 }
 
 #[test]
+fn what_an_op_finds_at_run_time_or_cannot_do() {
+    let index = error("", |rank| {
+        let ids = Tensor::from_host(rank, &[2], &[1i64, 7])?;
+        let _ = zeros(rank, "f32[5, 3]")?.embedding(&ids);
+        Ok(())
+    });
+    pinned("index_out_of_range", Kind::Device, &index, &[OWN_LINE, "7"]);
+    let used_up = error("", |rank| {
+        let tape = shardgrad::autograd::Tape::new(rank);
+        let y = tape.leaf(1, &zeros(rank, "f32[3]")?).square();
+        y.sum().backward()?;
+        y.sum().backward()
+    });
+    pinned("graph_used_up", Kind::Unsupported, &used_up, &[OWN_LINE, HELP]);
+    let recorded = error("pp=2", |rank| {
+        let read = |rank: &Rank, _: u64, _: std::ops::Range<usize>| Ok(vec![zeros(rank, "f32[2, 3]")?]);
+        let loss = |model: &Linear, x: &[Var]| {
+            let y = model.forward(&x[0]);
+            let size = y.sum().item().unwrap_or_else(|e| e.raise());
+            y.scale(1.0 / size).mean()
+        };
+        let plan = Plan::pipeline("pp");
+        Trainer::new(rank, Linear::new(3, 3), &plan, AdamW::new(0.1), Settings::new(2), read, loss)
+            .map(|_| ())
+    });
+    pinned("value_read_while_recorded", Kind::Unsupported, &recorded, &[OWN_LINE, HELP]);
+    let folder = Folder::new("errors-io");
+    let (code, said) = told(&["eval", "--model", &folder.path("nowhere"), "--data", &folder.path("text")]);
+    assert_eq!(code, 2);
+    insta::assert_snapshot!("no_such_folder", steady(&said, Some(&folder)));
+}
+
+#[test]
 fn layouts_that_an_op_refuses() {
     let product = |rank: &Rank| Ok(zeros(rank, "f32[6@tp, 8]")?.matmul(&zeros(rank, "f32[8@tp, 4]")?));
     pinned(
