@@ -53,10 +53,10 @@ const HELP: &str = "help       ";
 #[test]
 fn extents_and_dtypes_that_do_not_fit() {
     let shape =
-        error("dp=2", |rank| Ok(zeros(rank, "f32[6@dp, 3]")?.matmul(&zeros(rank, "f32[4, 5]")?)).map(|_| ()));
+        alone("dp=2", |rank| Ok(zeros(rank, "f32[6@dp, 3]")?.matmul(&zeros(rank, "f32[4, 5]")?)).map(|_| ()));
     pinned("shape", Kind::Shape, &shape, &[OWN_LINE, HELP]);
     let dtype =
-        error("dp=2", |rank| Ok(zeros(rank, "f32[6@dp]")?.add(&zeros(rank, "f64[6@dp]")?)).map(|_| ()));
+        alone("dp=2", |rank| Ok(zeros(rank, "f32[6@dp]")?.add(&zeros(rank, "f64[6@dp]")?)).map(|_| ()));
     pinned("dtype", Kind::DType, &dtype, &[OWN_LINE, HELP]);
     let host = error("", |rank| Tensor::from_host(rank, &[2, 3], &[1.0f32; 5]).map(|_| ()));
     pinned("host_data", Kind::Shape, &host, &[OWN_LINE, HELP]);
@@ -74,7 +74,7 @@ fn what_an_op_finds_at_run_time_or_cannot_do() {
         let _ = zeros(rank, "f32[5, 3]")?.embedding(&ids);
         Ok(())
     });
-    pinned("index_out_of_range", Kind::Device, &index, &[OWN_LINE, "7"]);
+    pinned("index_out_of_range", Kind::Device, &index, &[OWN_LINE, "7", "arg 1", HELP]);
     let used_up = error("", |rank| {
         let tape = shardgrad::autograd::Tape::new(rank);
         let y = tape.leaf(1, &zeros(rank, "f32[3]")?).square();
@@ -82,7 +82,7 @@ fn what_an_op_finds_at_run_time_or_cannot_do() {
         y.sum().backward()
     });
     pinned("graph_used_up", Kind::Unsupported, &used_up, &[OWN_LINE, HELP]);
-    let recorded = error("pp=2", |rank| {
+    let recorded = alone("pp=2", |rank| {
         let read = |rank: &Rank, _: u64, _: std::ops::Range<usize>| Ok(vec![zeros(rank, "f32[2, 3]")?]);
         let loss = |model: &Linear, x: &[Var]| {
             let y = model.forward(&x[0]);

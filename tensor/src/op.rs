@@ -329,14 +329,19 @@ fn failed(
     inputs: &[Layout],
     site: &'static Location<'static>,
 ) -> Error {
-    if error.kind() != Kind::OutOfMemory {
-        return error.at(site);
+    let inputs: SmallVec<[&Layout; 4]> = inputs.iter().collect();
+    match error.kind() {
+        Kind::OutOfMemory => {
+            let named = Error::new(Kind::OutOfMemory, format!("{}: {}", op.name(), error.message()));
+            describe(named, op, rank, &inputs, site).detail(
+                "help",
+                "split more over more ranks, cut the batch into more microbatches, recompute blocks, or raise the limit",
+            )
+        }
+        Kind::Device => describe(Error::new(Kind::Device, error.message()), op, rank, &inputs, site)
+            .detail("help", "look at the values of the arguments; indices count from 0"),
+        _ => error.at(site),
     }
-    let named = Error::new(Kind::OutOfMemory, format!("{}: {}", op.name(), error.message()));
-    describe(named, op, rank, &inputs.iter().collect::<SmallVec<[&Layout; 4]>>(), site).detail(
-        "help",
-        "split more over more ranks, cut the batch into more microbatches, recompute blocks, or raise the limit",
-    )
 }
 
 /// How many index tuples the signature of an op runs over: the multiply-adds of a product, the elements of an element-wise
