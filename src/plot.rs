@@ -18,8 +18,8 @@ const POINTS_MAX: usize = 1600;
 /// A loss beyond this is drawn as a gap, like one that is not finite.
 const LOSS_MAX: f64 = 1e6;
 
-const FONT: &str = "system-ui, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif";
-const INK: RGBColor = RGBColor(33, 37, 41);
+pub(crate) const FONT: &str = "system-ui, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif";
+pub(crate) const INK: RGBColor = RGBColor(33, 37, 41);
 const GREY: RGBColor = RGBColor(108, 117, 125);
 const AXIS: RGBColor = RGBColor(173, 181, 189);
 const GRID: RGBColor = RGBColor(233, 236, 239);

@@ -1,5 +1,6 @@
 //! Timelines of pipeline schedules, as text and as SVG: one row a rank, the memory of the ranks below.
 
+use crate::plot::{FONT, INK};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 use shardgrad::autograd::pipeline::{Action, Span, Timeline};
@@ -15,8 +16,6 @@ const ROW: i32 = 26;
 const TITLE: i32 = 44;
 const MEMORY: i32 = 120;
 
-const FONT: &str = "system-ui, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif";
-const INK: RGBColor = RGBColor(33, 37, 41);
 const IDLE: RGBColor = RGBColor(241, 243, 245);
 const FORWARD: RGBColor = RGBColor(116, 166, 232);
 const BACKWARD: RGBColor = RGBColor(96, 180, 130);

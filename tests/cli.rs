@@ -314,3 +314,20 @@ fn a_schedule_is_drawn() {
     let (code, said) = told(&["plan", "--schedule", "zb-h9"]);
     assert!(code == 2 && said.contains("did you mean `zb-h"), "{said}");
 }
+
+#[test]
+fn a_reader_that_goes_away_is_no_fault() {
+    use std::io::Read;
+    let args = ["plan", "--stages", "32", "--microbatches", "256", "--json"];
+    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_shardgrad"))
+        .args(args)
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut out = child.stdout.take().unwrap();
+    out.read_exact(&mut [0; 10]).unwrap();
+    drop(out);
+    let output = child.wait_with_output().unwrap();
+    assert!(!output.status.success() && output.stderr.is_empty(), "{output:?}");
+}

@@ -245,6 +245,20 @@ fn what_cannot_be_a_pipeline_is_refused() {
     assert!(text.contains("the cuts make 1 stages, the schedule has 2"), "{text}");
 }
 
+#[test]
+fn a_parameter_of_another_stage_is_refused_by_name() {
+    let run = Run::new(1);
+    let error = World::new(Mesh::parse("pp=2").unwrap()).dry_run(0, |rank| {
+        let trainer = run.trainer(rank)?;
+        let far = trainer.model().param("h.3.ln_1.weight")?.clone();
+        assert!(!far.is_here() && !far.counts_here() && far.layout().shape().as_slice() == [12]);
+        let _ = far.tensor();
+        Ok(())
+    });
+    let text = error.unwrap_err().to_string();
+    assert!(text.contains("`h.3.ln_1.weight` lives on stage [1] of the pipeline, not on 0"), "{text}");
+}
+
 /// The lines of an example that a compiler reads.
 fn code(example: &str) -> Vec<String> {
     let path = format!("{}/examples/{example}.rs", env!("CARGO_MANIFEST_DIR"));
