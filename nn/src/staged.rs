@@ -108,7 +108,9 @@ impl Staged {
         let layouts: Vec<Layout> = arguments.iter().map(|t| t.layout().clone()).collect();
         let stages = self.stages(model.rank(), &layouts, text)?;
         let schedule = Schedule::forward_only(&self.schedule.place, self.schedule.ranks.len());
-        let schedule = schedule.with_transfers(&stages.links());
+        let links = stages.links();
+        let schedule = schedule.with_transfers(&links);
+        schedule.verify(&links)?;
         let runner = Runner { rank: model.rank(), axis: self.axis, stages: &stages, schedule: &schedule };
         let parameter = parameters(model);
         let outcome = runner.run(&Feed {

@@ -1,9 +1,9 @@
-//! What all families of language models have in common: a config, and names in files.
+//! What all families of language models have in common: a config, names in files, a way through their blocks.
 
 use crate::hf::ModelConfig;
 use crate::module::Module;
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Error, Kind, Value};
+use shardgrad_tensor::{Error, Kind, Value, unwind};
 
 /// A language model that lives in Hugging Face folders.
 pub trait Family: Module {
@@ -31,4 +31,16 @@ pub(super) fn check_ids(ids: &Var, read: usize, positions: usize) {
             .at(std::panic::Location::caller())
             .raise();
     }
+}
+
+/// x through all blocks. With `recompute`, the inputs of each are kept for the backward pass and the rest is computed again
+/// there.
+pub(super) fn through<B>(blocks: &[B], x: Var, recompute: bool, forward: impl Fn(&B, &Var) -> Var) -> Var {
+    blocks.iter().fold(x, |x, block| {
+        if !recompute {
+            return forward(block, &x);
+        }
+        let tape = x.tape().clone();
+        unwind(tape.checkpoint(&[x], |x| Ok(vec![forward(block, &x[0])]))).swap_remove(0)
+    })
 }

@@ -1,6 +1,6 @@
 //! GPT-2: a decoder with learned positions. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
 
-use super::family::{Family, check_ids};
+use super::family::{Family, check_ids, through};
 use crate::cache::Cache;
 use crate::hf::{Gpt2Config, ModelConfig};
 use crate::layer::{Attention, Block, Dropout, Embedding, LayerNorm, Mlp};
@@ -9,7 +9,7 @@ use crate::module;
 use crate::param::Init;
 use crate::plan::Plan;
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Value, unwind};
+use shardgrad_tensor::Value;
 
 module! {
     /// Token and position embeddings, blocks, a norm, and an output layer: the token table transposed, or one of its own.
@@ -93,16 +93,7 @@ impl Gpt2 {
 
     /// [`Gpt2::forward`] of ids that fit. What is asked for here is asked for by this text, not by its caller.
     fn logits(&self, ids: &Var) -> Var {
-        let mut x = self.embedded(ids, 0);
-        for block in &self.h {
-            x = if self.recompute {
-                let tape = x.tape().clone();
-                let made = tape.checkpoint(&[x], |x| Ok(vec![block.forward(&x[0])]));
-                unwind(made).swap_remove(0)
-            } else {
-                block.forward(&x)
-            };
-        }
+        let x = through(&self.h, self.embedded(ids, 0), self.recompute, |block, x| block.forward(x));
         self.scores(&x)
     }
 

@@ -1,7 +1,7 @@
 //! The Llama family: decoders with rotary positions, grouped queries, gated MLPs and RMS norms. Touvron et al., arXiv
 //! 2302.13971; its members differ in biases and norms.
 
-use super::family::{Family, check_ids};
+use super::family::{Family, check_ids, through};
 use crate::cache::{Cache, Past};
 use crate::hf::{LlamaConfig, LlamaKind, ModelConfig};
 use crate::layer::{Embedding, GatedMlp, GroupedAttention, RmsNorm};
@@ -10,7 +10,7 @@ use crate::module;
 use crate::param::Init;
 use crate::plan::Plan;
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Value, unwind};
+use shardgrad_tensor::Value;
 
 module! {
     /// x + self_attn(input_layernorm(x)), then x + mlp(post_attention_layernorm(x)).
@@ -158,16 +158,8 @@ impl Llama {
 
     /// [`Llama::forward`] of ids that fit. What is asked for here is asked for by this text, not by its caller.
     fn logits(&self, ids: &Var) -> Var {
-        let mut x = self.model.embed_tokens.forward(ids);
-        for block in &self.model.layers {
-            x = if self.recompute {
-                let tape = x.tape().clone();
-                let made = tape.checkpoint(&[x], |x| Ok(vec![block.forward(&x[0])]));
-                unwind(made).swap_remove(0)
-            } else {
-                block.forward(&x)
-            };
-        }
+        let x = self.model.embed_tokens.forward(ids);
+        let x = through(&self.model.layers, x, self.recompute, |block, x| block.forward(x));
         self.scores(&x)
     }
 
