@@ -4,7 +4,7 @@
 //! and any strides, results are contiguous.
 
 use crate::cpu::Pool;
-use crate::dtype::{DType, Element};
+use crate::dtype::Element;
 use crate::error::KernelError;
 use crate::kernel::{Arg, ArgMut, Bound, HostCode, Kernel, Launch};
 use crate::match_dtype;
@@ -205,6 +205,7 @@ fn masked_fill<T: Element>(pool: &Pool, [x, m]: [&Arg<'_>; 2], y: &mut ArgMut<'_
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dtype::DType;
     use crate::kernel::Scalar;
     use crate::op::check::{Case, Kind, values};
     use crate::op::differences::{Value, evaluate_as};
