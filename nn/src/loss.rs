@@ -92,7 +92,7 @@ pub fn bce_with_logits(logits: &Var, targets: &Var) -> Var {
 mod tests {
     use super::*;
     use shardgrad_autograd::Tape;
-    use shardgrad_tensor::{Layout, Mesh, Rank, Result, Tensor, World};
+    use shardgrad_tensor::{Error, Layout, Mesh, Rank, Result, Tensor, World};
 
     const LAYOUTS: [(&str, &str); 4] =
         [("", "f64[3, 4]"), ("a=2", "f64[3@a, 4]"), ("a=2", "f64[3, 4@a]"), ("a=2,b=2", "f64[3@b, 4@a]")];
@@ -132,7 +132,8 @@ mod tests {
 
     #[test]
     fn cross_entropy_with_smoothing_and_without_ignored_rows() {
-        let targets = |rank: &Rank, z: &Var, t: &[i64]| Ok(z.constant(Tensor::from_host(rank, &[3], t)?));
+        let targets =
+            |rank: &Rank, z: &Var, t: &[i64]| Ok::<_, Error>(z.constant(Tensor::from_host(rank, &[3], t)?));
         let smooth = CrossEntropy { smoothing: 0.2, ..CrossEntropy::default() };
         check(
             |rank, z| Ok(smooth.mean(z, &targets(rank, z, &[2, 0, 3])?)),
@@ -152,7 +153,7 @@ mod tests {
     #[test]
     fn squares_and_binary_cross_entropy() {
         let t = [0.0, 1.0, 0.5, 0.25];
-        let targets = |rank: &Rank, z: &Var| Ok(z.constant(Tensor::from_host(rank, &[4], &t)?));
+        let targets = |rank: &Rank, z: &Var| Ok::<_, Error>(z.constant(Tensor::from_host(rank, &[4], &t)?));
         let mean = |z: &[f64], f: &dyn Fn(f64, f64) -> f64| {
             z.iter().enumerate().map(|(i, &z)| f(z, t[i % 4])).sum::<f64>() / z.len() as f64
         };
