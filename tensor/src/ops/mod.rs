@@ -50,6 +50,8 @@ pub enum Input {
     Real(Vec<usize>),
     /// Real numbers of a shape, in 0.5..2.5 (logarithms, divisors).
     Positive(Vec<usize>),
+    /// Real numbers of a shape, all different and 1/8 or more apart (orders).
+    Distinct(Vec<usize>),
     /// Integers of a shape in 0..bound.
     Index(Vec<usize>, usize),
 }
@@ -67,6 +69,12 @@ impl Input {
         Input::Positive(shape.to_vec())
     }
 
+    /// Real numbers that are all different.
+    #[must_use]
+    pub fn distinct(shape: &[usize]) -> Input {
+        Input::Distinct(shape.to_vec())
+    }
+
     /// Integers in 0..bound.
     #[must_use]
     pub fn index(shape: &[usize], bound: usize) -> Input {
@@ -77,7 +85,7 @@ impl Input {
     #[must_use]
     pub fn shape(&self) -> &[usize] {
         match self {
-            Input::Real(s) | Input::Positive(s) | Input::Index(s, _) => s,
+            Input::Real(s) | Input::Positive(s) | Input::Distinct(s) | Input::Index(s, _) => s,
         }
     }
 }

@@ -20,6 +20,7 @@ fn with_ones(case: &Case) -> Case {
     let one = |input: &Input| match input {
         Input::Real(s) => Input::Real(vec![1; s.len()]),
         Input::Positive(s) => Input::Positive(vec![1; s.len()]),
+        Input::Distinct(s) => Input::Distinct(vec![1; s.len()]),
         Input::Index(s, _) => Input::Index(vec![1; s.len()], 1),
     };
     Case { inputs: case.inputs.iter().map(one).collect(), ..case.clone() }
