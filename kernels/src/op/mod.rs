@@ -20,6 +20,10 @@ pub mod rms_norm;
 pub mod attention;
 pub mod cross_entropy;
 pub mod embedding;
+pub mod index;
+pub mod one_hot;
+pub mod triangle;
+pub mod sort;
 pub mod adamw;
 pub mod random;
 pub mod rope;
@@ -71,6 +75,11 @@ pub static KERNELS: &[&Kernel] = &[
     &cross_entropy::BACKWARD,
     &embedding::FORWARD,
     &embedding::BACKWARD,
+    &index::GATHER,
+    &index::SCATTER_ADD,
+    &one_hot::ONE_HOT,
+    &triangle::TRIANGLE,
+    &sort::SORT,
     &adamw::STEP,
     &random::UNIFORM,
     &random::NORMAL,
