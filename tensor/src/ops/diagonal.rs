@@ -173,7 +173,8 @@ impl Op for DiagonalOf {
 
 pub(super) fn cases() -> Vec<Case> {
     let of = |shape: &[usize], offset| {
-        Case::fixed(Diagonal::of(shape, offset).expect("matrices of the case"), vec![Input::real(shape)]).exact()
+        Case::fixed(Diagonal::of(shape, offset).expect("matrices of the case"), vec![Input::real(shape)])
+            .exact()
     };
     let square = |shape: &[usize], offset| {
         Case::fixed(DiagonalOf::square(shape, offset).expect("a dim of the case"), vec![Input::real(shape)])

@@ -255,12 +255,12 @@ mod tests {
     #[test]
     fn an_index_that_stands_twice_counts_twice() {
         World::run(Mesh::single(), |rank| {
-            let x = Tensor::from_host(rank, &[1, 3], &[100i64, 200, 300])?;
-            let parts = Tensor::from_host(rank, &[1, 4], &[1i64, 2, 3, 4])?;
+            let x = Tensor::from_host(rank, &[1, 3], &[100.0f32, 200.0, 300.0])?;
+            let parts = Tensor::from_host(rank, &[1, 4], &[1.0f32, 2.0, 3.0, 4.0])?;
             let list = Tensor::from_host(rank, &[4], &[2i64, 0, 2, 2])?;
-            assert_eq!(x.index_add(1, &list, &parts).to_host::<i64>()?, [102, 200, 308]);
+            assert_eq!(x.index_add(1, &list, &parts).to_host::<f32>()?, [102.0, 200.0, 308.0]);
             let table = Tensor::from_host(rank, &[1, 4], &[1i64, 1, 0, 2])?;
-            assert_eq!(x.scatter_add(1, &table, &parts).to_host::<i64>()?, [103, 203, 304]);
+            assert_eq!(x.scatter_add(1, &table, &parts).to_host::<f32>()?, [103.0, 203.0, 304.0]);
             Ok(())
         })
         .unwrap();
@@ -274,7 +274,7 @@ mod tests {
             let parts = Tensor::from_host(rank, &[3, 2], &[1.0f64, 2.0, 3.0, 4.0, 5.0, 6.0])?;
             let list = Tensor::from_host(rank, &[3], &[4i64, 1, 4])?;
             let sum = x.index_add(0, &list, &parts);
-            assert_eq!(sum.layout().to_string(), "f64[5@a, 2] ");
+            assert_eq!(sum.layout().to_string(), "f64[5@a, 2]");
             assert_eq!(sum.to_host::<f64>()?, [0.0, 0.0, 3.0, 4.0, 0.0, 0.0, 0.0, 0.0, 6.0, 8.0]);
             Ok(())
         })

@@ -14,6 +14,14 @@ pub mod add_scalar;
 pub mod attention;
 pub mod cast;
 pub mod embedding;
+pub mod gather;
+pub mod flip;
+pub mod one_hot;
+pub mod sort;
+pub mod top_k;
+pub mod triangle;
+pub mod roll;
+pub mod diagonal;
 pub mod cross_entropy_terms;
 pub mod dropout;
 pub mod einsum;
@@ -31,6 +39,7 @@ pub mod rope;
 pub mod silu;
 pub mod slice;
 pub mod concat;
+pub mod split;
 pub mod softmax;
 pub mod sqrt;
 pub mod square;
@@ -152,27 +161,34 @@ list! {
     cast,
     concat,
     cross_entropy_terms,
+    diagonal,
     div,
     dropout,
     einsum,
     embedding,
     exp,
+    flip,
+    gather,
     gelu,
     layer_norm,
     log,
     max_last,
     mul,
     neg,
+    one_hot,
     permute,
     reciprocal,
     relu,
     reshape,
     rms_norm,
+    roll,
     rope,
     scale,
     silu,
     slice,
     softmax,
+    sort,
+    split,
     sqrt,
     square,
     sub,
@@ -180,5 +196,7 @@ list! {
     sum_squares,
     swiglu,
     tanh,
+    top_k,
+    triangle,
     unbind,
 }

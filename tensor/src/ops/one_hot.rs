@@ -72,7 +72,7 @@ pub(super) fn cases() -> Vec<Case> {
         case(7, DType::F32, Input::index(&[5], 7)),
         case(3, DType::Bool, Input::index(&[2, 5], 3)),
         case(2, DType::F32, Input::index(&[], 2)),
-        case(0, DType::F32, Input::index(&[0], 1)),
+        Case::fixed(Rc::new(OneHot { count: 0, dtype: DType::F32 }), vec![Input::index(&[0], 1)]).exact(),
     ]
 }
 

@@ -36,7 +36,13 @@ impl Sort {
 }
 
 /// The first `count` elements along a dim in order, and their places.
-pub(super) fn ordered(local: &Local<'_>, x: &Piece, dim: usize, count: usize, descending: bool) -> Result<Pieces> {
+pub(super) fn ordered(
+    local: &Local<'_>,
+    x: &Piece,
+    dim: usize,
+    count: usize,
+    descending: bool,
+) -> Result<Pieces> {
     let ndim = x.view.ndim();
     let last: Dims = (0..ndim).filter(|&d| d != dim).chain([dim]).collect();
     let x = x.viewed(x.view.permute(&last)).contiguous(local.rank)?;

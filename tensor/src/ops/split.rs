@@ -99,7 +99,12 @@ pub(super) fn cases() -> Vec<Case> {
         let op = Split::along(shape.len(), shape[dim], dim, sizes).expect("sizes of the case");
         Case::fixed(op, vec![Input::real(shape)]).exact()
     };
-    vec![case(&[5, 7], 1, &[2, 5]), case(&[3, 4, 2], 1, &[1, 0, 3]), case(&[3], 0, &[3]), case(&[0, 2], 0, &[0, 0])]
+    vec![
+        case(&[5, 7], 1, &[2, 5]),
+        case(&[3, 4, 2], 1, &[1, 0, 3]),
+        case(&[3], 0, &[3]),
+        case(&[0, 2], 0, &[0, 0]),
+    ]
 }
 
 #[cfg(test)]

@@ -49,9 +49,8 @@ impl Op for Triangle {
 }
 
 pub(super) fn cases() -> Vec<Case> {
-    let case = |is_upper, diagonal, input| {
-        Case::new(Rc::new(Triangle { is_upper, diagonal }), vec![input]).exact()
-    };
+    let case =
+        |is_upper, diagonal, input| Case::new(Rc::new(Triangle { is_upper, diagonal }), vec![input]).exact();
     vec![
         case(true, 0, Input::real(&[5, 7])),
         case(false, 1, Input::real(&[7, 4])),

@@ -177,11 +177,11 @@ fn every_op_on_every_layout() {
     let line = format!("{total} rows; direct, cast, complete, refused: {found:?}\n");
     std::io::stdout().write_all(line.as_bytes()).unwrap();
     let expected = [
-        ("a=2", [942, 1078, 1298, 2175]),
-        ("a=3", [939, 1078, 1298, 2178]),
-        ("a=2,b=2", [2833, 1682, 3162, 4012]),
-        ("a=2 in grains", [869, 684, 734, 818]),
-        ("a=2,b=2 in grains", [2429, 630, 1381, 1652]),
+        ("a=2", [1392, 1208, 1456, 2311]),
+        ("a=3", [1389, 1208, 1456, 2314]),
+        ("a=2,b=2", [4307, 2103, 4154, 5216]),
+        ("a=2 in grains", [1313, 814, 892, 960]),
+        ("a=2,b=2 in grains", [3658, 787, 1864, 2404]),
     ];
     assert_eq!(found, expected, "direct, cast, complete and refused rows; new cases change them");
 }
