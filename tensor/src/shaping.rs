@@ -330,7 +330,9 @@ mod tests {
             |x| x.chunk(1, 0).remove(0),
         ];
         for case in cases {
-            let error = World::run(Mesh::single(), |rank| Ok(drop(case(&two_by_three(rank)?)))).unwrap_err();
+            let error =
+                World::run(Mesh::single(), |rank| two_by_three(rank).map(|x| case(&x).layout().to_string()))
+                    .unwrap_err();
             assert_eq!(error.kind(), Kind::Shape, "{error}");
             assert!(error.site().is_some_and(|s| s.file().ends_with("shaping.rs")), "{error}");
         }

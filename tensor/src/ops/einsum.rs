@@ -81,7 +81,7 @@ pub fn product(x: &[usize], w: &[usize]) -> Result<Rc<dyn Op>> {
     };
     let batch = |side, other| (0..width).filter_map(|d| label(side, other, d)).collect::<Vec<_>>().join(" ");
     let all = (0..width).map(|d| format!("b{d}")).collect::<Vec<_>>().join(" ");
-    Ok(Einsum::of(&format!("{} m k, {} k n -> {all} m n", batch(x, w), batch(w, x)).trim_start()))
+    Ok(Einsum::of(&format!("{} m k, {} k n -> {all} m n", batch(x, w), batch(w, x))))
 }
 
 /// `..m k, k n -> ..m n`: x w.

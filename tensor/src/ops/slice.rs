@@ -198,6 +198,7 @@ mod tests {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 3], &[1i64, 2, 3, 4, 5, 6])?;
             assert_eq!(x.slice(1, 1..3).to_host::<i64>()?, [2, 3, 5, 6]);
+            assert_eq!(x.slice(0, 0..1).to_host::<i64>()?, [1, 2, 3], "not what lies behind it");
             assert_eq!(x.select(0, 1).to_host::<i64>()?, [4, 5, 6]);
             assert_eq!(x.select(0, 1).shape().as_slice(), [3]);
             Ok(())
