@@ -101,32 +101,32 @@ pub trait Value: Clone {
         Self::apply_one(Rc::new(unwind(einsum::Einsum::new(signature))), &[self, other])
     }
 
-    /// x + y; the one with fewer dims is repeated along the leading dims of the other.
+    /// x + y; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn add(&self, other: &Self) -> Self {
-        Self::apply_one(Add::of(self.layout().ndim(), other.layout().ndim()), &[self, other])
+        Self::apply_one(Add::between(&self.shape(), &other.shape()), &[self, other])
     }
 
-    /// x - y; the one with fewer dims is repeated along the leading dims of the other.
+    /// x - y; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn sub(&self, other: &Self) -> Self {
-        Self::apply_one(Sub::of(self.layout().ndim(), other.layout().ndim()), &[self, other])
+        Self::apply_one(Sub::between(&self.shape(), &other.shape()), &[self, other])
     }
 
-    /// x y elementwise; the one with fewer dims is repeated along the leading dims of the other.
+    /// x y elementwise; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn mul(&self, other: &Self) -> Self {
-        Self::apply_one(Mul::of(self.layout().ndim(), other.layout().ndim()), &[self, other])
+        Self::apply_one(Mul::between(&self.shape(), &other.shape()), &[self, other])
     }
 
-    /// x / y; the one with fewer dims is repeated along the leading dims of the other.
+    /// x / y; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn div(&self, other: &Self) -> Self {
-        Self::apply_one(Div::of(self.layout().ndim(), other.layout().ndim()), &[self, other])
+        Self::apply_one(Div::between(&self.shape(), &other.shape()), &[self, other])
     }
 
     /// c x for a number c.

@@ -11,6 +11,27 @@ pub mod add;
 pub mod sub;
 mod pointwise;
 pub mod add_scalar;
+pub mod abs;
+pub mod sign;
+pub mod rsqrt;
+pub mod sin;
+pub mod cos;
+pub mod expm1;
+pub mod log1p;
+pub mod softplus;
+pub mod elu;
+pub mod leaky_relu;
+pub mod floor;
+pub mod ceil;
+pub mod round;
+pub mod pow_scalar;
+pub mod clamp;
+pub mod pow;
+pub mod maximum;
+pub mod compare;
+pub mod logical;
+pub mod masked_fill;
+pub mod choose;
 pub mod attention;
 pub mod cast;
 pub mod embedding;
@@ -25,17 +46,24 @@ pub mod diagonal;
 pub mod cross_entropy_terms;
 pub mod dropout;
 pub mod einsum;
+pub mod erf;
 pub mod exp;
 pub mod gelu;
+pub mod gelu_exact;
 pub mod layer_norm;
 pub mod log;
 pub mod max_last;
+pub mod amax;
+pub mod log_sum_exp;
+pub mod cumsum;
+pub mod argmax;
 pub mod permute;
 pub mod reciprocal;
 pub mod relu;
 pub mod reshape;
 pub mod rms_norm;
 pub mod rope;
+pub mod sigmoid;
 pub mod silu;
 pub mod slice;
 pub mod concat;
@@ -63,6 +91,8 @@ pub enum Input {
     Distinct(Vec<usize>),
     /// Integers of a shape in 0..bound.
     Index(Vec<usize>, usize),
+    /// Truth values of a shape.
+    Bool(Vec<usize>),
 }
 
 impl Input {
@@ -90,11 +120,21 @@ impl Input {
         Input::Index(shape.to_vec(), bound)
     }
 
+    /// Truth values of a shape.
+    #[must_use]
+    pub fn truth(shape: &[usize]) -> Input {
+        Input::Bool(shape.to_vec())
+    }
+
     /// The shape.
     #[must_use]
     pub fn shape(&self) -> &[usize] {
         match self {
-            Input::Real(s) | Input::Positive(s) | Input::Distinct(s) | Input::Index(s, _) => s,
+            Input::Real(s)
+            | Input::Positive(s)
+            | Input::Distinct(s)
+            | Input::Index(s, _)
+            | Input::Bool(s) => s,
         }
     }
 }
@@ -155,38 +195,66 @@ macro_rules! list {
 }
 
 list! {
+    abs,
     add,
     add_scalar,
+    amax,
+    argmax,
     attention,
     cast,
+    ceil,
+    choose,
+    clamp,
+    compare,
     concat,
+    cos,
     cross_entropy_terms,
+    cumsum,
     diagonal,
     div,
     dropout,
     einsum,
+    elu,
     embedding,
+    erf,
     exp,
+    expm1,
     flip,
+    floor,
     gather,
     gelu,
+    gelu_exact,
     layer_norm,
+    leaky_relu,
     log,
+    log1p,
+    log_sum_exp,
+    logical,
+    masked_fill,
     max_last,
+    maximum,
     mul,
     neg,
     one_hot,
     permute,
+    pow,
+    pow_scalar,
     reciprocal,
     relu,
     reshape,
     rms_norm,
     roll,
     rope,
+    round,
+    rsqrt,
     scale,
+    sigmoid,
+    sign,
     silu,
+    sin,
     slice,
     softmax,
+    softplus,
     sort,
     split,
     sqrt,
