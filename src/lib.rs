@@ -51,7 +51,9 @@ pub mod prelude {
         AdamW, Attention, Dropout, Embedding, LayerNorm, Linear, Mlp, Model, Module, Param, Plan, Point,
         Settings, Sgd, StepArgs, Trainer, module,
     };
-    pub use shardgrad_tensor::{Elementwise, Layout, Reduction, State, Tensor, Value};
+    pub use shardgrad_tensor::{
+        Contraction, Elementwise, Indexing, Layout, Reduction, Shaping, State, Tensor, Value,
+    };
 }
 
 /// Compiles and runs the code of the README.

@@ -81,6 +81,11 @@ impl Global {
         let (dtype, data) = match input {
             Input::Real(_) => (DType::F64, places.map(|i| fraction(seed, i)).collect()),
             Input::Positive(_) => (DType::F64, places.map(|i| 1.5 + fraction(seed, i) / 2.0).collect()),
+            Input::Distinct(_) => {
+                let mut order: Vec<u64> = places.clone().collect();
+                order.sort_unstable_by_key(|i| mixed(seed, *i));
+                (DType::F64, order.iter().map(|&i| i as f64 / 8.0 - places.end as f64 / 16.0).collect())
+            }
             Input::Index(_, bound) => {
                 (DType::I64, places.map(|i| (mixed(seed, i) % *bound as u64) as f64).collect())
             }

@@ -79,11 +79,12 @@ pub trait Value: Clone {
         Self::apply(op, args).into_iter().next().expect("the op has an output")
     }
 
-    /// x w: `[..m, k] x [k, n] -> [..m, n]`.
+    /// x w over the last dim of x and the last but one of w: `[.., m, k] x [.., k, n] -> [.., m, n]`. Leading dims are
+    /// matched from the right; one that is missing or has extent 1 is repeated. A vector is `[k]` on either side.
     #[track_caller]
     #[must_use]
     fn matmul(&self, w: &Self) -> Self {
-        Self::apply_one(einsum::matmul(), &[self, w])
+        Self::apply_one(unwind(einsum::product(&self.shape(), &w.shape())), &[self, w])
     }
 
     /// x w^T: `[..m, n] x [k, n] -> [..m, k]`.
@@ -365,7 +366,7 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn pad(&self, dim: usize, before: usize, after: usize) -> Self {
-        Self::apply_one(unwind(Pad::along(self.layout().ndim(), dim, before, after)), &[self])
+        Self::apply_one(unwind(Pad::along(self.layout().ndim(), dim, before, after, 0.0)), &[self])
     }
 
     /// exp(x_i) / sum_j exp(x_j) over the last dim.

@@ -25,6 +25,10 @@ pub mod rms_norm;
 pub mod attention;
 pub mod cross_entropy;
 pub mod embedding;
+pub mod index;
+pub mod one_hot;
+pub mod triangle;
+pub mod sort;
 pub mod adamw;
 pub mod sgd;
 pub mod random;
@@ -136,6 +140,11 @@ pub static KERNELS: &[&Kernel] = &[
     &cross_entropy::BACKWARD,
     &embedding::FORWARD,
     &embedding::BACKWARD,
+    &index::GATHER,
+    &index::SCATTER_ADD,
+    &one_hot::ONE_HOT,
+    &triangle::TRIANGLE,
+    &sort::SORT,
     &adamw::STEP,
     &sgd::STEP,
     &random::UNIFORM,

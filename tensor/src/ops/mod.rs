@@ -35,6 +35,14 @@ pub mod choose;
 pub mod attention;
 pub mod cast;
 pub mod embedding;
+pub mod gather;
+pub mod flip;
+pub mod one_hot;
+pub mod sort;
+pub mod top_k;
+pub mod triangle;
+pub mod roll;
+pub mod diagonal;
 pub mod cross_entropy_terms;
 pub mod dropout;
 pub mod einsum;
@@ -59,6 +67,7 @@ pub mod sigmoid;
 pub mod silu;
 pub mod slice;
 pub mod concat;
+pub mod split;
 pub mod softmax;
 pub mod sqrt;
 pub mod square;
@@ -78,6 +87,8 @@ pub enum Input {
     Real(Vec<usize>),
     /// Real numbers of a shape, in 0.5..2.5 (logarithms, divisors).
     Positive(Vec<usize>),
+    /// Real numbers of a shape, all different and 1/8 or more apart (orders).
+    Distinct(Vec<usize>),
     /// Integers of a shape in 0..bound.
     Index(Vec<usize>, usize),
     /// Truth values of a shape.
@@ -97,6 +108,12 @@ impl Input {
         Input::Positive(shape.to_vec())
     }
 
+    /// Real numbers that are all different.
+    #[must_use]
+    pub fn distinct(shape: &[usize]) -> Input {
+        Input::Distinct(shape.to_vec())
+    }
+
     /// Integers in 0..bound.
     #[must_use]
     pub fn index(shape: &[usize], bound: usize) -> Input {
@@ -113,7 +130,11 @@ impl Input {
     #[must_use]
     pub fn shape(&self) -> &[usize] {
         match self {
-            Input::Real(s) | Input::Positive(s) | Input::Index(s, _) | Input::Bool(s) => s,
+            Input::Real(s)
+            | Input::Positive(s)
+            | Input::Distinct(s)
+            | Input::Index(s, _)
+            | Input::Bool(s) => s,
         }
     }
 }
@@ -189,6 +210,7 @@ list! {
     cos,
     cross_entropy_terms,
     cumsum,
+    diagonal,
     div,
     dropout,
     einsum,
@@ -197,7 +219,9 @@ list! {
     erf,
     exp,
     expm1,
+    flip,
     floor,
+    gather,
     gelu,
     gelu_exact,
     layer_norm,
@@ -211,6 +235,7 @@ list! {
     maximum,
     mul,
     neg,
+    one_hot,
     permute,
     pow,
     pow_scalar,
@@ -218,6 +243,7 @@ list! {
     relu,
     reshape,
     rms_norm,
+    roll,
     rope,
     round,
     rsqrt,
@@ -229,6 +255,8 @@ list! {
     slice,
     softmax,
     softplus,
+    sort,
+    split,
     sqrt,
     square,
     sub,
@@ -236,5 +264,7 @@ list! {
     sum_squares,
     swiglu,
     tanh,
+    top_k,
+    triangle,
     unbind,
 }
