@@ -4,6 +4,7 @@
 mod support;
 mod layers;
 mod gradcheck;
+mod composed;
 mod names;
 mod parity;
 mod rounds;

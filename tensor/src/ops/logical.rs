@@ -55,7 +55,7 @@ pub(super) fn check_truth(dtype: DType) -> Result<()> {
         return Ok(());
     }
     Err(Error::new(Kind::DType, format!("truth values of {dtype}"))
-        .detail("help", "compare first, as in x.gt_scalar(0.0), or cast to DType::Bool"))
+        .detail("help", "compare first, as in x.ne_scalar(0.0)"))
 }
 
 fn truth(inputs: &[DType]) -> Result<DTypes> {
