@@ -1,6 +1,6 @@
 //! Broken ops, each of which the checks must report.
 
-use crate::rows::{Choice, cases, standards, walk_mesh};
+use crate::rows::{Part, Size, cases, standards, walk};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::{embedding, random, reduce};
 use shardgrad_kernels::{DType, Scalar};
@@ -213,9 +213,10 @@ const PLANTED: &[Plant] = &[
 fn findings(make: fn() -> Vec<Case>) -> Vec<String> {
     let entry = Entry { name: "planted", cases: make, source: "" };
     let standards = standards(&[entry]);
-    let mut findings = walk_mesh("a=2", &[entry], &standards, Choice { rows_max: 1000, has_grains: false })
-        .unwrap()
-        .findings;
+    let sizes = vec![Size::Given, Size::One];
+    let part =
+        Part { mesh: "a=2", sizes, strided: &[false, true], all_max: 1000, sample: 0, has_grains: false };
+    let mut findings = walk(&[entry], &part).unwrap().findings;
     for (i, standard) in standards[0].iter().enumerate() {
         findings.extend(gradients(|| cases(&entry).swap_remove(i), standard).err().map(|e| e.to_string()));
     }
