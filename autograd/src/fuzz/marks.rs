@@ -1,7 +1,7 @@
 //! A layout without its extents, so that it can be kept while shapes shrink.
 
 use shardgrad_dist::{Error, Kind, Mesh, Result};
-use shardgrad_kernels::DType;
+use shardgrad_tensor::DType;
 use shardgrad_tensor::Layout;
 use std::fmt;
 
@@ -46,7 +46,8 @@ impl Marks {
             Ok((grain.map_err(|_| refuse())?, pieces.map(str::to_string).collect()))
         };
         let dims = if dims.is_empty() { Vec::new() } else { dims.split(',').collect() };
-        let of = |mark: char| rest.split(' ').filter_map(|w| w.strip_prefix(mark)).map(str::to_string).collect();
+        let of =
+            |mark: char| rest.split(' ').filter_map(|w| w.strip_prefix(mark)).map(str::to_string).collect();
         Ok(Marks {
             dims: dims.into_iter().map(dim).collect::<Result<_>>()?,
             partial: of('+'),

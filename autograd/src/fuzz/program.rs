@@ -158,11 +158,8 @@ impl Program {
         while values.made.len() < self.steps.len() {
             let at = values.made.len();
             match self.blocks.iter().find(|b| b.start == at && !b.is_empty()) {
-                // A tape without leaves (all is constant) has nothing to compute again.
-                Some(block) if block.len() > 0 && !self.inputs.is_empty() => {
-                    self.block(ops, tape, block, &mut values)?;
-                }
-                _ => {
+                Some(block) => self.block(ops, tape, block, &mut values)?,
+                None => {
                     let made = Program::step(ops, tape, &self.steps[at], &values)?;
                     values.made.push(made);
                 }
@@ -189,7 +186,7 @@ impl Program {
 
     /// What one rank makes of it.
     pub(super) fn on_one_rank(&self, ops: &[Entry]) -> Result<Made> {
-        self.with_trial(ops, Trial::on_one_rank)
+        self.with_trial(ops, |trial| trial.on_one_rank())
     }
 
     /// Runs the program on one rank and on its mesh, and compares values and gradients. `ops` is the list that its steps name.
@@ -202,7 +199,10 @@ impl Program {
     }
 }
 
-impl fmt::Display for Input_<'_> {
+/// An input as Rust.
+struct Written<'a>(&'a Input);
+
+impl fmt::Display for Written<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             Input::Real(shape) => write!(f, "Input::Real(vec!{shape:?})"),
@@ -211,9 +211,6 @@ impl fmt::Display for Input_<'_> {
         }
     }
 }
-
-/// An input as Rust.
-pub(super) struct Input_<'a>(pub(super) &'a Input);
 
 impl fmt::Display for Program {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -224,7 +221,7 @@ impl fmt::Display for Program {
         let places = |all: &[Place]| all.iter().map(place).collect::<Vec<_>>().join(", ");
         writeln!(f, "Program {{\n    mesh: {:?}.into(),\n    inputs: vec![", self.mesh)?;
         for Feed { input, marks, is_leaf } in &self.inputs {
-            let (input, marks) = (Input_(input), format!("Marks::parse(\"{marks}\")?"));
+            let (input, marks) = (Written(input), format!("Marks::parse(\"{marks}\")?"));
             writeln!(f, "        Feed {{ input: {input}, marks: {marks}, is_leaf: {is_leaf} }},")?;
         }
         writeln!(f, "    ],\n    steps: vec![")?;

@@ -64,7 +64,8 @@ impl Made {
 
     fn is_near(&self, other: &Made) -> bool {
         let near = |(a, b): (&f64, &f64)| (a - b).abs() <= TOLERANCE / 10.0 * (1.0 + b.abs());
-        let same = |(a, b): (&Global, &Global)| a.data.len() == b.data.len() && a.data.iter().zip(&b.data).all(near);
+        let same =
+            |(a, b): (&Global, &Global)| a.data.len() == b.data.len() && a.data.iter().zip(&b.data).all(near);
         self.all().zip(other.all()).all(same)
     }
 }
@@ -139,7 +140,10 @@ impl Trial<'_> {
             };
             Ok(Made {
                 outputs: outputs.iter().map(global).collect::<Result<_>>()?,
-                gradients: gradients.iter().map(|g| g.as_ref().map(global).transpose()).collect::<Result<_>>()?,
+                gradients: gradients
+                    .iter()
+                    .map(|g| g.as_ref().map(global).transpose())
+                    .collect::<Result<_>>()?,
             })
         });
         Ok(made?.remove(0))
@@ -178,9 +182,8 @@ impl Trial<'_> {
     /// What is wrong on this rank. Every rank goes on to the end, since the others wait for it.
     fn compare(&self, rank: &Rank, made: &Made, tolerance: f64) -> Result<Option<String>> {
         let site = Location::caller();
-        let place = |(g, feed): (Global, &Feed)| {
-            g.place(rank, &feed.marks.layout(rank.mesh(), g.dtype, &g.shape)?)
-        };
+        let place =
+            |(g, feed): (Global, &Feed)| g.place(rank, &feed.marks.layout(rank.mesh(), g.dtype, &g.shape)?);
         let args: Vec<Tensor> =
             self.globals().into_iter().zip(self.inputs).map(place).collect::<Result<_>>()?;
         let (outputs, gradients) = self.run(rank, &args)?;

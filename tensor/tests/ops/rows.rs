@@ -2,8 +2,8 @@
 
 use shardgrad_dist::{Error, Kind, Mesh, Rank, Result, World};
 use shardgrad_kernels::DType;
-use shardgrad_tensor::check::{Row, Setting, Standard, gradients, layouts, row, standard};
-use shardgrad_tensor::ops::{Case, Entry, Input, OPS};
+use shardgrad_tensor::check::{Row, Setting, Size, Standard, gradients, layouts, resized, row, standard};
+use shardgrad_tensor::ops::{Case, Entry, OPS};
 use shardgrad_tensor::{Context, Layout};
 use std::collections::BTreeMap;
 use std::io::Write as _;
@@ -11,47 +11,6 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Rows of one op, counted by what came of them: direct, cast, complete, refused.
 pub(crate) type Counts = [usize; 4];
-
-/// How the extents of a case are changed. A change maps equal extents to equal ones, so labels stay bound.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Size {
-    /// As the op's file gives them: mostly such that shards are uneven.
-    Given,
-    /// Multiples of the number of ranks.
-    Even,
-    /// At most 2, so that axes of more ranks leave some empty handed.
-    Small,
-    /// All 1.
-    One,
-    /// This extent becomes 0.
-    Zero(usize),
-}
-
-/// The same case with other extents, if it takes any and the change means something.
-fn resized(case: &Case, size: Size, num_ranks: usize) -> Option<Case> {
-    let change = |n: usize| match size {
-        Size::Given => n,
-        Size::Even => n.next_multiple_of(num_ranks),
-        Size::Small => n.min(2),
-        Size::One => 1,
-        Size::Zero(gone) => n * usize::from(n != gone),
-    };
-    if case.is_fixed && size != Size::Given || size == Size::Small && num_ranks < 3 {
-        return None;
-    }
-    let changed = |input: &Input| {
-        let shape: Vec<usize> = input.shape().iter().map(|n| change(*n)).collect();
-        Some(match input {
-            Input::Real(_) => Input::Real(shape),
-            Input::Positive(_) => Input::Positive(shape),
-            // There is no index into nothing.
-            Input::Index(_, bound) if change(*bound) == 0 && !shape.contains(&0) => return None,
-            Input::Index(_, bound) => Input::Index(shape, change(*bound)),
-        })
-    };
-    let inputs = case.inputs.iter().map(changed).collect::<Option<_>>()?;
-    Some(Case { inputs, ..case.clone() })
-}
 
 /// The cases of an entry in some sizes.
 pub(crate) fn sized(entry: &Entry, sizes: &[Size], num_ranks: usize) -> Vec<Case> {
