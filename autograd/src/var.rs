@@ -56,6 +56,11 @@ impl Var {
         self.cut_if(true)
     }
 
+    /// Whether it was cut off.
+    pub(crate) fn is_cut(&self) -> bool {
+        self.0.cut
+    }
+
     /// A plain tensor as a constant on the tape of this variable.
     #[must_use]
     pub fn constant(&self, tensor: Tensor) -> Var {

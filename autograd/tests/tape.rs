@@ -189,3 +189,18 @@ fn a_checkpoint_stops_gradients_where_its_text_does() {
         Ok(())
     });
 }
+
+#[test]
+fn what_a_checkpoint_returns_cut_off_has_no_gradient() {
+    one_rank(|rank| {
+        let tape = Tape::new(rank);
+        let x = tape.leaf(1, &vector(rank, &[1.0, -2.0])?);
+        let y = tape.checkpoint(&[x.clone()], |args| {
+            Ok(vec![args[0].square().detach(), args[0].detach(), args[0].square(), args[0].clone()])
+        })?;
+        assert_eq!([0, 1, 2, 3].map(|i| y[i].requires_grad()), [false, false, true, true]);
+        y[0].add(&y[1]).add(&y[2]).sum().backward()?;
+        assert_eq!(tape.gradients()[&1].to_f64()?, [2.0, -4.0]);
+        Ok(())
+    });
+}
