@@ -140,7 +140,9 @@ impl Program {
         let mut counts = Vec::new();
         let made = tape.checkpoint(&args, |fresh| {
             let mut inner = values.clone();
-            taken.iter().zip(fresh).for_each(|(place, var)| inner.set(*place, var.clone()));
+            // Every other value is not taken as an argument but found around the block.
+            let passed = taken.iter().zip(fresh).step_by(2);
+            passed.for_each(|(place, var)| inner.set(*place, var.clone()));
             for step in &self.steps[block.clone()] {
                 let made = Program::step(ops, tape, step, &inner)?;
                 counts.push(made.len());
