@@ -54,7 +54,10 @@ impl fmt::Display for Worst {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Worst { index, got, want, num_wrong, numel } = self;
         let off = (got - want).abs();
-        write!(f, "{num_wrong} of {numel} elements differ, worst at {index:?}: {got} instead of {want}, off by {off:e}")
+        write!(
+            f,
+            "{num_wrong} of {numel} elements differ, worst at {index:?}: {got} instead of {want}, off by {off:e}"
+        )
     }
 }
 
@@ -130,7 +133,12 @@ mod tests {
 
     #[test]
     fn the_worst_element_is_told() {
-        let found = worst(&[2, 3], &[1.0, 2.0, 3.0, 4.5, 5.0, 7.0], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], Tolerance::of(0.01));
+        let found = worst(
+            &[2, 3],
+            &[1.0, 2.0, 3.0, 4.5, 5.0, 7.0],
+            &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+            Tolerance::of(0.01),
+        );
         let expected = Worst { index: vec![1, 2], got: 7.0, want: 6.0, num_wrong: 2, numel: 6 };
         assert_eq!(found, Some(expected));
         let text = found.unwrap().to_string();

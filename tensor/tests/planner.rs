@@ -30,7 +30,8 @@ fn steps(layout: &Layout) -> Vec<Step> {
     }
     let pending: Vec<Axis> = layout.partial().iter().collect();
     for set in 0..1 << pending.len() {
-        let chosen: AxisSet = pending.iter().enumerate().filter(|(i, _)| set >> i & 1 == 1).map(|(_, a)| *a).collect();
+        let chosen: AxisSet =
+            pending.iter().enumerate().filter(|(i, _)| set >> i & 1 == 1).map(|(_, a)| *a).collect();
         if chosen.len() > 1 {
             found.extend([State::Invariant, State::Replicate].map(|to| Step::complete(chosen, to)));
         }
@@ -69,7 +70,12 @@ fn no_route_costs_more_than_the_cheapest_of_all() {
                 for to in &all {
                     for (backward, best) in [true, false].into_iter().zip(&best) {
                         let found = route(from, to, backward).unwrap();
-                        assert_eq!(found.elements(), best[&to.to_string()], "{from} -> {to}: {:?}", found.steps);
+                        assert_eq!(
+                            found.elements(),
+                            best[&to.to_string()],
+                            "{from} -> {to}: {:?}",
+                            found.steps
+                        );
                         assert_eq!(&found.steps.iter().fold(from.clone(), |l, s| l.after(s)), to);
                     }
                     // A search that forgets the way back is found by this very comparison.

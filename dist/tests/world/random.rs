@@ -7,8 +7,20 @@ use shardgrad_kernels::Element;
 
 /// Worlds of one to nine ranks, of one, two and three axes.
 const MESHES: [&str; 14] = [
-    "a=1", "a=2", "a=3", "a=4", "a=5", "a=6", "a=7", "a=8", "a=9", "a=2,b=2", "a=2,b=3", "a=3,b=3",
-    "a=2,b=2,c=2", "a=1,b=2",
+    "a=1",
+    "a=2",
+    "a=3",
+    "a=4",
+    "a=5",
+    "a=6",
+    "a=7",
+    "a=8",
+    "a=9",
+    "a=2,b=2",
+    "a=2,b=3",
+    "a=3,b=3",
+    "a=2,b=2,c=2",
+    "a=1,b=2",
 ];
 /// Nothing, one, primes, round numbers, and numbers beyond the size up to which a sum is made in one piece.
 const SIZES: [usize; 12] = [0, 1, 2, 3, 5, 7, 13, 16, 64, 101, 997, 20_011];
@@ -78,7 +90,11 @@ fn case<T: Element>(rank: &Rank, seed: u64, dice: &mut Dice, axes: AxisSet) -> R
             let (by, len) = (dice.below(k), dice.size());
             rank.send(&call, &up(rank, &brings(here, len)), len, (place + by) % k)?;
             let from = (place + k - by) % k;
-            assert_eq!(down::<T>(&rank.recv(&call, len, from)?, len), brings(members[from], len), "recv of {len}");
+            assert_eq!(
+                down::<T>(&rank.recv(&call, len, from)?, len),
+                brings(members[from], len),
+                "recv of {len}"
+            );
         }
     }
     Ok(())
