@@ -1,6 +1,6 @@
 //! Two proofs that an op owes: on every layout that its rule accepts, forward and vjp give what one rank gives; and the
-//! vjp agrees with finite differences. The tests of this crate run both on every op; an op written elsewhere can be
-//! given to them as a [`Case`] in the same way.
+//! vjp agrees with finite differences. The tests of this crate run both on every op; an op written elsewhere is
+//! given to them by [`check_op!`](crate::check_op!).
 
 mod differences;
 mod own;
