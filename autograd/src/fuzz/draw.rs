@@ -68,6 +68,8 @@ impl Dice {
             let state = match self.below(3 + 2 * shape.len()) {
                 0 => State::Invariant,
                 1 => State::Replicate,
+                // Truth values have no sum.
+                2 if dtype == DType::Bool => State::Invariant,
                 2 => State::Partial,
                 n => State::Shard((n - 3) / 2),
             };
@@ -102,7 +104,7 @@ impl Maker<'_> {
 
     /// Something new that goes in.
     fn feed(&mut self, input: Input) -> Result<Place> {
-        let dtype = if matches!(input, Input::Index(..)) { DType::I64 } else { DType::F64 };
+        let dtype = input.dtype();
         let is_leaf = dtype.is_float() && self.dice.chance(80);
         let layout = self.dice.layout(self.rank.mesh(), dtype, input.shape());
         let x = Tensor::zeros(self.rank, &layout)?;
@@ -196,8 +198,6 @@ impl Maker<'_> {
                 let shape: Vec<usize> =
                     input.shape().iter().enumerate().map(|(d, n)| extent(d, *n)).collect();
                 args[i] = Some(match input {
-                    Input::Real(_) => self.feed(Input::Real(shape))?,
-                    Input::Positive(_) => self.feed(Input::Positive(shape))?,
                     Input::Index(_, most) => {
                         let most = rebound(case, &labels, &bound, *most).filter(|_| is_free).unwrap_or(*most);
                         if most == 0 {
@@ -205,6 +205,7 @@ impl Maker<'_> {
                         }
                         self.feed(Input::Index(shape, most))?
                     }
+                    other => self.feed(other.with_shape(&shape))?,
                 });
             }
         }

@@ -18,7 +18,6 @@ use crate::tape::Tape;
 use crate::var::Var;
 use draw::Dice;
 use shardgrad_dist::{Error, Kind, Mesh, Result};
-use shardgrad_tensor::DType;
 use shardgrad_tensor::ops::{Entry, Input};
 use trial::Trial;
 
@@ -80,7 +79,7 @@ fn told(ops: &[Entry], seed: u64, program: &Program, verdict: &Verdict) -> Error
 pub fn model(inputs: &[Input], count: u64, text: impl Fn(&[Var]) -> Vec<Var> + Sync) -> Result<Report> {
     let text = |_: &Tape, args: &[Var]| Ok(text(args));
     let feed = |input: &Input, marks: Marks| {
-        let is_leaf = !matches!(input, Input::Index(..));
+        let is_leaf = input.dtype().is_float();
         Feed { input: input.clone(), marks, is_leaf }
     };
     let mut report = Report::default();
@@ -89,7 +88,7 @@ pub fn model(inputs: &[Input], count: u64, text: impl Fn(&[Var]) -> Vec<Var> + S
         let mesh_text = if seed == 0 { "a=1".to_string() } else { dice.mesh() };
         let mesh = Mesh::parse(&mesh_text)?;
         let mut drawn =
-            |input: &Input| feed(input, Marks::of(&dice.layout(&mesh, DType::F64, input.shape())));
+            |input: &Input| feed(input, Marks::of(&dice.layout(&mesh, input.dtype(), input.shape())));
         let inputs: Vec<Feed> = inputs.iter().map(&mut drawn).collect();
         let verdict = |mesh: &str, inputs: &[Feed]| -> Result<Verdict> {
             let trial = Trial { inputs, seed, is_exact: false, text: &text };

@@ -207,9 +207,9 @@ struct Written<'a>(&'a Input);
 impl fmt::Display for Written<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
-            Input::Real(shape) => write!(f, "Input::Real(vec!{shape:?})"),
-            Input::Positive(shape) => write!(f, "Input::Positive(vec!{shape:?})"),
             Input::Index(shape, bound) => write!(f, "Input::Index(vec!{shape:?}, {bound})"),
+            // The others print as they are written, but for the list.
+            other => write!(f, "Input::{}", format!("{other:?}").replace('[', "vec![")),
         }
     }
 }

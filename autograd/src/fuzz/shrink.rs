@@ -175,13 +175,13 @@ impl Program {
             for new in [1, 2, old.saturating_sub(1)].into_iter().filter(|n| *n < old && *n > 0) {
                 let mut less = self.clone();
                 for feed in &mut less.inputs {
-                    let shape = feed.input.shape().iter().map(|n| if *n == old { new } else { *n }).collect();
+                    let shape = feed.input.shape().iter().map(|n| if *n == old { new } else { *n });
+                    let shape: Vec<usize> = shape.collect();
                     feed.input = match &feed.input {
-                        Input::Real(_) => Input::Real(shape),
-                        Input::Positive(_) => Input::Positive(shape),
                         Input::Index(_, bound) => {
                             Input::Index(shape, if *bound == old { new } else { *bound })
                         }
+                        other => other.with_shape(&shape),
                     };
                 }
                 found.push(less);

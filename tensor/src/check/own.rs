@@ -41,11 +41,10 @@ pub fn resized(case: &Case, size: Size, num_ranks: usize) -> Option<Case> {
     let changed = |input: &Input| {
         let shape: Vec<usize> = input.shape().iter().map(|n| change(*n)).collect();
         Some(match input {
-            Input::Real(_) => Input::Real(shape),
-            Input::Positive(_) => Input::Positive(shape),
             // There is no index into nothing.
             Input::Index(_, bound) if change(*bound) == 0 && !shape.contains(&0) => return None,
             Input::Index(_, bound) => Input::Index(shape, change(*bound)),
+            other => other.with_shape(&shape),
         })
     };
     let inputs = case.inputs.iter().map(changed).collect::<Option<_>>()?;
