@@ -7,6 +7,7 @@ mod explain;
 mod hf;
 mod invariants;
 mod llama;
+mod mutants;
 mod pipelines;
 mod not_finite;
 mod packaging;
