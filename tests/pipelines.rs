@@ -95,11 +95,16 @@ fn losses_over_a_hundred_steps_are_those_of_one_rank() {
     assert!(one[198] < 0.6 * one[0], "it learns: {} to {}", one[0], one[198]);
     for (mesh, schedule) in [
         ("pp=2", "gpipe"),
-        ("pp=2", "1f1b"),
         ("pp=4", "1f1b"),
         ("pp=2,dp=2", "1f1b"),
+        ("pp=2", "zb-h1"),
         ("pp=4", "zb-h2"),
         ("pp=3", "interleaved"),
+        ("pp=2", "zb-v"),
+        ("pp=2,dp=2", "v-half"),
+        ("pp=3", "v-min"),
+        ("pp=2", "dualpipe-v"),
+        ("pp=2", "searched"),
         ("pp=2,dp=2,tp=2", "gpipe"),
     ] {
         let many = Run { plan: Plan::gpt2().schedule(schedule), ..run.clone() };

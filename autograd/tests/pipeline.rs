@@ -268,10 +268,14 @@ fn lists_that_were_not_proved_end_in_an_error() {
     let why = "a stage needs a value that is not there; the schedule was not verified";
     // Without the receive, without the forward pass, without the send, with half of a backward pass that was none.
     for at in [0, 1] {
-        let text = misled(|schedule| drop(schedule.ranks[1].remove(at)));
+        let text = misled(|schedule| {
+            schedule.ranks[1].remove(at);
+        });
         assert!(text.contains(why), "{at}: {text}");
     }
-    let text = misled(|schedule| drop(schedule.ranks[0].remove(1)));
+    let text = misled(|schedule| {
+        schedule.ranks[0].remove(1);
+    });
     assert!(text.contains(why), "{text}");
     let half = Action::WeightGradient { stage: 1, microbatch: 0 };
     let text = misled(|schedule| schedule.ranks[1].insert(2, half));
