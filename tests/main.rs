@@ -8,6 +8,7 @@ mod hf;
 mod invariants;
 mod llama;
 mod pipelines;
+mod schedules;
 mod not_finite;
 mod packaging;
 mod steps;

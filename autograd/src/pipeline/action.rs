@@ -125,6 +125,7 @@ impl Schedule {
         let complete = |list: &Vec<Action>| -> Vec<Action> {
             let mut out = Vec::with_capacity(2 * list.len());
             let last = last_passes(list);
+            let mut seen = HashSet::new();
             for (at, action) in list.iter().enumerate() {
                 let transfers = |back: bool, stage: usize, microbatch: usize| {
                     let links = near.get(&stage).into_iter().flatten();
@@ -134,7 +135,9 @@ impl Schedule {
                     })
                 };
                 let fresh = |a: &Action| spelled.is_empty() || !spelled.contains(a);
-                if let Some((stage, microbatch, back)) = Schedule::pass(*action) {
+                // A pass that comes twice has its transfers once, so that it is the pass that is refused.
+                let pass = Schedule::pass(*action).filter(|_| seen.insert(*action));
+                if let Some((stage, microbatch, back)) = pass {
                     let all = transfers(back, stage, microbatch);
                     out.extend(all.clone().filter(|t| t.to == stage).map(Action::Receive).filter(fresh));
                     out.push(*action);

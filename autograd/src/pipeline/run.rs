@@ -175,6 +175,11 @@ impl Runner<'_> {
         Call { axes: AxisSet::one(self.axis), dtype: layout.dtype(), phase, path, site }
     }
 
+    /// Sends the numbers of a flat piece to another place.
+    fn post(&self, call: &Call<'_>, piece: &Piece, to: usize) -> Result<()> {
+        self.rank.world().send(call, &piece.buffer, piece.numel(), to)
+    }
+
     /// The layouts that a transfer carries, one after another, with the records that made the values.
     fn cargo(&self, transfer: Transfer) -> Vec<(Slot, Layout)> {
         let layout = |slot: Slot| self.stages.program().layout(slot).clone();
@@ -380,7 +385,7 @@ impl Step<'_> {
             let piece = tensor.piece().flat(runner.rank)?;
             let (path, site) = place_of(runner.stages, slot);
             let call = runner.call(&layout, phase, path, site);
-            runner.rank.world().send(&call, &piece.buffer, piece.numel(), to)?;
+            runner.post(&call, &piece, to)?;
         }
         Ok(())
     }

@@ -76,7 +76,7 @@ impl Runner<'_> {
             return super::receive(self.rank, call, layout.clone(), other).map(drop);
         }
         let piece = made_up(self, layout)?.piece().flat(self.rank)?;
-        self.rank.world().send(call, &piece.buffer, piece.numel(), other)
+        self.post(call, &piece, other)
     }
 }
 

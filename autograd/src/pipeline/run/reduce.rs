@@ -68,7 +68,7 @@ impl Step<'_> {
         let call = runner.call(&layout, Phase::Backward, &path, site);
         let piece = own.piece().flat(runner.rank)?;
         for &to in places.iter().filter(|p| **p != here) {
-            runner.rank.world().send(&call, &piece.buffer, piece.numel(), to)?;
+            runner.post(&call, &piece, to)?;
         }
         let mut sum: Option<Tensor> = None;
         for &from in places {
