@@ -5,7 +5,7 @@ use crate::cli::{Folder, shardgrad, told};
 use crate::pipelines::{Run, records, same};
 use shardgrad::autograd::pipeline::{Cut, NAMES, Schedule};
 use shardgrad::dist::Phase;
-use shardgrad::nn::{LlamaConfig, LlamaKind};
+use shardgrad::nn::{Gpt2Config, LlamaConfig, LlamaKind};
 use shardgrad::prelude::*;
 use std::fs;
 
@@ -112,6 +112,23 @@ fn ranks_without_rows_and_narrow_numbers_are_no_matter() {
         let (one, many) = (one.clone(), many.losses(mesh));
         same(&one[..1], &many[..1], 5e-3, &what);
         same(&one, &many, 5e-2, &what);
+    }
+}
+
+#[test]
+fn recomputed_blocks_and_random_ops_go_with_every_shape_of_schedule() {
+    let config = Gpt2Config { attn_pdrop: 0.2, resid_pdrop: 0.2, ..Gpt2Config::new(19, 8, 12, 4, 3) };
+    let run = Run { config: config.into(), microbatches: 6, recompute: true, ..Run::new(3) };
+    let one = run.losses("");
+    for (mesh, schedule) in [
+        ("pp=3", "interleaved"),
+        ("pp=2,tp=2", "zb-v"),
+        ("pp=3,dp=2", "v-min"),
+        ("dp=2,pp=2,tp=3", "dualpipe-v"),
+        ("pp=2,tp=2", "zb-h2"),
+    ] {
+        let many = Run { plan: Plan::gpt2().schedule(schedule), ..run.clone() };
+        same(&one, &many.losses(mesh), 1e-10, &format!("{schedule} on {mesh}"));
     }
 }
 
