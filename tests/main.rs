@@ -9,6 +9,7 @@ mod invariants;
 mod llama;
 mod mutants;
 mod pipelines;
+mod schedules;
 mod not_finite;
 mod packaging;
 mod steps;
