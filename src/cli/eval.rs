@@ -24,8 +24,8 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
             (Sampler::of_tokens(Arc::new(file), Order::InFileOrder), "tokens".to_string())
         }
         None => {
-            super::check_bytes(&config)?;
-            let corpus = Arc::new(super::text(args.source.data.as_deref())?);
+            let how = args.source.how(Some(&args.model), &config)?;
+            let corpus = Arc::new(super::documents(&args.source.data, &how)?);
             let what = format!("{} split of {corpus}", args.split);
             (Sampler::of_text(corpus, args.split, seq, Order::InFileOrder)?, what)
         }

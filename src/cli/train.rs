@@ -6,6 +6,7 @@ use crate::interrupt::Interrupt;
 use crate::metrics::{self, MetricsWriter, StepMetrics};
 use crate::plot;
 use crate::trace::Trace;
+use crate::tokenizer::TOKENIZER_FILE;
 use crate::train::{Recipe, mean_loss};
 use indicatif::{ProgressBar, ProgressStyle};
 use shardgrad::nn::{LanguageModel, ModelConfig};
@@ -16,6 +17,16 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+/// Files of a model folder that training does not change.
+const TOKENIZER_FILES: [&str; 6] = [
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+];
+
 /// All that ranks share of a run; made before the first of them starts.
 struct Job {
     config: ModelConfig,
@@ -23,9 +34,12 @@ struct Job {
     recipe: Recipe,
     rows: Sampler,
     held_out: Option<Sampler>,
+    /// What a loss is measured by.
+    unit: &'static str,
     eval_every: Option<usize>,
     start: Option<PathBuf>,
     out: PathBuf,
+    shard_bytes_max: u64,
     json: bool,
     interrupt: Interrupt,
     metrics: Mutex<MetricsWriter>,
@@ -58,7 +72,7 @@ pub(crate) fn run(args: &TrainArgs) -> Result<()> {
     plot::write_loss_plot(&job.out.join("loss.svg"), &text, &steps)?;
     let stopped = ended.into_iter().any(|early| early);
     if !job.json {
-        tell(&job.out, &steps);
+        tell(&job, &steps);
     }
     if stopped {
         let text = format!("stopped by a signal after step {}; the model is saved", steps.len());
@@ -76,6 +90,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
     let seq = args.seq(&config)?;
     let steps = &args.steps;
     let order = if args.no_shuffle { Order::InFileOrder } else { Order::Shuffled { seed: steps.seed } };
+    let mut unit = "token";
     let (rows, held_out) = match &args.source.tokens {
         Some(path) => {
             let file = TokenFile::open(path, config.vocab_size())?;
@@ -85,8 +100,9 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
             (Sampler::of_tokens(Arc::new(file), order), None)
         }
         None => {
-            let corpus = Arc::new(super::text(args.source.data.as_deref())?);
-            super::check_bytes(&config)?;
+            let how = args.source.how(args.model.dir(), &config)?;
+            let corpus = Arc::new(super::documents(&args.source.data, &how)?);
+            unit = corpus.unit();
             if !args.json {
                 println!("reading {corpus}");
             }
@@ -116,9 +132,11 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         recipe,
         rows,
         held_out,
+        unit,
         eval_every: args.eval_every(),
         start: args.model.dir().map(Path::to_path_buf),
         out: args.out.clone(),
+        shard_bytes_max: args.shard_size,
         json: args.json,
         interrupt: Interrupt::install()?,
         metrics,
@@ -170,8 +188,25 @@ fn train(rank: &Rank, job: &Job) -> Result<bool> {
             break;
         }
     }
-    trainer.model().save(&job.out.join("model"))?;
+    let out = job.out.join("model");
+    trainer.model().save_in_files(&out, job.shard_bytes_max)?;
+    if let (Some(from), 0) = (&job.start, rank.world().index()) {
+        keep_tokenizer(from, &out)?;
+    }
     Ok(stopped)
+}
+
+/// Copies what tells the tokens of a model from the folder that it came from.
+fn keep_tokenizer(from: &Path, to: &Path) -> Result<()> {
+    for name in TOKENIZER_FILES {
+        match std::fs::copy(from.join(name), to.join(name)) {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+                return Err(Error::new(Kind::Io, format!("cannot copy {name} to {}: {e}", to.display())));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 /// What a person sees: a bar on a terminal, a line now and then elsewhere, JSON if asked for.
@@ -221,11 +256,12 @@ impl Progress {
 }
 
 /// What is there now, and what to do with it.
-fn tell(out: &Path, steps: &[StepMetrics]) {
+fn tell(job: &Job, steps: &[StepMetrics]) {
+    let out = &job.out;
     let (Some(first), Some(last)) = (steps.first(), steps.last()) else { return };
     println!("\nloss {:.3} -> {:.3} in {:.1} s", first.loss, last.loss, last.seconds);
     if let Some(held_out) = steps.iter().rev().find_map(|s| s.val_loss) {
-        println!("held-out loss {held_out:.3} nats per byte");
+        println!("held-out loss {held_out:.3} nats per {}", job.unit);
     }
     println!("  {:<28} every step", out.join("metrics.jsonl").display());
     println!("  {:<28} the loss as a picture", out.join("loss.svg").display());

@@ -1,6 +1,6 @@
 //! Which rows a step reads: a pure function of the seed and the number of the row in the whole run.
 
-use super::text::{Corpus, Split};
+use super::corpus::{Corpus, Split};
 use super::tokens::TokenFile;
 use shardgrad::Result;
 use shardgrad::kernels::op::random::philox;
@@ -83,7 +83,7 @@ impl Sampler {
     #[must_use]
     pub(crate) fn num_windows(&self) -> u64 {
         match &self.source {
-            Source::Text { corpus, split, seq } => ((corpus.tokens(*split).len() - 1) / seq) as u64,
+            Source::Text { corpus, split, seq } => (corpus.len(*split) - 1) / *seq as u64,
             Source::Tokens(file) => file.num_rows(),
         }
     }
@@ -94,7 +94,7 @@ impl Sampler {
         match (&self.source, self.order) {
             (Source::Text { seq, .. }, Order::InFileOrder) => row % self.num_windows() * *seq as u64,
             (Source::Text { corpus, split, seq }, Order::Shuffled { seed }) => {
-                below((corpus.tokens(*split).len() - seq) as u64, seed, row)
+                below(corpus.len(*split) - *seq as u64, seed, row)
             }
             (Source::Tokens(file), Order::InFileOrder) => row % file.num_rows(),
             (Source::Tokens(file), Order::Shuffled { seed }) => below(file.num_rows(), seed, row),
@@ -104,8 +104,7 @@ impl Sampler {
     /// Reads rows by their numbers in the run: those of a step, or the part of them that a rank has.
     ///
     /// # Errors
-    /// `Kind::Data` or `Kind::Io` if a file of tokens has changed or cannot be read any more; a text never
-    /// fails.
+    /// `Kind::Data` or `Kind::Io` if a file has changed, holds a number that is no token, or cannot be read any more.
     pub(crate) fn batch(&self, rows: Range<u64>) -> Result<Batch> {
         let mut batch = Batch::default();
         let mut row_tokens = Vec::new();
@@ -114,8 +113,7 @@ impl Sampler {
             row_tokens.clear();
             match &self.source {
                 Source::Text { corpus, split, seq } => {
-                    let window = &corpus.tokens(*split)[start as usize..][..seq + 1];
-                    row_tokens.extend(window.iter().copied().map(i64::from));
+                    corpus.read(*split, start, seq + 1, &mut row_tokens)?;
                 }
                 Source::Tokens(file) => file.row(start, &mut row_tokens)?,
             }

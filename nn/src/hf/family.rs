@@ -44,7 +44,7 @@ impl ModelConfig {
     pub fn read(dir: &Path) -> Result<ModelConfig> {
         let path = dir.join(CONFIG_FILE);
         let help = format!("a model folder holds {CONFIG_FILE} and {WEIGHTS_FILE}");
-        let text = read_text(&path, CONFIG_BYTES_MAX).map_err(|e| e.detail("help", help))?;
+        let text = read_text(dir, CONFIG_FILE, CONFIG_BYTES_MAX).map_err(|e| e.detail("help", help))?;
         ModelConfig::parse(&path, &text)
     }
 
@@ -99,6 +99,28 @@ impl ModelConfig {
         match self {
             ModelConfig::Gpt2(config) => config.n_positions,
             ModelConfig::Llama(config) => config.max_position_embeddings,
+        }
+    }
+
+    /// Whether the model predicts the next token from those before it.
+    #[must_use]
+    pub fn is_causal(&self) -> bool {
+        match self {
+            ModelConfig::Gpt2(_) | ModelConfig::Llama(_) => true,
+        }
+    }
+
+    /// The number of the token that ends a text, if the file names one; the first where it names several. It may lie outside of
+    /// the vocabulary.
+    #[must_use]
+    pub fn end_of_text(&self) -> Option<usize> {
+        match self {
+            ModelConfig::Gpt2(config) => config.eos_token_id,
+            ModelConfig::Llama(config) => {
+                let named = config.others.get("eos_token_id")?;
+                let first = named.as_array().map_or(Some(named), |list| list.first());
+                first.and_then(serde_json::Value::as_u64).and_then(|id| usize::try_from(id).ok())
+            }
         }
     }
 
@@ -163,7 +185,7 @@ mod tests {
             assert_eq!(config.dtype(), DType::BF16);
             let mut read = ModelConfig::parse(Path::new("c"), &config.to_json()).unwrap();
             if let ModelConfig::Llama(read) = &mut read {
-                read.others.remove("sliding_window");
+                read.others.clear();
             }
             assert_eq!(read, config, "{name}");
         }

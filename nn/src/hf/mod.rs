@@ -4,6 +4,7 @@
 //! mapped, so that a file that shrinks under a run is an error and not a signal.
 
 mod disk;
+mod distinct;
 pub mod header;
 pub mod files;
 mod part;
