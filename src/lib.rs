@@ -51,7 +51,7 @@ pub mod prelude {
         AdamW, Attention, Dropout, Embedding, LayerNorm, Linear, Mlp, Model, Module, Param, Plan, Point,
         Settings, StepArgs, Trainer, module,
     };
-    pub use shardgrad_tensor::{Layout, State, Tensor, Value};
+    pub use shardgrad_tensor::{Elementwise, Layout, State, Tensor, Value};
 }
 
 /// Compiles and runs the code of the README.

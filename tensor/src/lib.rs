@@ -33,6 +33,7 @@ pub mod growing;
 pub mod op;
 pub mod ops;
 pub mod value;
+pub mod elementwise;
 pub mod local_map;
 pub mod catalog;
 pub mod quotient;
@@ -40,6 +41,7 @@ pub mod check;
 
 pub use context::Context;
 pub use dim::{AxisList, Dim};
+pub use elementwise::Elementwise;
 pub use growing::Growing;
 pub use infer::{Implied, Inference, Rule, infer};
 pub use layout::Layout;

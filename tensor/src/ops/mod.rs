@@ -17,8 +17,10 @@ pub mod embedding;
 pub mod cross_entropy_terms;
 pub mod dropout;
 pub mod einsum;
+pub mod erf;
 pub mod exp;
 pub mod gelu;
+pub mod gelu_exact;
 pub mod layer_norm;
 pub mod log;
 pub mod max_last;
@@ -28,6 +30,7 @@ pub mod relu;
 pub mod reshape;
 pub mod rms_norm;
 pub mod rope;
+pub mod sigmoid;
 pub mod silu;
 pub mod slice;
 pub mod concat;
@@ -148,8 +151,10 @@ list! {
     dropout,
     einsum,
     embedding,
+    erf,
     exp,
     gelu,
+    gelu_exact,
     layer_norm,
     log,
     max_last,
@@ -162,6 +167,7 @@ list! {
     rms_norm,
     rope,
     scale,
+    sigmoid,
     silu,
     slice,
     softmax,
