@@ -73,7 +73,7 @@ pub(crate) struct ModelArgs {
     #[arg(long, value_name = "DIR", conflicts_with = "preset")]
     model: Option<PathBuf>,
     /// Shape with fresh weights: tiny, s, m, l, gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, llama-tiny, llama-1b, llama-8b,
-    /// llama-70b, mistral-7b, qwen2-0.5b, qwen3-0.6b, qwen3-8b
+    /// llama-70b, mistral-7b, qwen2-0.5b, qwen3-0.6b, qwen3-8b, bert-base, bert-large
     #[arg(long, value_name = "NAME", default_value = defaults::PRESET, value_parser = values::preset)]
     preset: String,
 }
@@ -113,7 +113,7 @@ pub(crate) struct DataArgs {
     /// Token between two texts [default: the end-of-text token of config.json, or a newline between texts read as bytes]
     #[arg(long, value_name = "TOKEN", conflicts_with = "tokens")]
     end_of_text: Option<u32>,
-    /// Safetensors file with `input_ids`, i64 [N, T+1]
+    /// Safetensors file with `input_ids`, i64 [N, T+1]; for an encoder [N, T], with `labels`
     #[arg(long, value_name = "FILE")]
     pub(crate) tokens: Option<PathBuf>,
 }
@@ -222,7 +222,8 @@ enum Device {
 
 fn dtypes() -> impl TypedValueParser<Value = DType> {
     // The names are those of dtypes, so that the last default is never taken.
-    PossibleValuesParser::new(["f32", "f64", "bf16"]).map(|name| DType::parse(&name).unwrap_or(DType::F32))
+    PossibleValuesParser::new(["f32", "f64", "bf16", "f16"])
+        .map(|name| DType::parse(&name).unwrap_or(DType::F32))
 }
 
 fn splits() -> impl TypedValueParser<Value = Split> {

@@ -43,7 +43,9 @@ impl<'a> Prompt<'a> {
     fn new(text: &str, tokenizer: &'a Tokenizer) -> Result<Prompt<'a>> {
         let tokens = tokenizer.encode(text)?;
         if tokens.is_empty() {
-            return Err(Error::new(Kind::Data, "the prompt has no tokens").detail("help", "give a longer one"));
+            return Err(
+                Error::new(Kind::Data, "the prompt has no tokens").detail("help", "give a longer one")
+            );
         }
         let len = tokenizer.decode(&tokens)?.len();
         Ok(Prompt { tokenizer, tokens, len })
@@ -89,7 +91,8 @@ fn refuse_encoders(config: &ModelConfig) -> Result<()> {
         return Ok(());
     }
     let why = "generate: an encoder reads a text as a whole and does not continue it";
-    Err(Error::new(Kind::Unsupported, why).detail("help", "use a model of another type; `eval` measures this one"))
+    Err(Error::new(Kind::Unsupported, why)
+        .detail("help", "use a model of another type; `eval` measures this one"))
 }
 
 /// Chooses among tokens by their logits; `u` is uniform in 0..1.

@@ -11,6 +11,7 @@ mod plan;
 mod train;
 
 use crate::data::{Corpus, How};
+use shardgrad::nn::ModelConfig;
 use shardgrad::{Error, Kind, Result};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -55,6 +56,16 @@ fn exit_code(error: &Error) -> u8 {
         | Kind::Io => 2,
         _ => 1,
     }
+}
+
+/// Refuses an encoder, which learns nothing from a text in which no token is hidden.
+fn refuse_texts(config: &ModelConfig) -> Result<()> {
+    if config.is_causal() {
+        return Ok(());
+    }
+    let why = "an encoder predicts tokens that are hidden from it; a text does not say which";
+    let help = "use --tokens FILE with `input_ids` and `labels`, i64 [N, T], -100 where nothing is asked for";
+    Err(Error::new(Kind::Unsupported, why).detail("help", help))
 }
 
 /// The documents that are named, or the sources of the working directory.

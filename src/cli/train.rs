@@ -1,12 +1,12 @@
 //! `train`: a language model on text or tokens, on any mesh.
 
 use super::args::TrainArgs;
-use crate::data::{Order, Sampler, Split, TokenFile};
+use crate::data::{Order, Sampler, Split, TokenFile, Vocabulary};
 use crate::interrupt::Interrupt;
 use crate::metrics::{self, MetricsWriter, StepMetrics};
 use crate::plot;
-use crate::trace::Trace;
 use crate::tokenizer::TOKENIZER_FILE;
+use crate::trace::Trace;
 use crate::train::{Recipe, mean_loss};
 use indicatif::{ProgressBar, ProgressStyle};
 use shardgrad::nn::{LanguageModel, ModelConfig};
@@ -40,6 +40,7 @@ struct Job {
     start: Option<PathBuf>,
     out: PathBuf,
     shard_bytes_max: u64,
+    save_dtype: DType,
     json: bool,
     interrupt: Interrupt,
     metrics: Mutex<MetricsWriter>,
@@ -93,13 +94,14 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
     let mut unit = "token";
     let (rows, held_out) = match &args.source.tokens {
         Some(path) => {
-            let file = TokenFile::open(path, config.vocab_size())?;
+            let file = TokenFile::open(path, &Vocabulary::new(&config))?;
             if steps.seq.is_some() {
                 file.require_seq(seq)?;
             }
             (Sampler::of_tokens(Arc::new(file), order), None)
         }
         None => {
+            super::refuse_texts(&config)?;
             let how = args.source.how(args.model.dir(), &config)?;
             let corpus = Arc::new(super::documents(&args.source.data, &how)?);
             unit = corpus.unit();
@@ -137,6 +139,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         start: args.model.dir().map(Path::to_path_buf),
         out: args.out.clone(),
         shard_bytes_max: args.shard_size,
+        save_dtype: args.save_dtype.unwrap_or(args.run.dtype),
         json: args.json,
         interrupt: Interrupt::install()?,
         metrics,
@@ -189,7 +192,7 @@ fn train(rank: &Rank, job: &Job) -> Result<bool> {
         }
     }
     let out = job.out.join("model");
-    trainer.model().save_in_files(&out, job.shard_bytes_max)?;
+    trainer.model().save_as(&out, job.shard_bytes_max, job.save_dtype)?;
     if let (Some(from), 0) = (&job.start, rank.world().index()) {
         keep_tokenizer(from, &out)?;
     }

@@ -64,7 +64,9 @@ impl Width {
     fn numbers(self, bytes: &[u8], each: impl FnMut(u32)) {
         match self {
             Width::U8 => bytes.iter().map(|b| u32::from(*b)).for_each(each),
-            Width::U16 => bytes.as_chunks().0.iter().map(|b| u32::from(u16::from_le_bytes(*b))).for_each(each),
+            Width::U16 => {
+                bytes.as_chunks().0.iter().map(|b| u32::from(u16::from_le_bytes(*b))).for_each(each)
+            }
             Width::U32 => bytes.as_chunks().0.iter().map(|b| u32::from_le_bytes(*b)).for_each(each),
         }
     }
@@ -143,6 +145,7 @@ impl Corpus {
     pub(crate) const VOCAB: usize = crate::tokenizer::BYTES;
 
     /// Bytes of a text that is in memory already; `origin` names it in messages.
+    #[cfg(test)]
     pub(super) fn new(origin: String, bytes: Vec<u8>) -> Corpus {
         Corpus::of(origin, Corpus::VOCAB, vec![Part::of_bytes(bytes)])
     }

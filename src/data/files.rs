@@ -134,9 +134,11 @@ fn expand(path: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
         return Err(refuse(path, "is a pipe or a device, not a file", "write the text to a file first"));
     }
     let before = files.len();
-    let walk = WalkBuilder::new(path).standard_filters(false).hidden(true).sort_by_file_name(Ord::cmp).build();
+    let walk =
+        WalkBuilder::new(path).standard_filters(false).hidden(true).sort_by_file_name(Ord::cmp).build();
     for entry in walk {
-        let entry = entry.map_err(|e| Error::new(Kind::Io, format!("cannot read {}: {e}", path.display())))?;
+        let entry =
+            entry.map_err(|e| Error::new(Kind::Io, format!("cannot read {}: {e}", path.display())))?;
         if entry.file_type().is_some_and(|kind| kind.is_file()) {
             files.push(entry.into_path());
         }
@@ -189,7 +191,8 @@ fn text(path: &Path, tokenizer: &Tokenizer, keep: bool) -> Result<Part> {
     };
     bytes.resize(room, 0);
     file.read_exact_at(&mut bytes, 0).map_err(|e| short(path, &e))?;
-    let text = std::str::from_utf8(&bytes).map_err(|e| bad_byte(path, e.valid_up_to() as u64, bytes[e.valid_up_to()]))?;
+    let text = std::str::from_utf8(&bytes)
+        .map_err(|e| bad_byte(path, e.valid_up_to() as u64, bytes[e.valid_up_to()]))?;
     Ok(Part::of(&tokenizer.encode(text)?))
 }
 
@@ -204,7 +207,9 @@ fn check_utf8(path: &Path, file: &File, len: u64) -> Result<()> {
         match std::str::from_utf8(piece) {
             Ok(_) => at += n,
             // A letter that the end of the piece cuts is read again with the next one.
-            Err(e) if e.error_len().is_none() && at + n < len && e.valid_up_to() > 0 => at += e.valid_up_to() as u64,
+            Err(e) if e.error_len().is_none() && at + n < len && e.valid_up_to() > 0 => {
+                at += e.valid_up_to() as u64
+            }
             Err(e) => return Err(bad_byte(path, at + e.valid_up_to() as u64, piece[e.valid_up_to()])),
         }
     }
@@ -283,13 +288,17 @@ mod tests {
         let (kind, message, _) = told(&dir.file("file", "x").join("under"));
         assert_eq!(kind, Kind::Io);
         assert!(message.starts_with("cannot read "), "{message}");
-        assert_eq!(told(&dir.file("odd.bin", "abc")).1, "has 3 bytes, which numbers of 2 bytes do not divide");
+        assert_eq!(
+            told(&dir.file("odd.bin", "abc")).1,
+            "has 3 bytes, which numbers of 2 bytes do not divide"
+        );
     }
 
     #[test]
     fn documents_of_a_folder_follow_each_other_with_a_token_between() {
         let dir = Scratch::new();
-        for (name, text) in [("b.txt", "bb"), ("a/2.txt", "2"), ("a/1.md", "1"), ("c", "c"), (".hidden", "x")] {
+        for (name, text) in [("b.txt", "bb"), ("a/2.txt", "2"), ("a/1.md", "1"), ("c", "c"), (".hidden", "x")]
+        {
             dir.file(name, text);
         }
         let all = [dir.path("")];
@@ -311,7 +320,10 @@ mod tests {
     fn numbers_have_the_width_of_the_vocabulary_or_that_which_is_asked_for() {
         let dir = Scratch::new();
         let [a, b] = [dir.file("a.bin", [1, 0, 2, 1]), dir.file("b.bin", [3, 0, 0, 0])];
-        assert_eq!(ids(&open_as(&[a.clone(), b.clone()], &config(65_536, None), None).unwrap()), [1, 258, 3, 0]);
+        assert_eq!(
+            ids(&open_as(&[a.clone(), b.clone()], &config(65_536, None), None).unwrap()),
+            [1, 258, 3, 0]
+        );
         let wide = [a.clone(), b];
         assert_eq!(ids(&open_as(&wide, &config(1 << 30, None), None).unwrap()), [16_908_289, 3]);
         assert_eq!(ids(&open_as(&wide, &config(1 << 30, None), Some(Width::U16)).unwrap()).len(), 4);

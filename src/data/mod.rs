@@ -4,16 +4,18 @@
 //! that shrinks under a run is an error and not a signal. Which tokens a row holds is a pure function of the
 //! data, the seed and the number of the row in the whole run, so the mesh does not change what is read.
 
+mod batch;
 mod corpus;
 mod sources;
 mod files;
 mod tokens;
 mod sampler;
 
+pub(crate) use batch::Batch;
 pub(crate) use corpus::{Corpus, Split, Width};
 pub(crate) use files::How;
-pub(crate) use sampler::{Batch, Order, Sampler};
-pub(crate) use tokens::TokenFile;
+pub(crate) use sampler::{Order, Sampler};
+pub(crate) use tokens::{TokenFile, Vocabulary};
 
 #[cfg(test)]
 pub(crate) mod scratch {

@@ -1,5 +1,6 @@
 //! Which rows a step reads: a pure function of the seed and the number of the row in the whole run.
 
+use super::batch::Batch;
 use super::corpus::{Corpus, Split};
 use super::tokens::TokenFile;
 use shardgrad::Result;
@@ -20,15 +21,6 @@ pub(crate) enum Order {
     },
     /// Windows that follow each other without overlap (or the rows of the file), over and over.
     InFileOrder,
-}
-
-/// Rows of token numbers, row major.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Batch {
-    /// i64 [rows, seq]: what the model reads.
-    pub(crate) inputs: Vec<i64>,
-    /// i64 [rows, seq]: the token after each of them.
-    pub(crate) targets: Vec<i64>,
 }
 
 #[derive(Clone, Debug)]
@@ -115,6 +107,10 @@ impl Sampler {
                 Source::Text { corpus, split, seq } => {
                     corpus.read(*split, start, seq + 1, &mut row_tokens)?;
                 }
+                Source::Tokens(file) if file.is_labelled() => {
+                    file.labelled_row(start, &mut batch)?;
+                    continue;
+                }
                 Source::Tokens(file) => file.row(start, &mut row_tokens)?,
             }
             let seq = row_tokens.len() - 1;
@@ -137,6 +133,7 @@ fn below(n: u64, seed: u64, row: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::super::scratch::Scratch;
+    use super::super::tokens::Vocabulary;
     use super::*;
     use shardgrad::Kind;
     use shardgrad::kernels::DType;
@@ -157,7 +154,7 @@ mod tests {
         let bytes: Vec<u8> = (0..9i64).flat_map(i64::to_le_bytes).collect();
         writer.append("input_ids", &bytes).unwrap();
         writer.finish().unwrap();
-        Arc::new(TokenFile::open(&path, 9).unwrap())
+        Arc::new(TokenFile::open(&path, &Vocabulary::of(9)).unwrap())
     }
 
     #[test]
@@ -257,7 +254,7 @@ mod tests {
         let in_order = Sampler::of_tokens(file.clone(), Order::InFileOrder);
         assert_eq!((in_order.seq(), in_order.num_windows()), (2, 3));
         let batch = in_order.batch(2..4).unwrap();
-        assert_eq!(batch, Batch { inputs: vec![6, 7, 0, 1], targets: vec![7, 8, 1, 2] });
+        assert_eq!(batch, Batch { inputs: vec![6, 7, 0, 1], targets: vec![7, 8, 1, 2], more: Vec::new() });
         let shuffled = Sampler::of_tokens(file, Order::Shuffled { seed: 0 });
         let mut seen: Vec<u64> = (0..30).map(|row| shuffled.start(row)).collect();
         seen.sort_unstable();

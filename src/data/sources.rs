@@ -46,8 +46,7 @@ fn read_up_to(dir: &Path, bytes_max: usize) -> Result<(String, String)> {
     }
     if num_files == 0 {
         let why = format!("{}: there are no Rust or Markdown files to train on", dir.display());
-        let help =
-            "give a text with --data FILE, or start where such files are (ignored ones do not count)";
+        let help = "give a text with --data FILE, or start where such files are (ignored ones do not count)";
         return Err(Error::new(Kind::Data, why).detail("help", help));
     }
     let skipped = match num_skipped {

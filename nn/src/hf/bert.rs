@@ -128,6 +128,7 @@ impl BertConfig {
     #[must_use]
     pub fn to_json(&self) -> String {
         let mut value = json!({
+            "add_cross_attention": false,
             "architectures": [self.head.architecture()],
             "attention_probs_dropout_prob": self.attention_probs_dropout_prob,
             "hidden_act": "gelu",
@@ -135,6 +136,7 @@ impl BertConfig {
             "hidden_size": self.hidden_size,
             "initializer_range": self.initializer_range,
             "intermediate_size": self.intermediate_size,
+            "is_decoder": false,
             "layer_norm_eps": self.layer_norm_eps,
             "max_position_embeddings": self.max_position_embeddings,
             "model_type": "bert",
@@ -156,10 +158,8 @@ impl BertConfig {
 type Preset = (&'static str, [usize; 6]);
 
 /// The published models.
-const PRESETS: [Preset; 2] = [
-    ("bert-base", [30_522, 512, 768, 3072, 12, 12]),
-    ("bert-large", [30_522, 512, 1024, 4096, 24, 16]),
-];
+const PRESETS: [Preset; 2] =
+    [("bert-base", [30_522, 512, 768, 3072, 12, 12]), ("bert-large", [30_522, 512, 1024, 4096, 24, 16])];
 
 /// What is read. A field that changes what the model computes is named here; all others are kept.
 #[derive(Deserialize)]
@@ -215,7 +215,8 @@ impl Raw {
         config.initializer_range = faults.number("initializer_range", self.initializer_range, 0.02, 1e3);
         config.tie_word_embeddings = self.tie_word_embeddings.unwrap_or(true);
         config.dtype = faults.dtype(self.torch_dtype.as_deref());
-        config.head = match self.architectures.as_deref().and_then(|names| names.first()).map(String::as_str) {
+        config.head = match self.architectures.as_deref().and_then(|names| names.first()).map(String::as_str)
+        {
             None | Some("BertModel") => BertHead::Pooler,
             // The second head of a pre-training judges pairs of sentences; it is passed over.
             Some("BertForMaskedLM" | "BertForPreTraining") => BertHead::Tokens,
@@ -240,7 +241,9 @@ impl Raw {
         if positions != "absolute" {
             faults.push(format!("`position_embedding_type` is {positions:?}; run is \"absolute\""));
         }
-        for (name, value) in [("is_decoder", self.is_decoder), ("add_cross_attention", self.add_cross_attention)] {
+        for (name, value) in
+            [("is_decoder", self.is_decoder), ("add_cross_attention", self.add_cross_attention)]
+        {
             if value == Some(true) {
                 faults.push(format!("`{name}` is true; run are encoders"));
             }
@@ -292,7 +295,10 @@ mod tests {
             fault("\"absolute\"", "\"relative_key\""),
             "`position_embedding_type` is \"relative_key\"; run is \"absolute\""
         );
-        assert_eq!(fault("\"use_cache\": true", "\"is_decoder\": true"), "`is_decoder` is true; run are encoders");
+        assert_eq!(
+            fault("\"use_cache\": true", "\"is_decoder\": true"),
+            "`is_decoder` is true; run are encoders"
+        );
         assert_eq!(
             fault("\"BertModel\"", "\"BertForTokenClassification\""),
             "`architectures` names \"BertForTokenClassification\"; run are BertModel, BertForMaskedLM"

@@ -80,7 +80,10 @@ impl Weights {
                         faults.push(("elsewhere", fault));
                     }
                     None => {
-                        faults.push(("unknown", format!("`{}` of {file_name} is not in the index", tensor.name)));
+                        faults.push((
+                            "unknown",
+                            format!("`{}` of {file_name} is not in the index", tensor.name),
+                        ));
                     }
                 }
             }

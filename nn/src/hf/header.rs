@@ -146,7 +146,10 @@ pub fn render(path: &Path, tensors: &[(String, DType, Vec<usize>)]) -> Result<(S
         text.push(' ');
     }
     if text.len() as u64 > HEADER_BYTES_MAX || tensors.len() > TENSORS_MAX {
-        return Err(refuse(path, format_args!("a header of {} tensors and {} bytes is too long", tensors.len(), text.len())));
+        return Err(refuse(
+            path,
+            format_args!("a header of {} tensors and {} bytes is too long", tensors.len(), text.len()),
+        ));
     }
     Ok((text, header))
 }
@@ -289,9 +292,7 @@ mod tests {
             "m: tensor `e`: i64[0, 4294967296, 4294967296] takes more than 2^63 bytes, not 24..24"
         );
         assert!(change("\"b\":", "\"a\":").contains("`a` stands twice"));
-        assert!(
-            change("\"format\":\"pt\"", "\"x\":\"1\",\"x\":\"2\"").contains("key `x` stands twice")
-        );
+        assert!(change("\"format\":\"pt\"", "\"x\":\"1\",\"x\":\"2\"").contains("key `x` stands twice"));
         assert!(change("{\"format\":\"pt\"}", "{\"format\":[]}").contains("expected a string"));
         assert!(change("\"b\":", "\"__metadata__\":").contains("stands twice"));
         assert!(change("\"b\":", "\"b\\u0000\":").contains("cannot name a tensor"));

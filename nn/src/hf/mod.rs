@@ -12,10 +12,12 @@ mod fields;
 mod rotary;
 pub mod gpt2;
 pub mod llama;
+pub mod bert;
 pub mod family;
 pub mod folder;
 pub mod shards;
 
+pub use bert::{BertConfig, BertHead};
 pub use family::ModelConfig;
 pub use fields::{CONFIG_FILE, WEIGHTS_FILE};
 pub use files::{TensorFile, TensorWriter};

@@ -8,7 +8,7 @@ use crate::module;
 use crate::param::{Init, Param};
 use crate::plan::Plan;
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Error, Kind, Value};
+use shardgrad_tensor::{Elementwise, Error, Kind, Value};
 
 /// What is added to the score of a key that stands for nothing. Its exponential is zero beside that of any other score, and
 /// every float dtype holds it.

@@ -65,7 +65,10 @@ fn index(entries: &[(&str, &str)]) -> Vec<u8> {
 fn a_header_length_beyond_file_and_cap_is_refused_before_it_is_allocated() {
     let claim = |n: u64| [&n.to_le_bytes()[..], b"{}"].concat();
     for n in [3, 1 << 20, HEADER_BYTES_MAX, HEADER_BYTES_MAX + 1, 1 << 40, i64::MAX as u64, u64::MAX] {
-        assert_eq!(told("length", &claim(n)), format!("the header is said to have {n} bytes, in a file of 10"));
+        assert_eq!(
+            told("length", &claim(n)),
+            format!("the header is said to have {n} bytes, in a file of 10")
+        );
     }
     for n in [0, 1] {
         assert!(!told("length", &claim(n)).is_empty(), "a header has two bytes at least");
@@ -123,7 +126,9 @@ fn keys_that_stand_twice_and_names_that_hide_something_are_refused() {
     }
     let metadata = r#"{"__metadata__":{"x":"1"},"__metadata__":{"x":"1"}}"#;
     assert!(told("keys", &file(metadata, &[])).contains("`__metadata__` stands twice"));
-    assert!(told("keys", &file(r#"{"__metadata__":{"x":"1","x":"2"}}"#, &[])).contains("key `x` stands twice"));
+    assert!(
+        told("keys", &file(r#"{"__metadata__":{"x":"1","x":"2"}}"#, &[])).contains("key `x` stands twice")
+    );
     let twice = entry.replacen('{', "{\"dtype\":\"U8\",", 1);
     assert!(told("keys", &file(&format!("{{\"a\":{twice}}}"), &[])).contains("duplicate field"));
 }
@@ -198,7 +203,10 @@ fn dtypes_that_are_not_held_are_named() {
         let text = format!(r#"{{"a":{{"dtype":{dtype:?},"shape":[0],"data_offsets":[0,0]}}}}"#);
         let dir = folder("dtypes", &[(WEIGHTS_FILE, file(&text, &[]))]);
         let error = refused(Weights::open(&dir.0));
-        assert!(error.message().ends_with(&format!("the dtype {dtype:?}, which is not held here")), "{error}");
+        assert!(
+            error.message().ends_with(&format!("the dtype {dtype:?}, which is not held here")),
+            "{error}"
+        );
         assert_eq!(error.details()[0].1, "held are F64, F32, BF16, F16, I64, U8, BOOL");
     }
 }
@@ -221,7 +229,8 @@ fn all_tensors_that_do_not_fit_the_model_are_told_at_once() {
     entries[&turned]["shape"].as_array_mut().unwrap().reverse();
     entries[&integers]["dtype"] = "I64".into();
     let offsets = entries[&integers]["data_offsets"].clone();
-    entries[&integers]["shape"] = vec![(offsets[1].as_u64().unwrap() - offsets[0].as_u64().unwrap()) / 8].into();
+    entries[&integers]["shape"] =
+        vec![(offsets[1].as_u64().unwrap() - offsets[0].as_u64().unwrap()) / 8].into();
     let moved = entries.remove(&renamed).unwrap();
     entries.insert("extra".to_string(), moved);
     fs::write(&path, file(&serde_json::to_string(&entries).unwrap(), &bytes[8 + length..])).unwrap();
@@ -243,7 +252,9 @@ fn all_tensors_that_do_not_fit_the_model_are_told_at_once() {
 #[test]
 fn an_index_leads_nowhere_but_to_files_of_its_folder() {
     let good = file(&header(&[("a", 2)]), &[1, 2]);
-    for name in ["../x", "/etc/passwd", "..", ".", "", "a/b", "./1.safetensors", "1.safetensors/", "a\\b", "\\\\s\\x"] {
+    for name in
+        ["../x", "/etc/passwd", "..", ".", "", "a/b", "./1.safetensors", "1.safetensors/", "a\\b", "\\\\s\\x"]
+    {
         let dir = folder("astray", &[("1.safetensors", good.clone()), (INDEX_FILE, index(&[("a", name)]))]);
         assert_eq!(faults(&dir), [format!("name: {name:?} is no file of this folder")]);
     }
@@ -266,7 +277,10 @@ fn folders_pipes_and_devices_are_not_opened() {
     symlink("/dev/zero", dir.0.join("null")).unwrap();
     let found = faults(&dir);
     assert!(found[0].ends_with("none: there is no such file"), "{found:?}");
-    assert!(found[1].ends_with("null: is a link that leads out of its folder, which is not followed"), "{found:?}");
+    assert!(
+        found[1].ends_with("null: is a link that leads out of its folder, which is not followed"),
+        "{found:?}"
+    );
     assert!(found[2].ends_with("sub: is a folder, not a file"), "{found:?}");
     assert_eq!(found.len(), 3);
 }
@@ -347,7 +361,10 @@ fn more_tensors_than_any_model_has_are_refused_while_they_are_counted() {
     let names: Vec<String> = (0..=TENSORS_MAX).map(|i| format!("t{i}")).collect();
     let tensors: Vec<(&str, usize)> = names.iter().map(|name| (name.as_str(), 1)).collect();
     let most = header(&tensors[..TENSORS_MAX]);
-    assert_eq!(parse(Path::new("m"), most.as_bytes(), TENSORS_MAX as u64).unwrap().tensors.len(), TENSORS_MAX);
+    assert_eq!(
+        parse(Path::new("m"), most.as_bytes(), TENSORS_MAX as u64).unwrap().tensors.len(),
+        TENSORS_MAX
+    );
     // As long as a header may be: what stands behind the last tensor that is counted is not even read.
     let mut long = header(&tensors);
     long.pop();

@@ -30,10 +30,42 @@ impl Numbers {
 
 /// What damage likes to put in: the words of the formats, and numbers at the edges.
 const WORDS: [&str; 36] = [
-    "{", "}", "[", "]", ",", ":", "\"", "\\u0000", "\\", "null", "true", "-1", "0", "1e400", "0.5", "4294967296",
-    "9223372036854775807", "18446744073709551615", "99999999999999999999999", "\"__metadata__\":{}", "\"dtype\"", "\"F32\"",
-    "\"BOOL\"", "\"shape\"", "\"data_offsets\"", "[0,0]", "[[[[[[[[", "../", "/dev/zero", "weight_map", "llama", "gpt2",
-    "\"sliding_window\":0,", "\"n_embd\":0,", "\u{feff}", "\u{0}",
+    "{",
+    "}",
+    "[",
+    "]",
+    ",",
+    ":",
+    "\"",
+    "\\u0000",
+    "\\",
+    "null",
+    "true",
+    "-1",
+    "0",
+    "1e400",
+    "0.5",
+    "4294967296",
+    "9223372036854775807",
+    "18446744073709551615",
+    "99999999999999999999999",
+    "\"__metadata__\":{}",
+    "\"dtype\"",
+    "\"F32\"",
+    "\"BOOL\"",
+    "\"shape\"",
+    "\"data_offsets\"",
+    "[0,0]",
+    "[[[[[[[[",
+    "../",
+    "/dev/zero",
+    "weight_map",
+    "llama",
+    "gpt2",
+    "\"sliding_window\":0,",
+    "\"n_embd\":0,",
+    "\u{feff}",
+    "\u{0}",
 ];
 
 /// Some changes of a text, at random places.
@@ -56,7 +88,8 @@ fn damaged(text: &[u8], numbers: &mut Numbers) -> Vec<u8> {
                 // A number becomes another one.
                 let digits = |b: &u8| b.is_ascii_digit();
                 if let Some(first) = bytes[at..].iter().position(digits).map(|i| at + i) {
-                    let last = bytes[first..].iter().position(|b| !digits(b)).map_or(bytes.len(), |i| first + i);
+                    let last =
+                        bytes[first..].iter().position(|b| !digits(b)).map_or(bytes.len(), |i| first + i);
                     let other = [0, 1, 7, 255, 1 << 32, u64::MAX / 8, u64::MAX][numbers.below(7)].to_string();
                     bytes.splice(first..last, other.into_bytes());
                 }
@@ -137,11 +170,14 @@ fn damaged_folders_are_refused_or_read() {
     let dir = Folder::new("fuzz");
     fs::create_dir_all(&dir.0).unwrap();
     let part = |name: &str, n: u8| {
-        file(&format!(r#"{{"{name}":{{"dtype":"U8","shape":[{n}],"data_offsets":[0,{n}]}}}}"#), &vec![n; n.into()])
+        file(
+            &format!(r#"{{"{name}":{{"dtype":"U8","shape":[{n}],"data_offsets":[0,{n}]}}}}"#),
+            &vec![n; n.into()],
+        )
     };
-    let index = br#"{"metadata":{"total_size":8},"weight_map":{"a":"1.safetensors","b":"2.safetensors"}}"#.to_vec();
-    let whole =
-        [("1.safetensors", part("a", 5)), ("2.safetensors", part("b", 3)), (INDEX_FILE, index)];
+    let index =
+        br#"{"metadata":{"total_size":8},"weight_map":{"a":"1.safetensors","b":"2.safetensors"}}"#.to_vec();
+    let whole = [("1.safetensors", part("a", 5)), ("2.safetensors", part("b", 3)), (INDEX_FILE, index)];
     let before = peak_kib();
     let (mut accepted, count) = (0, cases(1_500));
     for seed in 0..count {
@@ -154,7 +190,10 @@ fn damaged_folders_are_refused_or_read() {
         let opened = Weights::open(&dir.0);
         if let Ok(weights) = &opened {
             for tensor in weights.tensors() {
-                assert_eq!(weights.read(&tensor.name).unwrap().len() as u64, tensor.bytes.end - tensor.bytes.start);
+                assert_eq!(
+                    weights.read(&tensor.name).unwrap().len() as u64,
+                    tensor.bytes.end - tensor.bytes.start
+                );
             }
         }
         accepted += u64::from(judged(opened, whole[hurt].0.as_bytes()));

@@ -171,7 +171,10 @@ mod tests {
             (args.steps.steps, args.optim.weight_decay, args.no_shuffle, args.json),
             (9, 0.0, true, false)
         );
-        assert_eq!((args.run.mesh.to_string(), args.source.data), ("mesh(dp=2)".into(), vec!["text".into(), "more".into()]));
+        assert_eq!(
+            (args.run.mesh.to_string(), args.source.data),
+            ("mesh(dp=2)".into(), vec!["text".into(), "more".into()])
+        );
         // An option that the typed one excludes gives way.
         let Chosen::Train(args) = parsed(file, &["train", "--tokens", "ids"]).unwrap().command else {
             panic!()

@@ -85,7 +85,9 @@ pub(super) fn count_or_none(text: &str) -> Result<usize, String> {
 /// A number of bytes, at least one: `5GB`, `500MB`, `20KB` (powers of 1000), or without a unit.
 pub(super) fn bytes(text: &str) -> Result<u64, String> {
     let units = [("GB", 1_000_000_000), ("MB", 1_000_000), ("KB", 1000), ("", 1)];
-    let read = |(unit, size): (&str, u64)| text.strip_suffix(unit)?.trim_end().parse::<u64>().ok()?.checked_mul(size);
+    let read = |(unit, size): (&str, u64)| {
+        text.strip_suffix(unit)?.trim_end().parse::<u64>().ok()?.checked_mul(size)
+    };
     let found = units.into_iter().find_map(read).filter(|n| *n > 0);
     found.ok_or_else(|| "must be a number of bytes above 0, as in 500MB or 5GB".to_string())
 }
@@ -127,7 +129,10 @@ mod tests {
 
     #[test]
     fn bytes_by_hand() {
-        assert_eq!(["5GB", "12 MB", "3KB", "7"].map(|text| bytes(text).unwrap()), [5_000_000_000, 12_000_000, 3000, 7]);
+        assert_eq!(
+            ["5GB", "12 MB", "3KB", "7"].map(|text| bytes(text).unwrap()),
+            [5_000_000_000, 12_000_000, 3000, 7]
+        );
         for bad in ["", "GB", "0", "0MB", "-1", "1.5GB", "5TB", "99999999999999GB"] {
             assert!(bytes(bad).is_err(), "{bad}");
         }

@@ -116,9 +116,14 @@ fn a_window_costs_what_it_shows() {
     assert_eq!(pairs(5, 5, true, 0, 9), 15);
     assert_eq!(pairs(5, 5, true, 0, 2), 9);
     assert_eq!(pairs(2, 5, true, 3, 2), 4);
-    let problem = Problem { b: 1, t: 256, g: 1, r: 1, c: 1, s: 256, scale: 1.0, causal: true, t_start: 0, window: 10 };
+    let problem =
+        Problem { b: 1, t: 256, g: 1, r: 1, c: 1, s: 256, scale: 1.0, causal: true, t_start: 0, window: 10 };
     let tiles = |first| tile::Pairs::of(problem, first, 128).map(|pairs| pairs.first_key).collect::<Vec<_>>();
-    assert_eq!((tiles(0), tiles(128)), (vec![0, 64], vec![64, 128, 192]), "tiles before the window are not visited");
+    assert_eq!(
+        (tiles(0), tiles(128)),
+        (vec![0, 64], vec![64, 128, 192]),
+        "tiles before the window are not visited"
+    );
 }
 
 #[test]
