@@ -44,7 +44,10 @@ impl Tokenizer {
     #[cfg(feature = "tokenizers")]
     fn read(path: &Path) -> Result<Tokenizer> {
         let told = |e| Error::new(Kind::Data, format!("{}: no tokenizer can be read: {e}", path.display()));
-        Ok(Tokenizer::File(Box::new(tokenizers::Tokenizer::from_file(path).map_err(told)?)))
+        let mut file = tokenizers::Tokenizer::from_file(path).map_err(told)?;
+        // Many files say to cut texts and to fill them up, for models that read one at a time.
+        file.with_padding(None).with_truncation(None).map_err(told)?;
+        Ok(Tokenizer::File(Box::new(file)))
     }
 
     #[cfg(not(feature = "tokenizers"))]
@@ -113,6 +116,44 @@ mod tests {
         small.vocab_size = 255;
         let error = Tokenizer::of(None, &small.into()).unwrap_err();
         assert_eq!(error.message(), "a vocabulary of 255 tokens is too small for bytes of text");
+    }
+
+    /// Files made, and texts cut and joined, by the library that such files come from (`tests/hf/make_tokenizers.py`).
+    #[cfg(feature = "tokenizers")]
+    #[test]
+    fn texts_are_cut_and_joined_as_the_file_says() {
+        let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokenizers");
+        let text = std::fs::read_to_string(data.join("expected.json")).unwrap();
+        let expected: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let ModelConfig::Gpt2(mut config) = ModelConfig::preset("tiny").unwrap() else { panic!("a GPT-2") };
+        config.vocab_size = 290;
+        let config = ModelConfig::Gpt2(config);
+        for (name, cases) in expected.as_object().unwrap() {
+            let file = Tokenizer::of(Some(&data.join(name)), &config).unwrap();
+            assert!(!file.is_bytes() && file.vocab() <= 290, "{name}");
+            for case in cases.as_array().unwrap() {
+                let ids: Vec<u32> =
+                    case["ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect();
+                assert_eq!(file.encode(case["text"].as_str().unwrap()).unwrap(), ids, "{name}");
+                assert_eq!(file.decode(&ids).unwrap(), case["back"].as_str().unwrap().as_bytes(), "{name}");
+            }
+        }
+        let small = ModelConfig::preset("tiny").unwrap();
+        let error = Tokenizer::of(Some(&data.join("bpe")), &small).unwrap_err();
+        assert_eq!(error.message(), "a tokenizer of 290 tokens for a model of 256");
+    }
+
+    #[cfg(feature = "tokenizers")]
+    #[test]
+    fn a_bad_tokenizer_file_is_named() {
+        let dir = crate::data::scratch::Scratch::new();
+        let config = ModelConfig::preset("tiny").unwrap();
+        for text in ["", "{}", "[1]", "{\"model\": {\"type\": \"Magic\"}}"] {
+            let path = dir.file(TOKENIZER_FILE, text);
+            let error = Tokenizer::of(Some(&dir.path("")), &config).unwrap_err();
+            assert_eq!(error.kind(), Kind::Data);
+            assert!(error.message().starts_with(&format!("{}: no tokenizer", path.display())), "{error}");
+        }
     }
 
     #[cfg(not(feature = "tokenizers"))]

@@ -11,4 +11,6 @@ mod pipelines;
 mod not_finite;
 mod packaging;
 mod steps;
+#[cfg(feature = "tokenizers")]
+mod tokenizer;
 mod tidy;
