@@ -13,4 +13,6 @@ mod schedules;
 mod not_finite;
 mod packaging;
 mod steps;
+#[cfg(feature = "tokenizers")]
+mod tokenizer;
 mod tidy;

@@ -2,6 +2,7 @@
 
 mod rule;
 mod data;
+mod bert;
 mod gpt2;
 mod llama;
 mod pipeline;

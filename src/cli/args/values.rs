@@ -93,6 +93,16 @@ pub(super) fn count_or_none(text: &str) -> Result<usize, String> {
     if text == "0" { Ok(0) } else { count(text).map_err(|why| why.replace("at least 1", "at least 0")) }
 }
 
+/// A number of bytes, at least one: `5GB`, `500MB`, `20KB` (powers of 1000), or without a unit.
+pub(super) fn bytes(text: &str) -> Result<u64, String> {
+    let units = [("GB", 1_000_000_000), ("MB", 1_000_000), ("KB", 1000), ("", 1)];
+    let read = |(unit, size): (&str, u64)| {
+        text.strip_suffix(unit)?.trim_end().parse::<u64>().ok()?.checked_mul(size)
+    };
+    let found = units.into_iter().find_map(read).filter(|n| *n > 0);
+    found.ok_or_else(|| "must be a number of bytes above 0, as in 500MB or 5GB".to_string())
+}
+
 /// A finite number for which `good` holds; `what` says which ones those are.
 fn number(text: &str, what: &str, good: impl Fn(f64) -> bool) -> Result<f64, String> {
     text.parse::<f64>().ok().filter(|x| x.is_finite() && good(*x)).ok_or_else(|| format!("must be {what}"))
@@ -127,6 +137,17 @@ pub(super) fn seconds(text: &str) -> Result<Duration, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bytes_by_hand() {
+        assert_eq!(
+            ["5GB", "12 MB", "3KB", "7"].map(|text| bytes(text).unwrap()),
+            [5_000_000_000, 12_000_000, 3000, 7]
+        );
+        for bad in ["", "GB", "0", "0MB", "-1", "1.5GB", "5TB", "99999999999999GB"] {
+            assert!(bytes(bad).is_err(), "{bad}");
+        }
+    }
 
     #[test]
     fn meshes_are_put_in_order() {
