@@ -29,12 +29,13 @@ mod staged;
 pub mod trainer;
 
 pub use cache::{Cache, Past};
-pub use hf::{Gpt2Config, LlamaConfig, LlamaKind, ModelConfig};
+pub use hf::{BertConfig, BertHead, Gpt2Config, LlamaConfig, LlamaKind, ModelConfig};
 pub use layer::{
     Attention, Block, Dropout, Embedding, GatedMlp, GroupedAttention, LayerNorm, Linear, Mlp, RmsNorm,
+    SelfAttention,
 };
-pub use loss::{CrossEntropy, bce_with_logits, cross_entropy, mse};
-pub use model::{Family, Gpt2, LanguageModel, Llama};
+pub use loss::{CrossEntropy, bce_with_logits, cross_entropy, masked_cross_entropy, mse};
+pub use model::{Bert, Family, Gpt2, LanguageModel, Llama};
 pub use module::{Leaf, Module};
 pub use optim::{AdamW, Report, Schedule, Sgd, StepArgs};
 pub use param::{Init, Param};

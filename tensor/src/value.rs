@@ -4,7 +4,7 @@ use crate::layout::Layout;
 use crate::op::{Op, unwind};
 use crate::ops::add::Add;
 use crate::ops::add_scalar::AddScalar;
-use crate::ops::attention::Attention;
+use crate::ops::attention::{Attention, Mask};
 use crate::ops::cast::Cast;
 use crate::ops::concat::Concat;
 use crate::ops::cross_entropy_terms::CrossEntropyTerms;
@@ -38,7 +38,7 @@ use crate::ops::swiglu::SwiGlu;
 use crate::ops::tanh::Tanh;
 use crate::ops::unbind::{Stack, Unbind};
 use crate::tensor::Tensor;
-use shardgrad_dist::Rank;
+use shardgrad_dist::{Error, Kind, Rank};
 use shardgrad_kernels::{DType, Dims};
 use smallvec::SmallVec;
 use std::ops::Range;
@@ -409,7 +409,23 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn attention(&self, k: &Self, v: &Self, causal: bool) -> Self {
-        Self::apply_one(Attention::of(self.layout().ndim(), causal), &[self, k, v])
+        let mask = if causal { Mask::Causal } else { Mask::None };
+        Self::apply_one(Attention::of(self.layout().ndim(), mask), &[self, k, v])
+    }
+
+    /// Causal [`Value::attention`] in which a query sees the last `keys` keys, its own included, and none before them.
+    /// Beltagy, Peters and Cohan, arXiv 2004.05150.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` for a window of 0 keys.
+    #[track_caller]
+    #[must_use]
+    fn window_attention(&self, k: &Self, v: &Self, keys: usize) -> Self {
+        if keys == 0 {
+            let error = Error::new(Kind::Config, "attention: a window of 0 keys shows a query nothing");
+            error.detail("help", "give 1 key or more").at(std::panic::Location::caller()).raise();
+        }
+        Self::apply_one(Attention::of(self.layout().ndim(), Mask::Window(keys)), &[self, k, v])
     }
 
     /// Of logits `[.., v]`, given the maximum of each row (see [`Value::max_last`]) and targets (i64, `[..]`):
