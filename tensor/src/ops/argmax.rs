@@ -55,6 +55,9 @@ impl Op for Argmax {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        if local.inputs[0].extent(self.dim) == 0 {
+            return misuse(format!("{}: there is nothing along dim {}", self.name(), self.dim));
+        }
         let mut order: Dims = (0..x[0].view.ndim()).filter(|d| *d != self.dim).collect();
         order.push(self.dim);
         let rows = x[0].viewed(x[0].view.permute(&order)).contiguous(local.rank)?;
