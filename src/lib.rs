@@ -49,9 +49,11 @@ pub mod prelude {
     pub use shardgrad_kernels::DType;
     pub use shardgrad_nn::{
         AdamW, Attention, Dropout, Embedding, LayerNorm, Linear, Mlp, Model, Module, Param, Plan, Point,
-        Settings, StepArgs, Trainer, module,
+        Settings, Sgd, StepArgs, Trainer, module,
     };
-    pub use shardgrad_tensor::{Elementwise, Layout, State, Tensor, Value};
+    pub use shardgrad_tensor::{
+        Contraction, Elementwise, Indexing, Layout, Reduction, Shaping, State, Tensor, Value,
+    };
 }
 
 /// Compiles and runs the code of the README.

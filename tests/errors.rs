@@ -74,7 +74,7 @@ fn what_an_op_finds_at_run_time_or_cannot_do() {
         let _ = zeros(rank, "f32[5, 3]")?.embedding(&ids);
         Ok(())
     });
-    pinned("index_out_of_range", Kind::Device, &index, &[OWN_LINE, "7", "arg 1", HELP]);
+    pinned("index_out_of_range", Kind::Data, &index, &[OWN_LINE, "7", "arg 1", HELP]);
     let used_up = error("", |rank| {
         let tape = shardgrad::autograd::Tape::new(rank);
         let y = tape.leaf(1, &zeros(rank, "f32[3]")?).square();

@@ -2,7 +2,7 @@
 
 use shardgrad_autograd::{Draw, Program, Slot, Tape, Var};
 use shardgrad_dist::{Kind, Mesh, Rank, Result, World};
-use shardgrad_tensor::{Layout, Tensor, Value};
+use shardgrad_tensor::{Contraction, Indexing, Layout, Shaping, Tensor, Value};
 use std::collections::HashMap;
 
 fn vector(rank: &Rank, values: &[f64]) -> Result<Tensor> {
@@ -29,6 +29,24 @@ fn gradients_add_up_over_uses_and_rounds() {
         let gradients = tape.gradients();
         assert_eq!(gradients[&7].to_host::<f64>()?, [2.0 * 7.0, 2.0 * 3.0]);
         assert!(tape.gradients().is_empty(), "gradients are handed out once");
+        Ok(())
+    });
+}
+
+#[test]
+fn places_that_an_op_found_are_constants_for_the_next() {
+    one_rank(|rank| {
+        let tape = Tape::new(rank);
+        let w = tape.leaf(1, &vector(rank, &[3.0, 1.0, 2.0])?);
+        let c = tape.constant(vector(rank, &[1.0, 10.0, 100.0])?);
+        let (ordered, places) = w.sort(0, false);
+        assert!(ordered.requires_grad() && !places.requires_grad());
+        let (top, _) = w.flip(0).top_k(0, 1, true);
+        let picked = w.gather(0, &places).index_add(0, &places, &w);
+        let doubled =
+            Var::contract("a, a, b -> b", &[&picked, &tape.constant(vector(rank, &[0.0; 3])?), &top]);
+        ordered.mul(&c).sum().add(&top.sum()).add(&doubled.sum()).backward()?;
+        assert_eq!(tape.gradients()[&1].to_host::<f64>()?, [101.0, 1.0, 10.0]);
         Ok(())
     });
 }

@@ -81,9 +81,15 @@ impl Global {
         let (dtype, data) = match input {
             Input::Real(_) => (DType::F64, places.map(|i| fraction(seed, i)).collect()),
             Input::Positive(_) => (DType::F64, places.map(|i| 1.5 + fraction(seed, i) / 2.0).collect()),
+            Input::Distinct(_) => {
+                let mut order: Vec<u64> = places.clone().collect();
+                order.sort_unstable_by_key(|i| mixed(seed, *i));
+                (DType::F64, order.iter().map(|&i| i as f64 / 8.0 - places.end as f64 / 16.0).collect())
+            }
             Input::Index(_, bound) => {
                 (DType::I64, places.map(|i| (mixed(seed, i) % *bound as u64) as f64).collect())
             }
+            Input::Bool(_) => (DType::Bool, places.map(|i| (mixed(seed, i) % 2) as f64).collect()),
         };
         Global { dtype, shape, data }
     }
@@ -149,12 +155,14 @@ fn places(layout: &Layout, rank: &Rank) -> Vec<usize> {
     places
 }
 
-/// Every layout of a shape on a mesh: each axis in each of the four states, and two axes on one dim in both orders.
+/// Every layout of a shape on a mesh: each axis in each of the four states, and two axes on one dim in both orders. Truth
+/// values have no sum, so no pending state.
 #[must_use]
 pub fn layouts(mesh: &Mesh, dtype: DType, shape: &[usize]) -> Vec<Layout> {
     let dims = (0..shape.len()).map(State::Shard);
+    let whole = [State::Invariant, State::Replicate, State::Partial];
     let states: Vec<State> =
-        [State::Invariant, State::Replicate, State::Partial].into_iter().chain(dims).collect();
+        whole.into_iter().filter(|s| dtype != DType::Bool || *s != State::Partial).chain(dims).collect();
     let mut found = vec![(Layout::invariant(mesh, dtype, shape), Vec::<Axis>::new())];
     for axis in mesh.axes().filter(|a| mesh.size(*a) > 1) {
         let grow = |(layout, split): &(Layout, Vec<Axis>)| {

@@ -338,8 +338,12 @@ fn failed(
                 "split more over more ranks, cut the batch into more microbatches, recompute blocks, or raise the limit",
             )
         }
-        Kind::Device => describe(Error::new(Kind::Device, error.message()), op, rank, &inputs, site)
-            .detail("help", "look at the values of the arguments; indices count from 0"),
+        Kind::Data => {
+            // The kernel named itself; one kernel serves several ops.
+            let what = error.message().split_once(": ").map_or(error.message(), |(_, what)| what);
+            describe(Error::new(Kind::Data, format!("{}: {what}", op.name())), op, rank, &inputs, site)
+                .detail("help", "look at the values of the arguments; indices count from 0")
+        }
         _ => error.at(site),
     }
 }

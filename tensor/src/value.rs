@@ -79,11 +79,12 @@ pub trait Value: Clone {
         Self::apply(op, args).into_iter().next().expect("the op has an output")
     }
 
-    /// x w: `[..m, k] x [k, n] -> [..m, n]`.
+    /// x w over the last dim of x and the last but one of w: `[.., m, k] x [.., k, n] -> [.., m, n]`. Leading dims are
+    /// matched from the right; one that is missing or has extent 1 is repeated. A vector is `[k]` on either side.
     #[track_caller]
     #[must_use]
     fn matmul(&self, w: &Self) -> Self {
-        Self::apply_one(einsum::matmul(), &[self, w])
+        Self::apply_one(unwind(einsum::product(&self.shape(), &w.shape())), &[self, w])
     }
 
     /// x w^T: `[..m, n] x [k, n] -> [..m, k]`.
@@ -100,32 +101,32 @@ pub trait Value: Clone {
         Self::apply_one(Rc::new(unwind(einsum::Einsum::new(signature))), &[self, other])
     }
 
-    /// x + y; the one with fewer dims is repeated along the leading dims of the other.
+    /// x + y; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn add(&self, other: &Self) -> Self {
-        Self::apply_one(Add::of(self.layout().ndim(), other.layout().ndim()), &[self, other])
+        Self::apply_one(Add::between(&self.shape(), &other.shape()), &[self, other])
     }
 
-    /// x - y; the one with fewer dims is repeated along the leading dims of the other.
+    /// x - y; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn sub(&self, other: &Self) -> Self {
-        Self::apply_one(Sub::of(self.layout().ndim(), other.layout().ndim()), &[self, other])
+        Self::apply_one(Sub::between(&self.shape(), &other.shape()), &[self, other])
     }
 
-    /// x y elementwise; the one with fewer dims is repeated along the leading dims of the other.
+    /// x y elementwise; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn mul(&self, other: &Self) -> Self {
-        Self::apply_one(Mul::of(self.layout().ndim(), other.layout().ndim()), &[self, other])
+        Self::apply_one(Mul::between(&self.shape(), &other.shape()), &[self, other])
     }
 
-    /// x / y; the one with fewer dims is repeated along the leading dims of the other.
+    /// x / y; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn div(&self, other: &Self) -> Self {
-        Self::apply_one(Div::of(self.layout().ndim(), other.layout().ndim()), &[self, other])
+        Self::apply_one(Div::between(&self.shape(), &other.shape()), &[self, other])
     }
 
     /// c x for a number c.
@@ -365,7 +366,7 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn pad(&self, dim: usize, before: usize, after: usize) -> Self {
-        Self::apply_one(unwind(Pad::along(self.layout().ndim(), dim, before, after)), &[self])
+        Self::apply_one(unwind(Pad::along(self.layout().ndim(), dim, before, after, 0.0)), &[self])
     }
 
     /// exp(x_i) / sum_j exp(x_j) over the last dim.

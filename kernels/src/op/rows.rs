@@ -33,7 +33,7 @@ pub(crate) fn operands<'s, 'a, const I: usize, const O: usize>(
 }
 
 /// Whether elements of a dtype are read as this type; truth values are bytes.
-fn holds<T: Element>(dtype: DType) -> bool {
+pub(crate) fn holds<T: Element>(dtype: DType) -> bool {
     dtype == T::DTYPE || (dtype == DType::Bool && T::DTYPE == DType::U8)
 }
 

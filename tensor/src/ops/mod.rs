@@ -11,9 +11,38 @@ pub mod add;
 pub mod sub;
 mod pointwise;
 pub mod add_scalar;
+pub mod abs;
+pub mod sign;
+pub mod rsqrt;
+pub mod sin;
+pub mod cos;
+pub mod expm1;
+pub mod log1p;
+pub mod softplus;
+pub mod elu;
+pub mod leaky_relu;
+pub mod floor;
+pub mod ceil;
+pub mod round;
+pub mod pow_scalar;
+pub mod clamp;
+pub mod pow;
+pub mod maximum;
+pub mod compare;
+pub mod logical;
+pub mod masked_fill;
+pub mod choose;
 pub mod attention;
 pub mod cast;
 pub mod embedding;
+pub mod gather;
+pub mod flip;
+pub mod one_hot;
+pub mod sort;
+pub mod top_k;
+pub mod triangle;
+pub mod roll;
+pub mod diagonal;
 pub mod cross_entropy_terms;
 pub mod dropout;
 pub mod einsum;
@@ -24,6 +53,10 @@ pub mod gelu_exact;
 pub mod layer_norm;
 pub mod log;
 pub mod max_last;
+pub mod amax;
+pub mod log_sum_exp;
+pub mod cumsum;
+pub mod argmax;
 pub mod permute;
 pub mod reciprocal;
 pub mod relu;
@@ -34,6 +67,7 @@ pub mod sigmoid;
 pub mod silu;
 pub mod slice;
 pub mod concat;
+pub mod split;
 pub mod softmax;
 pub mod sqrt;
 pub mod square;
@@ -53,8 +87,12 @@ pub enum Input {
     Real(Vec<usize>),
     /// Real numbers of a shape, in 0.5..2.5 (logarithms, divisors).
     Positive(Vec<usize>),
+    /// Real numbers of a shape, all different and 1/8 or more apart (orders).
+    Distinct(Vec<usize>),
     /// Integers of a shape in 0..bound.
     Index(Vec<usize>, usize),
+    /// Truth values of a shape.
+    Bool(Vec<usize>),
 }
 
 impl Input {
@@ -70,17 +108,33 @@ impl Input {
         Input::Positive(shape.to_vec())
     }
 
+    /// Real numbers that are all different.
+    #[must_use]
+    pub fn distinct(shape: &[usize]) -> Input {
+        Input::Distinct(shape.to_vec())
+    }
+
     /// Integers in 0..bound.
     #[must_use]
     pub fn index(shape: &[usize], bound: usize) -> Input {
         Input::Index(shape.to_vec(), bound)
     }
 
+    /// Truth values of a shape.
+    #[must_use]
+    pub fn truth(shape: &[usize]) -> Input {
+        Input::Bool(shape.to_vec())
+    }
+
     /// The shape.
     #[must_use]
     pub fn shape(&self) -> &[usize] {
         match self {
-            Input::Real(s) | Input::Positive(s) | Input::Index(s, _) => s,
+            Input::Real(s)
+            | Input::Positive(s)
+            | Input::Distinct(s)
+            | Input::Index(s, _)
+            | Input::Bool(s) => s,
         }
     }
 }
@@ -141,36 +195,68 @@ macro_rules! list {
 }
 
 list! {
+    abs,
     add,
     add_scalar,
+    amax,
+    argmax,
     attention,
     cast,
+    ceil,
+    choose,
+    clamp,
+    compare,
     concat,
+    cos,
     cross_entropy_terms,
+    cumsum,
+    diagonal,
     div,
     dropout,
     einsum,
+    elu,
     embedding,
     erf,
     exp,
+    expm1,
+    flip,
+    floor,
+    gather,
     gelu,
     gelu_exact,
     layer_norm,
+    leaky_relu,
     log,
+    log1p,
+    log_sum_exp,
+    logical,
+    masked_fill,
     max_last,
+    maximum,
     mul,
     neg,
+    one_hot,
     permute,
+    pow,
+    pow_scalar,
     reciprocal,
     relu,
     reshape,
     rms_norm,
+    roll,
     rope,
+    round,
+    rsqrt,
     scale,
     sigmoid,
+    sign,
     silu,
+    sin,
     slice,
     softmax,
+    softplus,
+    sort,
+    split,
     sqrt,
     square,
     sub,
@@ -178,5 +264,7 @@ list! {
     sum_squares,
     swiglu,
     tanh,
+    top_k,
+    triangle,
     unbind,
 }

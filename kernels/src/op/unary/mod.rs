@@ -12,7 +12,7 @@ use crate::dtype::{DType, Element, Float, Real};
 use crate::error::KernelError;
 use crate::kernel::{Bound, Kernel, Launch};
 use crate::match_float;
-use crate::op::pointwise::{map, plain, pointwise};
+use crate::op::pointwise::{map, plain, pointwise, two_reals};
 use crate::op::rows::operands;
 
 pointwise! {
@@ -43,9 +43,9 @@ pointwise! {
     /// y = 1 / x.
     RECIPROCAL "reciprocal" 1 1.0 |[x], _| R::ONE / x, None;
     /// y = c x; scalars: \[Real c\].
-    SCALE "scale" 1 2.0 |[x], c| c * x, None;
+    SCALE "scale" 1 2.0 |[x], [c, _]| c * x, None;
     /// y = x + c; scalars: \[Real c\].
-    ADD_SCALAR "add_scalar" 1 2.0 |[x], c| x + c, None;
+    ADD_SCALAR "add_scalar" 1 2.0 |[x], [c, _]| x + c, None;
 
     /// dx = dy where x > 0, else 0. In: x, dy.
     RELU_GRAD "relu_grad" 1 0.0 |[x, dy], _| if x <= R::ZERO { R::ZERO } else { dy }, None;
@@ -65,7 +65,7 @@ pointwise! {
 
 /// 1 / (1 + e^-x).
 #[inline(always)]
-pub(super) fn sigmoid<R: Maths>(x: R) -> R {
+pub(in crate::op) fn sigmoid<R: Maths>(x: R) -> R {
     R::ONE / (R::ONE + (-x).exp())
 }
 
