@@ -40,7 +40,9 @@ pub use shardgrad_kernels as kernels;
 pub use shardgrad_nn as nn;
 pub use shardgrad_tensor as tensor;
 
+pub use shardgrad_autograd::fuzz_model;
 pub use shardgrad_dist::{Error, Kind, Result};
+pub use shardgrad_tensor::check_op;
 
 /// What a program that trains a model needs, in one `use`.
 pub mod prelude {

@@ -88,11 +88,24 @@ pub fn bce_with_logits(logits: &Var, targets: &Var) -> Var {
     yes.add(&targets.neg().add_scalar(1.0).mul(&logits.softplus()))
 }
 
+/// The mean of [`cross_entropy`] over the places where the label is not negative: logits `[..m, v]` (any float), labels
+/// `[..m]` (i64); a scalar in the accumulator type of the logits. Without any such place it is not a number.
+///
+/// # Panics
+/// Unwinds with an error if the shapes do not fit, or a label is `v` or more.
+#[track_caller]
+#[must_use]
+pub fn masked_cross_entropy(logits: &Var, labels: &Var) -> Var {
+    let left_out = labels.lt_scalar(0.0);
+    let each = cross_entropy(logits, &labels.masked_fill(&left_out, 0.0)).masked_fill(&left_out, 0.0);
+    each.sum().div(&labels.ge_scalar(0.0).cast(each.dtype()).sum())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use shardgrad_autograd::Tape;
-    use shardgrad_tensor::{Layout, Mesh, Rank, Result, Tensor, World};
+    use shardgrad_tensor::{Error, Layout, Mesh, Rank, Result, Tensor, World};
 
     const LAYOUTS: [(&str, &str); 4] =
         [("", "f64[3, 4]"), ("a=2", "f64[3@a, 4]"), ("a=2", "f64[3, 4@a]"), ("a=2,b=2", "f64[3@b, 4@a]")];
@@ -132,7 +145,8 @@ mod tests {
 
     #[test]
     fn cross_entropy_with_smoothing_and_without_ignored_rows() {
-        let targets = |rank: &Rank, z: &Var, t: &[i64]| Ok(z.constant(Tensor::from_host(rank, &[3], t)?));
+        let targets =
+            |rank: &Rank, z: &Var, t: &[i64]| Ok::<_, Error>(z.constant(Tensor::from_host(rank, &[3], t)?));
         let smooth = CrossEntropy { smoothing: 0.2, ..CrossEntropy::default() };
         check(
             |rank, z| Ok(smooth.mean(z, &targets(rank, z, &[2, 0, 3])?)),
@@ -152,7 +166,7 @@ mod tests {
     #[test]
     fn squares_and_binary_cross_entropy() {
         let t = [0.0, 1.0, 0.5, 0.25];
-        let targets = |rank: &Rank, z: &Var| Ok(z.constant(Tensor::from_host(rank, &[4], &t)?));
+        let targets = |rank: &Rank, z: &Var| Ok::<_, Error>(z.constant(Tensor::from_host(rank, &[4], &t)?));
         let mean = |z: &[f64], f: &dyn Fn(f64, f64) -> f64| {
             z.iter().enumerate().map(|(i, &z)| f(z, t[i % 4])).sum::<f64>() / z.len() as f64
         };

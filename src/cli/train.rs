@@ -9,7 +9,7 @@ use crate::tokenizer::TOKENIZER_FILE;
 use crate::trace::Trace;
 use crate::train::{Recipe, mean_loss};
 use indicatif::{ProgressBar, ProgressStyle};
-use shardgrad::nn::{LanguageModel, ModelConfig};
+use shardgrad::nn::{LanguageModel, ModelConfig, Trainer};
 use shardgrad::prelude::*;
 use std::cell::RefCell;
 use std::io::IsTerminal;
@@ -45,6 +45,8 @@ struct Job {
     interrupt: Interrupt,
     metrics: Mutex<MetricsWriter>,
     trace: Option<Trace>,
+    /// Whether cuts or lists depend on times that are measured.
+    measures: bool,
 }
 
 /// Runs the command.
@@ -144,6 +146,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         interrupt: Interrupt::install()?,
         metrics,
         trace: args.trace.as_deref().map(Trace::new),
+        measures: args.pipeline.measures(),
     })
 }
 
@@ -153,6 +156,9 @@ fn train(rank: &Rank, job: &Job) -> Result<bool> {
     let mut trainer = recipe.trainer(rank, LanguageModel::new(&job.config), &job.plan, &job.rows)?;
     if let Some(dir) = &job.start {
         trainer.model().load(dir)?;
+    }
+    if job.measures && rank.index() == 0 {
+        tell_measured(&trainer, job)?;
     }
     let progress = (rank.index() == 0).then(|| Progress::new(recipe.steps, job.json));
     let began = Instant::now();
@@ -197,6 +203,20 @@ fn train(rank: &Rank, job: &Job) -> Result<bool> {
         keep_tokenizer(from, &out)?;
     }
     Ok(stopped)
+}
+
+/// Says what was chosen by measured times, and keeps it, so that a run can be repeated.
+fn tell_measured(trainer: &Trainer<'_, LanguageModel>, job: &Job) -> Result<()> {
+    let Some(schedule) = trainer.schedule() else { return Ok(()) };
+    let path = job.out.join("schedule.txt");
+    std::fs::write(&path, schedule.passes_only().to_text())
+        .map_err(|e| Error::new(Kind::Io, format!("cannot write {}: {e}", path.display())))?;
+    if !job.json {
+        let starts = trainer.stage_starts();
+        let starts: Vec<&str> = starts.iter().skip(1).map(|(_, path)| &**path).collect();
+        println!("stages begin at {}; the lists are in {}", starts.join(", "), path.display());
+    }
+    Ok(())
 }
 
 /// Copies what tells the tokens of a model from the folder that it came from.

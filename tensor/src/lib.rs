@@ -26,6 +26,9 @@ mod watch;
 pub mod tensor;
 pub mod redistribute;
 pub mod host;
+pub mod compare;
+#[cfg(feature = "ndarray")]
+pub mod interchange;
 pub mod fill;
 pub mod bytes;
 pub mod control;

@@ -133,7 +133,7 @@ pub trait Reduction: Value {
     #[must_use]
     fn group_norm(&self, groups: usize, w: &Self, b: &Self, eps: f64) -> Self {
         let shape = self.shape();
-        if shape.len() < 2 || groups == 0 || shape[1] % groups != 0 {
+        if shape.len() < 2 || groups == 0 || !shape[1].is_multiple_of(groups) {
             let text = format!("group_norm: {groups} groups of the channels of {shape:?}");
             let help = "dim 1 holds the channels; the number of groups divides it";
             unwind(Err(Error::new(Kind::Shape, text).detail("help", help)))

@@ -8,7 +8,7 @@ mod llama;
 mod pipeline;
 mod tensor;
 
-pub use pipeline::Pipeline;
+pub use pipeline::{PassOrder, Pipeline};
 pub(crate) use rule::Subject;
 
 use crate::name::{matches, nearest};

@@ -4,7 +4,9 @@ use super::nearest::nearest;
 use shardgrad::autograd::pipeline::{Cut, NAMES, Schedule, Times};
 use shardgrad::dist::Mesh;
 use shardgrad::nn::ModelConfig;
+use shardgrad::nn::plan::PassOrder;
 use shardgrad::{Error, Kind, Result};
+use std::path::Path;
 use std::time::Duration;
 
 /// The axes of a mesh in their fixed order, outermost first.
@@ -50,13 +52,22 @@ pub(super) fn cut(text: &str) -> Result<Cut> {
     text.parse()
 }
 
-/// The name of a pipeline schedule.
-pub(super) fn schedule(text: &str) -> Result<String, String> {
+/// The name of a pipeline schedule, or a file with the lists of one.
+pub(super) fn schedule(text: &str) -> Result<PassOrder> {
     if Schedule::named(text, 1, 1).is_ok() {
-        return Ok(text.to_string());
+        return Ok(PassOrder::Named(text.to_string()));
     }
-    let near = nearest(text, NAMES).map_or(String::new(), |n| format!("did you mean `{n}`? "));
-    Err(format!("there is no such schedule; {near}schedules are {}", NAMES.join(", ")))
+    let path = Path::new(text);
+    if !path.exists() {
+        let near = nearest(text, NAMES).map_or(String::new(), |n| format!("did you mean `{n}`? "));
+        let help =
+            format!("{near}schedules are {}, or a file with lists (plan --save FILE)", NAMES.join(", "));
+        let error = Error::new(Kind::Config, "there is no such schedule and no such file");
+        return Err(error.detail("help", help));
+    }
+    let lists = std::fs::read_to_string(path)
+        .map_err(|e| Error::new(Kind::Io, format!("cannot read {}: {e}", path.display())))?;
+    Schedule::from_text(&lists).map(PassOrder::Lists)
 }
 
 /// Three times of a pass: forward, gradients of inputs, gradients of weights.

@@ -39,7 +39,7 @@ impl Einsum {
         let lone =
             |t: &[&str], other: &[&str]| t.iter().any(|x| *x != ONE && !other.contains(x) && !c.contains(x));
         if lone(&a, &b) || lone(&b, &a) {
-            return refuse("has a label that stands in one argument only; sum it before");
+            return refuse("has a label that stands in one argument only; sum it before, or use contract");
         }
         if c.iter().any(|x| *x != ONE && !a.contains(x) && !b.contains(x)) {
             return refuse("has an output label that no argument has");

@@ -78,6 +78,7 @@ pub mod unbind;
 pub mod redistribute;
 
 use crate::op::Op;
+use shardgrad_kernels::DType;
 use std::rc::Rc;
 
 /// What a test may feed to an argument.
@@ -124,6 +125,29 @@ impl Input {
     #[must_use]
     pub fn truth(shape: &[usize]) -> Input {
         Input::Bool(shape.to_vec())
+    }
+
+    /// The same in another shape.
+    #[must_use]
+    pub fn with_shape(&self, shape: &[usize]) -> Input {
+        let shape = shape.to_vec();
+        match self {
+            Input::Real(_) => Input::Real(shape),
+            Input::Positive(_) => Input::Positive(shape),
+            Input::Distinct(_) => Input::Distinct(shape),
+            Input::Index(_, bound) => Input::Index(shape, *bound),
+            Input::Bool(_) => Input::Bool(shape),
+        }
+    }
+
+    /// The dtype in which tests draw it.
+    #[must_use]
+    pub fn dtype(&self) -> DType {
+        match self {
+            Input::Real(_) | Input::Positive(_) | Input::Distinct(_) => DType::F64,
+            Input::Index(..) => DType::I64,
+            Input::Bool(_) => DType::Bool,
+        }
     }
 
     /// The shape.

@@ -67,12 +67,13 @@ impl Op for OneHot {
 }
 
 pub(super) fn cases() -> Vec<Case> {
-    let case = |count, dtype, input| Case::new(Rc::new(OneHot { count, dtype }), vec![input]).exact();
+    let case = |count, dtype, input| Case::fixed(Rc::new(OneHot { count, dtype }), vec![input]).exact();
     vec![
         case(7, DType::F32, Input::index(&[5], 7)),
         case(3, DType::Bool, Input::index(&[2, 5], 3)),
         case(2, DType::F32, Input::index(&[], 2)),
-        Case::fixed(Rc::new(OneHot { count: 0, dtype: DType::F32 }), vec![Input::index(&[0], 1)]).exact(),
+        case(1, DType::F32, Input::index(&[1, 1], 1)),
+        case(0, DType::F32, Input::index(&[0], 1)),
     ]
 }
 

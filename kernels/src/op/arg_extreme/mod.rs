@@ -70,7 +70,8 @@ mod tests {
         let x = Value::real(&[3, 3], &[1.0, 3.0, 3.0, -1.0, -1.0, 2.0, 0.0, f64::NAN, 5.0]);
         let run = |largest| {
             let scalars = [Scalar::Int(largest)];
-            evaluate_as(ARG_EXTREME.reference, DType::I64, &[x.clone()], &[&[3]], &scalars).remove(0)
+            evaluate_as(ARG_EXTREME.reference, DType::I64, std::slice::from_ref(&x), &[&[3]], &scalars)
+                .remove(0)
         };
         assert_eq!(run(1), [1.0, 2.0, 1.0]);
         assert_eq!(run(0), [0.0, 0.0, 1.0]);

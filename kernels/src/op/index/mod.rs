@@ -71,7 +71,8 @@ impl<'a> Plan<'a> {
     #[inline(always)]
     fn local(&self, row: usize, n: usize, c: usize) -> Option<usize> {
         let index = if self.is_shared { self.index[n] } else { self.index[row * self.c + c] };
-        usize::try_from(index - self.v_start).ok().filter(|&at| at < self.v)
+        // A negative difference is a large number.
+        Some(index.wrapping_sub(self.v_start) as usize).filter(|&at| at < self.v)
     }
 }
 

@@ -69,7 +69,9 @@ mod tests {
     #[test]
     fn by_hand() {
         let x = Value::real(&[2, 3], &[1.0, 2.0, 3.0, -1.0, 0.5, 4.0]);
-        let run = |backward| evaluate(&CUMSUM, &[x.clone()], &[&[2, 3]], &[Scalar::Int(backward)]).remove(0);
+        let run = |backward| {
+            evaluate(&CUMSUM, std::slice::from_ref(&x), &[&[2, 3]], &[Scalar::Int(backward)]).remove(0)
+        };
         assert_eq!(run(0), [1.0, 3.0, 6.0, -1.0, -0.5, 3.5]);
         assert_eq!(run(1), [6.0, 5.0, 3.0, 3.5, 4.5, 4.0]);
     }
