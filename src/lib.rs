@@ -40,7 +40,9 @@ pub use shardgrad_kernels as kernels;
 pub use shardgrad_nn as nn;
 pub use shardgrad_tensor as tensor;
 
+pub use shardgrad_autograd::fuzz_model;
 pub use shardgrad_dist::{Error, Kind, Result};
+pub use shardgrad_tensor::check_op;
 
 /// What a program that trains a model needs, in one `use`.
 pub mod prelude {
@@ -49,9 +51,11 @@ pub mod prelude {
     pub use shardgrad_kernels::DType;
     pub use shardgrad_nn::{
         AdamW, Attention, Dropout, Embedding, LayerNorm, Linear, Mlp, Model, Module, Param, Plan, Point,
-        Settings, StepArgs, Trainer, module,
+        Settings, Sgd, StepArgs, Trainer, module,
     };
-    pub use shardgrad_tensor::{Layout, State, Tensor, Value};
+    pub use shardgrad_tensor::{
+        Contraction, Elementwise, Indexing, Layout, Reduction, Shaping, State, Tensor, Value,
+    };
 }
 
 /// Compiles and runs the code of the README.

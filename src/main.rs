@@ -14,6 +14,7 @@ macro_rules! print {
     ($($text:tt)*) => { $crate::said(format_args!($($text)*)) };
 }
 
+mod tokenizer;
 mod data;
 mod interrupt;
 mod metrics;

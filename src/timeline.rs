@@ -56,7 +56,7 @@ fn label(action: Action) -> String {
         Action::Backward { microbatch, .. } => format!("B{microbatch}"),
         Action::InputGradient { microbatch, .. } => format!("I{microbatch}"),
         Action::WeightGradient { microbatch, .. } => format!("W{microbatch}"),
-        Action::Send(_) | Action::Receive(_) => String::new(),
+        Action::Send(_) | Action::Receive(_) | Action::Reduce { .. } => String::new(),
     }
 }
 

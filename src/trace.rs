@@ -53,5 +53,6 @@ fn category(action: Action) -> &'static str {
         Action::Backward { .. } | Action::InputGradient { .. } | Action::WeightGradient { .. } => "backward",
         Action::Send(_) => "send",
         Action::Receive(_) => "receive",
+        Action::Reduce { .. } => "reduce",
     }
 }

@@ -74,7 +74,7 @@ fn what_an_op_finds_at_run_time_or_cannot_do() {
         let _ = zeros(rank, "f32[5, 3]")?.embedding(&ids);
         Ok(())
     });
-    pinned("index_out_of_range", Kind::Device, &index, &[OWN_LINE, "7", "arg 1", HELP]);
+    pinned("index_out_of_range", Kind::Data, &index, &[OWN_LINE, "7", "arg 1", HELP]);
     let used_up = error("", |rank| {
         let tape = shardgrad::autograd::Tape::new(rank);
         let y = tape.leaf(1, &zeros(rank, "f32[3]")?).square();
@@ -116,6 +116,40 @@ fn layouts_that_an_op_refuses() {
         Ok(())
     });
     pinned("layout_of_a_layer", Kind::Layout, &norm, &[OWN_LINE, HELP, "at         bias"]);
+}
+
+/// One of each class of refusal that the cases above do not show.
+#[test]
+fn every_class_of_refusal() {
+    type Call = fn(&[Tensor]) -> Tensor;
+    let classes: [(&str, &str, &[&str], Call); 5] = [
+        ("refusal_order", "dp=2,tp=2", &["f32[8@dp@tp, 3]", "f32[8@tp@dp, 3]"], |x| x[0].add(&x[1])),
+        ("refusal_grain", "tp=2", &["f32[12:4@tp, 5]", "f32[12@tp, 5]"], |x| x[0].mul(&x[1])),
+        ("refusal_reshape", "tp=2", &["f32[12@tp]"], |x| x[0].reshape(&[3, 4])),
+        ("refusal_whole", "dp=2,tp=2", &["f32[6@dp, 8@tp]"], |x| x[0].softmax()),
+        ("refusal_conflict", "tp=2", &["f32[6@tp, 4]", "f32[6, 4@tp]"], |x| x[0].add(&x[1])),
+    ];
+    for (name, mesh, layouts, call) in classes {
+        let refused = alone(mesh, |rank| {
+            let x: Vec<Tensor> = layouts.iter().map(|l| zeros(rank, l)).collect::<Result<_>>()?;
+            let _ = call(&x);
+            Ok(())
+        });
+        let parts = [
+            OWN_LINE,
+            HELP,
+            "signature  ",
+            "arg 0      f32[",
+            "local [",
+            "rank       0 (",
+            " bytes; result ",
+        ];
+        pinned(name, Kind::Layout, &refused, &parts);
+    }
+    let created = alone("tp=2", |rank| zeros(rank, "f32[6:4@tp, 3]"));
+    pinned("refusal_create", Kind::Layout, &created, &[HELP, "the nearest layout is f32[6:2@tp, 3]"]);
+    let stored = alone("tp=2", |rank| Layout::parse("f32[6] +tp", rank.mesh())?.check_storable());
+    pinned("refusal_stored", Kind::Layout, &stored, &[HELP, "the nearest layout is f32[6]"]);
 }
 
 #[test]

@@ -1,13 +1,28 @@
 //! Models of `transformers`: folders that it wrote, with the logits that it computed, recorded by `tests/hf/make_fixtures.py`.
 
-use shardgrad::nn::hf::{CONFIG_FILE, TensorFile, WEIGHTS_FILE};
+use shardgrad::nn::hf::{CONFIG_FILE, TensorFile, WEIGHTS_FILE, Weights};
 use shardgrad::nn::{Family, LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-const NAMES: [&str; 7] = ["gpt2", "gpt2-untied", "llama", "llama-biased", "mistral", "qwen2", "qwen3"];
+const NAMES: [&str; 11] = [
+    "gpt2",
+    "gpt2-untied",
+    "gpt2-f16",
+    "llama",
+    "llama-biased",
+    "llama-bf16",
+    "mistral",
+    "mistral-window",
+    "qwen2",
+    "qwen2-window",
+    "qwen3",
+];
+/// Those without a head of tokens come last.
+const ENCODERS: [&str; 3] = ["bert", "bert-untied", "bert-encoder"];
+const MESHES: [&str; 5] = ["", "tp=2", "dp=2", "dp=2,tp=2", "tp=3"];
 const ROWS: usize = 3;
 const SEQ: usize = 9;
 
@@ -15,35 +30,40 @@ fn folder(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/hf").join(name)
 }
 
-fn model(rank: &Rank, dir: &Path) -> Result<(Model<LanguageModel>, Plan)> {
+/// A model of a folder, its weights in a dtype.
+fn model(rank: &Rank, dir: &Path, dtype: DType) -> Result<(Model<LanguageModel>, Plan)> {
     let config = ModelConfig::read(dir)?;
     let plan = LanguageModel::plan(&config);
-    let model = Model::new(rank, LanguageModel::new(&config), &plan, 0)?;
+    let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 0, dtype)?;
     model.load(dir)?;
     Ok((model, plan))
 }
 
+/// A table of the script: a number for each row and place.
+fn table(rank: &Rank, plan: &Plan, number: impl Fn(usize, usize) -> usize) -> Result<Tensor> {
+    let layout = plan.batch_layout(rank.mesh(), DType::I64, &[ROWS, SEQ])?;
+    let all: Vec<i64> = (0..ROWS * SEQ).map(|at| number(at / SEQ, at % SEQ) as i64).collect();
+    Tensor::from_global(rank, &layout, &all)
+}
+
 /// The tokens of the script.
 fn ids(rank: &Rank, plan: &Plan, vocab: usize) -> Result<Tensor> {
-    let layout = plan.batch_layout(rank.mesh(), DType::I64, &[ROWS, SEQ])?;
-    let token = |r: usize, t: usize| ((r * 7 + t * 5 + r * t * 3 + t * t) % vocab) as i64;
-    let all: Vec<i64> = (0..ROWS).flat_map(|r| (0..SEQ).map(move |t| token(r, t))).collect();
-    Tensor::from_global(rank, &layout, &all)
+    table(rank, plan, |r, t| (r * 7 + t * 5 + r * t * 3 + t * t) % vocab)
 }
 
 /// Logits of the tokens of the script, `[rows, seq, vocab]`, whole.
 fn logits(dir: &Path, mesh: &str) -> Vec<f64> {
     let ranks = World::run(Mesh::parse(mesh).unwrap(), |rank| {
-        let (model, plan) = model(rank, dir)?;
+        let (model, plan) = model(rank, dir, DType::F32)?;
         let ids = ids(rank, &plan, model.describe().vocab_size())?;
         model.forward(&model.inference().constant(ids)).tensor().to_f64()
     });
     ranks.unwrap_or_else(|e| panic!("{} on {mesh}: {e}", dir.display())).swap_remove(0)
 }
 
-fn expected(name: &str) -> Vec<f64> {
+fn expected(name: &str, tensor: &str) -> Vec<f64> {
     let file = TensorFile::open(&folder(name).join("expected.safetensors")).unwrap();
-    let bytes = file.read("logits").unwrap();
+    let bytes = file.read(tensor).unwrap();
     bytes.as_chunks::<4>().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect()
 }
 
@@ -57,21 +77,92 @@ fn distance(a: &[f64], b: &[f64]) -> f64 {
 #[test]
 fn logits_are_those_of_transformers_on_every_mesh() {
     for name in NAMES {
-        let expected = expected(name);
-        for mesh in ["", "tp=2", "dp=2", "dp=2,tp=2", "tp=3"] {
+        let expected = expected(name, "logits");
+        for mesh in MESHES {
             let found = distance(&logits(&folder(name), mesh), &expected);
             assert!(found <= 2e-5, "{name} on {mesh}: logits differ by {found:e} of their scale");
         }
     }
 }
 
+/// What stands where a token stands; what stands elsewhere means nothing.
+fn real(mut x: Vec<f64>) -> Vec<f64> {
+    let width = x.len() / (ROWS * SEQ);
+    for (at, row) in x.chunks_exact_mut(width).enumerate() {
+        if at % SEQ >= SEQ - 2 * (at / SEQ) {
+            row.fill(0.0);
+        }
+    }
+    x
+}
+
+/// What an encoder makes of the tables of the script: by name, whole.
+fn encoded(name: &str, mesh: &str) -> Vec<(&'static str, Vec<f64>)> {
+    let ranks = World::run(Mesh::parse(mesh).unwrap(), |rank| {
+        let (model, plan) = model(rank, &folder(name), DType::F32)?;
+        let LanguageModel::Bert(bert) = &*model else { panic!("{name} is an encoder") };
+        let vocab = bert.config().vocab_size;
+        let tape = model.inference();
+        let is_real = |r: usize, t: usize| t < SEQ - 2 * r;
+        let ids = tape.constant(ids(rank, &plan, vocab)?);
+        let mask = tape.constant(table(rank, &plan, |r, t| usize::from(is_real(r, t)))?);
+        let types = tape.constant(table(rank, &plan, |r, t| usize::from(t > 3 + r))?);
+        let asked = |r, t| (r + t) % 3 == 0 && is_real(r, t);
+        // One less in all places: -1 where nothing is asked for.
+        let labels = table(rank, &plan, |r, t| if asked(r, t) { (t * 11 + r) % vocab + 1 } else { 0 })?;
+        let labels = tape.constant(labels.cast(DType::F64).add_scalar(-1.0).cast(DType::I64));
+        let (mask, types) = (Some(&mask), Some(&types));
+        let hidden = bert.hidden(&ids, mask, types);
+        let mut found = vec![("hidden", real(hidden.tensor().to_f64()?))];
+        if bert.head.is_some() {
+            found.push(("logits", real(bert.forward(&ids, mask, types).tensor().to_f64()?)));
+            found.push(("loss", vec![bert.loss(&ids, &labels, mask, types).item()?]));
+        } else {
+            found.push(("pooled", bert.pooled(&hidden).tensor().to_f64()?));
+        }
+        Ok(found)
+    });
+    ranks.unwrap_or_else(|e| panic!("{name} on {mesh}: {e}")).swap_remove(0)
+}
+
+#[test]
+fn what_encoders_make_of_rows_of_several_lengths_is_that_of_transformers_on_every_mesh() {
+    for name in ENCODERS {
+        for mesh in MESHES {
+            for (tensor, found) in encoded(name, mesh) {
+                let found = distance(&found, &expected(name, tensor));
+                assert!(found <= 2e-5, "{name} on {mesh}: {tensor} differs by {found:e} of its scale");
+            }
+        }
+    }
+}
+
+/// Rows without a mask take another way through attention.
+#[test]
+fn a_mask_of_ones_changes_nothing() {
+    World::run(Mesh::parse("tp=2").unwrap(), |rank| {
+        let (model, plan) = model(rank, &folder("bert"), DType::F32)?;
+        let LanguageModel::Bert(bert) = &*model else { panic!("an encoder") };
+        let ids = model.inference().constant(ids(rank, &plan, bert.config().vocab_size)?);
+        let ones = ids.constant(table(rank, &plan, |_, _| 1)?);
+        let none = ids.constant(table(rank, &plan, |_, _| 0)?);
+        let plain = bert.forward(&ids, None, None).tensor().to_f64()?;
+        let masked = bert.forward(&ids, Some(&ones), Some(&none)).tensor().to_f64()?;
+        assert!(distance(&plain, &masked) < 1e-6);
+        Ok(())
+    })
+    .unwrap();
+}
+
 /// What is written can be read by `transformers` as what was read: the same tensors, and the same fields in config.json,
 /// but for the older names that theta and dtype have in it.
 #[test]
 fn folders_are_written_back_as_they_were_read() {
-    for name in NAMES {
+    for name in NAMES.into_iter().chain(ENCODERS) {
         let (from, to) = (folder(name), Scratch::new(name));
-        World::run(Mesh::parse("dp=2,tp=2").unwrap(), |rank| model(rank, &from)?.0.save(&to.0)).unwrap();
+        let dtype = ModelConfig::read(&from).unwrap().dtype();
+        World::run(Mesh::parse("dp=2,tp=2").unwrap(), |rank| model(rank, &from, dtype)?.0.save(&to.0))
+            .unwrap();
         let [before, after] = [&from, &to.0].map(|dir| TensorFile::open(&dir.join(WEIGHTS_FILE)).unwrap());
         assert_eq!(before.tensors().len(), after.tensors().len(), "{name}");
         for tensor in before.tensors() {
@@ -100,6 +191,30 @@ fn folders_are_written_back_as_they_were_read() {
     }
 }
 
+/// Files have a dtype of their own: halves are read into f32 and written back from it without a change.
+#[test]
+fn files_of_halves_come_and_go_through_f32() {
+    for name in ["gpt2-f16", "llama-bf16"] {
+        let (from, to) = (folder(name), Scratch::new(&format!("through-{name}")));
+        let dtype = ModelConfig::read(&from).unwrap().dtype();
+        World::run(Mesh::parse("tp=2").unwrap(), |rank| {
+            model(rank, &from, DType::F32)?.0.save_as(&to.0, 2000, dtype)
+        })
+        .unwrap();
+        assert_eq!(ModelConfig::read(&to.0).unwrap().dtype(), dtype);
+        let [before, after] = [&from, &to.0].map(|dir| Weights::open(dir).unwrap());
+        assert!(std::fs::read_dir(&to.0).unwrap().count() > 5, "several files");
+        for tensor in before.tensors() {
+            assert_eq!(after.get(&tensor.name).unwrap().dtype, dtype);
+            assert!(
+                before.read(&tensor.name).unwrap() == after.read(&tensor.name).unwrap(),
+                "{}",
+                tensor.name
+            );
+        }
+    }
+}
+
 /// Losses, gradient norms and weights of a training too, against the transformers that is installed, if one is.
 #[test]
 fn training_is_that_of_transformers_where_it_is_installed() {
@@ -116,7 +231,7 @@ fn training_is_that_of_transformers_where_it_is_installed() {
     let done = python(&[&script, "--mesh", "dp=2,tp=2", "--mesh", "tp=3", binary]).unwrap();
     let told = [done.stdout, done.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
     assert!(done.status.success(), "{}\n{}", told[0], told[1]);
-    assert_eq!(told[0].lines().count(), 2 * NAMES.len(), "{}", told[0]);
+    assert_eq!(told[0].lines().count(), 2 * (NAMES.len() + ENCODERS.len() - 1), "{}", told[0]);
 }
 
 /// A folder for one test, removed at its end.

@@ -7,8 +7,12 @@ mod explain;
 mod hf;
 mod invariants;
 mod llama;
+mod mutants;
 mod pipelines;
+mod schedules;
 mod not_finite;
 mod packaging;
 mod steps;
+#[cfg(feature = "tokenizers")]
+mod tokenizer;
 mod tidy;

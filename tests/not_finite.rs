@@ -78,6 +78,20 @@ fn the_op_of_the_forward_pass_and_the_rank_that_holds_it_are_named() {
 }
 
 #[test]
+fn the_stage_of_a_pipeline_that_made_it_is_named_not_those_that_were_given_it() {
+    let folder = Folder::new("not-finite-stage");
+    let huge =
+        |name: &str, i: usize| (name == "h.0.mlp.c_fc.weight" && i % HIDDEN >= HIDDEN / 2).then_some(3e38);
+    let model = model(&folder, DType::F32, huge);
+    for (mesh, rank) in [("pp=2", "0 (pp=0)"), ("pp=2,dp=2", "1 (pp=0, dp=1)")] {
+        let (said, _) = train(&folder, &model, 50, mesh, "f32");
+        assert!(line(&said, "first").starts_with("matmul: the result is "), "{mesh}: {said}");
+        assert_eq!(line(&said, "at"), "h.0.mlp.c_fc.weight", "{mesh}");
+        assert!(line(&said, "rank").starts_with(rank), "{mesh}: {said}");
+    }
+}
+
+#[test]
 fn a_parameter_that_is_not_a_number_is_told_from_an_op_at_the_step_that_meets_it() {
     let folder = Folder::new("not-finite-parameter");
     let row = usize::from(b'z');

@@ -26,25 +26,27 @@ fn tokens(rank: &Rank, plan: &Plan, step: u64, rows: Range<usize>, shift: usize)
 
 /// How a model is trained.
 #[derive(Clone)]
-struct Run {
-    config: ModelConfig,
-    plan: Plan,
-    steps: usize,
-    microbatches: usize,
-    recompute: bool,
+pub(crate) struct Run {
+    pub(crate) config: ModelConfig,
+    pub(crate) plan: Plan,
+    pub(crate) steps: usize,
+    pub(crate) microbatches: usize,
+    pub(crate) recompute: bool,
+    pub(crate) dtype: DType,
 }
 
 impl Run {
-    fn new(steps: usize) -> Run {
-        Run { config: config(0.0).into(), plan: Plan::gpt2(), steps, microbatches: 1, recompute: false }
+    pub(crate) fn new(steps: usize) -> Run {
+        let (config, plan) = (config(0.0).into(), Plan::gpt2());
+        Run { config, plan, steps, microbatches: 1, recompute: false, dtype: DType::F64 }
     }
 
-    fn trainer(&self, rank: &Rank) -> Result<Trainer<'_, LanguageModel>> {
+    pub(crate) fn trainer(&self, rank: &Rank) -> Result<Trainer<'_, LanguageModel>> {
         let model = LanguageModel::new(&self.config).recompute(self.recompute);
         let settings = Settings {
             microbatches: self.microbatches,
             seed: 5,
-            dtype: DType::F64,
+            dtype: self.dtype,
             schedule: Some(Schedule::constant(3e-3)),
             clip: Some(1.0),
             ..Settings::new(ROWS)
@@ -60,7 +62,7 @@ impl Run {
     }
 
     /// Losses, gradient norms, and a loss without dropout after the last step; the same on every rank.
-    fn losses(&self, mesh: &str) -> Vec<f64> {
+    pub(crate) fn losses(&self, mesh: &str) -> Vec<f64> {
         let ranks = World::new(Mesh::parse(mesh).unwrap()).threads(1).launch(|rank| {
             let mut trainer = self.trainer(rank)?;
             let mut out = Vec::new();
@@ -81,7 +83,7 @@ impl Run {
     }
 }
 
-fn same(a: &[f64], b: &[f64], bound: f64, what: &str) {
+pub(crate) fn same(a: &[f64], b: &[f64], bound: f64, what: &str) {
     assert_eq!(a.len(), b.len());
     for (i, (a, b)) in a.iter().zip(b).enumerate() {
         assert!((a - b).abs() <= bound * a.abs(), "{what}, number {i}: {b}, on one rank {a}");
@@ -95,11 +97,16 @@ fn losses_over_a_hundred_steps_are_those_of_one_rank() {
     assert!(one[198] < 0.6 * one[0], "it learns: {} to {}", one[0], one[198]);
     for (mesh, schedule) in [
         ("pp=2", "gpipe"),
-        ("pp=2", "1f1b"),
         ("pp=4", "1f1b"),
         ("pp=2,dp=2", "1f1b"),
+        ("pp=2", "zb-h1"),
         ("pp=4", "zb-h2"),
         ("pp=3", "interleaved"),
+        ("pp=2", "zb-v"),
+        ("pp=2,dp=2", "v-half"),
+        ("pp=3", "v-min"),
+        ("pp=2", "dualpipe-v"),
+        ("pp=2", "searched"),
         ("pp=2,dp=2,tp=2", "gpipe"),
     ] {
         let many = Run { plan: Plan::gpt2().schedule(schedule), ..run.clone() };
@@ -149,7 +156,7 @@ fn dropout_recomputation_cuts_and_microbatches_change_nothing() {
 }
 
 /// The records of one rank's step.
-fn records(run: &Run, mesh: &str, rank: usize) -> Vec<Record> {
+pub(crate) fn records(run: &Run, mesh: &str, rank: usize) -> Vec<Record> {
     let world = World::new(Mesh::parse(mesh).unwrap());
     world
         .dry_run(rank, |rank| {

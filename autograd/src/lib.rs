@@ -13,6 +13,7 @@ pub mod replay;
 mod remat;
 mod halves;
 pub mod pipeline;
+pub mod fuzz;
 
 pub use id::{Draw, Gradients, Key, Noise};
 pub use program::{OpRecord, Outer, Program, Slot};

@@ -85,7 +85,8 @@ pub(crate) struct Recorder {
 impl Recorder {
     /// The slot of a value that the program has not made: it is taken in from outside, once.
     pub(crate) fn outer(&mut self, id: Option<Id>, key: Option<Key>, tensor: &Tensor) -> Slot {
-        let same = |(i, t): &(Option<Id>, Tensor)| t.same_as(tensor) || (id.is_some() && *i == id);
+        // One memory can stand for two values: a variable and what was cut off of it.
+        let same = |(i, t): &(Option<Id>, Tensor)| *i == id && (id.is_some() || t.same_as(tensor));
         let known = self.outers.iter().position(same);
         Slot::Outer(known.unwrap_or_else(|| {
             let constant = key.is_none().then(|| tensor.clone());

@@ -51,8 +51,10 @@ impl Tape {
             path: Context::of(self.rank()).path(),
         };
         let (round, node) = self.push(node);
-        let made = |(out, v): (usize, Var)| {
-            Var::new(self, v.tensor().clone(), Some(Id::Made { round, node, out: out as u8 }), None)
+        // What the block has cut off is a constant outside of it too, whatever made it.
+        let made = |(out, v): (usize, Var)| match v.is_cut() {
+            true => self.constant(v.tensor().clone()),
+            false => Var::new(self, v.tensor().clone(), Some(Id::Made { round, node, out: out as u8 }), None),
         };
         Ok(results.into_iter().enumerate().map(made).collect())
     }

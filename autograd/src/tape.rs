@@ -78,6 +78,8 @@ struct Inner {
     outline: bool,
     noise: Cell<Option<Noise>>,
     recorder: RefCell<Option<Recorder>>,
+    /// How many recordings there were.
+    recordings: Cell<u32>,
 }
 
 /// What happened, in order. Cloning copies the handle.
@@ -113,6 +115,7 @@ impl Tape {
             outline,
             noise: Cell::new(None),
             recorder: RefCell::default(),
+            recordings: Cell::new(0),
         }))
     }
 
@@ -222,8 +225,14 @@ impl Tape {
         self.0.recorder.borrow().is_some()
     }
 
+    /// The number of the recording that runs; 0 if none does.
+    pub(crate) fn recording(&self) -> u32 {
+        if self.is_recording() { self.0.recordings.get() } else { 0 }
+    }
+
     /// Starts (or, with `None`, ends) a recording; gives the recorder that was there.
     pub(crate) fn set_recorder(&self, recorder: Option<Recorder>) -> Option<Recorder> {
+        self.0.recordings.set(self.0.recordings.get() + u32::from(recorder.is_some()));
         self.0.recorder.replace(recorder)
     }
 

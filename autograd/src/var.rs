@@ -24,7 +24,16 @@ struct Inner {
     /// Whether it was cut off: a gradient could reach it, and shall not.
     cut: bool,
     /// Other layouts of the same value, made once by implied steps and shared by all uses while this handle lives.
-    forms: RefCell<SmallVec<[Var; 1]>>,
+    forms: RefCell<SmallVec<[Form; 1]>>,
+}
+
+/// Another layout of a value, and where it was made.
+struct Form {
+    var: Var,
+    /// The number of the recording; 0 outside of any.
+    recording: u32,
+    /// Whether it was made to have no gradient.
+    quiet: bool,
 }
 
 impl Var {
@@ -54,6 +63,11 @@ impl Var {
     #[must_use]
     pub fn detach(&self) -> Var {
         self.cut_if(true)
+    }
+
+    /// Whether it was cut off.
+    pub(crate) fn is_cut(&self) -> bool {
+        self.0.cut
     }
 
     /// A plain tensor as a constant on the tape of this variable.
@@ -145,8 +159,13 @@ impl Var {
 
     /// Another layout of this value, made once.
     fn form(&self, to: &Layout, site: &'static Location<'static>) -> Var {
-        if let Some(form) = self.0.forms.borrow().iter().find(|v| v.layout() == to) {
-            return form.clone();
+        let (recording, quiet) = (self.0.tape.recording(), self.0.tape.is_quiet());
+        // One made under no_grad would stop a gradient that is wanted; one made in another recording is not in this one.
+        let serves = |f: &&Form| {
+            f.var.layout() == to && (!f.quiet || quiet) && (f.recording == 0 || f.recording == recording)
+        };
+        if let Some(form) = self.0.forms.borrow().iter().find(serves) {
+            return form.var.clone();
         }
         let form = match self.0.tape.leaf_form((self.0.id, &self.0.tensor), to, site) {
             Some((id, tensor)) => Var::new(&self.0.tape, tensor, Some(id), None).cut_if(self.0.cut),
@@ -155,7 +174,7 @@ impl Var {
                 Var::apply_at(op, &[self], site).into_iter().next().expect("redistribute has one output")
             }
         };
-        self.0.forms.borrow_mut().push(form.clone());
+        self.0.forms.borrow_mut().push(Form { var: form.clone(), recording, quiet });
         form
     }
 

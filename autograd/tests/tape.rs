@@ -2,7 +2,7 @@
 
 use shardgrad_autograd::{Draw, Program, Slot, Tape, Var};
 use shardgrad_dist::{Kind, Mesh, Rank, Result, World};
-use shardgrad_tensor::{Layout, Tensor, Value};
+use shardgrad_tensor::{Contraction, Indexing, Layout, Shaping, Tensor, Value};
 use std::collections::HashMap;
 
 fn vector(rank: &Rank, values: &[f64]) -> Result<Tensor> {
@@ -29,6 +29,24 @@ fn gradients_add_up_over_uses_and_rounds() {
         let gradients = tape.gradients();
         assert_eq!(gradients[&7].to_host::<f64>()?, [2.0 * 7.0, 2.0 * 3.0]);
         assert!(tape.gradients().is_empty(), "gradients are handed out once");
+        Ok(())
+    });
+}
+
+#[test]
+fn places_that_an_op_found_are_constants_for_the_next() {
+    one_rank(|rank| {
+        let tape = Tape::new(rank);
+        let w = tape.leaf(1, &vector(rank, &[3.0, 1.0, 2.0])?);
+        let c = tape.constant(vector(rank, &[1.0, 10.0, 100.0])?);
+        let (ordered, places) = w.sort(0, false);
+        assert!(ordered.requires_grad() && !places.requires_grad());
+        let (top, _) = w.flip(0).top_k(0, 1, true);
+        let picked = w.gather(0, &places).index_add(0, &places, &w);
+        let doubled =
+            Var::contract("a, a, b -> b", &[&picked, &tape.constant(vector(rank, &[0.0; 3])?), &top]);
+        ordered.mul(&c).sum().add(&top.sum()).add(&doubled.sum()).backward()?;
+        assert_eq!(tape.gradients()[&1].to_host::<f64>()?, [101.0, 1.0, 10.0]);
         Ok(())
     });
 }
@@ -188,4 +206,80 @@ fn a_checkpoint_stops_gradients_where_its_text_does() {
         assert_eq!(run(false)?, run(true)?);
         Ok(())
     });
+}
+
+#[test]
+fn what_a_checkpoint_returns_cut_off_has_no_gradient() {
+    one_rank(|rank| {
+        let tape = Tape::new(rank);
+        let x = tape.leaf(1, &vector(rank, &[1.0, -2.0])?);
+        let y = tape.checkpoint(&[x.clone()], |args| {
+            Ok(vec![args[0].square().detach(), args[0].detach(), args[0].square(), args[0].clone()])
+        })?;
+        assert_eq!([0, 1, 2, 3].map(|i| y[i].requires_grad()), [false, false, true, true]);
+        y[0].add(&y[1]).add(&y[2]).sum().backward()?;
+        assert_eq!(tape.gradients()[&1].to_f64()?, [2.0, -4.0]);
+        Ok(())
+    });
+}
+
+/// An op under no_grad, or in a block that is computed again, may complete a pending sum first. What it completed is not what
+/// a later op needs: no gradient flows through it.
+#[test]
+fn a_layout_made_where_no_gradient_goes_does_not_stop_one() {
+    World::run(Mesh::parse("tp=2").unwrap(), |rank| {
+        let layout = Layout::parse("f64[2] +tp", rank.mesh())?;
+        let x = Tensor::from_global(rank, &layout, &[1.0, -2.0])?;
+        let gradient = |text: &dyn Fn(&Tape, &Var) -> Result<Var>| -> Result<Vec<f64>> {
+            let tape = Tape::new(rank);
+            let y = tape.leaf(1, &x).scale(3.0);
+            assert_eq!(y.layout(), &layout, "a sum that is pending still");
+            text(&tape, &y)?.sum().backward()?;
+            tape.gradients()[&1].to_local_f64()
+        };
+        let plain = gradient(&|_, y| Ok(y.square()))?;
+        let looked_at = gradient(&|tape, y| {
+            tape.no_grad(|| y.exp());
+            Ok(y.square())
+        })?;
+        let block = |tape: &Tape, y: &Var| -> Result<Var> {
+            Ok(tape.checkpoint(&[], |_| Ok(vec![y.square()]))?.remove(0))
+        };
+        let computed_again = gradient(&|tape, y| Ok(block(tape, y)?.add(&y.square()).scale(0.5)))?;
+        let twice = gradient(&|tape, y| Ok(block(tape, y)?.add(&block(tape, &y.clone())?).scale(0.5)))?;
+        assert_eq!([&looked_at, &computed_again, &twice], [&plain; 3]);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_block_may_take_a_value_and_what_was_cut_off_of_it() {
+    one_rank(|rank| {
+        for order in [[0, 1], [1, 0]] {
+            let tape = Tape::new(rank);
+            let x = tape.leaf(1, &vector(rank, &[1.0, -2.0])?);
+            let both = [x.detach(), x.clone()];
+            let taken = order.map(|i| both[i].clone());
+            let y = tape.checkpoint(&taken, |args| Ok(vec![args[0].mul(&args[1])]))?.remove(0);
+            y.sum().backward()?;
+            assert_eq!(tape.gradients()[&1].to_f64()?, [1.0, -2.0]);
+        }
+        Ok(())
+    });
+}
+
+/// Each rank's use of a replicated loss is its own, and their gradients are added: the seed counts once.
+#[test]
+fn a_replicated_loss_counts_once() {
+    World::run(Mesh::parse("tp=2").unwrap(), |rank| {
+        for text in ["f64[2] ~tp", "f64[2] +tp", "f64[2@tp]", "f64[2]"] {
+            let x = Tensor::from_global(rank, &Layout::parse(text, rank.mesh())?, &[3.0, 5.0])?;
+            let tape = Tape::new(rank);
+            tape.leaf(1, &x).sum().backward()?;
+            assert_eq!(tape.gradients()[&1].to_f64()?, [1.0, 1.0], "{text}");
+        }
+        Ok(())
+    })
+    .unwrap();
 }

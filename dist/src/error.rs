@@ -141,6 +141,7 @@ impl From<shardgrad_kernels::KernelError> for Error {
         let kind = match e {
             shardgrad_kernels::KernelError::OutOfMemory { .. } => Kind::OutOfMemory,
             shardgrad_kernels::KernelError::DType { .. } => Kind::DType,
+            shardgrad_kernels::KernelError::Index { .. } => Kind::Data,
             _ => Kind::Device,
         };
         Error::new(kind, e.to_string())

@@ -21,6 +21,7 @@ pub mod error;
 pub mod mesh;
 pub mod call;
 pub mod trace;
+mod sync;
 mod park;
 mod table;
 mod report;

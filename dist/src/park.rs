@@ -2,8 +2,9 @@
 //! up every ten milliseconds.
 
 use crate::error::Result;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
+use crate::sync::{AtomicUsize, Condvar, Mutex, in_one_order, yield_now};
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// How long a sleeper sleeps before it looks around.
@@ -24,6 +25,7 @@ impl Parking {
     /// Wakes whoever sleeps. To be called after the change, which has to be sequentially consistent or made
     /// under a lock that `done` takes too.
     pub(crate) fn ring(&self) {
+        in_one_order();
         if self.sleepers.load(Ordering::SeqCst) != 0 {
             // Whoever held the lock has looked before the change and sleeps now, or will look after it.
             drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner));
@@ -43,6 +45,7 @@ impl Parking {
             return Ok(());
         }
         self.sleepers.fetch_add(1, Ordering::SeqCst);
+        in_one_order();
         let outcome = self.sleep(&done, &mut tick);
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
         outcome
@@ -77,7 +80,7 @@ fn spun(spin: Duration, done: &impl Fn() -> bool) -> bool {
         if i >= 2 && start.get_or_insert_with(Instant::now).elapsed() >= spin {
             break;
         }
-        std::thread::yield_now();
+        yield_now();
     }
     false
 }

@@ -13,7 +13,13 @@ use std::fmt;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// A rank of a running [`World`](crate::World). Clones are handles of the same rank; none leaves its thread.
+/// A rank of a running [`World`](crate::World). Clones are handles of the same rank; none leaves its thread:
+///
+/// ```compile_fail,E0277
+/// # use shardgrad_dist::{Mesh, World};
+/// World::run(Mesh::single(), |rank| Ok(std::thread::scope(|s| s.spawn(|| rank.index()).join().unwrap())))?;
+/// # Ok::<(), shardgrad_dist::Error>(())
+/// ```
 ///
 /// Buffers given to collectives are flat and contiguous from their start; counts are in elements of the dtype
 /// of the call. Results are new memory, except that a group of one rank and the root of a broadcast get a

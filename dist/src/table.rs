@@ -5,10 +5,11 @@ use crate::call::{Issued, Op, Request};
 use crate::error::Error;
 use crate::mesh::{AxisSet, Mesh};
 use crate::park::Parking;
+use crate::sync::{AtomicBool, AtomicU64, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use shardgrad_kernels::Buffer;
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
 
 /// Whether a rank still runs its function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,7 +51,7 @@ pub(crate) struct Entry {
 }
 
 impl Entry {
-    fn new() -> Entry {
+    pub(crate) fn new() -> Entry {
         let posted = Posted { state: State::Running, issued: Issued::nothing(), x: None };
         Entry {
             posted: RwLock::new(posted),

@@ -159,6 +159,8 @@ pub trait Real:
     const ONE: Self;
     /// Negative infinity, the identity of max.
     const NEG_INFINITY: Self;
+    /// Infinity, the identity of min.
+    const INFINITY: Self;
     /// From a literal; rounds to nearest in f32.
     fn lit(x: f64) -> Self;
     /// self * a + b with one rounding.
@@ -182,6 +184,7 @@ macro_rules! real {
             const ZERO: $t = 0.0;
             const ONE: $t = 1.0;
             const NEG_INFINITY: $t = <$t>::NEG_INFINITY;
+            const INFINITY: $t = <$t>::INFINITY;
             #[inline(always)]
             fn lit(x: f64) -> $t { x as $t }
             #[inline(always)]

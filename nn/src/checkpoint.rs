@@ -5,10 +5,10 @@ use crate::hf::folder::Weights;
 use crate::model::Family;
 use crate::module::Module;
 use crate::name::matches;
-use crate::param::Param;
+use crate::param::{Param, check_dtype};
 use crate::placed::Model;
 use shardgrad_tensor::control::{pass_bytes, world_sum};
-use shardgrad_tensor::{DType, Error, Kind, Rank, Result, Tensor};
+use shardgrad_tensor::{DType, Error, Kind, Rank, Result, Tensor, Value};
 use std::collections::HashSet;
 use std::fs;
 use std::panic::Location;
@@ -28,21 +28,31 @@ impl<M: Family> Model<M> {
     }
 
     /// Writes `config.json` and `model.safetensors` into a folder, made if there is none; or, where the weights have more
-    /// than `bytes_max` bytes, several files and `model.safetensors.index.json`. Weights keep the dtype of the model.
-    /// Tensors are gathered one by one, so every rank calls this together; the first rank writes, and the files are whole
+    /// than `bytes_max` bytes, several files and `model.safetensors.index.json`. Weights keep the dtype of the model. As
+    /// [`Model::save_as`].
+    ///
+    /// # Errors
+    /// As [`Model::save_as`].
+    #[track_caller]
+    pub fn save_in_files(&self, dir: &Path, bytes_max: u64) -> Result<()> {
+        self.save_as(dir, bytes_max, self.dtype())
+    }
+
+    /// [`Model::save_in_files`] with weights rounded to a float dtype. Tensors are gathered one by one, so every rank calls this together; the first rank writes, and the files are whole
     /// when any rank returns.
     ///
     /// # Errors
     /// `Kind::Io` if the system refuses; what the collectives report.
     #[track_caller]
-    pub fn save_in_files(&self, dir: &Path, bytes_max: u64) -> Result<()> {
+    pub fn save_as(&self, dir: &Path, bytes_max: u64, dtype: DType) -> Result<()> {
+        check_dtype(dtype)?;
         if self.rank().world().index() == 0 {
             fs::create_dir_all(dir).map_err(|e| {
                 Error::new(Kind::Io, format!("cannot make the folder {}: {e}", dir.display()))
             })?;
-            self.describe().with_dtype(self.dtype()).write(dir)?;
+            self.describe().with_dtype(dtype).write(dir)?;
         }
-        save_weights(self, dir, bytes_max, &|name| self.name_in_files(name))
+        save_weights(self, dir, bytes_max, dtype, &|name| self.name_in_files(name))
     }
 
     /// Fills the parameters from a folder whose config fits this model. Names may be those of this
@@ -56,7 +66,7 @@ impl<M: Family> Model<M> {
     }
 }
 
-/// Writes the parameters of a model into safetensors files of a folder, in the order of traversal, under the names that
+/// Writes the parameters of a model, rounded to a dtype, into safetensors files of a folder, in the order of traversal, under the names that
 /// `name_in_file` gives. Every rank calls this together; the first rank writes.
 ///
 /// # Errors
@@ -66,14 +76,15 @@ pub fn save_weights<M: Module>(
     model: &Model<M>,
     dir: &Path,
     bytes_max: u64,
+    dtype: DType,
     name_in_file: &dyn Fn(&str) -> String,
 ) -> Result<()> {
-    let entry = |p: &Param| (name_in_file(&p.name()), model.dtype(), p.shape_in_files());
+    let entry = |p: &Param| (name_in_file(&p.name()), dtype, p.shape_in_files());
     let entries: Vec<_> = model.params().iter().map(entry).collect();
     let writes = model.rank().world().index() == 0;
     let mut writer = if writes { Some(WeightsWriter::create(dir, &entries, bytes_max)?) } else { None };
     for (param, (name, ..)) in model.params().iter().zip(&entries) {
-        let bytes = bring(model.rank(), param, model.dtype(), Location::caller())?;
+        let bytes = bring(model.rank(), param, dtype, Location::caller())?;
         if let (Some(writer), Some(bytes)) = (&mut writer, bytes) {
             writer.append(name, &bytes)?;
         }
@@ -93,7 +104,8 @@ fn bring(
     dtype: DType,
     site: &'static Location<'static>,
 ) -> Result<Option<Vec<u8>>> {
-    let bytes = if param.counts_here() { param.as_in_files().to_bytes()? } else { Vec::new() };
+    let rounded = || param.as_in_files().cast(dtype).to_bytes();
+    let bytes = if param.counts_here() { rounded()? } else { Vec::new() };
     match param.home() {
         Some(home) if rank.index() == 0 => {
             let len = param.numel() * dtype.size();

@@ -29,14 +29,15 @@ mod staged;
 pub mod trainer;
 
 pub use cache::{Cache, Past};
-pub use hf::{Gpt2Config, LlamaConfig, LlamaKind, ModelConfig};
+pub use hf::{BertConfig, BertHead, Gpt2Config, LlamaConfig, LlamaKind, ModelConfig};
 pub use layer::{
     Attention, Block, Dropout, Embedding, GatedMlp, GroupedAttention, LayerNorm, Linear, Mlp, RmsNorm,
+    SelfAttention,
 };
-pub use loss::cross_entropy;
-pub use model::{Family, Gpt2, LanguageModel, Llama};
+pub use loss::{CrossEntropy, bce_with_logits, cross_entropy, masked_cross_entropy, mse};
+pub use model::{Bert, Family, Gpt2, LanguageModel, Llama};
 pub use module::{Leaf, Module};
-pub use optim::{AdamW, Report, Schedule, StepArgs};
+pub use optim::{AdamW, Report, Schedule, Sgd, StepArgs};
 pub use param::{Init, Param};
 pub use placed::Model;
 pub use plan::Plan;

@@ -1,7 +1,7 @@
 //! Losses.
 
 use shardgrad_autograd::Var;
-use shardgrad_tensor::Value;
+use shardgrad_tensor::{Elementwise, Value};
 
 /// `-log softmax(logits)[target]` of each row: logits `[..m, v]` (any float), targets `[..m]` (i64); `[..m]` in the
 /// accumulator type of the logits. Its mean is the usual loss.
@@ -17,4 +17,176 @@ pub fn cross_entropy(logits: &Var, targets: &Var) -> Var {
     let max = logits.max_last();
     let (sum, picked) = logits.cross_entropy_terms(&max, targets);
     sum.log().add(&max).sub(&picked)
+}
+
+/// Variants of the cross-entropy.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct CrossEntropy {
+    /// Rows with this target have a loss of 0 and do not count in the mean.
+    pub ignored: Option<i64>,
+    /// This share of each row's weight is spread evenly over all classes (label smoothing), 0 to 1.
+    pub smoothing: f64,
+}
+
+impl CrossEntropy {
+    /// The loss of each row, as [`cross_entropy`]: with smoothing s it is
+    /// ln(sum exp z) - (1 - s) z_target - s mean(z).
+    ///
+    /// # Panics
+    /// Unwinds with an error if the shapes do not fit, or a target is neither in `0..v` nor ignored.
+    #[track_caller]
+    #[must_use]
+    pub fn rows(&self, logits: &Var, targets: &Var) -> Var {
+        let ignored = self.ignored.map(|i| targets.eq_scalar(i as f64));
+        let known = ignored.as_ref().map_or(targets.clone(), |mask| targets.masked_fill(mask, 0.0));
+        let max = logits.max_last();
+        let (sum, picked) = logits.cross_entropy_terms(&max, &known);
+        let mut loss = sum.log().add(&max).sub(&picked);
+        if self.smoothing != 0.0 {
+            let last = logits.layout().ndim() - 1;
+            let mean = logits.cast(logits.dtype().accumulator()).mean_dims(&[last]);
+            loss = loss.add(&picked.sub(&mean).scale(self.smoothing));
+        }
+        ignored.map_or(loss.clone(), |mask| loss.masked_fill(&mask, 0.0))
+    }
+
+    /// The mean over the rows that are not ignored, a scalar; not a number if all are.
+    ///
+    /// # Panics
+    /// As [`CrossEntropy::rows`].
+    #[track_caller]
+    #[must_use]
+    pub fn mean(&self, logits: &Var, targets: &Var) -> Var {
+        let rows = self.rows(logits, targets);
+        match self.ignored {
+            None => rows.mean(),
+            Some(i) => rows.sum().div(&targets.ne_scalar(i as f64).cast(rows.dtype()).sum()),
+        }
+    }
+}
+
+/// The mean over all elements of (prediction - target)^2, a scalar; shapes as [`Value::sub`].
+///
+/// # Panics
+/// Unwinds with an error if shapes or dtypes do not fit.
+#[track_caller]
+#[must_use]
+pub fn mse(prediction: &Var, target: &Var) -> Var {
+    prediction.sub(target).square().mean()
+}
+
+/// Binary cross-entropy of logits z and targets t in 0..=1 (same float dtype): -t ln s(z) - (1 - t) ln(1 - s(z)) of each
+/// element, s being the sigmoid; shapes as [`Value::mul`]. It is t softplus(-z) + (1 - t) softplus(z), exact in both tails.
+/// Its mean is the usual loss.
+///
+/// # Panics
+/// Unwinds with an error if shapes or dtypes do not fit.
+#[track_caller]
+#[must_use]
+pub fn bce_with_logits(logits: &Var, targets: &Var) -> Var {
+    let yes = targets.mul(&logits.neg().softplus());
+    yes.add(&targets.neg().add_scalar(1.0).mul(&logits.softplus()))
+}
+
+/// The mean of [`cross_entropy`] over the places where the label is not negative: logits `[..m, v]` (any float), labels
+/// `[..m]` (i64); a scalar in the accumulator type of the logits. Without any such place it is not a number.
+///
+/// # Panics
+/// Unwinds with an error if the shapes do not fit, or a label is `v` or more.
+#[track_caller]
+#[must_use]
+pub fn masked_cross_entropy(logits: &Var, labels: &Var) -> Var {
+    let left_out = labels.lt_scalar(0.0);
+    let each = cross_entropy(logits, &labels.masked_fill(&left_out, 0.0)).masked_fill(&left_out, 0.0);
+    each.sum().div(&labels.ge_scalar(0.0).cast(each.dtype()).sum())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shardgrad_autograd::Tape;
+    use shardgrad_tensor::{Error, Layout, Mesh, Rank, Result, Tensor, World};
+
+    const LAYOUTS: [(&str, &str); 4] =
+        [("", "f64[3, 4]"), ("a=2", "f64[3@a, 4]"), ("a=2", "f64[3, 4@a]"), ("a=2,b=2", "f64[3@b, 4@a]")];
+    const Z: [f64; 12] = [1.0, -0.5, 2.0, 0.25, 3.0, -1.0, 0.5, 0.0, -2.0, 1.5, 0.75, 1.0];
+
+    /// The value of a loss of Z on every layout, checked to be `right`, and its gradient to be that of differences.
+    fn check(loss: impl Fn(&Rank, &Var) -> Result<Var> + Sync, right: impl Fn(&[f64]) -> f64) {
+        for (mesh, text) in LAYOUTS {
+            let made = World::run(Mesh::parse(mesh).unwrap(), |rank| {
+                let tape = Tape::new(rank);
+                let z = Tensor::from_global(rank, &Layout::parse(text, rank.mesh())?, &Z)?;
+                let loss = loss(rank, &tape.leaf(7, &z))?;
+                loss.backward()?;
+                let gradient = tape.gradients().remove(&7).expect("the leaf has a gradient");
+                Ok((loss.item()?, gradient.to_f64()?))
+            });
+            for (value, gradient) in made.unwrap() {
+                assert!((value - right(&Z)).abs() < 1e-12, "{text}: {value} instead of {}", right(&Z));
+                for (i, slope) in gradient.iter().enumerate() {
+                    let shifted = |by: f64| {
+                        let mut z = Z;
+                        z[i] += by;
+                        right(&z)
+                    };
+                    let quotient = (shifted(1e-5) - shifted(-1e-5)) / 2e-5;
+                    assert!((slope - quotient).abs() < 1e-8, "{text}, element {i}: {slope} and {quotient}");
+                }
+            }
+        }
+    }
+
+    fn nll(row: &[f64], target: usize, smoothing: f64) -> f64 {
+        let lse = row.iter().map(|z| z.exp()).sum::<f64>().ln();
+        let mean = row.iter().sum::<f64>() / row.len() as f64;
+        lse - (1.0 - smoothing) * row[target] - smoothing * mean
+    }
+
+    #[test]
+    fn cross_entropy_with_smoothing_and_without_ignored_rows() {
+        let targets =
+            |rank: &Rank, z: &Var, t: &[i64]| Ok::<_, Error>(z.constant(Tensor::from_host(rank, &[3], t)?));
+        let smooth = CrossEntropy { smoothing: 0.2, ..CrossEntropy::default() };
+        check(
+            |rank, z| Ok(smooth.mean(z, &targets(rank, z, &[2, 0, 3])?)),
+            |z| (nll(&z[..4], 2, 0.2) + nll(&z[4..8], 0, 0.2) + nll(&z[8..], 3, 0.2)) / 3.0,
+        );
+        let ignoring = CrossEntropy { ignored: Some(-100), smoothing: 0.1 };
+        check(
+            |rank, z| Ok(ignoring.mean(z, &targets(rank, z, &[2, -100, 3])?)),
+            |z| (nll(&z[..4], 2, 0.1) + nll(&z[8..], 3, 0.1)) / 2.0,
+        );
+        check(
+            |rank, z| Ok(CrossEntropy::default().mean(z, &targets(rank, z, &[1, 0, 0])?)),
+            |z| (nll(&z[..4], 1, 0.0) + nll(&z[4..8], 0, 0.0) + nll(&z[8..], 0, 0.0)) / 3.0,
+        );
+    }
+
+    #[test]
+    fn squares_and_binary_cross_entropy() {
+        let t = [0.0, 1.0, 0.5, 0.25];
+        let targets = |rank: &Rank, z: &Var| Ok::<_, Error>(z.constant(Tensor::from_host(rank, &[4], &t)?));
+        let mean = |z: &[f64], f: &dyn Fn(f64, f64) -> f64| {
+            z.iter().enumerate().map(|(i, &z)| f(z, t[i % 4])).sum::<f64>() / z.len() as f64
+        };
+        check(|rank, z| Ok(mse(z, &targets(rank, z)?)), |z| mean(z, &|z, t| (z - t).powi(2)));
+        check(
+            |rank, z| Ok(bce_with_logits(z, &targets(rank, z)?).mean()),
+            |z| mean(z, &|z, t| (1.0 + z.exp()).ln() - t * z),
+        );
+    }
+
+    #[test]
+    fn far_logits_have_a_small_loss_or_a_linear_one() {
+        World::run(Mesh::single(), |rank| {
+            let tape = Tape::new(rank);
+            let z = tape.constant(Tensor::from_host(rank, &[4], &[60.0f64, -60.0, 60.0, -60.0])?);
+            let t = tape.constant(Tensor::from_host(rank, &[4], &[1.0f64, 0.0, 0.0, 1.0])?);
+            let tiny = (-60f64).exp();
+            assert_eq!(bce_with_logits(&z, &t).tensor().to_f64()?, [tiny, tiny, 60.0, 60.0]);
+            Ok(())
+        })
+        .unwrap();
+    }
 }

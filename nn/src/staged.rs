@@ -1,5 +1,7 @@
 //! A model on a pipeline: recorded, cut, and filled only where its parameters are used.
 
+mod choose;
+
 use crate::module::Module;
 use crate::param::Home;
 use crate::placed::Model;
@@ -26,20 +28,22 @@ pub(crate) struct Staged {
 }
 
 impl Staged {
-    /// Records the model's text on arguments of these layouts, cuts it, proves the schedule, and draws the parameters of
-    /// this rank's stage. The model is on the slice of the world without the axis.
+    /// Records the model's text on arguments such as these, cuts it, proves the schedule, and draws the parameters of
+    /// this rank's stage. The model is on the slice of the world without the axis. Where cut or schedule depend on
+    /// times, those are measured first.
     pub(crate) fn new<M: Module>(
         model: &Model<M>,
         (pipeline, axis): (&Pipeline, Axis),
         (seed, num_microbatches): (u64, usize),
-        arguments: &[Layout],
+        arguments: &[Tensor],
         text: Text<'_>,
     ) -> Result<Staged> {
         let rank = model.rank();
-        let (mesh, here) = (rank.world().mesh(), rank.world().coordinate(axis));
-        let program = Program::record(rank, arguments, Some(Noise { seed, ..RECORDED }), text)?;
-        let schedule = Schedule::named(&pipeline.schedule, mesh.size(axis), num_microbatches)?;
-        let starts = program.cut(rank, &pipeline.cut, schedule.num_stages())?;
+        let here = rank.world().coordinate(axis);
+        let layouts: Vec<Layout> = arguments.iter().map(|t| t.layout().clone()).collect();
+        let program = Program::record(rank, &layouts, Some(Noise { seed, ..RECORDED }), text)?;
+        let (schedule, starts) =
+            choose::choose(model, (pipeline, axis), (seed, num_microbatches), &program, arguments)?;
         let stages = Stages::new(program, &starts);
         let links = stages.links();
         let schedule = schedule.with_transfers(&links);
@@ -56,8 +60,21 @@ impl Staged {
             }
             param.fill(rank, seed, Some(Home { axis, places, here }))?;
         }
-        let recordings = RefCell::new(vec![(arguments.to_vec(), Rc::new(stages))]);
+        let recordings = RefCell::new(vec![(layouts, Rc::new(stages))]);
         Ok(Staged { axis, seed, schedule, recordings })
+    }
+
+    /// The schedule, transfers included.
+    pub(crate) fn schedule(&self) -> &Schedule {
+        &self.schedule
+    }
+
+    /// The records with which stages begin, and where in the model those are.
+    pub(crate) fn starts(&self) -> Vec<(usize, Rc<str>)> {
+        let stages = self.recordings.borrow()[0].1.clone();
+        let records = &stages.program().records;
+        let path = |at: usize| records.get(at).map_or_else(|| Rc::from(""), |r| r.path.clone());
+        stages.stages().iter().map(|stage| (stage.range.start, path(stage.range.start))).collect()
     }
 
     /// The stages for arguments of these layouts, cut as the first recording was.
@@ -119,7 +136,7 @@ impl Staged {
             draw: &|_| Draw::Off,
             weight: 1.0,
         })?;
-        Ok(outcome.results.into_iter().next().flatten())
+        Ok(outcome.results.into_iter().flatten().next().flatten())
     }
 }
 

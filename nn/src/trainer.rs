@@ -5,7 +5,7 @@ use crate::optim::{AdamW, Schedule, StepArgs};
 use crate::placed::Model;
 use crate::plan::Plan;
 use crate::staged::{self, Staged};
-use shardgrad_autograd::pipeline::{Action, Passed};
+use shardgrad_autograd::pipeline::{self, Action, Passed};
 use shardgrad_autograd::{Gradients, Noise, OpRecord, Program, Var};
 use shardgrad_tensor::control::first_not_finite;
 use shardgrad_tensor::{DType, Error, Kind, Layout, Rank, Result, Tensor, Value};
@@ -98,10 +98,9 @@ impl<'t, M: Module> Trainer<'t, M> {
             Some((pipeline, axis)) => {
                 let model = staged::outline(rank, axis, module, plan, settings.dtype)?;
                 let first = read(model.rank(), 0, 0..settings.rows / settings.microbatches)?;
-                let layouts: Vec<Layout> = first.iter().map(|t| t.layout().clone()).collect();
                 let of = (settings.seed, settings.microbatches);
                 let text = |arguments: &[Var]| Ok(vec![loss(&model, arguments)]);
-                let staged = Staged::new(&model, (pipeline, axis), of, &layouts, &text)?;
+                let staged = Staged::new(&model, (pipeline, axis), of, &first, &text)?;
                 (model, Some(staged))
             }
         };
@@ -124,6 +123,18 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// Goes on with the data and the learning rate of a step, counted from 0.
     pub fn skip_to(&mut self, step: u64) {
         self.step = step;
+    }
+
+    /// The schedule that the trainer follows on a pipeline, transfers included.
+    #[must_use]
+    pub fn schedule(&self) -> Option<&pipeline::Schedule> {
+        self.staged.as_ref().map(Staged::schedule)
+    }
+
+    /// Of each stage of the pipeline, the number of its first op and the place of that in the model.
+    #[must_use]
+    pub fn stage_starts(&self) -> Vec<(usize, Rc<str>)> {
+        self.staged.as_ref().map_or_else(Vec::new, Staged::starts)
     }
 
     /// What the last step did on this rank, and when: forward and backward passes, and transfers between stages.
@@ -217,7 +228,7 @@ impl<'t, M: Module> Trainer<'t, M> {
         let mut part = 0.0;
         if let Some(staged) = &self.staged {
             let outcome = staged.train(&self.model, &read, &noise)?;
-            for loss in outcome.results.iter().flatten() {
+            for loss in outcome.results.iter().flatten().flatten() {
                 part += loss.local_part_once()? / count as f64;
             }
             *self.passes.borrow_mut() = outcome.passes;

@@ -14,14 +14,14 @@ pub(crate) use plan::PlanArgs;
 pub(crate) use tools::{BenchArgs, BenchChoice, DoctorArgs, OpsArgs};
 pub(crate) use train::TrainArgs;
 
-use crate::data::Split;
+use crate::data::{How, Split, Width};
 use clap::builder::{NonEmptyStringValueParser, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use shardgrad::dist::{Mesh, World};
 use shardgrad::kernels::DType;
 use shardgrad::nn::ModelConfig;
 use shardgrad::{Error, Kind, Result};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Train and run a model on any mesh; the numbers do not depend on the mesh.
@@ -73,7 +73,7 @@ pub(crate) struct ModelArgs {
     #[arg(long, value_name = "DIR", conflicts_with = "preset")]
     model: Option<PathBuf>,
     /// Shape with fresh weights: tiny, s, m, l, gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, llama-tiny, llama-1b, llama-8b,
-    /// llama-70b, mistral-7b, qwen2-0.5b, qwen3-0.6b, qwen3-8b
+    /// llama-70b, mistral-7b, qwen2-0.5b, qwen3-0.6b, qwen3-8b, bert-base, bert-large
     #[arg(long, value_name = "NAME", default_value = defaults::PRESET, value_parser = values::preset)]
     preset: String,
 }
@@ -89,7 +89,7 @@ impl ModelArgs {
     }
 
     /// The folder that the weights come from, if there is one.
-    pub(crate) fn dir(&self) -> Option<&std::path::Path> {
+    pub(crate) fn dir(&self) -> Option<&Path> {
         self.model.as_deref()
     }
 
@@ -103,12 +103,35 @@ impl ModelArgs {
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Data")]
 pub(crate) struct DataArgs {
-    /// UTF-8 text, read as bytes [default: the Rust and Markdown sources of the working directory]
-    #[arg(long, value_name = "FILE", conflicts_with = "tokens")]
-    pub(crate) data: Option<PathBuf>,
-    /// Safetensors file with `input_ids`, i64 [N, T+1]
+    /// UTF-8 texts, folders of them, or .bin files of token numbers, one behind the other [default: the Rust and Markdown
+    /// sources of the working directory]
+    #[arg(long, value_name = "PATH", num_args = 1.., conflicts_with = "tokens")]
+    pub(crate) data: Vec<PathBuf>,
+    /// Numbers of .bin files, little endian [default: u16 for up to 65536 tokens, else u32]
+    #[arg(long, value_name = "WIDTH", value_parser = widths(), conflicts_with = "tokens")]
+    width: Option<Width>,
+    /// Token between two texts [default: the end-of-text token of config.json, or a newline between texts read as bytes]
+    #[arg(long, value_name = "TOKEN", conflicts_with = "tokens")]
+    end_of_text: Option<u32>,
+    /// Safetensors file with `input_ids`, i64 [N, T+1]; for an encoder [N, T], with `labels`
     #[arg(long, value_name = "FILE")]
     pub(crate) tokens: Option<PathBuf>,
+}
+
+impl DataArgs {
+    /// How documents are read for a model, and for the folder that it comes from.
+    pub(crate) fn how<'a>(&self, model: Option<&'a Path>, config: &'a ModelConfig) -> Result<How<'a>> {
+        if let Some(end) = self.end_of_text.filter(|id| *id as usize >= config.vocab_size()) {
+            let why = format!("--end-of-text {end} is outside of the vocabulary 0..{}", config.vocab_size());
+            return Err(Error::new(Kind::Config, why).detail("help", "give one of the tokens of the model"));
+        }
+        Ok(How { model, config, width: self.width, end: self.end_of_text })
+    }
+}
+
+fn widths() -> impl TypedValueParser<Value = Width> {
+    let named = |name: String| if name == "u16" { Width::U16 } else { Width::U32 };
+    PossibleValuesParser::new(["u16", "u32"]).map(named)
 }
 
 /// Where to run.
@@ -199,7 +222,8 @@ enum Device {
 
 fn dtypes() -> impl TypedValueParser<Value = DType> {
     // The names are those of dtypes, so that the last default is never taken.
-    PossibleValuesParser::new(["f32", "f64", "bf16"]).map(|name| DType::parse(&name).unwrap_or(DType::F32))
+    PossibleValuesParser::new(["f32", "f64", "bf16", "f16"])
+        .map(|name| DType::parse(&name).unwrap_or(DType::F32))
 }
 
 fn splits() -> impl TypedValueParser<Value = Split> {
@@ -269,7 +293,7 @@ pub(crate) struct GenerateArgs {
     /// Folder with config.json and model.safetensors
     #[arg(long, value_name = "DIR", default_value = defaults::MODEL, help_heading = "Model")]
     pub(crate) model: PathBuf,
-    /// Text to continue, read as bytes
+    /// Text to continue
     #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new())]
     pub(crate) prompt: String,
     /// Tokens to add

@@ -1,7 +1,7 @@
-//! `eval`: the mean next-token loss of a model on a text, on any mesh.
+//! `eval`: the mean loss of a model on a text or on token numbers, on any mesh.
 
 use super::args::EvalArgs;
-use crate::data::{Order, Sampler, TokenFile};
+use crate::data::{Order, Sampler, TokenFile, Vocabulary};
 use crate::train::{batch, mean_loss};
 use serde_json::json;
 use shardgrad::nn::hf::TensorWriter;
@@ -17,15 +17,16 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
     let seq = args.seq(&config)?;
     let (windows, what) = match &args.source.tokens {
         Some(path) => {
-            let file = TokenFile::open(path, config.vocab_size())?;
+            let file = TokenFile::open(path, &Vocabulary::new(&config))?;
             if args.seq.is_some() {
                 file.require_seq(seq)?;
             }
             (Sampler::of_tokens(Arc::new(file), Order::InFileOrder), "tokens".to_string())
         }
         None => {
-            super::check_bytes(&config)?;
-            let corpus = Arc::new(super::text(args.source.data.as_deref())?);
+            super::refuse_texts(&config)?;
+            let how = args.source.how(Some(&args.model), &config)?;
+            let corpus = Arc::new(super::documents(&args.source.data, &how)?);
             let what = format!("{} split of {corpus}", args.split);
             (Sampler::of_text(corpus, args.split, seq, Order::InFileOrder)?, what)
         }
@@ -39,7 +40,8 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
         }
         mean_loss(rank, &plan, &windows, args.batch, |x| {
             let tape = model.inference();
-            model.loss(&tape.constant(x[0].clone()), &tape.constant(x[1].clone())).tensor().local_part_once()
+            let x: Vec<Var> = x.iter().map(|x| tape.constant(x.clone())).collect();
+            model.loss_of(&x).tensor().local_part_once()
         })
     })?;
     let (loss, tokens) = (losses[0], windows.num_windows() * windows.seq() as u64);
@@ -61,8 +63,10 @@ fn write_logits(
 ) -> Result<()> {
     let rows = rows.min(windows.num_windows() as usize);
     let read = |own: Range<usize>| windows.batch(own.start as u64..own.end as u64);
-    let ids = batch(model.rank(), plan, [rows, windows.seq()], read)?.swap_remove(0);
-    let logits = model.forward(&model.inference().constant(ids)).cast(DType::F32);
+    let tape = model.inference();
+    let read = batch(model.rank(), plan, [rows, windows.seq()], read)?;
+    let x: Vec<Var> = read.into_iter().map(|x| tape.constant(x)).collect();
+    let logits = model.forward_of(&x).cast(DType::F32);
     let bytes = logits.tensor().to_bytes()?;
     if model.rank().index() == 0 {
         let mut writer =

@@ -39,11 +39,13 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     let one = |rank: &Rank| -> Result<Step> {
         let blank = |own: Range<usize>| vec![0; own.len() * seq];
         let read = |rank: &Rank, _: u64, rows: Range<usize>| {
-            let read = |own: Range<usize>| Ok(Batch { inputs: blank(own.clone()), targets: blank(own) });
+            let read = |own: Range<usize>| {
+                Ok(Batch { inputs: blank(own.clone()), targets: blank(own), more: Vec::new() })
+            };
             batch(rank, &plan, [rows.len(), seq], read)
         };
         let settings = Settings { microbatches, dtype: args.dtype, ..Settings::new(args.batch) };
-        let loss = |model: &LanguageModel, x: &[Var]| model.loss(&x[0], &x[1]);
+        let loss = |model: &LanguageModel, x: &[Var]| model.loss_of(x);
         let module = LanguageModel::new(&config);
         let mut trainer = Trainer::new(rank, module, &plan, AdamW::new(1e-3), settings, read, loss)?;
         let bytes = |layout: &Layout| {

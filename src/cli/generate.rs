@@ -1,7 +1,7 @@
-//! `generate`: continues a prompt, byte by byte, on any mesh.
+//! `generate`: continues a prompt, token by token, on any mesh.
 
 use super::args::{GenerateArgs, SamplingArgs};
-use crate::data::Corpus;
+use crate::tokenizer::Tokenizer;
 use serde_json::json;
 use shardgrad::kernels::op::random::uniform_at;
 use shardgrad::nn::{LanguageModel, ModelConfig, Reading};
@@ -11,16 +11,18 @@ use std::io::Write;
 /// Runs the command.
 pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     let config = ModelConfig::read(&args.model)?;
-    super::check_bytes(&config)?;
+    refuse_encoders(&config)?;
+    let tokenizer = Tokenizer::of(Some(&args.model), &config)?;
+    let prompt = Prompt::new(&args.prompt, &tokenizer)?;
     let made = args.run.world()?.launch(|rank| {
         let plan = LanguageModel::plan(&config);
         let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 0, args.run.dtype)?;
         model.load(&args.model)?;
         let mut show = Show { on: rank.world().index() == 0 && !args.json, pending: Vec::new() };
         show.bytes(args.prompt.as_bytes())?;
-        continued(&model, &args.prompt, args.tokens, &args.sampling, |byte| show.bytes(&[byte]))
+        continued(&model, &prompt, args.tokens, &args.sampling, |bytes| show.bytes(bytes))
     })?;
-    let text = String::from_utf8_lossy(&made[0]).into_owned();
+    let text = args.prompt.clone() + &String::from_utf8_lossy(&made[0]);
     if args.json {
         println!("{}", json!({"prompt": args.prompt, "text": text}));
     } else {
@@ -29,27 +31,68 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     Ok(())
 }
 
-/// The prompt and so many bytes behind it, each shown as it is chosen. Every rank chooses the same ones, from the same
-/// logits and the same random numbers.
+/// What is continued, in tokens.
+struct Prompt<'a> {
+    tokenizer: &'a Tokenizer,
+    tokens: Vec<u32>,
+    /// How many bytes of text its tokens stand for.
+    len: usize,
+}
+
+impl<'a> Prompt<'a> {
+    fn new(text: &str, tokenizer: &'a Tokenizer) -> Result<Prompt<'a>> {
+        let tokens = tokenizer.encode(text)?;
+        if tokens.is_empty() {
+            return Err(
+                Error::new(Kind::Data, "the prompt has no tokens").detail("help", "give a longer one")
+            );
+        }
+        let len = tokenizer.decode(&tokens)?.len();
+        Ok(Prompt { tokenizer, tokens, len })
+    }
+}
+
+/// The text of so many tokens behind the prompt, shown as far as it is known. Every rank chooses the same ones, from the
+/// same logits and the same random numbers.
 fn continued(
     model: &Model<LanguageModel>,
-    prompt: &str,
+    prompt: &Prompt<'_>,
     count: usize,
     how: &SamplingArgs,
-    mut show: impl FnMut(u8) -> Result<()>,
+    mut show: impl FnMut(&[u8]) -> Result<()>,
 ) -> Result<Vec<u8>> {
     let mut reading = Reading::new(model);
-    let mut text = prompt.as_bytes().to_vec();
-    let mut unread: Vec<i64> = prompt.bytes().map(i64::from).collect();
+    let mut tokens = prompt.tokens.clone();
+    let mut unread: Vec<i64> = tokens.iter().copied().map(i64::from).collect();
+    let (mut text, mut shown) = (Vec::new(), 0);
     for n in 0..count {
         let logits = reading.read(&unread)?;
-        // A token beyond the bytes has no text.
-        let next = choose(&logits[..Corpus::VOCAB], how, uniform_at(how.seed, 0, n as u64)) as u8;
-        text.push(next);
-        show(next)?;
-        unread = vec![i64::from(next)];
+        // A token that the tokenizer lacks has no text.
+        let next = choose(&logits[..prompt.tokenizer.vocab()], how, uniform_at(how.seed, 0, n as u64));
+        tokens.push(next as u32);
+        unread = vec![next as i64];
+        text = prompt.tokenizer.decode(&tokens)?.split_off(prompt.len);
+        // The next token may add to a letter that is not whole yet.
+        if !text.ends_with(UNFINISHED) && text.len() > shown {
+            show(&text[shown..])?;
+            shown = text.len();
+        }
     }
+    show(&text[shown..])?;
     Ok(text)
+}
+
+/// What stands for a letter of which some bytes are missing.
+const UNFINISHED: &[u8] = "\u{fffd}".as_bytes();
+
+/// Refuses a model that predicts no next token.
+fn refuse_encoders(config: &ModelConfig) -> Result<()> {
+    if config.is_causal() {
+        return Ok(());
+    }
+    let why = "generate: an encoder reads a text as a whole and does not continue it";
+    Err(Error::new(Kind::Unsupported, why)
+        .detail("help", "use a model of another type; `eval` measures this one"))
 }
 
 /// Chooses among tokens by their logits; `u` is uniform in 0..1.
@@ -141,11 +184,12 @@ mod tests {
                     let plan = LanguageModel::plan(&config);
                     let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 3, DType::F64)?;
                     let mut shown = Vec::new();
-                    let text = continued(&model, &prompt, 12, how, |byte| {
-                        shown.push(byte);
+                    let prompt = Prompt::new(&prompt, &Tokenizer::Bytes)?;
+                    let text = continued(&model, &prompt, 12, how, |bytes| {
+                        shown.extend_from_slice(bytes);
                         Ok(())
                     })?;
-                    assert_eq!(text, [prompt.as_bytes(), &shown].concat());
+                    assert_eq!((text.len(), &text), (12, &shown));
                     Ok(text)
                 });
                 let ranks = ranks.unwrap();

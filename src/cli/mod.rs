@@ -10,10 +10,10 @@ mod ops;
 mod plan;
 mod train;
 
-use crate::data::Corpus;
+use crate::data::{Corpus, How};
 use shardgrad::nn::ModelConfig;
 use shardgrad::{Error, Kind, Result};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// Parses the command line, runs the command, reports the error.
@@ -58,19 +58,17 @@ fn exit_code(error: &Error) -> u8 {
     }
 }
 
-/// The text of a file, or the sources of the working directory.
-fn text(file: Option<&Path>) -> Result<Corpus> {
-    match file {
-        Some(path) => Corpus::from_file(path),
-        None => Corpus::from_sources(Path::new(".")),
-    }
-}
-
-/// Text is read as bytes: refuses a model that does not have one token a byte value.
-fn check_bytes(config: &ModelConfig) -> Result<()> {
-    if config.vocab_size() >= Corpus::VOCAB {
+/// Refuses an encoder, which learns nothing from a text in which no token is hidden.
+fn refuse_texts(config: &ModelConfig) -> Result<()> {
+    if config.is_causal() {
         return Ok(());
     }
-    let why = format!("a vocabulary of {} tokens is too small for bytes of text", config.vocab_size());
-    Err(Error::new(Kind::Config, why).detail("help", "use --tokens FILE, or a model with 256 tokens or more"))
+    let why = "an encoder predicts tokens that are hidden from it; a text does not say which";
+    let help = "use --tokens FILE with `input_ids` and `labels`, i64 [N, T], -100 where nothing is asked for";
+    Err(Error::new(Kind::Unsupported, why).detail("help", help))
+}
+
+/// The documents that are named, or the sources of the working directory.
+fn documents(named: &[PathBuf], how: &How<'_>) -> Result<Corpus> {
+    if named.is_empty() { Corpus::from_sources(Path::new("."), how) } else { Corpus::open(named, how) }
 }

@@ -3,27 +3,66 @@
 use super::args::PlanArgs;
 use crate::timeline;
 use serde_json::json;
-use shardgrad::autograd::pipeline::{Schedule, Times};
+use shardgrad::autograd::pipeline::{Action, Schedule, Times, Verified};
+use shardgrad::nn::plan::PassOrder;
 use shardgrad::prelude::*;
+use std::path::Path;
+
+/// The lists that were asked for.
+fn lists(args: &PlanArgs) -> Result<Schedule> {
+    match &args.schedule {
+        PassOrder::Named(name) => {
+            let of = (args.stages.unwrap_or(4), args.microbatches.unwrap_or(8));
+            Schedule::named_for(name, of, args.times, args.transfer)
+        }
+        PassOrder::Lists(lists) => {
+            let there = [lists.ranks.len(), lists.num_microbatches];
+            let asked = [args.stages.unwrap_or(there[0]), args.microbatches.unwrap_or(there[1])];
+            if asked == there {
+                return Ok(lists.clone());
+            }
+            let text = format!("the file has lists for {} ranks and {} microbatches", there[0], there[1]);
+            Err(Error::new(Kind::Config, text).detail("help", "leave out --stages and --microbatches"))
+        }
+    }
+}
+
+/// The lists with transfers, and what was proved of them.
+fn proved(schedule: &Schedule, links: &[(usize, usize)], blocking: bool) -> Result<(Schedule, Verified)> {
+    let spells = schedule.ranks.iter().flatten().any(|action| matches!(action, Action::Send(_)));
+    let whole =
+        if blocking && !spells { schedule.with_meetings(links) } else { schedule.with_transfers(links) };
+    let verified = if blocking { whole.verify_blocking(links)? } else { whole.verify(links)? };
+    Ok((whole, verified))
+}
+
+fn save(path: &Path, schedule: &Schedule) -> Result<()> {
+    std::fs::write(path, schedule.to_text())
+        .map_err(|e| Error::new(Kind::Io, format!("cannot write {}: {e}", path.display())))
+}
 
 /// Runs the command.
 pub(crate) fn run(args: &PlanArgs) -> Result<()> {
-    let schedule = Schedule::named(&args.schedule, args.stages, args.microbatches)?;
-    let num_stages = schedule.num_stages();
+    let schedule = lists(args)?;
+    let (num_stages, num_ranks) = (schedule.num_stages(), schedule.ranks.len());
     let links: Vec<(usize, usize)> = (1..num_stages).map(|s| (s - 1, s)).collect();
-    let verified = schedule.with_transfers(&links).verify(&links)?;
+    let (whole, verified) = proved(&schedule, &links, args.blocking)?;
+    if let Some(path) = &args.save {
+        save(path, if args.blocking { &whole } else { &schedule })?;
+    }
     // The times are those of a rank; its stages share them.
-    let part = num_stages as f64 / args.stages as f64;
+    let part = num_stages as f64 / num_ranks as f64;
     let Times { forward, input, weight } = args.times;
     let each = Times { forward: forward / part, input: input / part, weight: weight / part };
     let timeline = schedule.simulate(&links, &vec![each; num_stages], args.transfer);
     let most = verified.peak_live.iter().max().copied().unwrap_or(0) as f64 / part;
     let title = format!(
-        "{}: {} ranks, {} microbatches, bubble {:.2}%, at most {most:.1} microbatches held by a rank",
+        "{}: {} ranks, {} microbatches, bubble {:.2}%, at most {most:.1} microbatches held by a rank{}",
         schedule.name,
-        args.stages,
-        args.microbatches,
-        100.0 * timeline.bubble()
+        num_ranks,
+        schedule.num_microbatches,
+        100.0 * timeline.bubble(),
+        if args.blocking { ", sends may wait" } else { "" }
     );
     if let Some(path) = &args.svg {
         timeline::write_svg(path, &title, &timeline)?;

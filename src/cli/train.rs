@@ -1,20 +1,31 @@
 //! `train`: a language model on text or tokens, on any mesh.
 
 use super::args::TrainArgs;
-use crate::data::{Order, Sampler, Split, TokenFile};
+use crate::data::{Order, Sampler, Split, TokenFile, Vocabulary};
 use crate::interrupt::Interrupt;
 use crate::metrics::{self, MetricsWriter, StepMetrics};
 use crate::plot;
+use crate::tokenizer::TOKENIZER_FILE;
 use crate::trace::Trace;
 use crate::train::{Recipe, mean_loss};
 use indicatif::{ProgressBar, ProgressStyle};
-use shardgrad::nn::{LanguageModel, ModelConfig};
+use shardgrad::nn::{LanguageModel, ModelConfig, Trainer};
 use shardgrad::prelude::*;
 use std::cell::RefCell;
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+/// Files of a model folder that training does not change.
+const TOKENIZER_FILES: [&str; 6] = [
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+];
 
 /// All that ranks share of a run; made before the first of them starts.
 struct Job {
@@ -23,13 +34,19 @@ struct Job {
     recipe: Recipe,
     rows: Sampler,
     held_out: Option<Sampler>,
+    /// What a loss is measured by.
+    unit: &'static str,
     eval_every: Option<usize>,
     start: Option<PathBuf>,
     out: PathBuf,
+    shard_bytes_max: u64,
+    save_dtype: DType,
     json: bool,
     interrupt: Interrupt,
     metrics: Mutex<MetricsWriter>,
     trace: Option<Trace>,
+    /// Whether cuts or lists depend on times that are measured.
+    measures: bool,
 }
 
 /// Runs the command.
@@ -58,7 +75,7 @@ pub(crate) fn run(args: &TrainArgs) -> Result<()> {
     plot::write_loss_plot(&job.out.join("loss.svg"), &text, &steps)?;
     let stopped = ended.into_iter().any(|early| early);
     if !job.json {
-        tell(&job.out, &steps);
+        tell(&job, &steps);
     }
     if stopped {
         let text = format!("stopped by a signal after step {}; the model is saved", steps.len());
@@ -76,17 +93,20 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
     let seq = args.seq(&config)?;
     let steps = &args.steps;
     let order = if args.no_shuffle { Order::InFileOrder } else { Order::Shuffled { seed: steps.seed } };
+    let mut unit = "token";
     let (rows, held_out) = match &args.source.tokens {
         Some(path) => {
-            let file = TokenFile::open(path, config.vocab_size())?;
+            let file = TokenFile::open(path, &Vocabulary::new(&config))?;
             if steps.seq.is_some() {
                 file.require_seq(seq)?;
             }
             (Sampler::of_tokens(Arc::new(file), order), None)
         }
         None => {
-            let corpus = Arc::new(super::text(args.source.data.as_deref())?);
-            super::check_bytes(&config)?;
+            super::refuse_texts(&config)?;
+            let how = args.source.how(args.model.dir(), &config)?;
+            let corpus = Arc::new(super::documents(&args.source.data, &how)?);
+            unit = corpus.unit();
             if !args.json {
                 println!("reading {corpus}");
             }
@@ -116,13 +136,17 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         recipe,
         rows,
         held_out,
+        unit,
         eval_every: args.eval_every(),
         start: args.model.dir().map(Path::to_path_buf),
         out: args.out.clone(),
+        shard_bytes_max: args.shard_size,
+        save_dtype: args.save_dtype.unwrap_or(args.run.dtype),
         json: args.json,
         interrupt: Interrupt::install()?,
         metrics,
         trace: args.trace.as_deref().map(Trace::new),
+        measures: args.pipeline.measures(),
     })
 }
 
@@ -132,6 +156,9 @@ fn train(rank: &Rank, job: &Job) -> Result<bool> {
     let mut trainer = recipe.trainer(rank, LanguageModel::new(&job.config), &job.plan, &job.rows)?;
     if let Some(dir) = &job.start {
         trainer.model().load(dir)?;
+    }
+    if job.measures && rank.index() == 0 {
+        tell_measured(&trainer, job)?;
     }
     let progress = (rank.index() == 0).then(|| Progress::new(recipe.steps, job.json));
     let began = Instant::now();
@@ -170,8 +197,39 @@ fn train(rank: &Rank, job: &Job) -> Result<bool> {
             break;
         }
     }
-    trainer.model().save(&job.out.join("model"))?;
+    let out = job.out.join("model");
+    trainer.model().save_as(&out, job.shard_bytes_max, job.save_dtype)?;
+    if let (Some(from), 0) = (&job.start, rank.world().index()) {
+        keep_tokenizer(from, &out)?;
+    }
     Ok(stopped)
+}
+
+/// Says what was chosen by measured times, and keeps it, so that a run can be repeated.
+fn tell_measured(trainer: &Trainer<'_, LanguageModel>, job: &Job) -> Result<()> {
+    let Some(schedule) = trainer.schedule() else { return Ok(()) };
+    let path = job.out.join("schedule.txt");
+    std::fs::write(&path, schedule.passes_only().to_text())
+        .map_err(|e| Error::new(Kind::Io, format!("cannot write {}: {e}", path.display())))?;
+    if !job.json {
+        let starts = trainer.stage_starts();
+        let starts: Vec<&str> = starts.iter().skip(1).map(|(_, path)| &**path).collect();
+        println!("stages begin at {}; the lists are in {}", starts.join(", "), path.display());
+    }
+    Ok(())
+}
+
+/// Copies what tells the tokens of a model from the folder that it came from.
+fn keep_tokenizer(from: &Path, to: &Path) -> Result<()> {
+    for name in TOKENIZER_FILES {
+        match std::fs::copy(from.join(name), to.join(name)) {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+                return Err(Error::new(Kind::Io, format!("cannot copy {name} to {}: {e}", to.display())));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 /// What a person sees: a bar on a terminal, a line now and then elsewhere, JSON if asked for.
@@ -221,11 +279,12 @@ impl Progress {
 }
 
 /// What is there now, and what to do with it.
-fn tell(out: &Path, steps: &[StepMetrics]) {
+fn tell(job: &Job, steps: &[StepMetrics]) {
+    let out = &job.out;
     let (Some(first), Some(last)) = (steps.first(), steps.last()) else { return };
     println!("\nloss {:.3} -> {:.3} in {:.1} s", first.loss, last.loss, last.seconds);
     if let Some(held_out) = steps.iter().rev().find_map(|s| s.val_loss) {
-        println!("held-out loss {held_out:.3} nats per byte");
+        println!("held-out loss {held_out:.3} nats per {}", job.unit);
     }
     println!("  {:<28} every step", out.join("metrics.jsonl").display());
     println!("  {:<28} the loss as a picture", out.join("loss.svg").display());

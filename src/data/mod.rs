@@ -1,17 +1,21 @@
-//! What a language model is trained on: text as bytes, files of token numbers, and which rows a step reads.
+//! What a language model is trained on: texts, files of token numbers, and which rows a step reads.
 //!
 //! Everything is read with plain reads and held in memory or read by position; nothing is mapped, so a file
 //! that shrinks under a run is an error and not a signal. Which tokens a row holds is a pure function of the
 //! data, the seed and the number of the row in the whole run, so the mesh does not change what is read.
 
-mod text;
+mod batch;
+mod corpus;
 mod sources;
+mod files;
 mod tokens;
 mod sampler;
 
-pub(crate) use sampler::{Batch, Order, Sampler};
-pub(crate) use text::{Corpus, Split};
-pub(crate) use tokens::TokenFile;
+pub(crate) use batch::Batch;
+pub(crate) use corpus::{Corpus, Split, Width};
+pub(crate) use files::How;
+pub(crate) use sampler::{Order, Sampler};
+pub(crate) use tokens::{TokenFile, Vocabulary};
 
 #[cfg(test)]
 pub(crate) mod scratch {

@@ -1,6 +1,7 @@
 //! Which rows a step reads: a pure function of the seed and the number of the row in the whole run.
 
-use super::text::{Corpus, Split};
+use super::batch::Batch;
+use super::corpus::{Corpus, Split};
 use super::tokens::TokenFile;
 use shardgrad::Result;
 use shardgrad::kernels::op::random::philox;
@@ -20,15 +21,6 @@ pub(crate) enum Order {
     },
     /// Windows that follow each other without overlap (or the rows of the file), over and over.
     InFileOrder,
-}
-
-/// Rows of token numbers, row major.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Batch {
-    /// i64 [rows, seq]: what the model reads.
-    pub(crate) inputs: Vec<i64>,
-    /// i64 [rows, seq]: the token after each of them.
-    pub(crate) targets: Vec<i64>,
 }
 
 #[derive(Clone, Debug)]
@@ -83,7 +75,7 @@ impl Sampler {
     #[must_use]
     pub(crate) fn num_windows(&self) -> u64 {
         match &self.source {
-            Source::Text { corpus, split, seq } => ((corpus.tokens(*split).len() - 1) / seq) as u64,
+            Source::Text { corpus, split, seq } => (corpus.len(*split) - 1) / *seq as u64,
             Source::Tokens(file) => file.num_rows(),
         }
     }
@@ -94,7 +86,7 @@ impl Sampler {
         match (&self.source, self.order) {
             (Source::Text { seq, .. }, Order::InFileOrder) => row % self.num_windows() * *seq as u64,
             (Source::Text { corpus, split, seq }, Order::Shuffled { seed }) => {
-                below((corpus.tokens(*split).len() - seq) as u64, seed, row)
+                below(corpus.len(*split) - *seq as u64, seed, row)
             }
             (Source::Tokens(file), Order::InFileOrder) => row % file.num_rows(),
             (Source::Tokens(file), Order::Shuffled { seed }) => below(file.num_rows(), seed, row),
@@ -104,8 +96,7 @@ impl Sampler {
     /// Reads rows by their numbers in the run: those of a step, or the part of them that a rank has.
     ///
     /// # Errors
-    /// `Kind::Data` or `Kind::Io` if a file of tokens has changed or cannot be read any more; a text never
-    /// fails.
+    /// `Kind::Data` or `Kind::Io` if a file has changed, holds a number that is no token, or cannot be read any more.
     pub(crate) fn batch(&self, rows: Range<u64>) -> Result<Batch> {
         let mut batch = Batch::default();
         let mut row_tokens = Vec::new();
@@ -114,8 +105,11 @@ impl Sampler {
             row_tokens.clear();
             match &self.source {
                 Source::Text { corpus, split, seq } => {
-                    let window = &corpus.tokens(*split)[start as usize..][..seq + 1];
-                    row_tokens.extend(window.iter().copied().map(i64::from));
+                    corpus.read(*split, start, seq + 1, &mut row_tokens)?;
+                }
+                Source::Tokens(file) if file.is_labelled() => {
+                    file.labelled_row(start, &mut batch)?;
+                    continue;
                 }
                 Source::Tokens(file) => file.row(start, &mut row_tokens)?,
             }
@@ -139,6 +133,7 @@ fn below(n: u64, seed: u64, row: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::super::scratch::Scratch;
+    use super::super::tokens::Vocabulary;
     use super::*;
     use shardgrad::Kind;
     use shardgrad::kernels::DType;
@@ -159,7 +154,7 @@ mod tests {
         let bytes: Vec<u8> = (0..9i64).flat_map(i64::to_le_bytes).collect();
         writer.append("input_ids", &bytes).unwrap();
         writer.finish().unwrap();
-        Arc::new(TokenFile::open(&path, 9).unwrap())
+        Arc::new(TokenFile::open(&path, &Vocabulary::of(9)).unwrap())
     }
 
     #[test]
@@ -259,7 +254,7 @@ mod tests {
         let in_order = Sampler::of_tokens(file.clone(), Order::InFileOrder);
         assert_eq!((in_order.seq(), in_order.num_windows()), (2, 3));
         let batch = in_order.batch(2..4).unwrap();
-        assert_eq!(batch, Batch { inputs: vec![6, 7, 0, 1], targets: vec![7, 8, 1, 2] });
+        assert_eq!(batch, Batch { inputs: vec![6, 7, 0, 1], targets: vec![7, 8, 1, 2], more: Vec::new() });
         let shuffled = Sampler::of_tokens(file, Order::Shuffled { seed: 0 });
         let mut seen: Vec<u64> = (0..30).map(|row| shuffled.start(row)).collect();
         seen.sort_unstable();

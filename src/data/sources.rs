@@ -1,6 +1,6 @@
 //! The text that is always at hand: the Rust and Markdown sources of a working directory.
 
-use super::text::{Corpus, failed, read_whole};
+use super::corpus::failed;
 use ignore::{DirEntry, WalkBuilder};
 use shardgrad::{Error, Kind, Result};
 use std::path::Path;
@@ -11,52 +11,50 @@ pub(crate) const SOURCES_BYTES_MAX: usize = 16 << 20;
 /// Folders that programs fill, left out wherever they stand.
 const BUILD_FOLDERS: [&str; 4] = ["build", "node_modules", "runs", "target"];
 
-impl Corpus {
-    /// Joins the Rust and Markdown files (`*.rs`, `*.md`) under a folder in the order of their paths, each
-    /// followed by a newline, and cuts the text after [`SOURCES_BYTES_MAX`] bytes.
-    ///
-    /// Left out are hidden files, what `.gitignore` names (in a repository or not), folders of build
-    /// products, what stands behind symbolic links, and (counted in the description) what is not UTF-8 or
-    /// cannot be read.
-    ///
-    /// # Errors
-    /// `Kind::Data` if the folder holds no such file; `Kind::Io` if it cannot be entered.
-    pub(crate) fn from_sources(dir: &Path) -> Result<Corpus> {
-        Corpus::from_sources_up_to(dir, SOURCES_BYTES_MAX)
-    }
+/// Joins the Rust and Markdown files (`*.rs`, `*.md`) under a folder in the order of their paths, each
+/// followed by a newline, and cuts the text after [`SOURCES_BYTES_MAX`] bytes.
+///
+/// Left out are hidden files, what `.gitignore` names (in a repository or not), folders of build
+/// products, what stands behind symbolic links, and (counted in the description) what is not UTF-8 or
+/// cannot be read.
+/// Gives what it is made of, and the text.
+///
+/// # Errors
+/// `Kind::Data` if the folder holds no such file; `Kind::Io` if it cannot be entered.
+pub(super) fn read_sources(dir: &Path) -> Result<(String, String)> {
+    read_up_to(dir, SOURCES_BYTES_MAX)
+}
 
-    fn from_sources_up_to(dir: &Path, bytes_max: usize) -> Result<Corpus> {
-        let root = dir.canonicalize().map_err(|e| failed(dir, &e))?;
-        let (mut text, mut num_files, mut num_skipped, mut cut) = (String::new(), 0, 0, "");
-        for entry in walk(&root) {
-            match entry.map(|entry| source(&entry)) {
-                Ok(Found::Text(source)) => {
-                    num_files += 1;
-                    text.push_str(&source);
-                    text.push('\n');
-                }
-                Ok(Found::Other) => {}
-                Ok(Found::Unreadable) | Err(_) => num_skipped += 1,
+fn read_up_to(dir: &Path, bytes_max: usize) -> Result<(String, String)> {
+    let root = dir.canonicalize().map_err(|e| failed(dir, &e))?;
+    let (mut text, mut num_files, mut num_skipped, mut cut) = (String::new(), 0, 0, "");
+    for entry in walk(&root) {
+        match entry.map(|entry| source(&entry)) {
+            Ok(Found::Text(source)) => {
+                num_files += 1;
+                text.push_str(&source);
+                text.push('\n');
             }
-            if text.len() > bytes_max {
-                text.truncate(text.floor_char_boundary(bytes_max));
-                cut = ", cut at the limit";
-                break;
-            }
+            Ok(Found::Other) => {}
+            Ok(Found::Unreadable) | Err(_) => num_skipped += 1,
         }
-        if num_files == 0 {
-            let why = format!("{}: there are no Rust or Markdown files to train on", dir.display());
-            let help =
-                "give a text with --data FILE, or start where such files are (ignored ones do not count)";
-            return Err(Error::new(Kind::Data, why).detail("help", help));
+        if text.len() > bytes_max {
+            text.truncate(text.floor_char_boundary(bytes_max));
+            cut = ", cut at the limit";
+            break;
         }
-        let skipped = match num_skipped {
-            0 => String::new(),
-            n => format!(", {n} skipped that are not readable UTF-8"),
-        };
-        let origin = format!("{num_files} Rust and Markdown files of {}{skipped}{cut}", root.display());
-        Ok(Corpus::new(origin, text.into_bytes()))
     }
+    if num_files == 0 {
+        let why = format!("{}: there are no Rust or Markdown files to train on", dir.display());
+        let help = "give a text with --data FILE, or start where such files are (ignored ones do not count)";
+        return Err(Error::new(Kind::Data, why).detail("help", help));
+    }
+    let skipped = match num_skipped {
+        0 => String::new(),
+        n => format!(", {n} skipped that are not readable UTF-8"),
+    };
+    let origin = format!("{num_files} Rust and Markdown files of {}{skipped}{cut}", root.display());
+    Ok((origin, text))
 }
 
 /// What an entry of the walk gives.
@@ -72,8 +70,8 @@ fn source(entry: &DirEntry) -> Found {
         return Found::Other;
     }
     // One bad file among hundreds must not stop the first run somebody tries.
-    match read_whole(entry.path()).map(String::from_utf8) {
-        Ok(Ok(text)) => Found::Text(text),
+    match std::fs::read_to_string(entry.path()) {
+        Ok(text) => Found::Text(text),
         _ => Found::Unreadable,
     }
 }
@@ -103,12 +101,10 @@ fn is_build_folder(entry: &DirEntry) -> bool {
 #[cfg(test)]
 mod tests {
     use super::super::scratch::Scratch;
-    use super::super::text::Split;
     use super::*;
 
     fn text(dir: &Scratch) -> String {
-        let corpus = Corpus::from_sources(&dir.path("")).unwrap();
-        String::from_utf8(corpus.tokens(Split::All).to_vec()).unwrap()
+        read_sources(&dir.path("")).unwrap().1
     }
 
     #[test]
@@ -120,9 +116,9 @@ mod tests {
         dir.file("c.txt", "not this one");
         dir.file("rs", "nor this one");
         assert_eq!(text(&dir), "B.md\na/b/c.rs\na/z.rs\na-b.rs\na.rs\nb.md\n");
-        let corpus = Corpus::from_sources(&dir.path("")).unwrap();
+        let (origin, _) = read_sources(&dir.path("")).unwrap();
         let root = dir.path("").canonicalize().unwrap();
-        assert_eq!(corpus.to_string(), format!("6 Rust and Markdown files of {}, 38 bytes", root.display()));
+        assert_eq!(origin, format!("6 Rust and Markdown files of {}", root.display()));
     }
 
     #[test]
@@ -151,20 +147,20 @@ mod tests {
         dir.file(".gitignore", "*.md\n");
         dir.file("project/a.md", "a");
         let project = dir.path("project");
-        assert_eq!(Corpus::from_sources(&project).unwrap().tokens(Split::All), b"a\n");
+        assert_eq!(read_sources(&project).unwrap().1, "a\n");
         dir.file(".git/HEAD", "");
-        let error = Corpus::from_sources(&project).unwrap_err();
+        let error = read_sources(&project).unwrap_err();
         assert!(error.message().ends_with("there are no Rust or Markdown files to train on"), "{error}");
     }
 
     #[test]
     fn nothing_found_is_explained() {
         let dir = Scratch::new();
-        let error = Corpus::from_sources(&dir.path("")).unwrap_err();
+        let error = read_sources(&dir.path("")).unwrap_err();
         assert_eq!(error.kind(), Kind::Data);
         assert!(error.message().ends_with("there are no Rust or Markdown files to train on"), "{error}");
         assert!(error.details()[0].1.starts_with("give a text with --data FILE"));
-        assert_eq!(Corpus::from_sources(&dir.path("absent")).unwrap_err().kind(), Kind::Io);
+        assert_eq!(read_sources(&dir.path("absent")).unwrap_err().kind(), Kind::Io);
     }
 
     #[test]
@@ -172,12 +168,12 @@ mod tests {
         let dir = Scratch::new();
         dir.file("a.md", "éé");
         dir.file("b.md", "unread");
-        let corpus = Corpus::from_sources_up_to(&dir.path(""), 3).unwrap();
-        assert_eq!(corpus.tokens(Split::All), "é".as_bytes());
-        assert!(corpus.to_string().starts_with("1 Rust and Markdown files"), "{corpus}");
-        assert!(corpus.to_string().ends_with(", cut at the limit, 2 bytes"), "{corpus}");
-        let corpus = Corpus::from_sources_up_to(&dir.path(""), 12).unwrap();
-        assert!(!corpus.to_string().contains("cut"), "{corpus}");
+        let (origin, text) = read_up_to(&dir.path(""), 3).unwrap();
+        assert_eq!(text, "é");
+        assert!(origin.starts_with("1 Rust and Markdown files"), "{origin}");
+        assert!(origin.ends_with(", cut at the limit"), "{origin}");
+        let (origin, _) = read_up_to(&dir.path(""), 12).unwrap();
+        assert!(!origin.contains("cut"), "{origin}");
     }
 
     #[test]
@@ -186,7 +182,7 @@ mod tests {
         dir.file("a.rs", b"\xff");
         dir.file("b.rs", "b");
         assert_eq!(text(&dir), "b\n");
-        let shown = Corpus::from_sources(&dir.path("")).unwrap().to_string();
-        assert!(shown.ends_with(", 1 skipped that are not readable UTF-8, 2 bytes"), "{shown}");
+        let shown = read_sources(&dir.path("")).unwrap().0;
+        assert!(shown.ends_with(", 1 skipped that are not readable UTF-8"), "{shown}");
     }
 }

@@ -1,15 +1,54 @@
-//! Token numbers made elsewhere: a safetensors file with `input_ids`, i64 [N, T+1].
+//! Token numbers made elsewhere: a safetensors file with `input_ids`, i64 [N, T+1]; or, for an encoder, [N, T] and `labels`.
 
+use super::batch::Batch;
 use shardgrad::kernels::DType;
+use shardgrad::nn::ModelConfig;
 use shardgrad::nn::hf::TensorFile;
 use shardgrad::{Error, Kind, Result};
 use std::fmt;
+use std::ops::Range;
 use std::path::Path;
 
 /// The tensor that holds the rows.
 const NAME: &str = "input_ids";
+/// What an encoder is asked for: a token, or a negative number where none is hidden.
+const LABELS: &str = "labels";
+/// 1 where a token stands, 0 where a row is filled up.
+const MASK: &str = "attention_mask";
+/// The types of the tokens.
+const TYPES: &str = "token_type_ids";
 /// So many bytes are checked at a time.
 const CHUNK_BYTES: usize = 1 << 20;
+
+/// Which numbers a model takes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Vocabulary {
+    tokens: usize,
+    types: usize,
+    /// Whether what is asked for is the next token.
+    causal: bool,
+}
+
+impl Vocabulary {
+    /// Those of a model.
+    #[must_use]
+    pub(crate) fn new(config: &ModelConfig) -> Vocabulary {
+        Vocabulary { tokens: config.vocab_size(), types: config.token_types(), causal: config.is_causal() }
+    }
+
+    /// Those of a model that predicts the next of so many tokens.
+    #[cfg(test)]
+    pub(super) fn of(tokens: usize) -> Vocabulary {
+        Vocabulary { tokens, types: 1, causal: true }
+    }
+}
+
+/// A tensor of the file, and what may stand in it.
+#[derive(Clone, Debug)]
+struct Column {
+    name: &'static str,
+    legal: Range<i64>,
+}
 
 /// Rows of token numbers in a file, checked once and read row by row.
 #[derive(Debug)]
@@ -17,42 +56,85 @@ pub(crate) struct TokenFile {
     file: TensorFile,
     num_rows: u64,
     seq: usize,
-    vocab: usize,
+    /// Numbers of a row in the file.
+    width: usize,
+    vocabulary: Vocabulary,
+    ids: Column,
 }
 
 impl TokenFile {
-    /// Opens a file and checks that each number is a token of a vocabulary of `vocab`.
+    /// Opens a file and checks that each number is a token of a vocabulary; for an encoder, `labels` too, and
+    /// `attention_mask` and `token_type_ids` where they are.
     ///
     /// # Errors
-    /// `Kind::Data` naming the file for one that is no safetensors file, lacks `input_ids`, holds it in
-    /// another dtype than i64 or in a shape that is not [N >= 1, T+1 >= 2], or holds a number outside of
-    /// 0..vocab (with its place); `Kind::Io` if the system refuses.
-    pub(crate) fn open(path: &Path, vocab: usize) -> Result<TokenFile> {
+    /// `Kind::Data` naming the file for one that is no safetensors file, lacks a tensor, holds one in another dtype than i64
+    /// or in a shape that is not [N >= 1, T+1 >= 2] (encoders: [N >= 1, T >= 1], all alike), or holds a number that is out of
+    /// range (with its place); `Kind::Io` if the system refuses.
+    pub(crate) fn open(path: &Path, vocabulary: &Vocabulary) -> Result<TokenFile> {
         let file = TensorFile::open(path).map_err(as_data)?;
         let info = file.find(NAME).map_err(as_data)?;
+        let next = usize::from(vocabulary.causal);
         let (num_rows, width) = match *info.shape.as_slice() {
-            [num_rows, width] if width > 1 => (num_rows, width),
+            [num_rows, width] if width > next => (num_rows, width),
             _ => {
-                let why = format_args!("`{NAME}` has the shape {:?}, not [N, T+1] with T >= 1", info.shape);
+                let wanted = if next == 1 { "[N, T+1]" } else { "[N, T]" };
+                let why = format_args!("`{NAME}` has the shape {:?}, not {wanted} with T >= 1", info.shape);
                 return Err(refuse(path, why));
             }
         };
         if num_rows == 0 {
             return Err(refuse(path, format_args!("`{NAME}` has no row")));
         }
+        let shape = info.shape.clone();
+        let ids = Column { name: NAME, legal: 0..vocabulary.tokens as i64 };
+        let vocabulary = *vocabulary;
+        let tokens = TokenFile { num_rows: num_rows as u64, seq: width - next, width, vocabulary, ids, file };
+        tokens.check(&tokens.ids, &shape)?;
+        if !vocabulary.causal {
+            tokens.check(&tokens.labels(), &shape)?;
+            tokens.more().iter().try_for_each(|column| tokens.check(column, &shape))?;
+        }
+        Ok(tokens)
+    }
+
+    /// Checks dtype, shape and every number of a tensor.
+    fn check(&self, column: &Column, shape: &[usize]) -> Result<()> {
+        let (path, name) = (self.file.path(), column.name);
+        let info = self.file.find(name).map_err(as_data)?;
+        if info.shape != shape {
+            return Err(refuse(path, format_args!("`{name}` has the shape {:?}, not {shape:?}", info.shape)));
+        }
         if info.dtype != DType::I64 {
-            return Err(refuse(path, format_args!("`{NAME}` is {}, not i64", info.dtype)));
+            return Err(refuse(path, format_args!("`{name}` is {}, not i64", info.dtype)));
         }
         let num_bytes = info.bytes.end - info.bytes.start;
-        let tokens = TokenFile { num_rows: num_rows as u64, seq: width - 1, vocab, file };
         let mut chunk = vec![0; CHUNK_BYTES.min(usize::try_from(num_bytes).unwrap_or(CHUNK_BYTES))];
         let mut at = 0;
         while at < num_bytes {
             let n = (num_bytes - at).min(chunk.len() as u64);
-            tokens.numbers(at, &mut chunk[..n as usize], |_| ())?;
+            self.numbers(column, at, &mut chunk[..n as usize], |_| ())?;
             at += n;
         }
-        Ok(tokens)
+        Ok(())
+    }
+
+    fn labels(&self) -> Column {
+        Column { name: LABELS, legal: i64::MIN..self.vocabulary.tokens as i64 }
+    }
+
+    /// The tensors that a file for an encoder may lack, if it has any of them.
+    fn more(&self) -> Vec<Column> {
+        let columns = [
+            Column { name: MASK, legal: 0..2 },
+            Column { name: TYPES, legal: 0..self.vocabulary.types as i64 },
+        ];
+        columns.into_iter().filter(|column| self.file.get(column.name).is_some()).collect()
+    }
+
+    /// Whether a row says itself what is asked for.
+    #[must_use]
+    pub(crate) fn is_labelled(&self) -> bool {
+        !self.vocabulary.causal
     }
 
     /// The number of rows.
@@ -61,7 +143,7 @@ impl TokenFile {
         self.num_rows
     }
 
-    /// The tokens of a row that have a next one: T.
+    /// The tokens of a row for which something is asked: T.
     #[must_use]
     pub(crate) fn seq(&self) -> usize {
         self.seq
@@ -75,34 +157,68 @@ impl TokenFile {
         if seq == self.seq {
             return Ok(());
         }
-        let why = format_args!("rows have {} tokens and a next one, but --seq is {seq}", self.seq);
+        let next = if self.is_labelled() { "" } else { " and a next one" };
+        let why = format_args!("rows have {} tokens{next}, but --seq is {seq}", self.seq);
         Err(refuse(self.file.path(), why)
             .detail("help", format!("leave out --seq, or give --seq {}", self.seq)))
     }
 
-    /// Appends the T+1 tokens of a row, counted from 0 and wrapping at the end of the file.
+    /// Appends the numbers of a row, counted from 0 and wrapping at the end of the file.
     ///
     /// # Errors
     /// `Kind::Data` if the file has changed since it was checked; `Kind::Io` if the system refuses.
     pub(crate) fn row(&self, row: u64, into: &mut Vec<i64>) -> Result<()> {
-        let mut bytes = vec![0; (self.seq + 1) * 8];
+        self.column(&self.ids, row, into)
+    }
+
+    /// Appends a row with its labels, and mask and types if the file has either.
+    ///
+    /// # Errors
+    /// As [`TokenFile::row`].
+    pub(crate) fn labelled_row(&self, row: u64, batch: &mut Batch) -> Result<()> {
+        self.row(row, &mut batch.inputs)?;
+        self.column(&self.labels(), row, &mut batch.targets)?;
+        let there = self.more();
+        if there.is_empty() {
+            return Ok(());
+        }
+        batch.more.resize_with(2, Vec::new);
+        for (into, (name, usual)) in batch.more.iter_mut().zip([(MASK, 1), (TYPES, 0)]) {
+            match there.iter().find(|column| column.name == name) {
+                Some(column) => self.column(column, row, into)?,
+                None => into.extend(std::iter::repeat_n(usual, self.width)),
+            }
+        }
+        Ok(())
+    }
+
+    fn column(&self, column: &Column, row: u64, into: &mut Vec<i64>) -> Result<()> {
+        let mut bytes = vec![0; self.width * 8];
         let start = (row % self.num_rows) * bytes.len() as u64;
-        self.numbers(start, &mut bytes, |id| into.push(id))
+        self.numbers(column, start, &mut bytes, |id| into.push(id))
     }
 
     /// Reads the bytes from `start` on and hands each number over, checked.
-    fn numbers(&self, start: u64, bytes: &mut [u8], mut each: impl FnMut(i64)) -> Result<()> {
-        self.file.read_at(NAME, start, bytes).map_err(as_data)?;
+    fn numbers(
+        &self,
+        column: &Column,
+        start: u64,
+        bytes: &mut [u8],
+        mut each: impl FnMut(i64),
+    ) -> Result<()> {
+        let name = column.name;
+        self.file.read_at(name, start, bytes).map_err(as_data)?;
         for (i, word) in bytes.as_chunks::<8>().0.iter().enumerate() {
             let id = i64::from_le_bytes(*word);
-            if id < 0 || id as u64 >= self.vocab as u64 {
+            if !column.legal.contains(&id) {
                 let at = start / 8 + i as u64;
-                let width = self.seq as u64 + 1;
-                let (row, column) = (at / width, at % width);
-                let why = format_args!(
-                    "`{NAME}`[{row}, {column}] is {id}, outside of the vocabulary 0..{}",
-                    self.vocab
-                );
+                let (row, place) = (at / self.width as u64, at % self.width as u64);
+                let (what, from) = match name {
+                    NAME | LABELS => ("the vocabulary", 0),
+                    _ => ("what the model knows", column.legal.start),
+                };
+                let end = column.legal.end;
+                let why = format_args!("`{name}`[{row}, {place}] is {id}, outside of {what} {from}..{end}");
                 let help = "the file was made with another tokenizer than the model";
                 return Err(refuse(self.file.path(), why).detail("help", help));
             }
@@ -125,7 +241,9 @@ fn refuse(path: &Path, why: impl fmt::Display) -> Error {
 /// Here a file that cannot be read as safetensors is bad data, not a bad checkpoint.
 fn as_data(error: Error) -> Error {
     let kind = if error.kind() == Kind::Checkpoint { Kind::Data } else { error.kind() };
-    let help = format!("--tokens wants a safetensors file with `{NAME}`, i64 [N, T+1]");
+    let help = format!(
+        "--tokens wants a safetensors file with `{NAME}`, i64 [N, T+1]; encoders [N, T], with `{LABELS}`"
+    );
     let plain = Error::new(kind, error.message());
     error.details().iter().fold(plain, |e, (label, text)| e.detail(label, text)).detail("help", help)
 }
@@ -147,7 +265,7 @@ mod tests {
     }
 
     fn told(path: &Path) -> String {
-        let error = TokenFile::open(path, 10).unwrap_err();
+        let error = TokenFile::open(path, &Vocabulary::of(10)).unwrap_err();
         assert_eq!(error.kind(), Kind::Data);
         error.message().strip_prefix(&format!("{}: ", path.display())).unwrap().to_string()
     }
@@ -155,7 +273,9 @@ mod tests {
     #[test]
     fn rows_are_read_in_order_and_wrap() {
         let dir = Scratch::new();
-        let file = TokenFile::open(&write(&dir, "t", DType::I64, &[2, 3], &[0, 1, 2, 3, 4, 9]), 10).unwrap();
+        let file =
+            TokenFile::open(&write(&dir, "t", DType::I64, &[2, 3], &[0, 1, 2, 3, 4, 9]), &Vocabulary::of(10))
+                .unwrap();
         assert_eq!((file.num_rows(), file.seq()), (2, 2));
         let mut row = Vec::new();
         for r in [1, 0, 3, u64::MAX] {
@@ -194,11 +314,11 @@ mod tests {
         let other = dir.path("g");
         TensorWriter::create(&other, &[]).unwrap().finish().unwrap();
         assert_eq!(told(&other), "there is no tensor `input_ids`");
-        let error = TokenFile::open(&dir.file("text", "hello, world"), 10).unwrap_err();
+        let error = TokenFile::open(&dir.file("text", "hello, world"), &Vocabulary::of(10)).unwrap_err();
         assert_eq!(error.kind(), Kind::Data);
         assert_eq!(
             error.details().last().unwrap().1,
-            "--tokens wants a safetensors file with `input_ids`, i64 [N, T+1]"
+            "--tokens wants a safetensors file with `input_ids`, i64 [N, T+1]; encoders [N, T], with `labels`"
         );
     }
 
@@ -215,7 +335,7 @@ mod tests {
     fn a_file_that_changes_after_its_check_is_an_error() {
         let dir = Scratch::new();
         let path = write(&dir, "t", DType::I64, &[2, 3], &[0, 1, 2, 3, 4, 5]);
-        let file = TokenFile::open(&path, 10).unwrap();
+        let file = TokenFile::open(&path, &Vocabulary::of(10)).unwrap();
         let mut bytes = std::fs::read(&path).unwrap();
         *bytes.last_mut().unwrap() = 0x80;
         std::fs::write(&path, &bytes).unwrap();
@@ -223,5 +343,51 @@ mod tests {
         assert!(file.row(1, &mut Vec::new()).unwrap_err().message().contains("`input_ids`[1, 2] is -"));
         std::fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
         assert!(file.row(1, &mut Vec::new()).unwrap_err().message().contains("became shorter"));
+    }
+
+    fn labelled(dir: &Scratch, tensors: &[(&str, &[i64])]) -> Result<TokenFile> {
+        let path = dir.path("labelled");
+        let entry = |(name, ids): &(&str, &[i64])| (name.to_string(), DType::I64, vec![ids.len() / 3, 3]);
+        let entries: Vec<_> = tensors.iter().map(entry).collect();
+        let mut writer = TensorWriter::create(&path, &entries).unwrap();
+        for (name, ids) in tensors {
+            let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+            writer.append(name, &bytes).unwrap();
+        }
+        writer.finish().unwrap();
+        TokenFile::open(&path, &Vocabulary { tokens: 10, types: 2, causal: false })
+    }
+
+    #[test]
+    fn rows_of_an_encoder_have_labels_and_perhaps_masks_and_types() {
+        let dir = Scratch::new();
+        let (ids, labels): (&[i64], &[i64]) = (&[1, 2, 3, 4, 5, 6], &[-100, 7, -1, 0, -100, 9]);
+        let file = labelled(&dir, &[("input_ids", ids), ("labels", labels)]).unwrap();
+        assert!(file.is_labelled() && file.seq() == 3 && file.num_rows() == 2);
+        let mut batch = Batch::default();
+        file.labelled_row(1, &mut batch).unwrap();
+        assert_eq!(batch, Batch { inputs: ids[3..].to_vec(), targets: labels[3..].to_vec(), more: vec![] });
+        let typed = [("input_ids", ids), ("labels", labels), ("token_type_ids", &[0, 0, 1, 1, 1, 0])];
+        let mut batch = Batch::default();
+        labelled(&dir, &typed).unwrap().labelled_row(0, &mut batch).unwrap();
+        assert_eq!(batch.more, [[1, 1, 1], [0, 0, 1]]);
+        let told = |tensors: &[(&str, &[i64])]| {
+            let error = labelled(&dir, tensors).unwrap_err();
+            assert_eq!(error.kind(), Kind::Data);
+            error.message().rsplit_once("labelled: ").unwrap().1.to_string()
+        };
+        assert_eq!(told(&[("input_ids", ids)]), "there is no tensor `labels`");
+        assert_eq!(
+            told(&[("input_ids", ids), ("labels", &[0, 0, 10, 0, 0, 0])]),
+            "`labels`[0, 2] is 10, outside of the vocabulary 0..10"
+        );
+        assert_eq!(
+            told(&[("input_ids", ids), ("labels", &[0, 0, 0])]),
+            "`labels` has the shape [1, 3], not [2, 3]"
+        );
+        assert_eq!(
+            told(&[("input_ids", ids), ("labels", labels), ("attention_mask", &[1, 1, 1, 1, 1, 2])]),
+            "`attention_mask`[1, 2] is 2, outside of what the model knows 0..2"
+        );
     }
 }

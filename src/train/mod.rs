@@ -28,7 +28,7 @@ pub(crate) struct Recipe {
     pub(crate) dtype: DType,
 }
 
-/// Inputs and targets `[rows, seq]`, split over the batch axes; every rank reads its own rows only. `read` gives the
+/// Inputs, targets and what else there is, `[rows, seq]` each, split over the batch axes; every rank reads its own rows only. `read` gives the
 /// tokens of a range of rows.
 pub(crate) fn batch(
     rank: &Rank,
@@ -38,10 +38,8 @@ pub(crate) fn batch(
 ) -> Result<Vec<Tensor>> {
     let layout = plan.batch_layout(rank.mesh(), DType::I64, &shape)?;
     let own = read(layout.range(0, rank.coordinates()))?;
-    Ok(vec![
-        Tensor::from_local(rank, &layout, &own.inputs)?,
-        Tensor::from_local(rank, &layout, &own.targets)?,
-    ])
+    let all = [&own.inputs, &own.targets].into_iter().chain(&own.more);
+    all.map(|numbers| Tensor::from_local(rank, &layout, numbers)).collect()
 }
 
 impl Recipe {
@@ -69,7 +67,7 @@ impl Recipe {
             let read = |own: Range<usize>| rows.batch(first + own.start as u64..first + own.end as u64);
             batch(rank, plan, [piece.len(), self.seq], read)
         };
-        let loss = |model: &LanguageModel, x: &[Var]| model.loss(&x[0], &x[1]);
+        let loss = |model: &LanguageModel, x: &[Var]| model.loss_of(x);
         Trainer::new(rank, model, plan, self.optim.clone(), settings, read, loss)
     }
 }

@@ -78,7 +78,11 @@ fn paragraph(source: &str) -> String {
 }
 
 fn dtype(input: &Input) -> DType {
-    if matches!(input, Input::Index(..)) { DType::I64 } else { DType::F64 }
+    match input {
+        Input::Index(..) => DType::I64,
+        Input::Bool(_) => DType::Bool,
+        _ => DType::F64,
+    }
 }
 
 /// A float dtype that was tried, with the dtypes of the arguments and of the results.
@@ -92,7 +96,7 @@ fn dtypes(case: &Case, rank: &Rank) -> String {
         let float = |i: usize| if i == 0 { float_dtype } else { others };
         let given = case.inputs.iter().enumerate();
         let given: Vec<DType> =
-            given.map(|(i, x)| if dtype(x) == DType::I64 { DType::I64 } else { float(i) }).collect();
+            given.map(|(i, x)| Some(dtype(x)).filter(|d| !d.is_float()).unwrap_or(float(i))).collect();
         let made = case.op.dtypes(&given, num_outputs).ok()?;
         Some(Tried(float_dtype, given, made[..num_outputs - case.op.num_saved()].to_vec()))
     };

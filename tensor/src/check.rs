@@ -1,6 +1,12 @@
 //! Two proofs that an op owes: on every layout that its rule accepts, forward and vjp give what one rank gives; and the
-//! vjp agrees with finite differences. The tests of this crate run both on every op; an op written elsewhere can be
-//! given to them as a [`Case`] in the same way.
+//! vjp agrees with finite differences. The tests of this crate run both on every op; an op written elsewhere is
+//! given to them by [`check_op!`](crate::check_op!).
+
+mod differences;
+mod own;
+
+pub use differences::gradients;
+pub use own::{Size, Tried, op, resized};
 
 use crate::context::Context;
 use crate::infer::Inference;
@@ -9,11 +15,12 @@ use crate::op::{self, Cotangents, DTypes, Op, Vjp, differentiable_args};
 use crate::ops::redistribute::Redistribute;
 use crate::ops::{Case, Input};
 use crate::piece::Piece;
-use crate::quotient;
+use crate::refusal::Refusal;
+use crate::repair::Repair;
 use crate::state::State;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Axis, Error, Kind, Mesh, Rank, Result, World};
-use shardgrad_kernels::DType;
+use shardgrad_kernels::{DType, Dims, Strides};
 use smallvec::SmallVec;
 use std::panic::Location;
 use std::rc::Rc;
@@ -54,7 +61,7 @@ pub enum Row {
     Cast,
     /// Accepted with a pending sum completed.
     Complete,
-    /// Refused, with help.
+    /// Refused with help, and run after a repair that the help offers.
     Refused,
 }
 
@@ -72,6 +79,13 @@ fn mixed(seed: u64, place: u64) -> u64 {
     z ^ (z >> 31)
 }
 
+impl Standard {
+    /// Whether the numbers look as if nothing was rounded on the way to them.
+    fn is_dyadic(&self) -> bool {
+        self.outputs.iter().chain(self.cotangents.iter().flatten()).all(Global::is_dyadic)
+    }
+}
+
 impl Global {
     /// What a test may feed to an argument: the same elements for the same seed.
     #[must_use]
@@ -81,9 +95,15 @@ impl Global {
         let (dtype, data) = match input {
             Input::Real(_) => (DType::F64, places.map(|i| fraction(seed, i)).collect()),
             Input::Positive(_) => (DType::F64, places.map(|i| 1.5 + fraction(seed, i) / 2.0).collect()),
+            Input::Distinct(_) => {
+                let mut order: Vec<u64> = places.clone().collect();
+                order.sort_unstable_by_key(|i| mixed(seed, *i));
+                (DType::F64, order.iter().map(|&i| i as f64 / 8.0 - places.end as f64 / 16.0).collect())
+            }
             Input::Index(_, bound) => {
                 (DType::I64, places.map(|i| (mixed(seed, i) % *bound as u64) as f64).collect())
             }
+            Input::Bool(_) => (DType::Bool, places.map(|i| (mixed(seed, i) % 2) as f64).collect()),
         };
         Global { dtype, shape, data }
     }
@@ -114,12 +134,43 @@ impl Global {
         Ok(Tensor::assemble(rank, layout, piece))
     }
 
-    /// Where this rank's part of a tensor differs from this one, if it does. Every rank calls this together, since
-    /// pending sums are completed first.
-    fn differs(
+    /// As [`Global::place`], but on a view with gaps whose first dim runs fastest, so that no two neighbours of a row lie
+    /// side by side. What lies in the gaps is no number, or no index.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn place_strided(&self, rank: &Rank, layout: &Layout) -> Result<Tensor> {
+        let dense = self.place(rank, layout)?;
+        let shape = dense.piece().view.shape.clone();
+        let (mut strides, mut step) = (Dims::new(), 2);
+        for &n in &shape {
+            strides.push(step);
+            step *= n.max(1) + 1;
+        }
+        let gap = if self.dtype.is_float() { f64::NAN } else { 77.0 };
+        let mut piece = Piece::filled(rank, self.dtype, &[step + 1], gap)?;
+        let view = Strides { shape, strides, offset: 1 };
+        piece.write(rank, view.clone(), dense.piece())?;
+        Ok(Tensor::assemble(rank, dense.layout().clone(), piece.viewed(view)))
+    }
+
+    /// Whether every element is a multiple of 2^-24 below 2^24: what comes of small binary fractions where nothing is
+    /// rounded.
+    #[must_use]
+    pub fn is_dyadic(&self) -> bool {
+        let unit = f64::from(1 << 24);
+        self.data.iter().all(|x| x.abs() < unit && (x * unit).fract() == 0.0)
+    }
+
+    /// Where this rank's part of a tensor differs from this one by more than `tolerance` (1 + |its element|), if it does.
+    /// Every rank calls this together, since pending sums are completed first.
+    ///
+    /// # Errors
+    /// What the collectives report.
+    pub fn differs(
         &self,
         x: &Tensor,
-        is_exact: bool,
+        tolerance: f64,
         site: &'static Location<'static>,
     ) -> Result<Option<String>> {
         let (rank, mut whole) = (x.rank(), x.layout().clone());
@@ -131,8 +182,8 @@ impl Global {
         }
         let got = x.to_layout_at(&whole, site)?.to_local_f64()?;
         let same = |got: f64, want: f64| {
-            let near = (got - want).abs() <= TOLERANCE * (1.0 + want.abs());
-            got == want || (got.is_nan() && want.is_nan()) || (near && !is_exact)
+            let near = (got - want).abs() <= tolerance * (1.0 + want.abs());
+            got == want || (got.is_nan() && want.is_nan()) || near
         };
         let wrong = places(&whole, rank).into_iter().zip(&got).find(|&(at, &got)| !same(got, self.data[at]));
         Ok(wrong.map(|(at, got)| format!("is {got} instead of {} at global element {at}", self.data[at])))
@@ -149,12 +200,14 @@ fn places(layout: &Layout, rank: &Rank) -> Vec<usize> {
     places
 }
 
-/// Every layout of a shape on a mesh: each axis in each of the four states, and two axes on one dim in both orders.
+/// Every layout of a shape on a mesh: each axis in each of the four states, and two axes on one dim in both orders. Truth
+/// values have no sum, so no pending state.
 #[must_use]
 pub fn layouts(mesh: &Mesh, dtype: DType, shape: &[usize]) -> Vec<Layout> {
     let dims = (0..shape.len()).map(State::Shard);
+    let whole = [State::Invariant, State::Replicate, State::Partial];
     let states: Vec<State> =
-        [State::Invariant, State::Replicate, State::Partial].into_iter().chain(dims).collect();
+        whole.into_iter().filter(|s| dtype != DType::Bool || *s != State::Partial).chain(dims).collect();
     let mut found = vec![(Layout::invariant(mesh, dtype, shape), Vec::<Axis>::new())];
     for axis in mesh.axes().filter(|a| mesh.size(*a) > 1) {
         let grow = |(layout, split): &(Layout, Vec<Axis>)| {
@@ -191,6 +244,8 @@ struct Run {
 struct Call<'a> {
     op: &'a Rc<dyn Op>,
     rank: &'a Rank,
+    /// Whether cotangents are given on views with gaps.
+    is_strided: bool,
     site: &'static Location<'static>,
 }
 
@@ -220,7 +275,7 @@ impl Call<'_> {
         let grads: Vec<Option<Tensor>> = outputs[..visible]
             .iter()
             .zip(seeds)
-            .map(|(y, seed)| seed.as_ref().map(|s| s.place(self.rank, &y.layout().dual())).transpose())
+            .map(|(y, seed)| seed.as_ref().map(|s| self.place(s, &y.layout().dual())).transpose())
             .collect::<Result<_>>()?;
         let keeps = self.op.keeps();
         let kept = |list: &[Tensor], which: &[usize]| -> Vec<Option<Tensor>> {
@@ -241,8 +296,15 @@ impl Call<'_> {
         Ok(Run { inference, outputs, cotangents: Some(cotangents) })
     }
 
+    fn place(&self, x: &Global, layout: &Layout) -> Result<Tensor> {
+        if self.is_strided { x.place_strided(self.rank, layout) } else { x.place(self.rank, layout) }
+    }
+
     /// A cotangent brought back over the step that its argument took.
     fn back(&self, x: &Layout, target: &Layout, cotangent: Tensor) -> Result<Tensor> {
+        if x == target {
+            return Ok(cotangent);
+        }
         let op = Redistribute::between(self.rank, x, target)?;
         let grads = [Some(cotangent)];
         let back = op.vjp(&Vjp {
@@ -271,7 +333,7 @@ pub fn standard(make: impl Fn() -> Case + Sync, seed: u64) -> Result<Standard> {
         let inputs: Vec<Global> = case.inputs.iter().enumerate().map(draw).collect();
         let args: Vec<Tensor> =
             inputs.iter().map(|g| g.place(rank, &whole(rank, g))).collect::<Result<_>>()?;
-        let call = Call { op: &case.op, rank, site };
+        let call = Call { op: &case.op, rank, is_strided: false, site };
         let seeds = seeds(rank, &case.op, &args, seed, site)?;
         let run = call.run(&args, &seeds, None)?;
         let global = |t: &Tensor| Ok(Global::of(t.layout(), t.to_local_f64()?));
@@ -307,175 +369,122 @@ fn seeds(
     Ok(inference.outputs[..visible].iter().enumerate().map(draw).collect())
 }
 
-/// Runs a case with its arguments in some layouts, forward and backward, and compares with the standard. All ranks of
-/// the mesh call this together.
+/// How the arguments of a case lie, and what the rule says to it.
+#[derive(Clone, Debug)]
+pub struct Setting {
+    /// The layouts of the arguments.
+    pub layouts: Vec<Layout>,
+    /// Whether they lie on views with gaps (see [`Global::place_strided`]).
+    pub is_strided: bool,
+    /// If the rule refuses the layouts: those of a repair that its help offers.
+    pub repair: Option<Vec<Layout>>,
+}
+
+impl Setting {
+    /// Asks the rule. Of the repairs of a refusal number `which` is taken, counted round. The answer is the same on every
+    /// rank, so one of them may ask, in a dry run, for all.
+    ///
+    /// # Errors
+    /// `Kind::Unsupported` for a refusal without a repair, or with one that the rule refuses in its turn.
+    #[track_caller]
+    pub fn of(rank: &Rank, case: &Case, layouts: Vec<Layout>, which: usize) -> Result<Setting> {
+        let site = Location::caller();
+        let args: Vec<&Layout> = layouts.iter().collect();
+        let Some(refusal) = refusal(rank, case, &args) else {
+            return Ok(Setting { layouts, is_strided: false, repair: None });
+        };
+        let setting = Setting { layouts: layouts.clone(), is_strided: false, repair: None };
+        let offers = op::offers(&*case.op, rank, &args, &refusal);
+        match op::plan(&*case.op, rank, &args, &[], site) {
+            _ if refusal.code == "shape" => return setting.wrong(case, "refused for its shapes".into()),
+            Ok(_) => return setting.wrong(case, "refused by its rule but planned".into()),
+            Err(e) if offers.is_empty() || !e.details().iter().any(|d| d.0 == "help") => {
+                return setting.wrong(case, format!("refused without help: {e}"));
+            }
+            Err(_) => {}
+        }
+        for Repair { args, outputs, .. } in &offers {
+            let repaired: Vec<&Layout> = args.iter().collect();
+            let visible = |n: &Inference| n.outputs[..n.outputs.len() - case.op.num_saved()].to_vec();
+            match op::plan(&*case.op, rank, &repaired, &[], site) {
+                Ok(inference) if visible(&inference) == outputs.to_vec() => {}
+                Ok(inference) => {
+                    let (said, is) = (outputs, &inference.outputs);
+                    return setting.wrong(case, format!("a repair promises {said:?} and gives {is:?}"));
+                }
+                Err(e) => return setting.wrong(case, format!("a repair is refused: {e}")),
+            }
+        }
+        let repair = Some(offers[which % offers.len()].args.to_vec());
+        Ok(Setting { repair, ..setting })
+    }
+
+    fn wrong<T>(&self, case: &Case, what: String) -> Result<T> {
+        let texts = |layouts: &[Layout]| layouts.iter().map(Layout::to_string).collect::<Vec<_>>().join("; ");
+        let views = if self.is_strided { " on views with gaps" } else { "" };
+        let repair = self.repair.as_ref().map_or(String::new(), |r| format!(" repaired to ({})", texts(r)));
+        let given = texts(&self.layouts);
+        Err(Error::new(Kind::Unsupported, format!("{:?} on ({given}){views}{repair}: {what}", case.op)))
+    }
+}
+
+/// Runs a case in a setting, after its repair if it has one, forward and backward, and compares with the standard. All ranks
+/// of the mesh call this together.
 ///
 /// # Errors
-/// `Kind::Unsupported` with what is wrong: a value, a layout that is not the dual, a step inside a vjp, a refusal without
-/// help.
+/// `Kind::Unsupported` with what is wrong: a value, a layout that is not the dual, a step inside a vjp.
 #[track_caller]
-pub fn row(rank: &Rank, case: &Case, standard: &Standard, layouts: &[Layout]) -> Result<Row> {
+pub fn row(rank: &Rank, case: &Case, standard: &Standard, setting: &Setting) -> Result<Row> {
     let site = Location::caller();
-    let wrong = |what: String| {
-        let given: Vec<String> = layouts.iter().map(Layout::to_string).collect();
-        Err(Error::new(Kind::Unsupported, format!("{:?} on ({}): {what}", case.op, given.join("; "))))
+    let call = Call { op: &case.op, rank, is_strided: setting.is_strided, site };
+    let (given, taken) = (&setting.layouts, setting.repair.as_ref().unwrap_or(&setting.layouts));
+    let place = |((x, given), taken): ((&Global, &Layout), &Layout)| {
+        let placed = call.place(x, given)?;
+        if given == taken { Ok(placed) } else { placed.to_layout_at(taken, site) }
     };
-    let args: Vec<&Layout> = layouts.iter().collect();
-    if let Some(code) = refusal(rank, case, &args) {
-        // The help is a search that is the same on every rank: one of them looks at it.
-        let error = (rank.index() == 0).then(|| op::plan(&*case.op, rank, &args, &[], site).err());
-        return match error {
-            _ if code == "shape" => wrong("refused for its shapes".into()),
-            Some(None) => wrong("refused by its rule but planned".into()),
-            Some(Some(e)) if !e.details().iter().any(|d| d.0 == "help") => {
-                wrong(format!("refused without help: {e}"))
-            }
-            _ => Ok(Row::Refused),
-        };
-    }
     let placed: Vec<Tensor> =
-        standard.inputs.iter().zip(layouts).map(|(g, l)| g.place(rank, l)).collect::<Result<_>>()?;
-    let call = Call { op: &case.op, rank, site };
+        standard.inputs.iter().zip(given).zip(taken).map(place).collect::<Result<_>>()?;
     let run = call.run(&placed, &standard.seeds, None)?;
+    let tolerance = if case.is_exact && standard.is_dyadic() { 0.0 } else { TOLERANCE };
     // Every rank goes on to the end, whatever it finds: the others wait for it in the completion of pending sums.
     let mut finding = None;
     for (i, (y, want)) in run.outputs.iter().zip(&standard.outputs).enumerate() {
-        let found = want.differs(y, case.is_exact, site)?;
+        let found = want.differs(y, tolerance, site)?;
         finding = finding.or(found.map(|f| format!("output {i} ({}) {f}", y.layout())));
     }
     for (i, cotangent) in run.cotangents.into_iter().flatten().enumerate() {
         let (Some(cotangent), Some(want)) = (cotangent, &standard.cotangents[i]) else { continue };
-        let target = run.inference.targets[i].as_ref().unwrap_or(&layouts[i]);
+        let target = run.inference.targets[i].as_ref().unwrap_or(&taken[i]);
         if *cotangent.layout() != target.dual() {
             let (must, is) = (target.dual(), cotangent.layout());
             finding = finding.or(Some(format!("the cotangent of argument {i} must be {must} but is {is}")));
             break;
         }
-        let back = if *target == layouts[i] { cotangent } else { call.back(&layouts[i], target, cotangent)? };
-        if *back.layout() != layouts[i].dual() {
-            let (must, is) = (layouts[i].dual(), back.layout());
+        let back = call.back(&given[i], &taken[i], call.back(&taken[i], target, cotangent)?)?;
+        if *back.layout() != given[i].dual() {
+            let (must, is) = (given[i].dual(), back.layout());
             finding =
                 finding.or(Some(format!("the cotangent of argument {i} must come back as {must}, not {is}")));
             break;
         }
-        let found = want.differs(&back, case.is_exact, site)?;
+        let found = want.differs(&back, tolerance, site)?;
         finding = finding.or(found.map(|f| format!("the cotangent of argument {i} ({}) {f}", back.layout())));
     }
-    let completes = |s: &(usize, Axis, State)| layouts[s.0].partial().contains(s.1);
+    let completes = |s: &(usize, Axis, State)| taken[s.0].partial().contains(s.1);
     match finding {
-        Some(what) => wrong(what),
+        Some(what) => setting.wrong(case, what),
+        None if setting.repair.is_some() => Ok(Row::Refused),
         None if run.inference.steps.is_empty() => Ok(Row::Direct),
         None if run.inference.steps.iter().any(completes) => Ok(Row::Complete),
         None => Ok(Row::Cast),
     }
 }
 
-/// The code of the rule's refusal, if it refuses.
-fn refusal(rank: &Rank, case: &Case, args: &[&Layout]) -> Option<&'static str> {
+/// The rule's refusal, if it refuses.
+fn refusal(rank: &Rank, case: &Case, args: &[&Layout]) -> Option<Refusal> {
     let context = Context::of(rank);
     let dtypes: DTypes = args.iter().map(|l| l.dtype()).collect();
     let num_outputs = context.signature(case.op.signature()).num_outputs();
     let outputs = case.op.dtypes(&dtypes, num_outputs).ok()?;
-    case.op.infer(&context, args, &outputs, &[]).err().map(|r| r.code)
-}
-
-/// Compares the cotangents of a case, on one rank in f64, with central differences of the forward, element by element;
-/// those of each argument alone with those of all together; and those of results without use with those of zeros.
-///
-/// # Errors
-/// `Kind::Unsupported` naming the first argument and element that disagree.
-#[track_caller]
-pub fn gradients(make: impl Fn() -> Case + Sync, standard: &Standard) -> Result<()> {
-    let site = Location::caller();
-    World::run(Mesh::single(), |rank| {
-        let case = make();
-        let probe = Probe { call: Call { op: &case.op, rank, site }, standard };
-        for (i, cotangent) in standard.cotangents.iter().enumerate() {
-            if let Some(cotangent) = cotangent {
-                probe.differences(i, cotangent)?;
-                probe.mask(i, cotangent)?;
-            }
-        }
-        (0..standard.seeds.len()).try_for_each(|k| probe.unused(k))
-    })?;
-    Ok(())
-}
-
-/// One case on one rank.
-struct Probe<'a> {
-    call: Call<'a>,
-    standard: &'a Standard,
-}
-
-impl Probe<'_> {
-    fn wrong<T>(&self, what: String) -> Result<T> {
-        Err(Error::new(Kind::Unsupported, format!("{:?}: {what}", self.call.op)))
-    }
-
-    fn args(&self, inputs: &[Global]) -> Result<Vec<Tensor>> {
-        inputs.iter().map(|g| g.place(self.call.rank, &whole(self.call.rank, g))).collect()
-    }
-
-    /// The sum of the products of results and seeds.
-    fn loss(&self, inputs: &[Global]) -> Result<f64> {
-        let args = self.args(inputs)?;
-        let refs: Vec<&Tensor> = args.iter().collect();
-        let outputs = op::apply(self.call.op, &refs, &[], self.call.site)?;
-        let mut loss = 0.0;
-        for (y, seed) in outputs.iter().zip(self.standard.seeds.iter().flatten()) {
-            loss += y.to_local_f64()?.iter().zip(&seed.data).map(|(y, s)| y * s).sum::<f64>();
-        }
-        Ok(loss)
-    }
-
-    fn differences(&self, i: usize, cotangent: &Global) -> Result<()> {
-        let mut inputs = self.standard.inputs.clone();
-        let found = quotient::disagreement(&cotangent.data, |at, by| {
-            let x = inputs[i].data[at];
-            inputs[i].data[at] = x + by;
-            let loss = self.loss(&inputs);
-            inputs[i].data[at] = x;
-            loss
-        })?;
-        match found {
-            None => Ok(()),
-            Some((at, claimed, quotient)) => {
-                self.wrong(format!("cotangent {i} is {claimed} at element {at}, differences say {quotient}"))
-            }
-        }
-    }
-
-    fn mask(&self, i: usize, cotangent: &Global) -> Result<()> {
-        let args = self.args(&self.standard.inputs)?;
-        let only: Vec<bool> = (0..args.len()).map(|k| k == i).collect();
-        let cotangents = self.call.run(&args, &self.standard.seeds, Some(&only))?.cotangents;
-        for (k, alone) in cotangents.into_iter().flatten().enumerate() {
-            let same = match &alone {
-                None => k != i,
-                Some(alone) => k == i && cotangent.differs(alone, true, self.call.site)?.is_none(),
-            };
-            if !same {
-                return self.wrong(format!("asked for cotangent {i} alone, the vjp gives {alone:?} for {k}"));
-            }
-        }
-        Ok(())
-    }
-
-    fn unused(&self, k: usize) -> Result<()> {
-        let args = self.args(&self.standard.inputs)?;
-        let mut seeds = self.standard.seeds.clone();
-        seeds[k] = seeds[k].take().map(|s| Global { data: vec![0.0; s.data.len()], ..s });
-        let zeros = self.call.run(&args, &seeds, None)?.cotangents;
-        seeds[k] = None;
-        let unused = self.call.run(&args, &seeds, None)?.cotangents;
-        for (zero, none) in zeros.into_iter().flatten().zip(unused.into_iter().flatten()) {
-            let (Some(zero), Some(none)) = (zero, none) else { continue };
-            let zero = Global::of(zero.layout(), zero.to_local_f64()?);
-            if let Some(found) = zero.differs(&none, true, self.call.site)? {
-                return self
-                    .wrong(format!("with result {k} unused a cotangent {found}, the value for zeros"));
-            }
-        }
-        Ok(())
-    }
+    case.op.infer(&context, args, &outputs, &[]).err()
 }

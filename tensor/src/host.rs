@@ -84,7 +84,8 @@ impl Tensor {
             return Err(Error::new(Kind::DType, text).at(site));
         }
         let flat = self.to_layout_at(&self.gathered_layout(), site)?.piece().flat(self.rank())?;
-        Ok(flat.buffer.as_slice::<T>().to_vec())
+        // A view at the front of its buffer is flat, and shorter.
+        Ok(flat.buffer.as_slice::<T>()[..flat.numel()].to_vec())
     }
 
     /// The whole tensor on the host as f64, as [`Tensor::to_host`].

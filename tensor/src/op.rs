@@ -6,7 +6,7 @@ use crate::layout::Layout;
 use crate::memo::Question;
 use crate::piece::Piece;
 use crate::refusal::Refusal;
-use crate::repair::repairs;
+use crate::repair::{Repair, repairs};
 use crate::tensor::Tensor;
 use crate::watch::Watch;
 use shardgrad_dist::{Error, Kind, Rank, Result};
@@ -338,8 +338,12 @@ fn failed(
                 "split more over more ranks, cut the batch into more microbatches, recompute blocks, or raise the limit",
             )
         }
-        Kind::Device => describe(Error::new(Kind::Device, error.message()), op, rank, &inputs, site)
-            .detail("help", "look at the values of the arguments; indices count from 0"),
+        Kind::Data => {
+            // The kernel named itself; one kernel serves several ops.
+            let what = error.message().split_once(": ").map_or(error.message(), |(_, what)| what);
+            describe(Error::new(Kind::Data, format!("{}: {what}", op.name())), op, rank, &inputs, site)
+                .detail("help", "look at the values of the arguments; indices count from 0")
+        }
         _ => error.at(site),
     }
 }
@@ -473,6 +477,15 @@ fn refused(
             "shapes are global: reshape or transpose an argument; a local one is given by Tensor::from_local";
         error = error.detail("help", help);
     }
+    for repair in offers(op, rank, args, refusal) {
+        error = error.detail("help", repair.to_string());
+    }
+    error
+}
+
+/// The repairs that the error of a refusal offers, cheapest first.
+#[must_use]
+pub fn offers(op: &dyn Op, rank: &Rank, args: &[&Layout], refusal: &Refusal) -> Vec<Repair> {
     let context = Context::of(rank);
     let signature = context.signature(op.signature());
     let infer = |args: &[&Layout]| {
@@ -482,8 +495,5 @@ fn refused(
         inference.outputs.truncate(inference.outputs.len() - op.num_saved());
         Ok(inference)
     };
-    for repair in repairs(args, &differentiable_args(op, args), refusal, &context.routes, &infer) {
-        error = error.detail("help", repair.to_string());
-    }
-    error
+    repairs(args, &differentiable_args(op, args), refusal, &context.routes, &infer)
 }

@@ -42,16 +42,26 @@ pub fn run(x: &Tensor, steps: &[Step], goal: &Layout, site: &'static Location<'s
     Ok(Tensor::assemble(rank, goal.clone(), piece))
 }
 
-/// The largest of each element over the ranks of some axes, the same on all of them.
+/// Each element combined over the ranks of some axes, the same on all of them; for ops that end a split by a rule of their
+/// own. Without an axis nothing is done.
 ///
 /// # Errors
 /// What the collective reports.
-pub fn reduce_max(rank: &Rank, x: &Piece, axes: AxisSet, site: &'static Location<'static>) -> Result<Piece> {
+pub fn combine(
+    rank: &Rank,
+    x: Piece,
+    axes: AxisSet,
+    reduce: ReduceOp,
+    site: &'static Location<'static>,
+) -> Result<Piece> {
+    if axes.is_empty() {
+        return Ok(x);
+    }
     let flat = x.flat(rank)?;
     let context = Context::of(rank);
     let path = context.path();
     let call = Call { axes, dtype: x.dtype, phase: context.phase(), path: &path, site };
-    let buffer = rank.all_reduce(&call, &flat.buffer, flat.numel(), ReduceOp::Max)?;
+    let buffer = rank.all_reduce(&call, &flat.buffer, flat.numel(), reduce)?;
     Ok(Piece { buffer, dtype: x.dtype, view: Strides::contiguous(&x.view.shape) })
 }
 

@@ -81,8 +81,14 @@ fn best(mut found: Vec<Repair>, count: usize) -> Vec<Repair> {
         let key = |r: &Repair| (r.elements, r.changes.len());
         key(a).cmp(&key(b)).then_with(|| a.changes.cmp(&b.changes))
     });
-    found.truncate(count);
-    found
+    // Axes of one dim that change places and back again are no change: of equal layouts the shortest way is told.
+    let mut kept: Vec<Repair> = Vec::with_capacity(count);
+    for repair in found {
+        if kept.len() < count && kept.iter().all(|k| k.args != repair.args) {
+            kept.push(repair);
+        }
+    }
+    kept
 }
 
 struct Search<'a> {

@@ -85,7 +85,9 @@ fn regroup(old: &[Dim], new: &[usize], mesh: &Mesh) -> Option<SmallVec<[Dim; 4]>
         return Some(SmallVec::from_slice(&[*dim]));
     }
     let whole = old.iter().all(|d| d.axes.is_empty());
-    let empty = old.iter().any(|d| d.extent == 0) || new.contains(&0);
+    // Groups of unequal products are what is left over of shapes without elements.
+    let product: usize = old.iter().map(|d| d.extent).product();
+    let empty = product == 0 || product != new.iter().product();
     if whole && (empty || new.is_empty() || old.is_empty()) {
         return Some(new.iter().map(|&n| Dim::whole(n)).collect());
     }
@@ -280,6 +282,8 @@ mod tests {
         assert_eq!(reshape("f32[0, 3]", &[5, 0]).unwrap(), "f32[5, 0]");
         assert_eq!(reshape("f32[4@a, 0]", &[0]).unwrap_err(), "reshape");
         assert_eq!(reshape("f32[0@a, 5]", &[0]).unwrap(), "f32[0@a]");
+        assert_eq!(reshape("f32[0, 2, 1]", &[0, 1]).unwrap(), "f32[0, 1]");
+        assert_eq!(reshape("f32[0, 4@a]", &[0, 2]).unwrap_err(), "reshape");
     }
 
     #[test]

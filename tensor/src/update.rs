@@ -6,6 +6,7 @@ use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::Scalar;
 use shardgrad_kernels::op::adamw::STEP;
+use shardgrad_kernels::op::sgd;
 
 /// The numbers of one AdamW step; see [`STEP`] for the formula.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -97,6 +98,86 @@ impl Moments {
     }
 }
 
+/// The numbers of one step of gradient descent with momentum; see [`sgd::STEP`](shardgrad_kernels::op::sgd::STEP) for the
+/// formula.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SgdRates {
+    /// Learning rate.
+    pub lr: f64,
+    /// Weight of the past in the velocity.
+    pub momentum: f64,
+    /// Decay: this times a parameter is added to its gradient.
+    pub weight_decay: f64,
+    /// The factor of a gradient clip, or 1.
+    pub grad_scale: f64,
+    /// Whether the step looks ahead, after Nesterov.
+    pub nesterov: bool,
+}
+
+/// The velocity that gradient descent with momentum keeps for one parameter: this rank's part, in the accumulator of its
+/// dtype. Like [`Moments`] it holds no handle of a rank.
+#[derive(Clone, Debug)]
+pub struct Velocity {
+    layout: Layout,
+    v: Piece,
+}
+
+impl Velocity {
+    /// Zeros for a parameter that is stored so.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`; `Kind::Layout` for a layout that nothing can be stored in.
+    pub fn zeros(rank: &Rank, param: &Layout) -> Result<Velocity> {
+        param.check_storable()?;
+        let layout = param.with_dtype(param.dtype().accumulator());
+        let v = Piece::filled(rank, layout.dtype(), &layout.local_shape(rank.coordinates()), 0.0)?;
+        Ok(Velocity { layout, v })
+    }
+
+    /// The velocity as it was saved, for a parameter that is stored so.
+    ///
+    /// # Errors
+    /// `Kind::Layout` if it lies otherwise, or is not of the accumulator of its dtype.
+    pub fn from_tensor(param: &Layout, v: &Tensor) -> Result<Velocity> {
+        let layout = param.with_dtype(param.dtype().accumulator());
+        if *v.layout() == layout {
+            return Ok(Velocity { layout, v: v.piece().clone() });
+        }
+        let text = format!("a velocity of {} for a parameter whose velocity is {layout}", v.layout());
+        Err(Error::new(Kind::Layout, text))
+    }
+
+    /// The velocity.
+    #[must_use]
+    pub fn tensor(&self, rank: &Rank) -> Tensor {
+        Tensor::assemble(rank, self.layout.clone(), self.v.clone())
+    }
+
+    /// The parameter after a step. It is changed in place where nobody else holds its memory, and so is the velocity.
+    ///
+    /// # Errors
+    /// `Kind::Layout` if parameter or gradient lie otherwise than the velocity; `Kind::OutOfMemory`.
+    pub fn step(&mut self, param: Tensor, grad: &Tensor, rates: &SgdRates) -> Result<Tensor> {
+        let layout = param.layout().clone();
+        if layout.with_dtype(self.layout.dtype()) != self.layout || *grad.layout() != layout {
+            let text = format!(
+                "an SGD step of {layout} with a gradient of {} and a velocity of {}",
+                grad.layout(),
+                self.layout
+            );
+            return Err(Error::new(Kind::Layout, text));
+        }
+        let rank = param.rank().clone();
+        let grad = grad.piece().contiguous(&rank)?;
+        own(&rank, &mut self.v)?;
+        let SgdRates { lr, momentum, weight_decay, grad_scale, nesterov } = *rates;
+        let [lr, momentum, weight_decay, grad_scale] =
+            [lr, momentum, weight_decay, grad_scale].map(Scalar::Real);
+        let scalars = [lr, momentum, weight_decay, grad_scale, Scalar::Int(i64::from(nesterov))];
+        param.update(|p| launch(&rank, &sgd::STEP, &[&grad], &mut [p, &mut self.v], &scalars))
+    }
+}
+
 /// Copies a piece that somebody else holds, or that has gaps, so that it can be written.
 fn own(rank: &Rank, piece: &mut Piece) -> Result<()> {
     if !(piece.view.is_contiguous() && piece.buffer.is_unique()) {
@@ -153,10 +234,13 @@ mod tests {
             let param = moments.step(param, &grad, &RATES)?;
             assert_eq!(param.piece().buffer.address(), address);
             let mut other = moments.clone();
-            let before = moments.tensors(rank)[0].to_f64()?;
+            let values = |m: &Moments| -> Result<Vec<Vec<f64>>> {
+                m.tensors(rank).iter().map(Tensor::to_f64).collect()
+            };
+            let before = values(&moments)?;
             let _ = other.step(param, &grad, &RATES)?;
-            assert_eq!(moments.tensors(rank)[0].to_f64()?, before);
-            assert_ne!(other.tensors(rank)[0].to_f64()?, before);
+            assert_eq!(values(&moments)?, before);
+            assert!(values(&other)?.iter().zip(&before).all(|(new, old)| new != old));
             let saved = Moments::from_tensors(&layout, moments.tensors(rank))?;
             assert_eq!(saved.tensors(rank)[1].to_f64()?, moments.tensors(rank)[1].to_f64()?);
             Ok(())
@@ -174,6 +258,33 @@ mod tests {
             let wrong = moments.step(Tensor::zeros(rank, &split)?, &Tensor::zeros(rank, &whole)?, &RATES);
             assert_eq!(wrong.unwrap_err().kind(), Kind::Layout);
             assert!(Moments::from_tensors(&whole, moments.tensors(rank)).is_err());
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn descent_by_hand_on_split_parameters() {
+        // g = 0.5 * 4 + 0.5 w = 6, 4, 2: v = g at first, then v = 0.5 v + g.
+        World::run(Mesh::parse("tp=2").unwrap(), |rank| {
+            let layout = Layout::parse("f64[3@tp]", rank.mesh())?;
+            let param = Tensor::from_global(rank, &layout, &[8.0f64, 4.0, 0.0])?;
+            let grad = Tensor::full(rank, &layout, 4.0)?;
+            let rates =
+                SgdRates { lr: 0.5, momentum: 0.5, weight_decay: 0.5, grad_scale: 0.5, nesterov: false };
+            let mut velocity = Velocity::zeros(rank, &layout)?;
+            let param = velocity.step(param, &grad, &rates)?;
+            assert_eq!(param.to_f64()?, [5.0, 2.0, -1.0]);
+            let mut ahead = Velocity::from_tensor(&layout, &velocity.tensor(rank))?;
+            let plain = velocity.step(param.clone(), &grad, &rates)?;
+            // g = 4.5, 3, 1.5 and v = 7.5, 5, 2.5.
+            assert_eq!(plain.to_f64()?, [1.25, -0.5, -2.25]);
+            assert_eq!(velocity.tensor(rank).to_f64()?, [7.5, 5.0, 2.5]);
+            let nesterov = ahead.step(param, &grad, &SgdRates { nesterov: true, ..rates })?;
+            assert_eq!(nesterov.to_f64()?, [5.0 - 4.125, 2.0 - 2.75, -1.0 - 1.375]);
+            let whole = Tensor::zeros(rank, &Layout::parse("f64[3]", rank.mesh())?)?;
+            assert!(velocity.step(whole.clone(), &grad, &rates).is_err());
+            assert!(Velocity::from_tensor(&layout, &whole).is_err());
             Ok(())
         })
         .unwrap();

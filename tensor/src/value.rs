@@ -4,7 +4,7 @@ use crate::layout::Layout;
 use crate::op::{Op, unwind};
 use crate::ops::add::Add;
 use crate::ops::add_scalar::AddScalar;
-use crate::ops::attention::Attention;
+use crate::ops::attention::{Attention, Mask};
 use crate::ops::cast::Cast;
 use crate::ops::concat::Concat;
 use crate::ops::cross_entropy_terms::CrossEntropyTerms;
@@ -38,7 +38,7 @@ use crate::ops::swiglu::SwiGlu;
 use crate::ops::tanh::Tanh;
 use crate::ops::unbind::{Stack, Unbind};
 use crate::tensor::Tensor;
-use shardgrad_dist::Rank;
+use shardgrad_dist::{Error, Kind, Rank};
 use shardgrad_kernels::{DType, Dims};
 use smallvec::SmallVec;
 use std::ops::Range;
@@ -79,11 +79,12 @@ pub trait Value: Clone {
         Self::apply(op, args).into_iter().next().expect("the op has an output")
     }
 
-    /// x w: `[..m, k] x [k, n] -> [..m, n]`.
+    /// x w over the last dim of x and the last but one of w: `[.., m, k] x [.., k, n] -> [.., m, n]`. Leading dims are
+    /// matched from the right; one that is missing or has extent 1 is repeated. A vector is `[k]` on either side.
     #[track_caller]
     #[must_use]
     fn matmul(&self, w: &Self) -> Self {
-        Self::apply_one(einsum::matmul(), &[self, w])
+        Self::apply_one(unwind(einsum::product(&self.shape(), &w.shape())), &[self, w])
     }
 
     /// x w^T: `[..m, n] x [k, n] -> [..m, k]`.
@@ -100,32 +101,32 @@ pub trait Value: Clone {
         Self::apply_one(Rc::new(unwind(einsum::Einsum::new(signature))), &[self, other])
     }
 
-    /// x + y; the one with fewer dims is repeated along the leading dims of the other.
+    /// x + y; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn add(&self, other: &Self) -> Self {
-        Self::apply_one(Add::of(self.layout().ndim(), other.layout().ndim()), &[self, other])
+        Self::apply_one(Add::between(&self.shape(), &other.shape()), &[self, other])
     }
 
-    /// x - y; the one with fewer dims is repeated along the leading dims of the other.
+    /// x - y; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn sub(&self, other: &Self) -> Self {
-        Self::apply_one(Sub::of(self.layout().ndim(), other.layout().ndim()), &[self, other])
+        Self::apply_one(Sub::between(&self.shape(), &other.shape()), &[self, other])
     }
 
-    /// x y elementwise; the one with fewer dims is repeated along the leading dims of the other.
+    /// x y elementwise; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn mul(&self, other: &Self) -> Self {
-        Self::apply_one(Mul::of(self.layout().ndim(), other.layout().ndim()), &[self, other])
+        Self::apply_one(Mul::between(&self.shape(), &other.shape()), &[self, other])
     }
 
-    /// x / y; the one with fewer dims is repeated along the leading dims of the other.
+    /// x / y; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn div(&self, other: &Self) -> Self {
-        Self::apply_one(Div::of(self.layout().ndim(), other.layout().ndim()), &[self, other])
+        Self::apply_one(Div::between(&self.shape(), &other.shape()), &[self, other])
     }
 
     /// c x for a number c.
@@ -365,7 +366,7 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn pad(&self, dim: usize, before: usize, after: usize) -> Self {
-        Self::apply_one(unwind(Pad::along(self.layout().ndim(), dim, before, after)), &[self])
+        Self::apply_one(unwind(Pad::along(self.layout().ndim(), dim, before, after, 0.0)), &[self])
     }
 
     /// exp(x_i) / sum_j exp(x_j) over the last dim.
@@ -408,7 +409,23 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn attention(&self, k: &Self, v: &Self, causal: bool) -> Self {
-        Self::apply_one(Attention::of(self.layout().ndim(), causal), &[self, k, v])
+        let mask = if causal { Mask::Causal } else { Mask::None };
+        Self::apply_one(Attention::of(self.layout().ndim(), mask), &[self, k, v])
+    }
+
+    /// Causal [`Value::attention`] in which a query sees the last `keys` keys, its own included, and none before them.
+    /// Beltagy, Peters and Cohan, arXiv 2004.05150.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` for a window of 0 keys.
+    #[track_caller]
+    #[must_use]
+    fn window_attention(&self, k: &Self, v: &Self, keys: usize) -> Self {
+        if keys == 0 {
+            let error = Error::new(Kind::Config, "attention: a window of 0 keys shows a query nothing");
+            error.detail("help", "give 1 key or more").at(std::panic::Location::caller()).raise();
+        }
+        Self::apply_one(Attention::of(self.layout().ndim(), Mask::Window(keys)), &[self, k, v])
     }
 
     /// Of logits `[.., v]`, given the maximum of each row (see [`Value::max_last`]) and targets (i64, `[..]`):

@@ -1,6 +1,8 @@
-"""Makes the recorded fixtures of tests/data/hf: small random models of transformers with odd sizes, and their logits.
+"""Makes the recorded fixtures of tests/data/hf: small random models of transformers with odd sizes, and what they compute.
 
-    python tests/hf/make_fixtures.py [FOLDER]     writes FOLDER/<name>/{config.json, model.safetensors, expected.safetensors}
+    python tests/hf/make_fixtures.py [FOLDER [NAME..]]
+
+writes FOLDER/<name>/{config.json, model.safetensors, expected.safetensors}.
 
 Needs torch, transformers (5 or newer) and safetensors.
 """
@@ -18,7 +20,19 @@ ROWS = 3
 
 def ids(vocab):
     """Tokens that any language computes alike."""
-    return torch.tensor([[(r * 7 + t * 5 + r * t * 3 + t * t) % vocab for t in range(SEQ)] for r in range(ROWS)])
+    return table(lambda r, t: (r * 7 + t * 5 + r * t * 3 + t * t) % vocab)
+
+
+def table(number):
+    return torch.tensor([[number(r, t) for t in range(SEQ)] for r in range(ROWS)])
+
+
+def encoder_input(vocab):
+    """Rows of several lengths with two types of tokens, and what is asked for at some places."""
+    mask = table(lambda r, t: int(t < SEQ - 2 * r))
+    types = table(lambda r, t: int(t > 3 + r))
+    labels = table(lambda r, t: (t * 11 + r) % vocab if (r + t) % 3 == 0 and mask[r][t] else -100)
+    return dict(input_ids=ids(vocab), attention_mask=mask, token_type_ids=types), labels
 
 
 def llama_like(kind, **changes):
@@ -53,6 +67,18 @@ def configs():
     )
     linear = dict(rope_type="linear", rope_theta=10000.0, factor=2.5)
     gpt2 = dict(vocab_size=37, n_positions=16, n_embd=15, n_layer=2, n_head=3, initializer_range=0.3)
+    bert = dict(
+        vocab_size=37,
+        hidden_size=18,
+        intermediate_size=13,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        max_position_embeddings=16,
+        initializer_range=0.3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    half = dict(use_sliding_window=True, sliding_window=3, max_window_layers=1)
     off = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=1, eos_token_id=2)
     return {
         "gpt2": transformers.GPT2Config(**gpt2, **off),
@@ -69,36 +95,70 @@ def configs():
         "mistral": llama_like("Mistral", sliding_window=None),
         "qwen2": llama_like("Qwen2", head_dim=None, hidden_size=24, num_attention_heads=4, num_key_value_heads=2),
         "qwen3": llama_like("Qwen3", tie_word_embeddings=True, num_key_value_heads=1),
+        "mistral-window": llama_like("Mistral", sliding_window=4),
+        "qwen2-window": llama_like("Qwen2", head_dim=None, hidden_size=24, **half),
+        "gpt2-f16": transformers.GPT2Config(**gpt2, **off),
+        "llama-bf16": llama_like("Llama"),
+        "bert": transformers.BertConfig(**bert),
+        "bert-untied": transformers.BertConfig(**bert, tie_word_embeddings=False, type_vocab_size=3),
+        "bert-encoder": transformers.BertConfig(**bert),
     }
 
 
-def logits(model):
-    with torch.no_grad():
-        return model(ids(model.config.vocab_size)).logits.float()
+DTYPES = {"gpt2-f16": torch.float16, "llama-bf16": torch.bfloat16}
+
+
+def kind(name):
+    """The class of transformers."""
+    if name == "bert-encoder":
+        return transformers.BertModel
+    return transformers.BertForMaskedLM if name.startswith("bert") else None
+
+
+@torch.no_grad()
+def computed(name, model):
+    """What a model makes of the tokens, in f32."""
+    if kind(name) is None:
+        return {"logits": model(ids(model.config.vocab_size)).logits}
+    given, labels = encoder_input(model.config.vocab_size)
+    # What stands where a row is filled up means nothing.
+    real = given["attention_mask"].unsqueeze(-1)
+    if name == "bert-encoder":
+        out = model(**given)
+        return {"hidden": out.last_hidden_state * real, "pooled": out.pooler_output}
+    out = model(**given, labels=labels, output_hidden_states=True)
+    return {"hidden": out.hidden_states[-1] * real, "logits": out.logits * real, "loss": out.loss.reshape(1)}
 
 
 def fresh(name):
     """A model with random weights; biases and norms too, which as zeros and ones would hide mistakes."""
     torch.manual_seed(sum(name.encode()))
-    model = transformers.AutoModelForCausalLM.from_config(configs()[name], dtype=torch.float32).eval()
+    config = configs()[name]
+    model = kind(name)(config) if kind(name) else transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
+    return model.eval().to(DTYPES.get(name, torch.float32))
 
 
-def make(folder):
-    for name in configs():
+def reread(model, folder):
+    """A saved model in f32, whose tables of angles were never rounded to the dtype of its weights."""
+    return type(model).from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def make(folder, names):
+    for name in names or configs():
         model, out = fresh(name), Path(folder) / name
         out.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(out)
         (out / "generation_config.json").unlink(missing_ok=True)
-        save_file({"logits": logits(model).contiguous()}, out / "expected.safetensors")
+        results = computed(name, reread(model, out))
+        save_file({key: value.contiguous() for key, value in results.items()}, out / "expected.safetensors")
         size = sum(f.stat().st_size for f in out.iterdir())
         print(f"{name}: {size} bytes, {sum(p.numel() for p in model.parameters())} parameters")
 
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
-    make(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent.parent / "data" / "hf")
+    make(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent.parent / "data" / "hf", sys.argv[2:])

@@ -79,7 +79,7 @@ fn unused(wishes: &[Wish], named: &dyn Fn(&str, &str, bool) -> bool) -> Vec<Find
         "workspace.dependencies" => !asked.contains(w.name.as_str()),
         table => {
             let package = w.path.trim_end_matches("Cargo.toml").trim_end_matches('/');
-            !named(package, &w.name.replace('-', "_"), table == "dev-dependencies")
+            !named(package, &w.name.replace('-', "_"), table.ends_with("dev-dependencies"))
         }
     });
     idle.map(|w| w.finding(format!("no code uses `{}`; take it out of [{}]", w.name, w.table))).collect()

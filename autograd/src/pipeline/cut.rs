@@ -13,6 +13,9 @@ pub enum Cut {
     /// first number (`h.3`); where there are too few of them, between any two ops.
     #[default]
     Balanced,
+    /// As balanced, by the time that each layer is measured to take before the first step
+    /// ([`Profile`](super::Profile)). Stages may begin elsewhere in another run.
+    Measured,
     /// This many numbered layers for each stage; what comes before the first belongs to the first stage, what comes
     /// after the last to the last.
     Layers(Vec<usize>),
@@ -23,15 +26,20 @@ pub enum Cut {
 impl FromStr for Cut {
     type Err = Error;
 
-    /// Reads `balanced`, numbers of layers (`3,5`), or paths (`h.2,h.7`).
+    /// Reads `balanced`, `measured`, numbers of layers (`3,5`), or paths (`h.2,h.7`).
     fn from_str(text: &str) -> Result<Cut> {
         let parts: Vec<&str> = text.split(',').map(str::trim).collect();
         if text.trim() == "balanced" {
             return Ok(Cut::Balanced);
         }
+        if text.trim() == "measured" {
+            return Ok(Cut::Measured);
+        }
         if parts.iter().any(|p| p.is_empty()) {
-            return Err(Error::new(Kind::Config, format!("`{text}` says no cuts"))
-                .detail("help", "write balanced, layers a stage as in 3,5, or paths as in h.2,h.7"));
+            return Err(Error::new(Kind::Config, format!("`{text}` says no cuts")).detail(
+                "help",
+                "write balanced, measured, layers a stage as in 3,5, or paths as in h.2,h.7",
+            ));
         }
         let counts: Option<Vec<usize>> = parts.iter().map(|p| p.parse().ok()).collect();
         Ok(counts.map_or_else(|| Cut::At(parts.iter().map(|p| (*p).to_string()).collect()), Cut::Layers))
@@ -46,6 +54,13 @@ impl Program {
     pub fn cut(&self, rank: &Rank, cut: &Cut, num_stages: usize) -> Result<Vec<usize>> {
         let starts = match cut {
             Cut::Balanced => self.balanced(rank, num_stages)?,
+            Cut::Measured => {
+                return Err(Error::new(
+                    Kind::Config,
+                    "a cut by measured times needs a profile of the program",
+                )
+                .detail("help", "measure it with Profile::measure and use Profile::cut"));
+            }
             Cut::Layers(counts) => self.by_layers(counts)?,
             Cut::At(paths) => paths.iter().map(|path| self.first_at(path)).collect::<Result<_>>()?,
         };
@@ -105,6 +120,13 @@ impl Program {
     }
 
     fn balanced(&self, rank: &Rank, num_stages: usize) -> Result<Vec<usize>> {
+        let places = self.places(num_stages)?;
+        let costs: Vec<usize> = (0..self.records.len()).map(|at| self.volume(rank, at)).collect();
+        Ok(smallest_maximum(&costs, &places, num_stages))
+    }
+
+    /// The records before which a program may be cut: between layers, or, where those are too few, between any two ops.
+    pub(super) fn places(&self, num_stages: usize) -> Result<Vec<usize>> {
         let inside = |at: usize| self.blocks.iter().any(|b| b.start < at && at < b.end);
         let changes = |at: &usize| head(&self.records[*at].path) != head(&self.records[at - 1].path);
         let all: Vec<usize> = (1..self.records.len()).filter(|at| !inside(*at)).collect();
@@ -116,8 +138,7 @@ impl Program {
             let text = format!("{} ops cannot be cut into {num_stages} stages", self.records.len());
             return Err(Error::new(Kind::Config, text).detail("help", "use a smaller pipeline axis"));
         }
-        let costs: Vec<usize> = (0..self.records.len()).map(|at| self.volume(rank, at)).collect();
-        Ok(smallest_maximum(&costs, &places, num_stages))
+        Ok(places)
     }
 
     fn volume(&self, rank: &Rank, at: usize) -> usize {
@@ -145,7 +166,7 @@ fn is_numbered(head: &str) -> bool {
 }
 
 /// Cuts at some of the places such that the largest sum of costs between cuts is smallest; among equals the earliest.
-fn smallest_maximum(costs: &[usize], places: &[usize], num_parts: usize) -> Vec<usize> {
+pub(super) fn smallest_maximum(costs: &[usize], places: &[usize], num_parts: usize) -> Vec<usize> {
     let mut sums = vec![0u128];
     costs.iter().for_each(|c| sums.push(sums[sums.len() - 1] + *c as u128));
     let ends: Vec<usize> = places.iter().copied().chain([costs.len()]).collect();
@@ -191,6 +212,7 @@ mod tests {
     #[test]
     fn texts_of_cuts() {
         assert_eq!("balanced".parse::<Cut>().unwrap(), Cut::Balanced);
+        assert_eq!(" measured".parse::<Cut>().unwrap(), Cut::Measured);
         assert_eq!("3, 5".parse::<Cut>().unwrap(), Cut::Layers(vec![3, 5]));
         assert_eq!("h.1,head".parse::<Cut>().unwrap(), Cut::At(vec!["h.1".into(), "head".into()]));
         assert!("h.1,".parse::<Cut>().is_err());

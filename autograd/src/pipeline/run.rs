@@ -1,5 +1,8 @@
 //! Following a schedule: one rank's side of a step.
 
+mod reduce;
+mod measure;
+
 use super::action::{Action, Schedule, Transfer};
 use super::stage::Stages;
 use crate::halves::Rest;
@@ -10,7 +13,7 @@ use crate::tape::Tape;
 use crate::var::Var;
 use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Phase, Rank, Result};
 use shardgrad_tensor::piece::Piece;
-use shardgrad_tensor::{Context, Layout, Tensor, Value};
+use shardgrad_tensor::{Layout, Tensor, Value};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::panic::Location;
 use std::time::Instant;
@@ -26,19 +29,21 @@ pub struct Feed<'a> {
     pub parameter: &'a dyn Fn(Key) -> (Tensor, bool),
     /// What random ops of a microbatch draw.
     pub draw: &'a dyn Fn(usize) -> Draw,
-    /// By what the gradient of each microbatch's result counts.
+    /// By what the gradient of each microbatch's losses counts.
     pub weight: f64,
 }
 
 /// What a step leaves on a rank.
 #[derive(Debug)]
 pub struct Outcome {
-    /// The first result of each microbatch, on the ranks that make it.
-    pub results: Vec<Option<Tensor>>,
+    /// The results of each microbatch, on the ranks that make them.
+    pub results: Vec<Vec<Option<Tensor>>>,
     /// Gradients of the parameters of this rank's stages, completed over all stages that share one.
     pub gradients: Gradients,
     /// What was done, and when.
     pub passes: Vec<Passed>,
+    /// The largest number of forward passes that were kept for their backward pass at once.
+    pub peak_live: usize,
 }
 
 /// An action as it happened.
@@ -96,30 +101,30 @@ struct Step<'a> {
     store: HashMap<Transfer, Vec<Tensor>>,
     /// What is still to come from each rank, in the order in which it is sent.
     expected: HashMap<usize, VecDeque<Transfer>>,
-    results: Vec<Option<Tensor>>,
+    /// Stages of this rank whose gradients have been reduced.
+    reduced: Vec<usize>,
+    gradients: Gradients,
+    results: Vec<Vec<Option<Tensor>>>,
+    peak_live: usize,
 }
 
 impl Runner<'_> {
     /// Runs the lists of this rank.
     ///
     /// # Errors
-    /// What ops, arguments and transfers report.
+    /// `Kind::Config` for a schedule of another number of stages or ranks; what ops, arguments and transfers report.
     pub fn run(&self, feed: &Feed<'_>) -> Result<Outcome> {
+        let asked = [self.schedule.num_stages(), self.schedule.ranks.len()];
+        let there = [self.stages.stages().len(), self.rank.world().mesh().size(self.axis)];
+        if asked != there {
+            let text = format!(
+                "schedule {} is for {} stages on {} ranks, there are {} on {}",
+                self.schedule.name, asked[0], asked[1], there[0], there[1]
+            );
+            return Err(Error::new(Kind::Config, text));
+        }
         let list = &self.schedule.ranks[self.rank.world().coordinate(self.axis)];
-        let trains = self.schedule.trains();
-        let mut step = Step {
-            runner: self,
-            feed,
-            trains,
-            tape: if trains { Tape::new(self.rank) } else { Tape::inference(self.rank) },
-            computed: HashMap::new(),
-            sums: BTreeMap::new(),
-            flights: HashMap::new(),
-            halved: HashMap::new(),
-            store: HashMap::new(),
-            expected: self.expected(),
-            results: vec![None; self.schedule.num_microbatches],
-        };
+        let mut step = self.step(feed);
         let mut passes = Vec::with_capacity(list.len());
         for &action in list {
             let start = Instant::now();
@@ -130,11 +135,34 @@ impl Runner<'_> {
                 Action::WeightGradient { stage, microbatch } => step.weight_gradient(stage, microbatch)?,
                 Action::Send(transfer) => step.send(transfer)?,
                 Action::Receive(transfer) => step.receive(transfer)?,
+                Action::Reduce { stage } => step.reduce(stage)?,
             }
             passes.push(Passed { action, start, end: Instant::now() });
         }
-        let gradients = step.gradients()?;
-        Ok(Outcome { results: step.results, gradients, passes })
+        step.sum_shared()?;
+        let Step { results, gradients, peak_live, .. } = step;
+        Ok(Outcome { results, gradients, passes, peak_live })
+    }
+
+    /// Nothing is there yet.
+    fn step<'a>(&'a self, feed: &'a Feed<'a>) -> Step<'a> {
+        let trains = self.schedule.trains();
+        Step {
+            runner: self,
+            feed,
+            trains,
+            tape: if trains { Tape::new(self.rank) } else { Tape::inference(self.rank) },
+            computed: HashMap::new(),
+            sums: BTreeMap::new(),
+            flights: HashMap::new(),
+            halved: HashMap::new(),
+            store: HashMap::new(),
+            expected: self.expected(),
+            reduced: Vec::new(),
+            gradients: Gradients::new(),
+            results: vec![Vec::new(); self.schedule.num_microbatches],
+            peak_live: 0,
+        }
     }
 
     fn call<'a>(
@@ -145,6 +173,11 @@ impl Runner<'_> {
         site: &'static Location<'static>,
     ) -> Call<'a> {
         Call { axes: AxisSet::one(self.axis), dtype: layout.dtype(), phase, path, site }
+    }
+
+    /// Sends the numbers of a flat piece to another place.
+    fn post(&self, call: &Call<'_>, piece: &Piece, to: usize) -> Result<()> {
+        self.rank.world().send(call, &piece.buffer, piece.numel(), to)
     }
 
     /// The layouts that a transfer carries, one after another, with the records that made the values.
@@ -211,14 +244,18 @@ impl Step<'_> {
             let made = slots.iter().map(|slot| values[slot].tensor().clone()).collect();
             self.store.insert(Transfer { from: stage, to: *to, microbatch }, made);
         }
-        let result = program.outputs[0];
-        if runner.stages.maker(result) == Some(stage) {
-            self.results[microbatch] = Some(values[&result].tensor().clone());
+        let results = &mut self.results[microbatch];
+        results.resize(program.outputs.len(), None);
+        for (&slot, result) in program.outputs.iter().zip(results) {
+            if runner.stages.maker(slot) == Some(stage) {
+                *result = Some(values[&slot].tensor().clone());
+            }
         }
         if self.trains {
-            let wanted = slice.gives.iter().flat_map(|(_, slots)| slots).chain([&result]);
+            let wanted = slice.gives.iter().flat_map(|(_, slots)| slots).chain(runner.stages.losses());
             let made = wanted.filter_map(|slot| Some((*slot, values.get(slot)?.id()?))).collect();
             self.flights.insert((stage, microbatch), Flight { tape, takes, made });
+            self.peak_live = self.peak_live.max(self.flights.len() + self.halved.len());
         }
         Ok(())
     }
@@ -294,10 +331,9 @@ impl Step<'_> {
         let mut seed = |slot: &Slot, cotangent: Tensor| {
             seeds.extend(flight.made.get(slot).map(|id| (*id, cotangent)));
         };
-        let result = runner.stages.program().outputs[0];
-        if runner.stages.maker(result) == Some(stage) {
-            let layout = runner.stages.program().layout(result).dual();
-            seed(&result, Tensor::full(runner.rank, &layout, self.feed.weight)?);
+        for loss in runner.stages.losses().iter().filter(|l| runner.stages.maker(**l) == Some(stage)) {
+            let layout = runner.stages.program().layout(*loss).dual();
+            seed(loss, Tensor::full(runner.rank, &layout, self.feed.weight)?);
         }
         for (to, slots) in &runner.stages.stages()[stage].gives {
             let arrived = self.take(Transfer { from: *to, to: stage, microbatch })?;
@@ -349,7 +385,7 @@ impl Step<'_> {
             let piece = tensor.piece().flat(runner.rank)?;
             let (path, site) = place_of(runner.stages, slot);
             let call = runner.call(&layout, phase, path, site);
-            runner.rank.world().send(&call, &piece.buffer, piece.numel(), to)?;
+            runner.post(&call, &piece, to)?;
         }
         Ok(())
     }
@@ -364,60 +400,6 @@ impl Step<'_> {
             self.store.insert(next, arrived);
         }
         Ok(())
-    }
-
-    /// The gradients in the stored layouts: each route back once, then the sum over stages that share a parameter.
-    fn gradients(&mut self) -> Result<Gradients> {
-        if !self.trains {
-            return Ok(Gradients::new());
-        }
-        let sums = std::mem::take(&mut self.sums).into_iter();
-        let seeds: Vec<(Id, Tensor)> =
-            sums.filter_map(|(outer, sum)| Some((self.computed[&outer].id()?, sum))).collect();
-        self.computed.clear();
-        self.tape.backward_from(seeds);
-        let mut gradients = self.tape.gradients();
-        let runner = self.runner;
-        for (key, places) in runner.stages.shared(&runner.schedule.place) {
-            let here = runner.rank.world().coordinate(runner.axis);
-            let (stored, trained) =
-                if places.contains(&here) { (self.feed.parameter)(key) } else { continue };
-            if !trained {
-                continue;
-            }
-            let layout = stored.layout().clone();
-            drop(stored);
-            let own = gradients.remove(&key);
-            let own = own.map_or_else(|| Tensor::zeros(runner.rank, &layout.dual()), Ok)?;
-            gradients.insert(key, self.sum_over(&places, own)?);
-        }
-        Ok(gradients)
-    }
-
-    /// The sum of a gradient over the places that hold its parameter, in their order, so the same bits everywhere.
-    #[track_caller]
-    fn sum_over(&self, places: &[usize], own: Tensor) -> Result<Tensor> {
-        let (runner, site) = (self.runner, Location::caller());
-        let here = runner.rank.world().coordinate(runner.axis);
-        let layout = own.layout().clone();
-        let path = Context::of(runner.rank).path();
-        let call = runner.call(&layout, Phase::Backward, &path, site);
-        let piece = own.piece().flat(runner.rank)?;
-        for &to in places.iter().filter(|p| **p != here) {
-            runner.rank.world().send(&call, &piece.buffer, piece.numel(), to)?;
-        }
-        let mut sum: Option<Tensor> = None;
-        for &from in places {
-            let part = match from == here {
-                true => own.clone(),
-                false => receive(runner.rank, &call, layout.clone(), from)?,
-            };
-            sum = Some(match sum {
-                None => part,
-                Some(sum) => sum.accumulate(&part)?,
-            });
-        }
-        sum.ok_or_else(missing)
     }
 }
 

@@ -165,7 +165,7 @@ mod tests {
         );
         assert_eq!(
             lines(&Schedule::one_f_one_b(2, 1).with_transfers(&[(0, 1)])),
-            ["0: F0.0 S0>1.0 R1>0.0 B0.0", "1: R0>1.0 F1.0 B1.0 S1>0.0"]
+            ["0: F0.0 S0>1.0 R1>0.0 B0.0 G0", "1: R0>1.0 F1.0 B1.0 S1>0.0 G1"]
         );
         assert_eq!(
             lines(&Schedule::zb_h1(2, 3)),

@@ -1,219 +1,95 @@
-//! Schedules that are searched: the order of passes that is shortest under a bound of memory.
+//! Schedules that are searched: the order of passes that is shortest for given times under a bound of memory.
 
 use super::action::{Action, Schedule};
 use super::simulate::Times;
+use super::trial::{Pass, Policy, Search};
+use super::vee::{self, Orders};
 use shardgrad_dist::{Error, Kind, Result};
 
-/// What a search is for.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Search {
-    /// The place of each stage, each of which hands its values to the next.
-    pub place: Vec<usize>,
-    /// The number of microbatches.
-    pub num_microbatches: usize,
-    /// How many passes a rank may hold between their forward pass and the end of their backward pass, over its stages.
-    pub live_max: usize,
-    /// Times of each stage's passes.
-    pub times: Vec<Times>,
-    /// Time from the end of a pass to the arrival of what it made on another rank.
-    pub transfer: f64,
-}
-
-/// The kinds of passes between which a rank chooses.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Pass {
-    Forward,
-    Input,
-}
-
-/// One order of preference: a later stage of a rank before an earlier one, or not, and forward before backward, or not.
-type Preference = [(Pass, bool); 4];
-
-/// The state of one trial.
-struct Trial<'a> {
-    search: &'a Search,
-    num_ranks: usize,
-    /// Per stage and microbatch, when the pass ended.
-    forward: Vec<Vec<f64>>,
-    input: Vec<Vec<f64>>,
-    free: Vec<f64>,
-    live: Vec<usize>,
-    /// Halves that are owed, in the order in which they became so.
-    owed: Vec<Vec<(usize, usize)>>,
-    lists: Vec<Vec<Action>>,
-    /// The stages of each rank.
-    own: Vec<Vec<usize>>,
-    /// What each rank would do next, where nothing has changed since it was asked.
-    asked: Vec<Option<Choice>>,
-}
-
-/// A pass and when it would start, if there is one.
-type Choice = Option<(f64, Action)>;
-
-/// Beyond so many passes only the first orders of preference are tried.
-const PASSES_MANY: usize = 20_000;
+/// Beyond so many passes only orders are tried, and no preferences.
+const PASSES_MANY: usize = 50_000;
 
 impl Search {
-    /// Tries up to 48 ways to choose greedily among the passes that can start first, the gradients of parameters filling the
-    /// time in between, and gives the shortest.
+    /// Tries the named schedules that put stages in these places; their orders, with the gradients of parameters where these
+    /// times leave room; and, for fewer passes, 48 ways to choose greedily among the passes that can start first. Gives the one
+    /// that ends first; among those, the one that holds least. It is never slower than a named schedule of the
+    /// same places and bound.
     ///
     /// # Errors
     /// `Kind::Config` if no order stays within the bound of memory.
     pub fn run(&self, name: &str) -> Result<Schedule> {
-        let num_ranks = self.place.iter().max().map_or(0, |most| most + 1);
         let links: Vec<(usize, usize)> = (1..self.place.len()).map(|s| (s - 1, s)).collect();
-        let mut best: Option<(f64, Schedule)> = None;
-        let many = 3 * self.place.len() * self.num_microbatches > PASSES_MANY;
-        for preference in preferences().into_iter().take(if many { 2 } else { 24 }) {
-            for room in [0, 1] {
-                let Some(ranks) = self.trial(num_ranks, preference, room) else { continue };
-                let (name, place) = (name.to_string(), self.place.clone());
-                let schedule = Schedule { name, num_microbatches: self.num_microbatches, place, ranks };
-                let span = schedule.simulate(&links, &self.times, self.transfer).longest_span();
-                if best.as_ref().is_none_or(|(least, _)| span < *least) {
-                    best = Some((span, schedule));
-                }
+        let mut best: Option<((f64, usize), Schedule)> = None;
+        for schedule in self.candidates(name) {
+            let Some(held) = schedule.held() else { continue };
+            if held > self.live_max {
+                continue;
+            }
+            let rank = (schedule.simulate(&links, &self.times, self.transfer).makespan(), held);
+            if best.as_ref().is_none_or(|(least, _)| rank < *least) {
+                best = Some((rank, schedule));
             }
         }
-        best.map(|(_, schedule)| schedule).ok_or_else(|| {
+        best.map(|(_, schedule)| Schedule { name: name.to_string(), ..schedule }).ok_or_else(|| {
             let text =
                 format!("no order of {} stages holds at most {} passes", self.place.len(), self.live_max);
             Error::new(Kind::Config, text).detail("help", "allow more memory")
         })
     }
 
-    fn stages_of(&self, rank: usize) -> Vec<usize> {
-        (0..self.place.len()).filter(|stage| self.place[*stage] == rank).collect()
-    }
-
-    /// The lists of one preference; `room` passes are kept free for what a first stage leads to.
-    fn trial(&self, num_ranks: usize, preference: Preference, room: usize) -> Option<Vec<Vec<Action>>> {
-        let none = || vec![Vec::with_capacity(self.num_microbatches); self.place.len()];
-        let mut trial = Trial {
-            search: self,
-            num_ranks,
-            forward: none(),
-            input: none(),
-            free: vec![0.0; num_ranks],
-            live: vec![0; num_ranks],
-            owed: vec![Vec::new(); num_ranks],
-            lists: vec![Vec::new(); num_ranks],
-            own: (0..num_ranks).map(|rank| self.stages_of(rank)).collect(),
-            asked: vec![None; num_ranks],
+    fn candidates<'a>(&'a self, name: &'a str) -> Box<dyn Iterator<Item = Schedule> + 'a> {
+        let (p, m) = (self.num_ranks(), self.num_microbatches);
+        let (named, orders): (Vec<Schedule>, Vec<Orders>) = if self.place == vee::place(p) {
+            (
+                vec![
+                    Schedule::zb_v(p, m),
+                    Schedule::v_half(p, m),
+                    Schedule::v_min(p, m),
+                    Schedule::dualpipe_v(p, m),
+                ],
+                vec![vee::zb_v_orders(p, m), vee::v_half_orders(p, m), vee::v_min_orders(p, m)],
+            )
+        } else if self.place.iter().copied().eq(0..p) {
+            (
+                vec![
+                    Schedule::one_f_one_b(p, m),
+                    Schedule::zb_h1(p, m),
+                    Schedule::zb_h2(p, m),
+                    Schedule::gpipe(p, m),
+                ],
+                (0..4).map(|steepness| self.alternating(p, steepness)).collect(),
+            )
+        } else {
+            (Vec::new(), Vec::new())
         };
-        let passes = 3 * self.place.len() * self.num_microbatches;
-        (0..passes).try_for_each(|_| trial.take_one(preference, room))?;
-        Some(trial.lists)
-    }
-}
-
-impl Trial<'_> {
-    /// Takes the pass that can start first anywhere; `None` if there is none.
-    fn take_one(&mut self, preference: Preference, room: usize) -> Option<()> {
-        let mut first: Option<(f64, usize, Action)> = None;
-        for rank in 0..self.num_ranks {
-            let choice = match self.asked[rank] {
-                Some(choice) => choice,
-                None => self.choice(rank, preference, room),
-            };
-            self.asked[rank] = Some(choice);
-            if let Some((start, action)) = choice
-                && first.is_none_or(|(least, ..)| start < least)
-            {
-                first = Some((start, rank, action));
-            }
-        }
-        let (start, rank, action) = first?;
-        let times = |stage: usize| self.search.times[stage];
-        match action {
-            Action::Forward { stage, .. } => {
-                self.free[rank] = start + times(stage).forward;
-                self.forward[stage].push(self.free[rank]);
-                self.live[rank] += 1;
-            }
-            Action::InputGradient { stage, microbatch } => {
-                self.free[rank] = start + times(stage).input;
-                self.input[stage].push(self.free[rank]);
-                self.owed[rank].push((stage, microbatch));
-            }
-            Action::WeightGradient { stage, .. } => {
-                self.free[rank] = start + times(stage).weight;
-                self.owed[rank].remove(0);
-                self.live[rank] -= 1;
-            }
-            _ => {}
-        }
-        self.lists[rank].push(action);
-        self.asked[rank] = None;
-        if let Action::Forward { stage, .. } | Action::InputGradient { stage, .. } = action {
-            for near in stage.saturating_sub(1)..(stage + 2).min(self.search.place.len()) {
-                self.asked[self.search.place[near]] = None;
-            }
-        }
-        Some(())
+        let many = 3 * self.place.len() * m > PASSES_MANY && !named.is_empty();
+        let ordered = orders.into_iter().filter_map(move |o| self.trial(name, Policy::Order(&o)));
+        let preferences = preferences().into_iter().take(if many { 0 } else { 24 });
+        let greedy = preferences.flat_map(|p| [Policy::Preference(p, 0), Policy::Preference(p, 1)]);
+        let greedy = greedy.filter_map(move |policy| self.trial(name, policy));
+        Box::new(named.into_iter().chain(ordered).chain(greedy))
     }
 
-    /// What a rank would do next, and when: a pass that is ready when the rank is free, in order of preference; a half that
-    /// is owed; else the pass that is ready first.
-    fn choice(&self, rank: usize, preference: Preference, room: usize) -> Option<(f64, Action)> {
-        let free = self.free[rank];
-        let mut soonest: Option<(f64, Action)> = None;
-        for (pass, later) in preference {
-            for (at, &stage) in self.own[rank].iter().enumerate() {
-                if (at > 0) != later {
-                    continue;
-                }
-                let Some((ready, action)) = self.next(rank, stage, pass, if at == 0 { room } else { 0 })
-                else {
-                    continue;
-                };
-                if ready <= free {
-                    return Some((free, action));
-                }
-                if soonest.is_none_or(|(least, _)| ready < least) {
-                    soonest = Some((ready, action));
-                }
+    /// On each rank forward passes ahead, `steepness` for each later rank, as many as the bound allows; then gradients of
+    /// inputs and forward passes in turn.
+    fn alternating(&self, p: usize, steepness: usize) -> Orders {
+        let order = |stage: usize| {
+            let m = self.num_microbatches;
+            let ahead = (steepness * (p - 1 - stage)).min(self.live_max.saturating_sub(1)).min(m);
+            let forward = |microbatch| Action::Forward { stage, microbatch };
+            let mut order: Vec<Action> = (0..ahead).map(forward).collect();
+            for microbatch in 0..m {
+                order.extend(Some(microbatch + ahead).filter(|next| *next < m).map(forward));
+                order.push(Action::InputGradient { stage, microbatch });
             }
-        }
-        match self.owed[rank].first() {
-            Some(&(stage, microbatch)) => Some((free, Action::WeightGradient { stage, microbatch })),
-            None => soonest,
-        }
-    }
-
-    /// The next pass of a kind in a stage, and when what it needs is there.
-    fn next(&self, rank: usize, stage: usize, pass: Pass, room: usize) -> Option<(f64, Action)> {
-        let search = self.search;
-        let arrival = |ends: &[Vec<f64>], other: usize, microbatch: usize| {
-            let apart = if search.place[other] == rank { 0.0 } else { search.transfer };
-            ends[other].get(microbatch).map(|end| end + apart)
+            order
         };
-        match pass {
-            Pass::Forward => {
-                let microbatch = self.forward[stage].len();
-                let fits = microbatch < search.num_microbatches && self.live[rank] + room < search.live_max;
-                let ready = match stage.checked_sub(1).filter(|_| fits) {
-                    Some(before) => arrival(&self.forward, before, microbatch)?,
-                    None if fits => 0.0,
-                    None => return None,
-                };
-                Some((ready, Action::Forward { stage, microbatch }))
-            }
-            Pass::Input => {
-                let microbatch = self.input[stage].len();
-                let own = *self.forward[stage].get(microbatch)?;
-                let ready = match stage + 1 < search.place.len() {
-                    true => arrival(&self.input, stage + 1, microbatch)?.max(own),
-                    false => own,
-                };
-                Some((ready, Action::InputGradient { stage, microbatch }))
-            }
-        }
+        (0..p).map(order).collect()
     }
 }
 
 /// All orders of the four choices.
-fn preferences() -> Vec<Preference> {
+fn preferences() -> Vec<[(Pass, bool); 4]> {
     let choices = [(Pass::Forward, true), (Pass::Forward, false), (Pass::Input, true), (Pass::Input, false)];
     let mut all = Vec::with_capacity(24);
     for a in 0..4 {
@@ -227,22 +103,56 @@ fn preferences() -> Vec<Preference> {
 }
 
 impl Schedule {
-    /// Two stages a rank in the shape of a V: rank i has stage i and stage 2p - 1 - i, so that the last stage meets the first,
-    /// and each rank holds as much as any other. The order is searched for even passes, holding at most `live_max` of the
-    /// 2m passes of a rank: 2p is the memory of 1F1B. After Qi et al., arXiv 2405.15362, whose orders are made by hand.
+    /// The shortest order that is found for ranks whose passes take `times` (over all stages of a rank), with one stage on each
+    /// or with two in the shape of a V, where a rank holds at most `held_max` microbatches.
     ///
     /// # Errors
     /// `Kind::Config` if no order is found.
-    pub fn v_shaped(
-        name: &str,
-        num_ranks: usize,
-        num_microbatches: usize,
-        live_max: usize,
+    pub fn searched(
+        (num_ranks, num_microbatches): (usize, usize),
+        held_max: usize,
+        times: Times,
+        transfer: f64,
     ) -> Result<Schedule> {
-        let place: Vec<usize> = (0..num_ranks).chain((0..num_ranks).rev()).collect();
-        let even = Times { forward: 1.0, input: 1.0, weight: 1.0 };
-        let times = vec![even; place.len()];
-        Search { place, num_microbatches, live_max, times, transfer: 0.0 }.run(name)
+        let Times { forward, input, weight } = times;
+        let half = Times { forward: forward / 2.0, input: input / 2.0, weight: weight / 2.0 };
+        let search = |place: Vec<usize>, each: Times, live_max: usize| {
+            let times = vec![each; place.len()];
+            let search = Search { place, num_microbatches, live_max, times, transfer };
+            search.run("searched").map(|schedule| (search, schedule))
+        };
+        let chain = search((0..num_ranks).collect(), times, held_max);
+        let vee = search(vee::place(num_ranks), half, 2 * held_max);
+        let of_both = [chain?, vee?];
+        let shorter = of_both.into_iter().min_by(|a, b| a.0.span(&a.1).total_cmp(&b.0.span(&b.1)));
+        Ok(shorter.expect("there are two").1)
+    }
+
+    /// How many passes a rank holds at most, by the lists alone; `None` if a list takes back more than it has.
+    fn held(&self) -> Option<usize> {
+        let most = |list: &Vec<Action>| {
+            let mut live: usize = 0;
+            let mut most = 0;
+            for action in list {
+                match action {
+                    Action::Forward { .. } => live += 1,
+                    Action::Backward { .. } | Action::WeightGradient { .. } => live = live.checked_sub(1)?,
+                    _ => {}
+                }
+                most = most.max(live);
+            }
+            Some(most)
+        };
+        self.ranks.iter().map(most).try_fold(0, |all, most| Some(all.max(most?)))
+    }
+}
+
+impl Search {
+    /// When the last pass of a schedule ends by the times of this search.
+    #[must_use]
+    pub fn span(&self, schedule: &Schedule) -> f64 {
+        let links: Vec<(usize, usize)> = (1..self.place.len()).map(|s| (s - 1, s)).collect();
+        schedule.simulate(&links, &self.times, self.transfer).makespan()
     }
 }
 
@@ -251,33 +161,59 @@ mod tests {
     use super::*;
 
     #[test]
-    fn searched_orders_hold_and_keep_to_their_memory() {
+    fn what_is_searched_holds_keeps_to_its_memory_and_is_not_slower_than_what_is_named() {
+        let uneven = |stage: usize| Times {
+            forward: 1.0 + 0.3 * (stage % 3) as f64,
+            input: 1.2 - 0.2 * (stage % 2) as f64,
+            weight: 0.4 + 0.1 * (stage % 4) as f64,
+        };
         for p in [1, 2, 3, 4, 8] {
             for m in [1, 3, 2 * p, 3 * p + 1] {
-                for live_max in [p + 2, 2 * p + 1] {
-                    let schedule = Schedule::v_shaped("v", p, m, live_max).unwrap();
-                    let links: Vec<(usize, usize)> = (1..2 * p).map(|s| (s - 1, s)).collect();
-                    let verified = schedule.with_transfers(&links).verify(&links).unwrap();
-                    assert!(verified.peak_live.iter().all(|n| *n <= live_max), "{p} {m}: {verified:?}");
+                for (place, live_max) in [
+                    ((0..p).collect::<Vec<usize>>(), p),
+                    ((0..p).collect(), p.div_ceil(2)),
+                    (vee::place(p), 2 * p),
+                    (vee::place(p), p + 2),
+                ] {
+                    let n = place.len();
+                    let times: Vec<Times> = (0..n).map(uneven).collect();
+                    let search = Search { place, num_microbatches: m, live_max, times, transfer: 0.1 };
+                    let schedule = search.run("searched").unwrap();
+                    let links: Vec<(usize, usize)> = (1..n).map(|s| (s - 1, s)).collect();
+                    let peaks = schedule.with_transfers(&links).verify(&links).unwrap().peak_live;
+                    assert!(peaks.iter().all(|n| *n <= live_max), "{p} {m}: {peaks:?}");
+                    for name in ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"] {
+                        let other = Schedule::named(name, p, m).unwrap();
+                        if other.place == search.place && other.held().unwrap() <= live_max {
+                            assert!(search.span(&schedule) <= search.span(&other), "{name} {p} {m}");
+                        }
+                    }
                 }
             }
         }
-        assert!(Schedule::v_shaped("v", 4, 8, 1).unwrap_err().message().contains("holds at most 1 passes"));
+        let place = vee::place(4);
+        let times = vec![uneven(0); 8];
+        let tight = Search { place, num_microbatches: 8, live_max: 1, times, transfer: 0.0 };
+        assert!(tight.run("v").unwrap_err().message().contains("holds at most 1 passes"));
     }
 
     #[test]
-    fn a_v_waits_less_than_1f1b_for_the_same_memory() {
-        for p in [2, 3, 4, 8] {
-            let m = 3 * p;
-            let links: Vec<(usize, usize)> = (1..2 * p).map(|s| (s - 1, s)).collect();
-            let half = Times { forward: 0.5, input: 0.5, weight: 0.5 };
-            let bubble = |live_max| {
-                let schedule = Schedule::v_shaped("v", p, m, live_max).unwrap();
-                schedule.simulate(&links, &vec![half; 2 * p], 0.0).bubble()
-            };
-            let plain = (p as f64 - 1.0) / (m as f64 + p as f64 - 1.0);
-            assert!(bubble(2 * p) < 0.3 * plain, "{p}: {} of {plain}", bubble(2 * p));
-            assert!(bubble(p + 2) < 0.75 * plain, "{p}: {} of {plain}", bubble(p + 2));
-        }
+    fn an_uneven_pipeline_gains_by_the_search() {
+        // Without input gradients on the first stage, with another load on the last: what is made for even stages leaves gaps.
+        let search = |live_max: usize, last: f64, weight: f64| {
+            let mut times = vec![Times { forward: 1.0, input: 1.0, weight }; 4];
+            times[0].input = 0.0;
+            times[3] = Times { forward: last, input: last, weight: weight * last };
+            Search { place: vec![0, 1, 2, 3], num_microbatches: 8, live_max, times, transfer: 0.5 }
+        };
+        let span = |search: &Search, name: &str| search.span(&Schedule::named(name, 4, 8).unwrap());
+        // With five microbatches a rank it is as fast as ZB-H2 with seven, ...
+        let five = search(5, 1.2, 0.8);
+        let found = five.span(&five.run("searched").unwrap());
+        assert!(found < 0.95 * span(&five, "zb-h1") && found < 1.001 * span(&five, "zb-h2"), "{found}");
+        // ... with six faster.
+        let six = search(6, 0.5, 0.5);
+        let found = six.span(&six.run("searched").unwrap());
+        assert!(found < 0.85 * span(&six, "zb-h1") && found < 0.98 * span(&six, "zb-h2"), "{found}");
     }
 }

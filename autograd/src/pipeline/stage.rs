@@ -14,6 +14,8 @@ use std::panic::Location;
 pub struct Stages {
     program: Program,
     stages: Vec<Stage>,
+    /// How many of the results are losses.
+    num_losses: usize,
     /// What a gradient can reach.
     live: HashSet<Slot>,
 }
@@ -32,9 +34,16 @@ pub struct Stage {
 }
 
 impl Stages {
-    /// Cuts a program before each of some records, which are in order.
+    /// Cuts a program before each of some records, which are in order. The first result is its loss.
     #[must_use]
     pub fn new(program: Program, starts: &[usize]) -> Stages {
+        Stages::with_losses(program, starts, 1)
+    }
+
+    /// Cuts a program whose first `num_losses` results are losses: the gradients are those of their sum. Other results come out
+    /// of a step as they are.
+    #[must_use]
+    pub fn with_losses(program: Program, starts: &[usize], num_losses: usize) -> Stages {
         let borders: Vec<usize> =
             [0].into_iter().chain(starts.iter().copied()).chain([program.records.len()]).collect();
         let ranges: Vec<Range<usize>> = borders.windows(2).map(|w| w[0]..w[1]).collect();
@@ -52,8 +61,14 @@ impl Stages {
                 }
             }
         }
-        let live = program.live();
-        Stages { program, stages, live }
+        let live = program.live(num_losses);
+        Stages { program, stages, num_losses, live }
+    }
+
+    /// The results that are losses.
+    #[must_use]
+    pub fn losses(&self) -> &[Slot] {
+        &self.program.outputs[..self.num_losses.min(self.program.outputs.len())]
     }
 
     /// The program.
@@ -138,7 +153,7 @@ impl Stages {
             ));
         }
         let starts: Vec<usize> = self.stages[1..].iter().map(|s| s.range.start).collect();
-        Ok(Stages::new(program, &starts))
+        Ok(Stages::with_losses(program, &starts, self.num_losses))
     }
 }
 
@@ -153,7 +168,7 @@ impl Program {
     }
 
     /// What has a gradient: parameters, and what is made of them by ops that have one, if it takes part in the result.
-    fn live(&self) -> HashSet<Slot> {
+    fn live(&self, num_losses: usize) -> HashSet<Slot> {
         let parameters = self.outers.iter().enumerate().filter(|(_, outer)| outer.key.is_some());
         let mut live: HashSet<Slot> = parameters.map(|(at, _)| Slot::Outer(at as u32)).collect();
         for (at, record) in self.records.iter().enumerate() {
@@ -167,14 +182,14 @@ impl Program {
                 }
             }
         }
-        let reaching = self.reaching();
+        let reaching = self.reaching(num_losses);
         live.retain(|slot| reaching.contains(slot));
         live
     }
 
-    /// What the first result depends on, by ways that a gradient takes back.
-    fn reaching(&self) -> HashSet<Slot> {
-        let mut reaching: HashSet<Slot> = self.outputs.first().copied().into_iter().collect();
+    /// What the losses depend on, by ways that a gradient takes back.
+    fn reaching(&self, num_losses: usize) -> HashSet<Slot> {
+        let mut reaching: HashSet<Slot> = self.outputs.iter().take(num_losses).copied().collect();
         for (at, record) in self.records.iter().enumerate().rev() {
             let made = |out: usize| Slot::Made { record: at as u32, out: out as u8 };
             if !(0..record.outputs.len()).any(|out| reaching.contains(&made(out))) {

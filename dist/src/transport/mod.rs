@@ -3,6 +3,8 @@
 mod local;
 pub(crate) mod record;
 pub(crate) mod thread;
+#[cfg(all(loom, test))]
+mod rendezvous;
 
 use crate::call::Request;
 use crate::error::Result;

@@ -11,13 +11,14 @@ use crate::call::{Op, ReduceOp, Request, chunk};
 use crate::error::Result;
 use crate::park::Parking;
 use crate::report;
+use crate::sync::{AtomicU64, Mutex, RwLockReadGuard};
 use crate::table::{Entry, Failure, Finding, Letter, Posted, Table, examine};
 use shardgrad_kernels::{Backend, Buffer};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLockReadGuard};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Up to this size every member combines all elements itself: a meeting costs more than the reading.
@@ -34,6 +35,40 @@ pub(crate) struct Group {
     combined: AtomicU64,
     left: AtomicU64,
     parking: Parking,
+}
+
+impl Group {
+    /// Comes to a meeting of one kind and waits until all of `size` members have come. `tick` runs at every wake-up that
+    /// finds nothing done; its error ends the wait.
+    fn come(
+        &self,
+        count: &AtomicU64,
+        size: u64,
+        spin: Duration,
+        tick: impl FnMut() -> Result<()>,
+    ) -> Result<()> {
+        let before = count.fetch_add(1, Ordering::SeqCst);
+        // Nobody comes to the next meeting of a kind before this one is complete.
+        let all = (before / size + 1) * size;
+        if before + 1 == all {
+            self.parking.ring();
+            return Ok(());
+        }
+        self.parking.wait(spin, || count.load(Ordering::SeqCst) >= all, tick)
+    }
+}
+
+#[cfg(all(loom, test))]
+impl Group {
+    /// The first meeting alone.
+    pub(crate) fn arrive(&self, size: u64, spin: Duration, tick: impl FnMut() -> Result<()>) -> Result<()> {
+        self.come(&self.arrived, size, spin, tick)
+    }
+
+    /// The last meeting alone.
+    pub(crate) fn leave(&self, size: u64, spin: Duration, tick: impl FnMut() -> Result<()>) -> Result<()> {
+        self.come(&self.left, size, spin, tick)
+    }
 }
 
 /// What all ranks of one world share.
@@ -209,17 +244,9 @@ impl Threads {
 
     /// Comes to a meeting and waits until every member has come.
     fn meet(&self, group: &Group, count: &AtomicU64, request: &Request<'_>, arriving: bool) -> Result<()> {
-        let size = request.seat.size() as u64;
-        let before = count.fetch_add(1, Ordering::SeqCst);
-        // Nobody comes to the next meeting of a kind before this one is complete.
-        let all = (before / size + 1) * size;
-        if before + 1 == all {
-            group.parking.ring();
-            return Ok(());
-        }
-        let done = || count.load(Ordering::SeqCst) >= all;
         let mut watch = Watch::default();
-        group.parking.wait(self.shared.spin, done, || self.look_around(request, &mut watch, arriving))
+        let look_around = || self.look_around(request, &mut watch, arriving);
+        group.come(count, request.seat.size() as u64, self.shared.spin, look_around)
     }
 
     /// What a waiting rank does every ten milliseconds: has the world failed, will nobody come, is it too

@@ -7,12 +7,23 @@ use shardgrad_kernels::Element;
 
 /// What rank `rank` brings: integers in -5..=5, so that sums over 16 ranks fit into eight bits.
 fn brought<T: Element>(rank: usize, len: usize) -> Vec<T> {
-    (0..len).map(|e| T::from_f64((hash((rank * 100_003 + e) as u64) % 11) as f64 - 5.0)).collect()
+    brought_by(0, rank, len)
+}
+
+/// [`brought`] in one of many cases.
+pub(crate) fn brought_by<T: Element>(seed: u64, rank: usize, len: usize) -> Vec<T> {
+    let one = |e: usize| hash(seed.wrapping_mul(0x1_0000_0001) ^ (rank * 100_003 + e) as u64) % 11;
+    (0..len).map(|e| T::from_f64(one(e) as f64 - 5.0)).collect()
 }
 
 /// Element by element over what the members bring.
 fn combined<T: Element>(members: &[usize], len: usize, how: ReduceOp) -> Vec<T> {
-    let all: Vec<Vec<T>> = members.iter().map(|&r| brought(r, len)).collect();
+    combined_of(0, members, len, how)
+}
+
+/// [`combined`] in one of many cases.
+pub(crate) fn combined_of<T: Element>(seed: u64, members: &[usize], len: usize, how: ReduceOp) -> Vec<T> {
+    let all: Vec<Vec<T>> = members.iter().map(|&r| brought_by(seed, r, len)).collect();
     let of = |e: usize| all.iter().map(move |x| x[e].to_f64());
     (0..len)
         .map(|e| match how {

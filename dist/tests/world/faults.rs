@@ -1,7 +1,24 @@
 //! Every way to call collectives wrongly, and to leave others waiting: an error that names the calls, on
 //! every rank, soon. Each test plants the fault that a check has to find.
+//!
+//! | no. | fault | found by |
+//! |---|---|---|
+//! | 19 | another op, reduction order or order of calls | `another_op`, `order_swapped`, `one_fault_in_a_random_program` |
+//! | 20 | another dtype | `another_dtype` |
+//! | 21 | other counts, splits that do not pair up | `other_counts`, `splits_that_do_not_pair_up` |
+//! | 22 | another reduction | `another_reduction` |
+//! | 23 | another root | `another_root` |
+//! | 24 | a call skipped | `a_call_skipped`, `one_fault_in_a_random_program` |
+//! | 25 | a call too many | `a_call_too_many`, `one_fault_in_a_random_program` |
+//! | 26 | a rank that returns early | `a_rank_that_returns_at_once`, and with an error, an unwinding and a panic |
+//! | 27 | two threads of one rank | does not compile: the example at `Rank` |
+//! | 28 | another program or version on a rank | cannot be: ranks are threads of one program |
+//! | 29 | other settings or data on a rank | where they change a call: `order_swapped_between_values_of_equal_size` |
+//! | 30 | replicas that drift | `tests/invariants` of the workspace |
+//! | 31 | messages that do not pair up, schedules that block | `messages`, and `pipeline::verify` of the tape |
+//! | 32 | counters that wrap | `calls_are_counted_in_64_bits` |
 
-use crate::support::{mesh, on, over, up};
+use crate::support::{hash, mesh, on, over, up};
 use shardgrad_dist::{Call, Error, Kind, Phase, Rank, ReduceOp, Result, World};
 use shardgrad_kernels::{Buffer, DType};
 use std::sync::Mutex;
@@ -95,7 +112,7 @@ fn another_dtype() {
 
 #[test]
 fn other_counts() {
-    for (a, b) in [(0, 1), (1, 0), (8, 7), (3, 4)] {
+    for (a, b) in (0..10).flat_map(|a| (0..10).map(move |b| (a, b))).filter(|(a, b)| a != b) {
         let parts =
             [format!("rank 0 called #1 all_reduce(sum) f32[{a}]"), format!("f32[{b}]"), "counts".into()];
         mismatch("tp=2", &parts.each_ref().map(String::as_str), |rank| {
@@ -400,4 +417,51 @@ fn no_memory_half_way_through_a_collective_ends_all_ranks() {
     assert_eq!(error.kind(), Kind::OutOfMemory, "{error}");
     assert!(*ends.lock().unwrap() == 3 && start.elapsed() < Duration::from_secs(2));
     names(&error, &["of mesh(tp=3)", "faults.rs:"]);
+}
+
+/// One of some calls that are all unlike each other.
+fn call(rank: &Rank, number: usize) -> Result<()> {
+    let (call, x, len) = (on(rank, "tp"), data(rank), 1 + number);
+    let counts = vec![len; rank.mesh().num_ranks()];
+    match number % 4 {
+        0 => rank.all_reduce(&call, &x, len, ReduceOp::Sum).map(|_| ()),
+        1 => rank.all_gather(&call, &x, &counts).map(|_| ()),
+        2 => rank.broadcast(&call, Some(&x), len, 0).map(|_| ()),
+        _ => rank.barrier(&call),
+    }
+}
+
+#[test]
+fn one_fault_in_a_random_program() {
+    for seed in 0..90u64 {
+        let (draw, ranks) = (|n: u64| hash(seed * 8 + n) as usize, 2 + seed as usize % 4);
+        let (culprit, at, other) = (draw(0) % ranks, draw(1) % 8, draw(2) % 7);
+        let (error, ends) = fault(&format!("tp={ranks}"), |rank| {
+            let mut calls: Vec<usize> = (0..8).collect();
+            if rank.index() == culprit {
+                match seed % 3 {
+                    0 => calls.swap(at, (at + 1 + other) % 8),
+                    1 => drop(calls.remove(at)),
+                    _ => calls.insert(at, 8 + other),
+                }
+            }
+            calls.into_iter().try_for_each(|number| call(rank, number))
+        });
+        assert!([Kind::Collective, Kind::PeerLost].contains(&error.kind()), "program {seed}: {error}");
+        let unharmed = ends.iter().filter(|end| end.is_none()).count();
+        assert!(unharmed < ranks, "program {seed}: {ends:?}");
+    }
+}
+
+#[test]
+fn calls_are_counted_in_64_bits() {
+    World::run(mesh("tp=2"), |rank| {
+        rank.trace().enable();
+        rank.barrier(&on(rank, "tp"))?;
+        let record = rank.trace().take().remove(0);
+        assert_eq!(std::mem::size_of_val(&record.seq), 8);
+        assert_eq!(std::mem::size_of_val(&record.bytes), 8);
+        Ok(())
+    })
+    .unwrap();
 }

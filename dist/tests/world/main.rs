@@ -7,4 +7,5 @@ mod faults;
 mod launch;
 mod messages;
 mod programs;
+mod random;
 mod support;

@@ -9,18 +9,28 @@ mod walk;
 mod pointwise;
 pub mod copy;
 pub mod fill;
-pub mod binary;
 pub mod unary;
+pub mod elementary;
+pub mod binary;
+pub mod truth;
 pub mod reduce;
 pub mod contract;
 pub mod ranks;
+pub mod row_share;
+pub mod scan;
+pub mod arg_extreme;
 pub mod softmax;
 pub mod layer_norm;
 pub mod rms_norm;
 pub mod attention;
 pub mod cross_entropy;
 pub mod embedding;
+pub mod index;
+pub mod one_hot;
+pub mod triangle;
+pub mod sort;
 pub mod adamw;
+pub mod sgd;
 pub mod random;
 pub mod rope;
 pub mod swiglu;
@@ -35,6 +45,13 @@ pub static KERNELS: &[&Kernel] = &[
     &binary::SUB,
     &binary::MUL,
     &binary::DIV,
+    &binary::POW,
+    &binary::MAXIMUM,
+    &binary::MINIMUM,
+    &binary::POW_BASE_GRAD,
+    &binary::POW_EXPONENT_GRAD,
+    &binary::MAXIMUM_GRAD,
+    &binary::MINIMUM_GRAD,
     &binary::ACCUMULATE,
     &unary::NEG,
     &unary::EXP,
@@ -43,22 +60,74 @@ pub static KERNELS: &[&Kernel] = &[
     &unary::TANH,
     &unary::RELU,
     &unary::GELU,
+    &unary::GELU_EXACT,
+    &unary::SIGMOID,
+    &unary::ERF,
     &unary::SILU,
     &unary::SQUARE,
     &unary::RECIPROCAL,
     &unary::SCALE,
     &unary::ADD_SCALAR,
     &unary::GELU_GRAD,
+    &unary::GELU_EXACT_GRAD,
+    &unary::SIGMOID_GRAD,
+    &unary::ERF_GRAD,
     &unary::SILU_GRAD,
     &unary::RELU_GRAD,
     &unary::TANH_GRAD,
+    &elementary::ABS,
+    &elementary::SIGN,
+    &elementary::RSQRT,
+    &elementary::SIN,
+    &elementary::COS,
+    &elementary::EXPM1,
+    &elementary::LOG1P,
+    &elementary::SOFTPLUS,
+    &elementary::ELU,
+    &elementary::LEAKY_RELU,
+    &elementary::FLOOR,
+    &elementary::CEIL,
+    &elementary::ROUND,
+    &elementary::POW_SCALAR,
+    &elementary::CLAMP,
+    &elementary::ABS_GRAD,
+    &elementary::RSQRT_GRAD,
+    &elementary::SIN_GRAD,
+    &elementary::COS_GRAD,
+    &elementary::EXPM1_GRAD,
+    &elementary::LOG1P_GRAD,
+    &elementary::SOFTPLUS_GRAD,
+    &elementary::ELU_GRAD,
+    &elementary::LEAKY_RELU_GRAD,
+    &elementary::POW_SCALAR_GRAD,
+    &elementary::CLAMP_GRAD,
+    &truth::EQ,
+    &truth::NE,
+    &truth::LT,
+    &truth::LE,
+    &truth::GT,
+    &truth::GE,
+    &truth::AND,
+    &truth::OR,
+    &truth::XOR,
+    &truth::NOT,
+    &truth::CHOOSE,
+    &truth::MASKED_FILL,
     &reduce::SUM,
     &reduce::MAX,
+    &reduce::MIN,
     &reduce::SUM_SQUARES,
     &contract::CONTRACT,
     &ranks::SUM,
     &ranks::MAX,
     &ranks::MIN,
+    &row_share::TIES,
+    &row_share::TIE_SHARE,
+    &row_share::EXP_SUM,
+    &row_share::JOIN,
+    &row_share::EXP_SHARE,
+    &scan::CUMSUM,
+    &arg_extreme::ARG_EXTREME,
     &softmax::FORWARD,
     &softmax::BACKWARD,
     &layer_norm::FORWARD,
@@ -71,7 +140,13 @@ pub static KERNELS: &[&Kernel] = &[
     &cross_entropy::BACKWARD,
     &embedding::FORWARD,
     &embedding::BACKWARD,
+    &index::GATHER,
+    &index::SCATTER_ADD,
+    &one_hot::ONE_HOT,
+    &triangle::TRIANGLE,
+    &sort::SORT,
     &adamw::STEP,
+    &sgd::STEP,
     &random::UNIFORM,
     &random::NORMAL,
     &random::DROPOUT,

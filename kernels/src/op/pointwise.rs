@@ -2,8 +2,8 @@
 
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::Element;
-use crate::kernel::{Arg, ArgMut};
-use crate::op::rows::write;
+use crate::kernel::{Arg, ArgMut, Scalar};
+use crate::op::rows::{holds, write};
 use crate::op::walk::{Walk, place};
 
 /// Elements of one task: it outlasts its hand-over, and its data fit the cache of one core.
@@ -36,7 +36,7 @@ pub(crate) fn update<const N: usize, T: Element, U: Element>(
     f: impl Fn(U, [T; N]) -> U + Sync,
 ) {
     debug_assert!(
-        inputs.iter().all(|x| x.dtype == T::DTYPE && x.view.shape == y.view.shape),
+        inputs.iter().all(|x| holds::<T>(x.dtype) && x.view.shape == y.view.shape),
         "as the contract asks"
     );
     let memory = inputs.map(|x| x.buffer.as_slice::<T>());
@@ -126,8 +126,13 @@ pub(crate) fn plain<const N: usize, T: Element>(
     }
 }
 
+/// The scalars of an elementwise kernel, 0 where there are fewer than two.
+pub(crate) fn two_reals(scalars: &[Scalar]) -> [f64; 2] {
+    std::array::from_fn(|i| scalars.get(i).map_or(0.0, |c| c.real()))
+}
+
 /// A table of elementwise kernels, one a line: name, name in messages, operations an element, bound in units of the
-/// last place, inputs and scalar, formula, and the formula for i64 where there is one. The float formula is compiled
+/// last place, inputs and two scalars (0 where a launch has fewer), formula, and the formula for i64 where there is one. The float formula is compiled
 /// for f32 and f64; the reference evaluates it in f64.
 macro_rules! pointwise {
     ($($(#[$doc:meta])* $name:ident $text:literal $flops:literal $ulps:literal
@@ -137,12 +142,12 @@ macro_rules! pointwise {
             const INPUTS: usize = [$(stringify!($x)),+].len();
             const INTEGERS: Option<fn([i64; INPUTS]) -> i64> = $integers;
             #[inline(always)]
-            fn formula<R: Maths>([$($x),+]: [R; INPUTS], $c: R) -> R {
+            fn formula<R: Maths>([$($x),+]: [R; INPUTS], $c: [R; 2]) -> R {
                 $formula
             }
             fn reference(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
                 let (inputs, [y], scalars) = operands::<INPUTS, 1>(launch);
-                let (inputs, c) = (inputs.each_ref(), scalars.first().map_or(0.0, |c| c.real()));
+                let (inputs, c) = (inputs.each_ref(), two_reals(scalars));
                 match (y.dtype, INTEGERS) {
                     (DType::I64, Some(formula)) => plain::<INPUTS, i64>(inputs, y, formula),
                     (dtype, _) => match_float!(dtype, T => plain::<INPUTS, T>(inputs, y, |x| {
@@ -153,11 +158,11 @@ macro_rules! pointwise {
             }
             fn cpu(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
                 let (inputs, [y], scalars) = operands::<INPUTS, 1>(launch);
-                let (inputs, c) = (inputs.each_ref(), scalars.first().map_or(0.0, |c| c.real()));
+                let (inputs, c) = (inputs.each_ref(), two_reals(scalars));
                 match (y.dtype, INTEGERS) {
                     (DType::I64, Some(formula)) => map::<INPUTS, i64, i64>(pool, inputs, y, formula),
                     (dtype, _) => match_float!(dtype, T => {
-                        let c = <T as Float>::Acc::lit(c);
+                        let c = c.map(<T as Float>::Acc::lit);
                         map::<INPUTS, T, T>(
                             pool,
                             inputs,

@@ -33,7 +33,7 @@ pub(crate) fn operands<'s, 'a, const I: usize, const O: usize>(
 }
 
 /// Whether elements of a dtype are read as this type; truth values are bytes.
-fn holds<T: Element>(dtype: DType) -> bool {
+pub(crate) fn holds<T: Element>(dtype: DType) -> bool {
     dtype == T::DTYPE || (dtype == DType::Bool && T::DTYPE == DType::U8)
 }
 
@@ -65,14 +65,24 @@ pub(crate) fn width(arg: &Arg<'_>) -> usize {
     *arg.view.shape.last().expect("the contract asks for at least one dim")
 }
 
+/// How many indices are looked at before one of them is named.
+const INDICES_AT_ONCE: usize = 1024;
+
 /// Refuses the first index that points outside of `0..rows`.
 pub(crate) fn check_indices(kernel: &'static str, indices: &[i64], rows: i64) -> Result<(), KernelError> {
-    match indices.iter().position(|i| !(0..rows).contains(i)) {
-        None => Ok(()),
-        Some(position) => {
-            Err(KernelError::Index { kernel, index: indices[position], position, rows: rows as usize })
-        }
-    }
+    // Negative indices are large ones here; without a branch an index, this is vector code.
+    let outside = |&i: &i64| i as u64 >= rows as u64;
+    let some = |chunk: &[i64]| chunk.iter().fold(false, |some, i| some | outside(i));
+    let chunks = || indices.chunks(INDICES_AT_ONCE);
+    let Some(chunk) = vectorized(
+        #[inline(always)]
+        || chunks().position(some),
+    ) else {
+        return Ok(());
+    };
+    let rest = &indices[chunk * INDICES_AT_ONCE..];
+    let position = chunk * INDICES_AT_ONCE + rest.iter().position(outside).unwrap_or_default();
+    Err(KernelError::Index { kernel, index: indices[position], position, rows: rows as usize })
 }
 
 /// Folds the partial results of a row, neighbours at half distance first.

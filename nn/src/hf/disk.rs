@@ -4,8 +4,8 @@ use shardgrad_tensor::{Error, Kind, Result};
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufWriter, ErrorKind, Write};
-use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Component, Path, PathBuf};
 
 /// An error about a file: `path: why`.
 pub(super) fn refuse(path: &Path, why: impl fmt::Display) -> Error {
@@ -34,6 +34,44 @@ pub(super) fn open_regular(path: &Path) -> Result<(File, u64)> {
     Ok((file, length))
 }
 
+/// Whether a name that a file gives can only mean an entry of the folder that the file is in.
+pub(super) fn is_plain(name: &str) -> bool {
+    let mut parts = Path::new(name).components();
+    matches!((parts.next(), parts.next()), (Some(Component::Normal(only)), None) if only == name)
+        && !name.contains(|c: char| c.is_control() || c == '\\')
+}
+
+/// Opens a regular file of a folder and tells its length. A link is followed within the folder only, or to the `blobs`
+/// beside the `snapshots` that the folder is one of: the cache of Hugging Face keeps its files there.
+pub(super) fn open_within(dir: &Path, name: &str) -> Result<(File, u64)> {
+    let path = dir.join(name);
+    let found = path.symlink_metadata().map_err(|e| failed(&path, "open", &e))?;
+    if !found.is_symlink() {
+        let (file, length) = open_regular(&path)?;
+        return same(&path, &path, file).map(|file| (file, length));
+    }
+    let target = path.canonicalize().map_err(|e| failed(&path, "open", &e))?;
+    let home = dir.canonicalize().map_err(|e| failed(dir, "open", &e))?;
+    let cache = home.parent().filter(|above| above.ends_with("snapshots")).and_then(Path::parent);
+    let is_cached = cache.is_some_and(|cache| target.starts_with(cache.join("blobs")));
+    if !target.starts_with(&home) && !is_cached {
+        let error = refuse(&path, "is a link that leads out of its folder, which is not followed");
+        return Err(error.detail("help", "put the file itself there"));
+    }
+    let (file, length) = open_regular(&target)?;
+    same(&path, &target, file).map(|file| (file, length))
+}
+
+/// An open file, if it is what stands at the place that was checked: no link was put there meanwhile.
+fn same(path: &Path, checked: &Path, file: File) -> Result<File> {
+    let (opened, there) = (file.metadata(), checked.symlink_metadata());
+    let id = |found: std::io::Result<fs::Metadata>| found.map(|f| (f.is_file(), f.dev(), f.ino()));
+    match (id(opened), id(there)) {
+        (Ok(opened), Ok(there)) if opened == there && opened.0 => Ok(file),
+        _ => Err(refuse(path, "was exchanged while it was opened")),
+    }
+}
+
 /// A buffer of zeros, or an error instead of an abort where the memory is not to be had.
 pub(super) fn zeros(path: &Path, len: u64) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
@@ -45,13 +83,14 @@ pub(super) fn zeros(path: &Path, len: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The text of a small file, such as `config.json`.
+/// The text of a small file of a folder, such as `config.json`.
 ///
 /// # Errors
 /// `Kind::Checkpoint` if it is missing, no regular file, longer than `bytes_max`, or not UTF-8; `Kind::Io` if
 /// the system refuses.
-pub(super) fn read_text(path: &Path, bytes_max: u64) -> Result<String> {
-    let (file, length) = open_regular(path)?;
+pub(super) fn read_text(dir: &Path, name: &str, bytes_max: u64) -> Result<String> {
+    let path = &dir.join(name);
+    let (file, length) = open_within(dir, name)?;
     if length > bytes_max {
         return Err(refuse(path, format_args!("has {length} bytes, at most {bytes_max} are read")));
     }
@@ -181,12 +220,14 @@ mod tests {
         let path = dir.path("config.json");
         write_text(&path, "{}").unwrap();
         write_text(&path, "{\n}").unwrap();
-        assert_eq!(read_text(&path, 3).unwrap(), "{\n}");
+        let read_text = |name: &str, bytes_max| read_text(&dir.path(""), name, bytes_max);
+        assert_eq!(read_text("config.json", 3).unwrap(), "{\n}");
         let told =
             |result: Result<String>| result.unwrap_err().message().rsplit_once(": ").unwrap().1.to_string();
-        assert_eq!(told(read_text(&path, 2)), "has 3 bytes, at most 2 are read");
-        assert_eq!(told(read_text(&dir.file("x", b"ab\xffcd"), 9)), "is not UTF-8 at byte 2");
-        assert_eq!(told(read_text(&dir.path("y"), 9)), "there is no such file");
+        assert_eq!(told(read_text("config.json", 2)), "has 3 bytes, at most 2 are read");
+        dir.file("x", b"ab\xffcd");
+        assert_eq!(told(read_text("x", 9)), "is not UTF-8 at byte 2");
+        assert_eq!(told(read_text("y", 9)), "there is no such file");
         assert_eq!(dir.names(), ["config.json", "x"]);
     }
 

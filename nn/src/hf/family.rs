@@ -1,5 +1,6 @@
 //! `config.json` of any family that there is, told apart by its `model_type`.
 
+use super::bert::BertConfig;
 use super::disk::{read_text, refuse, write_text};
 use super::fields::{CONFIG_BYTES_MAX, CONFIG_FILE, WEIGHTS_FILE};
 use super::gpt2::Gpt2Config;
@@ -8,13 +9,15 @@ use serde::Deserialize;
 use shardgrad_tensor::{DType, Result};
 use std::path::Path;
 
-/// The shape of a language model of some family.
+/// The shape of a model of some family.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ModelConfig {
     /// `gpt2`.
     Gpt2(Gpt2Config),
     /// `llama`, `mistral`, `qwen2` and `qwen3`.
     Llama(LlamaConfig),
+    /// `bert`, an encoder.
+    Bert(BertConfig),
 }
 
 /// The field that says which family a file describes.
@@ -26,14 +29,15 @@ struct Head {
 impl ModelConfig {
     /// The names that [`ModelConfig::preset`] knows, family by family, smallest first.
     pub fn preset_names() -> impl Iterator<Item = &'static str> {
-        Gpt2Config::preset_names().chain(LlamaConfig::preset_names())
+        Gpt2Config::preset_names().chain(LlamaConfig::preset_names()).chain(BertConfig::preset_names())
     }
 
     /// The config of a preset name.
     #[must_use]
     pub fn preset(name: &str) -> Option<ModelConfig> {
         let gpt2 = Gpt2Config::preset(name).map(ModelConfig::Gpt2);
-        gpt2.or_else(|| LlamaConfig::preset(name).map(ModelConfig::Llama))
+        let llama = || LlamaConfig::preset(name).map(ModelConfig::Llama);
+        gpt2.or_else(llama).or_else(|| BertConfig::preset(name).map(ModelConfig::Bert))
     }
 
     /// Reads `config.json` of a model folder.
@@ -44,7 +48,7 @@ impl ModelConfig {
     pub fn read(dir: &Path) -> Result<ModelConfig> {
         let path = dir.join(CONFIG_FILE);
         let help = format!("a model folder holds {CONFIG_FILE} and {WEIGHTS_FILE}");
-        let text = read_text(&path, CONFIG_BYTES_MAX).map_err(|e| e.detail("help", help))?;
+        let text = read_text(dir, CONFIG_FILE, CONFIG_BYTES_MAX).map_err(|e| e.detail("help", help))?;
         ModelConfig::parse(&path, &text)
     }
 
@@ -62,9 +66,12 @@ impl ModelConfig {
         if let Some(kind) = LlamaKind::EVERY.into_iter().find(|kind| found == Some(kind.name())) {
             return LlamaConfig::parse(kind, path, text).map(ModelConfig::Llama);
         }
+        if found == Some("bert") {
+            return BertConfig::parse(path, text).map(ModelConfig::Bert);
+        }
         let found = found.map_or("is missing".to_string(), |m| format!("is {m:?}"));
         let llamas = LlamaKind::EVERY.map(LlamaKind::name).join(", ");
-        Err(refuse(path, format_args!("`model_type` {found}; this version reads gpt2, {llamas}")))
+        Err(refuse(path, format_args!("`model_type` {found}; this version reads gpt2, {llamas}, bert")))
     }
 
     /// The text of the config file.
@@ -73,6 +80,7 @@ impl ModelConfig {
         match self {
             ModelConfig::Gpt2(config) => config.to_json(),
             ModelConfig::Llama(config) => config.to_json(),
+            ModelConfig::Bert(config) => config.to_json(),
         }
     }
 
@@ -90,6 +98,7 @@ impl ModelConfig {
         match self {
             ModelConfig::Gpt2(config) => config.vocab_size,
             ModelConfig::Llama(config) => config.vocab_size,
+            ModelConfig::Bert(config) => config.vocab_size,
         }
     }
 
@@ -99,6 +108,40 @@ impl ModelConfig {
         match self {
             ModelConfig::Gpt2(config) => config.n_positions,
             ModelConfig::Llama(config) => config.max_position_embeddings,
+            ModelConfig::Bert(config) => config.max_position_embeddings,
+        }
+    }
+
+    /// Whether the model predicts the next token from those before it.
+    #[must_use]
+    pub fn is_causal(&self) -> bool {
+        match self {
+            ModelConfig::Gpt2(_) | ModelConfig::Llama(_) => true,
+            ModelConfig::Bert(_) => false,
+        }
+    }
+
+    /// The number of types that a token may have.
+    #[must_use]
+    pub fn token_types(&self) -> usize {
+        match self {
+            ModelConfig::Gpt2(_) | ModelConfig::Llama(_) => 1,
+            ModelConfig::Bert(config) => config.type_vocab_size,
+        }
+    }
+
+    /// The number of the token that ends a text, if the file names one; the first where it names several. It may lie outside of
+    /// the vocabulary.
+    #[must_use]
+    pub fn end_of_text(&self) -> Option<usize> {
+        match self {
+            ModelConfig::Gpt2(config) => config.eos_token_id,
+            ModelConfig::Bert(_) => None,
+            ModelConfig::Llama(config) => {
+                let named = config.others.get("eos_token_id")?;
+                let first = named.as_array().map_or(Some(named), |list| list.first());
+                first.and_then(serde_json::Value::as_u64).and_then(|id| usize::try_from(id).ok())
+            }
         }
     }
 
@@ -108,6 +151,7 @@ impl ModelConfig {
         match self {
             ModelConfig::Gpt2(config) => config.dtype,
             ModelConfig::Llama(config) => config.dtype,
+            ModelConfig::Bert(config) => config.dtype,
         }
     }
 
@@ -117,6 +161,7 @@ impl ModelConfig {
         match &mut self {
             ModelConfig::Gpt2(config) => config.dtype = dtype,
             ModelConfig::Llama(config) => config.dtype = dtype,
+            ModelConfig::Bert(config) => config.dtype = dtype,
         }
         self
     }
@@ -127,6 +172,7 @@ impl ModelConfig {
         match self {
             ModelConfig::Gpt2(config) => ModelConfig::Gpt2(config.with_dropout(p)),
             ModelConfig::Llama(config) => ModelConfig::Llama(LlamaConfig { attention_dropout: p, ..config }),
+            ModelConfig::Bert(config) => ModelConfig::Bert(config.with_dropout(p)),
         }
     }
 }
@@ -134,6 +180,12 @@ impl ModelConfig {
 impl From<Gpt2Config> for ModelConfig {
     fn from(config: Gpt2Config) -> ModelConfig {
         ModelConfig::Gpt2(config)
+    }
+}
+
+impl From<BertConfig> for ModelConfig {
+    fn from(config: BertConfig) -> ModelConfig {
+        ModelConfig::Bert(config)
     }
 }
 
@@ -150,8 +202,8 @@ mod tests {
     #[test]
     fn a_family_that_is_not_here_is_named() {
         let told = |text: &str| ModelConfig::parse(Path::new("c"), text).unwrap_err().message().to_string();
-        let read = "; this version reads gpt2, llama, mistral, qwen2, qwen3";
-        assert_eq!(told(r#"{"model_type": "bert"}"#), format!("c: `model_type` is \"bert\"{read}"));
+        let read = "; this version reads gpt2, llama, mistral, qwen2, qwen3, bert";
+        assert_eq!(told(r#"{"model_type": "t5"}"#), format!("c: `model_type` is \"t5\"{read}"));
         assert_eq!(told("{}"), format!("c: `model_type` is missing{read}"));
         assert!(told("[]").contains("cannot be read as a model config"));
     }
@@ -163,7 +215,7 @@ mod tests {
             assert_eq!(config.dtype(), DType::BF16);
             let mut read = ModelConfig::parse(Path::new("c"), &config.to_json()).unwrap();
             if let ModelConfig::Llama(read) = &mut read {
-                read.others.remove("sliding_window");
+                read.others.clear();
             }
             assert_eq!(read, config, "{name}");
         }

@@ -1,6 +1,6 @@
 //! Safetensors files on disk: read by position, written in one pass.
 
-use super::disk::{Pending, failed, open_regular, refuse, zeros};
+use super::disk::{Pending, failed, open_regular, open_within, refuse, zeros};
 use super::header::{HEADER_BYTES_MAX, Header, TensorInfo, parse, render};
 use shardgrad_tensor::{DType, Result};
 use std::collections::{BTreeMap, HashMap};
@@ -27,7 +27,19 @@ impl TensorFile {
     /// `Kind::Checkpoint` for a missing file, a folder, a header length that exceeds the file or
     /// [`HEADER_BYTES_MAX`], and all that [`parse`] refuses; `Kind::Io` if the system refuses.
     pub fn open(path: &Path) -> Result<TensorFile> {
-        let (file, length) = open_regular(path)?;
+        TensorFile::of(path, open_regular(path)?)
+    }
+
+    /// [`TensorFile::open`] of an entry of a model folder: a link that leads out of the folder is not followed, unless the
+    /// folder is a snapshot in a cache of Hugging Face and the link leads to the files of that cache.
+    ///
+    /// # Errors
+    /// As [`TensorFile::open`]; `Kind::Checkpoint` for such a link.
+    pub fn open_within(dir: &Path, name: &str) -> Result<TensorFile> {
+        TensorFile::of(&dir.join(name), open_within(dir, name)?)
+    }
+
+    fn of(path: &Path, (file, length): (File, u64)) -> Result<TensorFile> {
         if length < 8 {
             let why = format!("has {length} bytes, too few for a safetensors file");
             return Err(refuse(path, why).detail("help", "the file is cut short; copy it again"));

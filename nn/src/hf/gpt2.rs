@@ -128,7 +128,7 @@ impl Gpt2Config {
     pub fn read(dir: &Path) -> Result<Gpt2Config> {
         let path = dir.join(CONFIG_FILE);
         let help = format!("a model folder holds {CONFIG_FILE} and {WEIGHTS_FILE}");
-        let text = read_text(&path, CONFIG_BYTES_MAX).map_err(|e| e.detail("help", help))?;
+        let text = read_text(dir, CONFIG_FILE, CONFIG_BYTES_MAX).map_err(|e| e.detail("help", help))?;
         Gpt2Config::parse(&path, &text)
     }
 

@@ -7,6 +7,7 @@
 //! only.
 
 use super::disk::refuse;
+use super::distinct::Distinct;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use shardgrad_tensor::{DType, Result};
@@ -19,6 +20,8 @@ use std::path::Path;
 pub const HEADER_BYTES_MAX: u64 = 100_000_000;
 /// The most dims of one tensor.
 pub const DIMS_MAX: usize = 8;
+/// The most tensors of one file.
+pub const TENSORS_MAX: usize = 1 << 18;
 /// The longest tensor name.
 pub const NAME_BYTES_MAX: usize = 1024;
 
@@ -74,7 +77,7 @@ pub fn num_bytes(dtype: DType, shape: &[usize]) -> Option<u64> {
 ///
 /// # Errors
 /// `Kind::Checkpoint` for text that is not UTF-8 or not JSON, unknown fields, a name or a metadata key used
-/// twice, a dtype that is unknown or not held here, more than [`DIMS_MAX`] dims, a byte range that does not
+/// twice, more than [`TENSORS_MAX`] tensors, a dtype that is unknown or not held here, more than [`DIMS_MAX`] dims, a byte range that does not
 /// fit dtype and shape, and ranges that leave a hole, overlap, or do not end with the file.
 pub fn parse(path: &Path, text: &[u8], payload_bytes: u64) -> Result<Header> {
     let text = std::str::from_utf8(text)
@@ -142,8 +145,11 @@ pub fn render(path: &Path, tensors: &[(String, DType, Vec<usize>)]) -> Result<(S
     while text.len() % 8 != 0 {
         text.push(' ');
     }
-    if text.len() as u64 > HEADER_BYTES_MAX {
-        return Err(refuse(path, format_args!("a header of {} bytes is too long", text.len())));
+    if text.len() as u64 > HEADER_BYTES_MAX || tensors.len() > TENSORS_MAX {
+        return Err(refuse(
+            path,
+            format_args!("a header of {} tensors and {} bytes is too long", tensors.len(), text.len()),
+        ));
     }
     Ok((text, header))
 }
@@ -208,33 +214,6 @@ struct RawHeader {
     metadata: BTreeMap<String, String>,
 }
 
-struct Metadata(BTreeMap<String, String>);
-
-impl<'de> Deserialize<'de> for Metadata {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Metadata, D::Error> {
-        struct Strings;
-        impl<'de> Visitor<'de> for Strings {
-            type Value = Metadata;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a map of strings")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Metadata, A::Error> {
-                let mut found = BTreeMap::new();
-                while let Some((key, value)) = map.next_entry::<String, String>()? {
-                    if found.contains_key(&key) {
-                        return Err(A::Error::custom(format_args!("metadata key `{key}` stands twice")));
-                    }
-                    found.insert(key, value);
-                }
-                Ok(Metadata(found))
-            }
-        }
-        from.deserialize_map(Strings)
-    }
-}
-
 impl<'de> Deserialize<'de> for RawHeader {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<RawHeader, D::Error> {
         struct Entries;
@@ -253,8 +232,12 @@ impl<'de> Deserialize<'de> for RawHeader {
                         return Err(A::Error::custom(format_args!("`{name}` stands twice")));
                     }
                     if name == "__metadata__" {
-                        raw.metadata = map.next_value::<Metadata>()?.0;
+                        raw.metadata = map.next_value::<Distinct>()?.0;
                     } else {
+                        if raw.tensors.len() == TENSORS_MAX {
+                            let why = format_args!("there are more than {TENSORS_MAX} tensors");
+                            return Err(A::Error::custom(why));
+                        }
                         raw.tensors.push((name, map.next_value()?));
                     }
                 }
@@ -309,9 +292,7 @@ mod tests {
             "m: tensor `e`: i64[0, 4294967296, 4294967296] takes more than 2^63 bytes, not 24..24"
         );
         assert!(change("\"b\":", "\"a\":").contains("`a` stands twice"));
-        assert!(
-            change("\"format\":\"pt\"", "\"x\":\"1\",\"x\":\"2\"").contains("metadata key `x` stands twice")
-        );
+        assert!(change("\"format\":\"pt\"", "\"x\":\"1\",\"x\":\"2\"").contains("key `x` stands twice"));
         assert!(change("{\"format\":\"pt\"}", "{\"format\":[]}").contains("expected a string"));
         assert!(change("\"b\":", "\"__metadata__\":").contains("stands twice"));
         assert!(change("\"b\":", "\"b\\u0000\":").contains("cannot name a tensor"));

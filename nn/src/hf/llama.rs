@@ -23,8 +23,7 @@ pub enum LlamaKind {
 
 /// The shape of a model of the Llama family and what else its config file tells.
 ///
-/// The activation is SiLU, every query sees all keys before it, and all channels of queries and keys are turned; files
-/// that say otherwise are refused.
+/// The activation is SiLU, and all channels of queries and keys are turned; files that say otherwise are refused.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LlamaConfig {
     /// Which member of the family.
@@ -61,7 +60,9 @@ pub struct LlamaConfig {
     pub tie_word_embeddings: bool,
     /// The dtype of the stored weights.
     pub dtype: DType,
-    /// Fields that change nothing here (token numbers, the window of layers without one): written back as they were read.
+    /// How many keys a query sees at most in each block, where there is a limit; empty if there is none in any.
+    pub windows: Vec<Option<usize>>,
+    /// Fields that are not told above (token numbers, and how windows were asked for): written back as they were read.
     pub others: Map<String, Value>,
 }
 
@@ -137,6 +138,7 @@ impl LlamaConfig {
             initializer_range: 0.02,
             tie_word_embeddings: false,
             dtype: DType::F32,
+            windows: Vec::new(),
             others: Map::new(),
         }
     }
@@ -178,6 +180,12 @@ impl LlamaConfig {
     #[must_use]
     pub fn output_bias(&self) -> bool {
         self.attention_bias && self.kind != LlamaKind::Qwen2
+    }
+
+    /// How many keys a query of a block sees at most.
+    #[must_use]
+    pub fn window(&self, layer: usize) -> Option<usize> {
+        self.windows.get(layer).copied().flatten()
     }
 
     /// Query heads of each key head.
@@ -229,16 +237,38 @@ impl LlamaConfig {
                 value["mlp_bias"] = json!(self.mlp_bias);
             }
             LlamaKind::Qwen3 => value["attention_bias"] = json!(self.attention_bias),
-            // Without this, the default is a window.
-            LlamaKind::Mistral => value["sliding_window"] = Value::Null,
-            LlamaKind::Qwen2 => {}
+            LlamaKind::Mistral | LlamaKind::Qwen2 => {}
         }
+        self.write_windows(&mut value);
         for (name, other) in &self.others {
             value[name] = other.clone();
         }
         format!("{value:#}\n")
     }
 }
+
+impl LlamaConfig {
+    /// How windows are asked for: in all blocks or none, or by the type of each block.
+    fn write_windows(&self, value: &mut Value) {
+        let size = self.windows.iter().flatten().next();
+        match self.kind {
+            LlamaKind::Llama => {}
+            // Without the field, the default is a window.
+            LlamaKind::Mistral => value["sliding_window"] = json!(size),
+            LlamaKind::Qwen2 | LlamaKind::Qwen3 => {
+                let Some(size) = size else { return };
+                let kind = |layer| if self.window(layer).is_some() { WINDOWED } else { WHOLE };
+                value["use_sliding_window"] = json!(true);
+                value["sliding_window"] = json!(size);
+                value["layer_types"] = (0..self.num_hidden_layers).map(kind).collect();
+            }
+        }
+    }
+}
+
+/// What stands in files for a block whose queries see a window of keys, and for one whose queries see all.
+const WINDOWED: &str = "sliding_attention";
+const WHOLE: &str = "full_attention";
 
 /// What is read. A field that changes what the model computes is named here; all others are kept.
 #[derive(Deserialize)]
@@ -273,7 +303,6 @@ struct Raw {
 impl Raw {
     fn check(mut self, kind: LlamaKind) -> Result<LlamaConfig, Vec<String>> {
         let mut faults = Faults(self.unsupported(kind));
-        let window = self.window(kind);
         // Without a number of key heads each query head has its own; the other members say how many there are.
         let key_heads = self.num_attention_heads.filter(|_| kind == LlamaKind::Llama);
         let mut config = LlamaConfig::new(
@@ -297,12 +326,7 @@ impl Raw {
                 "`num_attention_heads` is {heads}, which {key_heads} key heads (`num_key_value_heads`) do not divide"
             ));
         }
-        if let Some(window) = window.filter(|w| *w < config.max_position_embeddings as u64) {
-            let positions = config.max_position_embeddings;
-            faults.add(format!(
-                "`sliding_window` is {window} of {positions} positions; run are models without one"
-            ));
-        }
+        config.windows = self.windows(&config, &mut faults);
         config.rms_norm_eps = faults.number("rms_norm_eps", self.rms_norm_eps, 1e-6, 1.0);
         config.attention_dropout = faults.number("attention_dropout", self.attention_dropout, 0.0, 1.0);
         config.initializer_range = faults.number("initializer_range", self.initializer_range, 0.02, 1e3);
@@ -340,16 +364,50 @@ impl Raw {
         channels
     }
 
-    /// How many keys a query sees at most.
-    fn window(&self, kind: LlamaKind) -> Option<u64> {
+    /// How many keys a query sees at most in each block; empty where none is hidden from any.
+    fn windows(&self, config: &LlamaConfig, faults: &mut Faults) -> Vec<Option<usize>> {
+        let (kind, layers) = (config.kind, config.num_hidden_layers);
         let field = self.others.get("sliding_window");
-        let is_set = |name: &str| self.others.get(name).and_then(Value::as_bool) == Some(true);
-        match kind {
-            LlamaKind::Llama => None,
-            LlamaKind::Mistral => field.map_or(Some(4096), Value::as_u64),
+        let on = match kind {
+            LlamaKind::Llama => false,
+            LlamaKind::Mistral => field.is_none_or(|size| !size.is_null()),
             LlamaKind::Qwen2 | LlamaKind::Qwen3 => {
-                field.filter(|_| is_set("use_sliding_window")).and_then(Value::as_u64)
+                self.others.get("use_sliding_window").and_then(Value::as_bool) == Some(true)
+                    && field.is_none_or(|size| !size.is_null())
             }
+        };
+        if !on {
+            return Vec::new();
+        }
+        let size = match field {
+            None => 4096,
+            Some(size) => match size.as_u64() {
+                Some(n) => faults.extent("sliding_window", Some(n), None),
+                None => {
+                    faults.add(format!("`sliding_window` is {size}, which is no number of keys"));
+                    1
+                }
+            },
+        };
+        let limit = (size < config.max_position_embeddings).then_some(size);
+        let Some(limit) = limit else { return Vec::new() };
+        let types = self.others.get("layer_types").filter(|t| !t.is_null() && kind != LlamaKind::Mistral);
+        if let Some(types) = types {
+            let types: Vec<&str> = types.as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+            if types.len() != layers || types.iter().any(|t| ![WINDOWED, WHOLE].contains(t)) {
+                faults.add(format!("`layer_types` is not a list of {layers} words {WINDOWED} or {WHOLE}"));
+            }
+            return types.iter().map(|t| (*t == WINDOWED).then_some(limit)).collect();
+        }
+        let first = match kind {
+            LlamaKind::Qwen2 | LlamaKind::Qwen3 => {
+                self.others.get("max_window_layers").and_then(Value::as_u64).unwrap_or(28) as usize
+            }
+            LlamaKind::Llama | LlamaKind::Mistral => 0,
+        };
+        match first {
+            _ if first >= layers => Vec::new(),
+            _ => (0..layers).map(|layer| (layer >= first).then_some(limit)).collect(),
         }
     }
 

@@ -4,6 +4,7 @@
 //! mapped, so that a file that shrinks under a run is an error and not a signal.
 
 mod disk;
+mod distinct;
 pub mod header;
 pub mod files;
 mod part;
@@ -11,10 +12,12 @@ mod fields;
 mod rotary;
 pub mod gpt2;
 pub mod llama;
+pub mod bert;
 pub mod family;
 pub mod folder;
 pub mod shards;
 
+pub use bert::{BertConfig, BertHead};
 pub use family::ModelConfig;
 pub use fields::{CONFIG_FILE, WEIGHTS_FILE};
 pub use files::{TensorFile, TensorWriter};

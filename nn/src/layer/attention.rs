@@ -103,18 +103,20 @@ impl Attention {
         let c = q.shape()[3];
         let mut scores = q.einsum("b t h c, b s h c -> b h t s", k).scale(1.0 / (c as f64).sqrt());
         if self.causal {
-            scores = scores.add(&hidden_keys(q, k.shape()[1]));
+            scores = scores.add(&hidden_keys(q, k.shape()[1], None));
         }
         self.drop.forward(&scores.softmax()).einsum("b h t s, b s h c -> b t h c", v)
     }
 }
 
 /// What is added to scores `[.., t, s]` of the queries `[b, t, ..]` so that the last sees all keys, and each one before it
-/// one less.
+/// one less; with a window, the last so many of these.
 #[track_caller]
-pub(super) fn hidden_keys(q: &Var, s: usize) -> Var {
+pub(super) fn hidden_keys(q: &Var, s: usize, window: Option<usize>) -> Var {
     let t = q.shape()[1];
-    let hidden = |i: usize| if i % s + t > i / s + s { f32::NEG_INFINITY } else { 0.0 };
+    // Key j is hidden from query i behind it, and as many as there are in a window before it.
+    let is_hidden = |(i, j)| j + t > i + s || window.is_some_and(|keys| j + t + keys <= i + s);
+    let hidden = |at: usize| if is_hidden((at / s, at % s)) { f32::NEG_INFINITY } else { 0.0 };
     let mask: Vec<f32> = (0..t * s).map(hidden).collect();
     q.constant(unwind(Tensor::from_host(q.rank(), &[t, s], &mask)).cast(q.dtype()))
 }

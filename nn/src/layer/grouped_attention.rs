@@ -30,6 +30,7 @@ module! {
         pub k_norm: Option<RmsNorm>,
         drop: Dropout;
         frequencies: Rc<[f64]>,
+        window: Option<usize>,
     }
 }
 
@@ -61,7 +62,14 @@ impl GroupedAttention {
             k_norm: None,
             drop: Dropout::default(),
             frequencies: frequencies.into(),
+            window: None,
         }
+    }
+
+    /// The same layer, in which a token attends to the last `keys` tokens only, itself included.
+    #[must_use]
+    pub fn window(self, keys: Option<usize>) -> GroupedAttention {
+        GroupedAttention { window: keys, ..self }
     }
 
     /// The same layer with biases in the products that make queries, keys and values, and in the one that joins heads.
@@ -133,8 +141,11 @@ impl GroupedAttention {
             Some(past) => past.extend(&k, &v),
             None => (k, v),
         };
-        let y =
-            if self.drop.is_on(x.tape()) { self.spelled_out(&q, &k, &v) } else { q.attention(&k, &v, true) };
+        let y = match self.window {
+            _ if self.drop.is_on(x.tape()) => self.spelled_out(&q, &k, &v),
+            Some(keys) => q.window_attention(&k, &v, keys),
+            None => q.attention(&k, &v, true),
+        };
         self.o_proj.forward(&y)
     }
 
@@ -143,7 +154,7 @@ impl GroupedAttention {
     fn spelled_out(&self, q: &Var, k: &Var, v: &Var) -> Var {
         let c = *q.shape().last().expect("queries have channels");
         let scores = q.einsum("b t g r c, b s g c -> b g r t s", k).scale(1.0 / (c as f64).sqrt());
-        let scores = scores.add(&hidden_keys(q, k.shape()[1]));
+        let scores = scores.add(&hidden_keys(q, k.shape()[1], self.window));
         self.drop.forward(&scores.softmax()).einsum("b g r t s, b s g c -> b t g r c", v)
     }
 }

@@ -10,6 +10,7 @@ mod attention;
 mod block;
 mod gated_mlp;
 mod grouped_attention;
+mod self_attention;
 
 pub use attention::Attention;
 pub use block::Block;
@@ -21,3 +22,4 @@ pub use layer_norm::LayerNorm;
 pub use linear::Linear;
 pub use mlp::Mlp;
 pub use rms_norm::RmsNorm;
+pub use self_attention::SelfAttention;

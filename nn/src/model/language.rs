@@ -1,5 +1,6 @@
-//! A language model of any family.
+//! A model of any family.
 
+use super::bert::Bert;
 use super::family::Family;
 use super::gpt2::Gpt2;
 use super::llama::Llama;
@@ -8,6 +9,7 @@ use crate::hf::ModelConfig;
 use crate::module::Module;
 use crate::plan::Plan;
 use shardgrad_autograd::Var;
+use shardgrad_tensor::{Error, Kind};
 
 /// A model of the family that a config names. Its parameters have the names that they have in the family's own struct.
 #[derive(Debug)]
@@ -16,6 +18,8 @@ pub enum LanguageModel {
     Gpt2(Box<Gpt2>),
     /// `llama`, `mistral`, `qwen2` and `qwen3`.
     Llama(Box<Llama>),
+    /// `bert`, which predicts tokens that are hidden from it instead of the next one.
+    Bert(Box<Bert>),
 }
 
 impl LanguageModel {
@@ -29,6 +33,7 @@ impl LanguageModel {
         match config {
             ModelConfig::Gpt2(config) => LanguageModel::Gpt2(Box::new(Gpt2::new(config))),
             ModelConfig::Llama(config) => LanguageModel::Llama(Box::new(Llama::new(config))),
+            ModelConfig::Bert(config) => LanguageModel::Bert(Box::new(Bert::new(config))),
         }
     }
 
@@ -38,6 +43,7 @@ impl LanguageModel {
         match config {
             ModelConfig::Gpt2(config) => Gpt2::plan(config),
             ModelConfig::Llama(config) => Llama::plan(config),
+            ModelConfig::Bert(config) => Bert::plan(config),
         }
     }
 
@@ -47,19 +53,22 @@ impl LanguageModel {
         match self {
             LanguageModel::Gpt2(model) => LanguageModel::Gpt2(Box::new(model.recompute(recompute))),
             LanguageModel::Llama(model) => LanguageModel::Llama(Box::new(model.recompute(recompute))),
+            LanguageModel::Bert(model) => LanguageModel::Bert(Box::new(model.recompute(recompute))),
         }
     }
 
-    /// Logits of the next token: `[b, t]` (i64) to `[b, t, vocab_size]`.
+    /// Logits of the next token, or, of an encoder, of the token at each place: `[b, t]` (i64) to `[b, t, vocab_size]`.
     ///
     /// # Panics
-    /// Unwinds with `Kind::Shape` if the ids have other dims, or are longer than the model has positions.
+    /// Unwinds with `Kind::Shape` if the ids have other dims, or are longer than the model has positions; with
+    /// `Kind::Unsupported` if an encoder has no head of tokens.
     #[track_caller]
     #[must_use]
     pub fn forward(&self, ids: &Var) -> Var {
         match self {
             LanguageModel::Gpt2(model) => model.forward(ids),
             LanguageModel::Llama(model) => model.forward(ids),
+            LanguageModel::Bert(model) => model.forward(ids, None, None),
         }
     }
 
@@ -67,13 +76,17 @@ impl LanguageModel {
     /// which then holds them too.
     ///
     /// # Panics
-    /// As [`LanguageModel::forward`], for all positions read so far; and if the cache is of another model.
+    /// As [`LanguageModel::forward`], for all positions read so far; and if the cache is of another model. Unwinds with
+    /// `Kind::Unsupported` for an encoder.
     #[track_caller]
     #[must_use]
     pub fn next(&self, ids: &Var, cache: &mut Cache) -> Var {
         match self {
             LanguageModel::Gpt2(model) => model.next(ids, cache),
             LanguageModel::Llama(model) => model.next(ids, cache),
+            LanguageModel::Bert(_) => Error::new(Kind::Unsupported, "an encoder does not continue a text")
+                .at(std::panic::Location::caller())
+                .raise(),
         }
     }
 
@@ -83,19 +96,46 @@ impl LanguageModel {
         Cache::new(match self {
             LanguageModel::Gpt2(model) => model.h.len(),
             LanguageModel::Llama(model) => model.model.layers.len(),
+            LanguageModel::Bert(_) => 0,
         })
     }
 
-    /// Mean next-token cross-entropy over all tokens: ids and targets `[b, t]` (i64), a scalar in the accumulator type.
+    /// Mean cross-entropy over all tokens: ids and targets `[b, t]` (i64), a scalar in the accumulator type. The targets of an
+    /// encoder are those of hidden tokens, negative elsewhere.
     ///
     /// # Panics
     /// As [`LanguageModel::forward`], and if a target is outside of the vocabulary.
     #[track_caller]
     #[must_use]
     pub fn loss(&self, ids: &Var, targets: &Var) -> Var {
+        self.loss_of(&[ids.clone(), targets.clone()])
+    }
+
+    /// [`LanguageModel::loss`] of ids, targets, and, for an encoder whose rows are filled up, mask and types as
+    /// [`Bert::hidden`] takes them.
+    ///
+    /// # Panics
+    /// As [`LanguageModel::loss`], and if there are less than two arguments.
+    #[track_caller]
+    #[must_use]
+    pub fn loss_of(&self, x: &[Var]) -> Var {
         match self {
-            LanguageModel::Gpt2(model) => model.loss(ids, targets),
-            LanguageModel::Llama(model) => model.loss(ids, targets),
+            LanguageModel::Gpt2(model) => model.loss(&x[0], &x[1]),
+            LanguageModel::Llama(model) => model.loss(&x[0], &x[1]),
+            LanguageModel::Bert(model) => model.loss(&x[0], &x[1], x.get(2), x.get(3)),
+        }
+    }
+
+    /// [`LanguageModel::forward`] of the same arguments; the targets are not looked at.
+    ///
+    /// # Panics
+    /// As [`LanguageModel::forward`], and if there is no argument.
+    #[track_caller]
+    #[must_use]
+    pub fn forward_of(&self, x: &[Var]) -> Var {
+        match self {
+            LanguageModel::Bert(model) => model.forward(&x[0], x.get(2), x.get(3)),
+            LanguageModel::Gpt2(_) | LanguageModel::Llama(_) => self.forward(&x[0]),
         }
     }
 
@@ -103,6 +143,7 @@ impl LanguageModel {
         match self {
             LanguageModel::Gpt2(model) => &**model,
             LanguageModel::Llama(model) => &**model,
+            LanguageModel::Bert(model) => &**model,
         }
     }
 }

@@ -61,13 +61,14 @@ impl LlamaBlock {
     /// As [`Llama::new`].
     #[track_caller]
     #[must_use]
-    fn new(config: &LlamaConfig, frequencies: &[f64]) -> LlamaBlock {
+    fn new(config: &LlamaConfig, layer: usize, frequencies: &[f64]) -> LlamaBlock {
         let (d, std) = (config.hidden_size, Init::Normal(config.initializer_range));
         let norm = || RmsNorm::new(d).eps(config.rms_norm_eps);
         let heads = [config.num_key_value_heads, config.heads_per_key(), config.head_dim];
         let attention = GroupedAttention::new(d, heads, frequencies)
             .init(std)
             .bias(config.attention_bias, config.output_bias())
+            .window(config.window(layer))
             .dropout(config.attention_dropout);
         LlamaBlock {
             input_layernorm: norm(),
@@ -117,7 +118,7 @@ impl Llama {
             model: LlamaTrunk {
                 embed_tokens: table(),
                 layers: (0..config.num_hidden_layers)
-                    .map(|_| LlamaBlock::new(config, &frequencies))
+                    .map(|layer| LlamaBlock::new(config, layer, &frequencies))
                     .collect(),
                 norm: RmsNorm::new(d).eps(config.rms_norm_eps),
             },

@@ -3,7 +3,9 @@
 mod norm;
 mod schedule;
 mod adamw;
+mod sgd;
 
 pub use adamw::{AdamW, Group, Report, StepArgs};
 pub use norm::{Norm, grad_norm};
 pub use schedule::Schedule;
+pub use sgd::Sgd;

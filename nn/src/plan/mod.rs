@@ -2,12 +2,13 @@
 
 mod rule;
 mod data;
+mod bert;
 mod gpt2;
 mod llama;
 mod pipeline;
 mod tensor;
 
-pub use pipeline::Pipeline;
+pub use pipeline::{PassOrder, Pipeline};
 pub(crate) use rule::Subject;
 
 use crate::name::{matches, nearest};

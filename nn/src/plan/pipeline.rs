@@ -1,7 +1,7 @@
 //! Pipeline parallelism: the layers of a model are spread over an axis.
 
 use super::Plan;
-use shardgrad_autograd::pipeline::Cut;
+use shardgrad_autograd::pipeline::{Cut, Schedule};
 use shardgrad_tensor::{Axis, Mesh};
 use std::fmt;
 
@@ -12,8 +12,17 @@ pub struct Pipeline {
     pub axis: String,
     /// Where the recorded program is cut.
     pub cut: Cut,
-    /// The name of the schedule.
-    pub schedule: String,
+    /// The order of passes.
+    pub order: PassOrder,
+}
+
+/// In which order the ranks of a pipeline run their passes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PassOrder {
+    /// A schedule by its name, one of [`NAMES`](shardgrad_autograd::pipeline::NAMES).
+    Named(String),
+    /// Lists of actions, for as many ranks as the axis has and as many microbatches as the trainer cuts a batch into.
+    Lists(Schedule),
 }
 
 impl Plan {
@@ -21,8 +30,8 @@ impl Plan {
     /// backward pass in turn. A [`Trainer`](crate::Trainer) follows it; on a mesh without the axis nothing changes.
     #[must_use]
     pub fn pipeline(axis: &str) -> Plan {
-        let (cut, schedule) = (Cut::Balanced, "1f1b".to_string());
-        Plan { pipeline: Some(Pipeline { axis: axis.to_string(), cut, schedule }), ..Plan::new() }
+        let (cut, order) = (Cut::Balanced, PassOrder::Named("1f1b".to_string()));
+        Plan { pipeline: Some(Pipeline { axis: axis.to_string(), cut, order }), ..Plan::new() }
     }
 
     /// The same plan, whose pipeline is cut elsewhere. Without a pipeline nothing changes.
@@ -33,10 +42,22 @@ impl Plan {
     }
 
     /// The same plan, whose pipeline runs another schedule, one of
-    /// [`NAMES`](shardgrad_autograd::pipeline::NAMES).
+    /// [`NAMES`](shardgrad_autograd::pipeline::NAMES). What is searched is searched for times that a [`Trainer`](crate::Trainer)
+    /// measures before its first step.
     #[must_use]
-    pub fn schedule(mut self, name: &str) -> Plan {
-        self.pipeline.iter_mut().for_each(|p| p.schedule = name.to_string());
+    pub fn schedule(self, name: &str) -> Plan {
+        self.order(PassOrder::Named(name.to_string()))
+    }
+
+    /// The same plan, whose pipeline follows lists of actions that the caller has made. Transfers and reductions that they
+    /// do not spell are put in, and the whole is proved before the first step.
+    #[must_use]
+    pub fn schedule_lists(self, lists: Schedule) -> Plan {
+        self.order(PassOrder::Lists(lists))
+    }
+
+    fn order(mut self, order: PassOrder) -> Plan {
+        self.pipeline.iter_mut().for_each(|p| p.order = order.clone());
         self
     }
 
@@ -50,6 +71,10 @@ impl Plan {
 
 impl fmt::Display for Pipeline {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "pipeline {} {} {:?}", self.axis, self.schedule, self.cut)
+        let name = match &self.order {
+            PassOrder::Named(name) => name,
+            PassOrder::Lists(lists) => &lists.name,
+        };
+        write!(f, "pipeline {} {name} {:?}", self.axis, self.cut)
     }
 }

@@ -8,10 +8,10 @@ use shardgrad_tensor::{DType, Error, Kind, Mesh, Result, World};
 use std::path::{Path, PathBuf};
 
 /// A folder for one test, removed at its end.
-struct Folder(PathBuf);
+pub(crate) struct Folder(pub(crate) PathBuf);
 
 impl Folder {
-    fn new(name: &str) -> Folder {
+    pub(crate) fn new(name: &str) -> Folder {
         let dir = std::env::temp_dir().join(format!("shardgrad-folders-{name}-{}", std::process::id()));
         let _ = std::fs::remove_dir_all(&dir);
         Folder(dir)

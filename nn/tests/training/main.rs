@@ -12,3 +12,5 @@ mod llama;
 mod reading;
 mod steps;
 mod folders;
+mod bad_files;
+mod fuzz;

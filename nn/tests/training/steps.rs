@@ -2,7 +2,7 @@
 
 use crate::support::{MESHES, Setup, near, run};
 use shardgrad_nn::optim::Group;
-use shardgrad_nn::{AdamW, Gpt2, Init, Model, Param, Plan, StepArgs, module};
+use shardgrad_nn::{AdamW, Gpt2, Init, Model, Param, Plan, Sgd, StepArgs, module};
 use shardgrad_tensor::{DType, Error, Kind, Result, Value};
 
 module! {
@@ -119,6 +119,67 @@ fn training_is_the_same_on_every_mesh() {
         let here = losses(mesh, rounds);
         assert!(here.iter().zip(&alone).all(|(a, b)| (a - b).abs() < 1e-8), "{mesh}: {here:?} {alone:?}");
     }
+}
+
+#[test]
+fn descent_with_momentum_is_the_same_on_every_mesh() {
+    let losses = |mesh: &str| {
+        let setup = Setup::new();
+        let mut all = run(mesh, |rank| {
+            let model = setup.model(rank)?;
+            let mut optim = Sgd::new(0.05).momentum(0.5).nesterov().weight_decay(0.1);
+            (0..5)
+                .map(|_| {
+                    let tape = model.tape();
+                    let (loss, _) = setup.backward(&model, &tape)?;
+                    assert!(optim.update(&model, tape.gradients())?.applied);
+                    Ok(loss)
+                })
+                .collect::<Result<Vec<f64>>>()
+        });
+        all.swap_remove(0)
+    };
+    let alone = losses("");
+    assert!(alone[4] < alone[0] - 0.05, "{alone:?}");
+    for mesh in MESHES {
+        let here = losses(mesh);
+        assert!(here.iter().zip(&alone).all(|(a, b)| (a - b).abs() < 1e-8), "{mesh}: {here:?} {alone:?}");
+    }
+}
+
+#[test]
+fn descent_agrees_with_plain_numbers_and_goes_on_where_it_was() {
+    run("tp=2", |rank| {
+        let plan = Plan::new().store("matrix", "tp@0");
+        let model = Model::with_dtype(rank, Two::new(), &plan, 1, DType::F64)?;
+        let params = [&model.matrix, &model.vector];
+        let mut w: Vec<Vec<f64>> = params.iter().map(|p| p.tensor().to_f64()).collect::<Result<_>>()?;
+        let mut v: Vec<Vec<f64>> = w.iter().map(|w| vec![0.0; w.len()]).collect();
+        let mut optim = Sgd::new(0.1).momentum(0.8).weight_decay(0.5);
+        for step in 0..4 {
+            let tape = model.tape();
+            let (a, b) = (model.matrix.on_tape(&tape), model.vector.on_tape(&tape));
+            a.square().sum().add(&b.square().sum()).backward()?;
+            optim.update(&model, tape.gradients())?;
+            for ((w, v), decay) in w.iter_mut().zip(&mut v).zip([0.5, 0.0]) {
+                for (w, v) in w.iter_mut().zip(v) {
+                    *v = 0.8 * *v + 2.0 * *w + decay * *w;
+                    *w -= 0.1 * *v;
+                }
+            }
+            for (param, w) in params.iter().zip(&w) {
+                let got = param.tensor().to_f64()?;
+                assert!(got.iter().zip(w).all(|(a, b)| (a - b).abs() < 1e-12), "step {step}: {got:?}");
+            }
+            let kept: Vec<_> = params.iter().map(|p| optim.velocity(p).expect("it has stepped")).collect();
+            let saved = params.iter().copied().zip(kept);
+            let mut other = Sgd::new(0.1).momentum(0.8).weight_decay(0.5);
+            other.restore(optim.num_steps(), saved)?;
+            optim = other;
+        }
+        assert_eq!(optim.num_steps(), 4);
+        Ok(())
+    });
 }
 
 #[test]

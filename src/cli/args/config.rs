@@ -85,22 +85,32 @@ fn arguments(table: &toml::Table, command: &Command, given: &ArgMatches) -> (Vec
         }
         match argument(option, &long, value, command) {
             Err(why) => faults.push(format!("`{key}`: {why}")),
-            Ok(Some(argument)) if !is_overruled(option, command, given) => arguments.push(argument),
+            Ok(found) if !is_overruled(option, command, given) => arguments.extend(found),
             Ok(_) => {}
         }
     }
     (arguments, faults)
 }
 
-/// `--option=value`, checked as if it had been typed; `None` for a flag that is off.
-fn argument(option: &Arg, long: &str, value: &Value, command: &Command) -> Result<Option<String>, String> {
+/// `--option=value`, checked as if it had been typed; once for each value of a list, never for a flag that is off.
+fn argument(option: &Arg, long: &str, value: &Value, command: &Command) -> Result<Vec<String>, String> {
     let found = value.type_str();
+    if let (ArgAction::Append, Value::Array(list)) = (option.get_action(), value) {
+        let each = list.iter().map(|value| argument(option, long, value, command));
+        return Ok(each.collect::<Result<Vec<_>, _>>()?.concat());
+    }
     if matches!(option.get_action(), ArgAction::SetTrue) {
         let on = value.as_bool().ok_or_else(|| format!("must be true or false; found: {found}"))?;
-        return Ok(on.then(|| format!("--{long}")));
+        return Ok(on.then(|| format!("--{long}")).into_iter().collect());
     }
     let parser = option.get_value_parser().type_id();
-    let numbers = [TypeId::of::<usize>(), TypeId::of::<u64>(), TypeId::of::<f64>(), TypeId::of::<Duration>()];
+    let numbers = [
+        TypeId::of::<usize>(),
+        TypeId::of::<u32>(),
+        TypeId::of::<u64>(),
+        TypeId::of::<f64>(),
+        TypeId::of::<Duration>(),
+    ];
     let text = match value {
         Value::Integer(n) if numbers.iter().any(|t| parser == *t) => n.to_string(),
         Value::Float(x) if numbers.iter().any(|t| parser == *t) => x.to_string(),
@@ -110,7 +120,7 @@ fn argument(option: &Arg, long: &str, value: &Value, command: &Command) -> Resul
     };
     let typed = format!("--{long}={text}");
     let checked = command.clone().try_get_matches_from([command.get_name(), &typed]);
-    checked.map(|_| Some(typed)).map_err(|e| {
+    checked.map(|_| vec![typed.clone()]).map_err(|e| {
         // The first line of clap's message is `error: invalid value 'x' for '--option <X>': why`.
         let said = e.to_string();
         let line = said.lines().next().unwrap_or_default();
@@ -155,18 +165,21 @@ mod tests {
     #[test]
     fn options_stand_in_a_file_and_the_command_line_wins() {
         let file = "steps = 7\nlr-schedule = \"constant\"\nweight_decay = 0\nmesh = \"dp=2\"\nno-shuffle = true\n\
-                    json = false\ndata = \"text\"\ntimeout = 2.5\n";
+                    json = false\ndata = [\"text\", \"more\"]\ntimeout = 2.5\n";
         let Chosen::Train(args) = parsed(file, &["train", "--steps", "9"]).unwrap().command else { panic!() };
         assert_eq!(
             (args.steps.steps, args.optim.weight_decay, args.no_shuffle, args.json),
             (9, 0.0, true, false)
         );
-        assert_eq!((args.run.mesh.to_string(), args.source.data), ("mesh(dp=2)".into(), Some("text".into())));
+        assert_eq!(
+            (args.run.mesh.to_string(), args.source.data),
+            ("mesh(dp=2)".into(), vec!["text".into(), "more".into()])
+        );
         // An option that the typed one excludes gives way.
         let Chosen::Train(args) = parsed(file, &["train", "--tokens", "ids"]).unwrap().command else {
             panic!()
         };
-        assert_eq!((args.source.data, args.source.tokens), (None, Some("ids".into())));
+        assert_eq!((args.source.data, args.source.tokens), (Vec::new(), Some("ids".into())));
         let Chosen::Generate(args) =
             parsed("prompt = \"fn \"\ngreedy = true", &["generate"]).unwrap().command
         else {

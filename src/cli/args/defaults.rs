@@ -20,6 +20,7 @@ pub(super) const GRAD_CLIP: &str = "1";
 pub(super) const EVAL_EVERY: usize = 100;
 pub(super) const EVAL_BATCH: &str = "16";
 pub(super) const TIMEOUT_SECONDS: &str = "60";
+pub(super) const SHARD_SIZE: &str = "5GB";
 pub(super) const NEW_TOKENS: &str = "200";
 pub(super) const TEMPERATURE: &str = "0.8";
 /// More ranks than this are not started as threads of one process.

@@ -2,7 +2,8 @@
 
 use super::values;
 use clap::Args;
-use shardgrad::autograd::pipeline::{Cut, Schedule};
+use shardgrad::autograd::pipeline::{Cut, Schedule, held_max};
+use shardgrad::nn::plan::PassOrder;
 use shardgrad::prelude::*;
 
 /// Options of pieces and stages.
@@ -12,10 +13,11 @@ pub(crate) struct PipelineArgs {
     /// Equal parts that the batch is cut into [default: 1; on pp=N at most 2N, as many as divide the batch]
     #[arg(long, value_name = "N", value_parser = values::count)]
     microbatches: Option<usize>,
-    /// Order of passes over the axis pp: gpipe, 1f1b, interleaved-2, zb-h1, zb-h2, zb-v, v-half
-    #[arg(long, value_name = "NAME", default_value = "1f1b", value_parser = values::schedule)]
-    schedule: String,
-    /// Where the model is cut: balanced, layers a stage as in 3,5, or where stages begin as in h.2,h.7
+    /// Order of passes over the axis pp: gpipe, 1f1b, interleaved-2, zb-h1, zb-h2, zb-v, v-half, v-min, dualpipe-v, searched
+    /// (searched-6 to hold 6 microbatches at most), or a file with lists
+    #[arg(long, value_name = "NAME|FILE", default_value = "1f1b", value_parser = values::schedule)]
+    schedule: PassOrder,
+    /// Where the model is cut: balanced, measured, layers a stage as in 3,5, or where stages begin as in h.2,h.7
     #[arg(long, value_name = "CUTS", default_value = "balanced", value_parser = values::cut)]
     cut: Cut,
 }
@@ -23,16 +25,35 @@ pub(crate) struct PipelineArgs {
 impl PipelineArgs {
     /// A plan with the pipeline that was asked for.
     pub(crate) fn plan(&self, plan: Plan) -> Plan {
-        plan.schedule(&self.schedule).cut(self.cut.clone())
+        let plan = plan.cut(self.cut.clone());
+        match &self.schedule {
+            PassOrder::Named(name) => plan.schedule(name),
+            PassOrder::Lists(lists) => plan.schedule_lists(lists.clone()),
+        }
+    }
+
+    /// Whether cuts or lists depend on times that are measured.
+    pub(crate) fn measures(&self) -> bool {
+        let searched = matches!(&self.schedule, PassOrder::Named(name) if held_max(name, 1).is_some());
+        searched || self.cut == Cut::Measured
     }
 
     /// How many pieces a batch is cut into on a mesh.
     pub(crate) fn microbatches(&self, mesh: &Mesh, batch: usize) -> usize {
         let stages = mesh.axis("pp").map_or(1, |axis| mesh.size(axis));
         let most = if stages > 1 { 2 * stages } else { 1 };
-        let runs = |m: usize| stages == 1 || Schedule::named(&self.schedule, stages, m).is_ok();
+        let runs = |m: usize| match &self.schedule {
+            _ if stages == 1 => true,
+            PassOrder::Named(name) => held_max(name, 1).is_some() || Schedule::named(name, stages, m).is_ok(),
+            PassOrder::Lists(lists) => lists.num_microbatches == m,
+        };
+        let told = match &self.schedule {
+            PassOrder::Lists(lists) if stages > 1 => Some(lists.num_microbatches),
+            _ => None,
+        };
         let fits = |m: &usize| batch.is_multiple_of(*m) && runs(*m);
-        self.microbatches.unwrap_or_else(|| (1..=most.min(batch)).rev().find(fits).unwrap_or(1))
+        let found = || (1..=most.min(batch)).rev().find(fits).unwrap_or(1);
+        self.microbatches.or(told).unwrap_or_else(found)
     }
 
     /// What is wrong with it for a batch, if anything is.

@@ -2,6 +2,7 @@
 
 use super::{DataArgs, ModelArgs, PipelineArgs, RunArgs, defaults, seq, values};
 use clap::{Args, ValueEnum};
+use shardgrad::kernels::DType;
 use shardgrad::nn::{ModelConfig, Schedule};
 use shardgrad::{Error, Kind, Result};
 use std::path::PathBuf;
@@ -39,6 +40,15 @@ pub(crate) struct TrainArgs {
     /// Folder for metrics.jsonl, loss.svg and model/; what is there is replaced
     #[arg(long, value_name = "DIR", default_value = defaults::OUT, help_heading = "Output")]
     pub(crate) out: PathBuf,
+    /// Largest file of weights, as in 500MB or 5GB; a model of more has several and an index
+    #[arg(
+        long, value_name = "BYTES", default_value = defaults::SHARD_SIZE, help_heading = "Output",
+        value_parser = values::bytes
+    )]
+    pub(crate) shard_size: u64,
+    /// Numbers of the saved weights [default: those of the run]
+    #[arg(long, value_name = "NAME", value_parser = super::dtypes(), help_heading = "Output")]
+    pub(crate) save_dtype: Option<DType>,
     /// Steps between measurements of the loss on the held-out tenth of the text; 0 for none [default: 100]
     #[arg(long, value_name = "N", help_heading = "Output", value_parser = values::count_or_none)]
     eval_every: Option<usize>,

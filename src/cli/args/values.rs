@@ -4,7 +4,9 @@ use super::nearest::nearest;
 use shardgrad::autograd::pipeline::{Cut, NAMES, Schedule, Times};
 use shardgrad::dist::Mesh;
 use shardgrad::nn::ModelConfig;
+use shardgrad::nn::plan::PassOrder;
 use shardgrad::{Error, Kind, Result};
+use std::path::Path;
 use std::time::Duration;
 
 /// The axes of a mesh in their fixed order, outermost first.
@@ -50,13 +52,22 @@ pub(super) fn cut(text: &str) -> Result<Cut> {
     text.parse()
 }
 
-/// The name of a pipeline schedule.
-pub(super) fn schedule(text: &str) -> Result<String, String> {
+/// The name of a pipeline schedule, or a file with the lists of one.
+pub(super) fn schedule(text: &str) -> Result<PassOrder> {
     if Schedule::named(text, 1, 1).is_ok() {
-        return Ok(text.to_string());
+        return Ok(PassOrder::Named(text.to_string()));
     }
-    let near = nearest(text, NAMES).map_or(String::new(), |n| format!("did you mean `{n}`? "));
-    Err(format!("there is no such schedule; {near}schedules are {}", NAMES.join(", ")))
+    let path = Path::new(text);
+    if !path.exists() {
+        let near = nearest(text, NAMES).map_or(String::new(), |n| format!("did you mean `{n}`? "));
+        let help =
+            format!("{near}schedules are {}, or a file with lists (plan --save FILE)", NAMES.join(", "));
+        let error = Error::new(Kind::Config, "there is no such schedule and no such file");
+        return Err(error.detail("help", help));
+    }
+    let lists = std::fs::read_to_string(path)
+        .map_err(|e| Error::new(Kind::Io, format!("cannot read {}: {e}", path.display())))?;
+    Schedule::from_text(&lists).map(PassOrder::Lists)
 }
 
 /// Three times of a pass: forward, gradients of inputs, gradients of weights.
@@ -80,6 +91,16 @@ pub(super) fn count(text: &str) -> Result<usize, String> {
 /// A whole number, zero included.
 pub(super) fn count_or_none(text: &str) -> Result<usize, String> {
     if text == "0" { Ok(0) } else { count(text).map_err(|why| why.replace("at least 1", "at least 0")) }
+}
+
+/// A number of bytes, at least one: `5GB`, `500MB`, `20KB` (powers of 1000), or without a unit.
+pub(super) fn bytes(text: &str) -> Result<u64, String> {
+    let units = [("GB", 1_000_000_000), ("MB", 1_000_000), ("KB", 1000), ("", 1)];
+    let read = |(unit, size): (&str, u64)| {
+        text.strip_suffix(unit)?.trim_end().parse::<u64>().ok()?.checked_mul(size)
+    };
+    let found = units.into_iter().find_map(read).filter(|n| *n > 0);
+    found.ok_or_else(|| "must be a number of bytes above 0, as in 500MB or 5GB".to_string())
 }
 
 /// A finite number for which `good` holds; `what` says which ones those are.
@@ -116,6 +137,17 @@ pub(super) fn seconds(text: &str) -> Result<Duration, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bytes_by_hand() {
+        assert_eq!(
+            ["5GB", "12 MB", "3KB", "7"].map(|text| bytes(text).unwrap()),
+            [5_000_000_000, 12_000_000, 3000, 7]
+        );
+        for bad in ["", "GB", "0", "0MB", "-1", "1.5GB", "5TB", "99999999999999GB"] {
+            assert!(bytes(bad).is_err(), "{bad}");
+        }
+    }
 
     #[test]
     fn meshes_are_put_in_order() {

@@ -53,13 +53,29 @@ impl Sleeper {
     }
 }
 
+/// Ranks and microbatches of the lists that are made and proved without being run.
+const LONG: (usize, usize) = (64, 512);
+
 /// Runs every schedule on every number of ranks.
 pub(super) fn run(bench: &Bench) -> Result<()> {
+    for name in NAMES {
+        let seconds = bench.seconds(1, || {
+            let schedule = Schedule::named(name, LONG.0, LONG.1)?;
+            let links = chain(schedule.num_stages());
+            schedule.with_transfers(&links).verify(&links).map(drop)
+        })?;
+        bench.tell(
+            "pipeline-list",
+            name,
+            &format!("pp={}, {} microbatches", LONG.0, LONG.1),
+            seconds,
+            Work::Call,
+        );
+    }
     for num_ranks in RANKS {
         for name in NAMES {
-            let num_microbatches = 2 * num_ranks;
-            let schedule = Schedule::named(name, num_ranks, num_microbatches)?;
-            let (expected, seconds) = (simulated(&schedule), measured(name, &schedule, num_microbatches)?);
+            let (schedule, naps, seconds) = measured(name, num_ranks, 2 * num_ranks)?;
+            let expected = simulated(&schedule, &naps);
             bench.tell("pipeline", name, &format!("pp={num_ranks}"), seconds, Work::Call);
             if !bench.json {
                 let more = 100.0 * (seconds / expected - 1.0);
@@ -70,22 +86,31 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
     Ok(())
 }
 
-/// Seconds of a step by the simulator. The first stage has nothing to hand back.
-fn simulated(schedule: &Schedule) -> f64 {
-    let unit = UNIT.as_secs_f64();
-    let n = schedule.num_stages();
-    let links: Vec<(usize, usize)> = (1..n).map(|s| (s - 1, s)).collect();
-    let times =
-        |stage: usize| Times { forward: unit, input: if stage == 0 { 0.0 } else { unit }, weight: unit };
-    schedule.simulate(&links, &(0..n).map(times).collect::<Vec<_>>(), 0.0).makespan()
+fn chain(num_stages: usize) -> Vec<(usize, usize)> {
+    (1..num_stages).map(|s| (s - 1, s)).collect()
 }
 
-/// Seconds of a step as it runs: the median of five, after one.
-fn measured(name: &str, schedule: &Schedule, num_microbatches: usize) -> Result<f64> {
-    let num_ranks = schedule.ranks.len();
+/// Seconds of a step by the simulator, whose stages nap so often. The first stage has nothing to hand back, so what goes from
+/// nap to nap in it is not waited for.
+fn simulated(schedule: &Schedule, naps: &[usize]) -> f64 {
+    let unit = UNIT.as_secs_f64();
+    let times = |(stage, naps): (usize, &usize)| {
+        let each = *naps as f64 * unit;
+        match stage {
+            0 => Times { forward: each, input: 0.0, weight: (2.0 * each - unit).max(0.0) },
+            _ => Times { forward: each, input: each, weight: each },
+        }
+    };
+    let times: Vec<Times> = naps.iter().enumerate().map(times).collect();
+    schedule.simulate(&chain(naps.len()), &times, 0.0).makespan()
+}
+
+/// The lists that were run, the naps of each stage, and seconds of a step as it ran: the median of five, after one.
+fn measured(name: &str, num_ranks: usize, num_microbatches: usize) -> Result<(Schedule, Vec<usize>, f64)> {
+    let num_layers = Schedule::named(name, num_ranks, num_microbatches)?.num_stages();
     let plan = Plan::pipeline("pp").schedule(name);
     let ranks = World::new(Mesh::new(&[("pp", num_ranks)])?).threads(1).launch(|rank| {
-        let model = Sleeper { layers: (0..schedule.num_stages()).map(|_| Param::new(&[1])).collect() };
+        let model = Sleeper { layers: (0..num_layers).map(|_| Param::new(&[1])).collect() };
         let read = |rank: &Rank, _: u64, rows: Range<usize>| {
             Ok(vec![Tensor::from_host(rank, &[rows.len(), 1], &vec![1.0f32; rows.len()])?])
         };
@@ -104,7 +129,12 @@ fn measured(name: &str, schedule: &Schedule, num_microbatches: usize) -> Result<
         }
         seconds.remove(0);
         seconds.sort_by(f64::total_cmp);
-        Ok(seconds[seconds.len() / 2])
+        let schedule = trainer.schedule().cloned().expect("the mesh has a pipeline axis");
+        // The naps are the first ops.
+        let starts = trainer.stage_starts().into_iter().map(|(start, _)| start.min(num_layers));
+        let borders: Vec<usize> = starts.chain([num_layers]).collect();
+        let naps = borders.windows(2).map(|w| w[1] - w[0]).collect();
+        Ok((schedule, naps, seconds[seconds.len() / 2]))
     })?;
-    Ok(ranks[0])
+    Ok(ranks.into_iter().next().expect("a world has a rank"))
 }

@@ -1,4 +1,4 @@
-//! z = x + y, elementwise; the argument with fewer dims is repeated along the leading dims of the other.
+//! z = x + y, elementwise. Shapes are aligned at the last dim; missing dims and extents of 1 are repeated.
 
 use super::broadcast::Broadcast;
 use super::{Case, Input};
@@ -17,7 +17,13 @@ pub struct Add {
 }
 
 impl Add {
-    /// The sum of tensors with so many dims.
+    /// The sum of tensors of some shapes.
+    #[must_use]
+    pub fn between(first: &[usize], second: &[usize]) -> Rc<dyn Op> {
+        Rc::new(Add { shape: Broadcast::between(first, second) })
+    }
+
+    /// The same from numbers of dims alone: no extent of 1 is repeated.
     #[must_use]
     pub fn of(first: usize, second: usize) -> Rc<dyn Op> {
         Rc::new(Add { shape: Broadcast::of(first, second) })
@@ -38,7 +44,7 @@ impl Op for Add {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        Broadcast::launch(local, &ADD, x)
+        Broadcast::launch(local, &ADD, x, &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
@@ -54,6 +60,9 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new(Add::of(3, 2), vec![real(&[2, 5, 3]), real(&[5, 3])]).exact(),
         Case::new(Add::of(1, 3), vec![real(&[5]), real(&[2, 3, 5])]).exact(),
         Case::new(Add::of(1, 0), vec![real(&[5]), real(&[])]).exact(),
+        Case::fixed(Add::between(&[5, 1], &[3]), vec![real(&[5, 1]), real(&[3])]).exact(),
+        Case::fixed(Add::between(&[1, 3], &[5, 1]), vec![real(&[1, 3]), real(&[5, 1])]).exact(),
+        Case::fixed(Add::between(&[2, 5, 3], &[5, 1]), vec![real(&[2, 5, 3]), real(&[5, 1])]).exact(),
     ]
 }
 

@@ -1,7 +1,7 @@
 //! o_i = sum_j p_ij v_j with p_ij = exp(scale q_i k_j) / sum over the visible j, scale = 1 / sqrt(channels).
 //!
 //! If causal, query i of t sees the keys j <= i + s - t of s: the last query sees all keys, whether it stands at the end
-//! of the same sequence (t = s) or continues one (t < s).
+//! of the same sequence (t = s) or continues one (t < s). With a window of w, the last w of these keys only.
 
 use super::{Case, Input};
 use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float};
@@ -21,22 +21,33 @@ use std::rc::Rc;
 /// dk_j = scale sum_i p_ij (dp_ij - D_i) q_i; dk and dv are pending over what splits t or r.
 #[derive(Debug)]
 pub struct Attention {
-    causal: bool,
+    mask: Mask,
     grouped: bool,
 }
 
 /// All three cotangents, linear in g.
 #[derive(Debug)]
 struct AttentionBackward {
-    causal: bool,
+    mask: Mask,
     grouped: bool,
+}
+
+/// Which keys a query sees.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Mask {
+    /// All.
+    None,
+    /// Its own and those before it.
+    Causal,
+    /// Of these the last ones, so many; at least one.
+    Window(usize),
 }
 
 impl Attention {
     /// Attention of q with 4 dims (batch, query, head, channel) or 5 (batch, query, group, head, channel).
     #[must_use]
-    pub fn of(ndim: usize, causal: bool) -> Rc<dyn Op> {
-        Rc::new(Attention { causal, grouped: ndim == 5 })
+    pub(crate) fn of(ndim: usize, mask: Mask) -> Rc<dyn Op> {
+        Rc::new(Attention { mask, grouped: ndim == 5 })
     }
 }
 
@@ -45,7 +56,7 @@ fn launch_grouped(
     local: &Local<'_>,
     kernel: &Kernel,
     x: &[Piece],
-    causal: bool,
+    mask: Mask,
     per_query: impl Fn(usize) -> bool,
     written_per_query: impl Fn(usize) -> bool,
 ) -> Result<Pieces> {
@@ -67,7 +78,13 @@ fn launch_grouped(
     }
     let ((t, range), (s, _), (c, _)) = (local.label("t"), local.label("s"), local.label("c"));
     let first = range.start as i64 + s as i64 - t as i64;
-    let scalars = [Scalar::Real(1.0 / (c as f64).sqrt()), Scalar::Int(i64::from(causal)), Scalar::Int(first)];
+    let (causal, window) = match mask {
+        Mask::None => (0, 0),
+        Mask::Causal => (1, 0),
+        Mask::Window(keys) => (1, keys as i64),
+    };
+    let [causal, first, window] = [causal, first, window].map(Scalar::Int);
+    let scalars = [Scalar::Real(1.0 / (c as f64).sqrt()), causal, first, window];
     launch(local.rank, kernel, &inputs, &mut outputs.iter_mut().collect::<Vec<&mut Piece>>(), &scalars)?;
     for (piece, view) in outputs.iter_mut().zip(views) {
         piece.view = view;
@@ -102,11 +119,11 @@ impl Op for Attention {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        launch_grouped(local, &FORWARD, x, self.causal, |i| i == 0, |_| true)
+        launch_grouped(local, &FORWARD, x, self.mask, |i| i == 0, |_| true)
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let op = Rc::new(AttentionBackward { causal: self.causal, grouped: self.grouped });
+        let op = Rc::new(AttentionBackward { mask: self.mask, grouped: self.grouped });
         let args = [cx.input(0), cx.input(1), cx.input(2), cx.output(0), cx.output(1), &cx.grad(0)];
         let grads = Tensor::results(op, &args);
         cx.each(|i| grads[i].clone())
@@ -135,19 +152,20 @@ impl Op for AttentionBackward {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        launch_grouped(local, &BACKWARD, x, self.causal, |i| i != 1 && i != 2, |i| i == 0)
+        launch_grouped(local, &BACKWARD, x, self.mask, |i| i != 1 && i != 2, |i| i == 0)
     }
 }
 
 pub(super) fn cases() -> Vec<Case> {
-    let case = |causal, q: &[usize], k: &[usize]| {
+    let case = |mask, q: &[usize], k: &[usize]| {
         let inputs = vec![Input::real(q), Input::real(k), Input::real(k)];
-        Case::new(Attention::of(q.len(), causal), inputs)
+        Case::new(Attention::of(q.len(), mask), inputs)
     };
     vec![
-        case(true, &[2, 5, 3, 2], &[2, 5, 3, 2]),
-        case(false, &[2, 3, 2, 3], &[2, 5, 2, 3]),
-        case(true, &[2, 3, 2, 3, 2], &[2, 4, 2, 2]),
+        case(Mask::Causal, &[2, 5, 3, 2], &[2, 5, 3, 2]),
+        case(Mask::None, &[2, 3, 2, 3], &[2, 5, 2, 3]),
+        case(Mask::Causal, &[2, 3, 2, 3, 2], &[2, 4, 2, 2]),
+        case(Mask::Window(2), &[2, 4, 2, 1, 2], &[2, 5, 2, 2]),
     ]
 }
 
@@ -172,8 +190,19 @@ mod tests {
                 (last[0] - 7.0).abs() < 1e-12,
                 "the one query that continues two keys sees both: {last:?}"
             );
+            let own = q.window_attention(&k, &v, 1).to_host::<f64>()?;
+            assert!(own.iter().zip([4.0, 8.0]).all(|(o, e)| (o - e).abs() < 1e-12), "{own:?}");
             Ok(())
         })
         .unwrap();
+    }
+
+    #[test]
+    fn a_window_without_a_key_is_refused() {
+        let error = World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[1, 2, 1, 1], &[0.0, 1.0])?;
+            Ok(drop(x.window_attention(&x, &x, 0)))
+        });
+        assert!(error.unwrap_err().message().contains("a window of 0 keys"));
     }
 }

@@ -1,21 +1,35 @@
-//! What add, sub, mul and div share: an argument with fewer dims is repeated along the leading dims of the other.
+//! What elementwise ops of several arguments share: shapes are aligned at the last dim; an argument with fewer dims is
+//! repeated along the leading dims, one with an extent of 1 along that dim.
 
+use super::labels::{DIMS_MAX, letter, letters};
 use super::sum::Sum;
-use crate::op::{Local, Pieces};
+use crate::op::{Local, Op, Pieces};
 use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
-use shardgrad_kernels::Kernel;
+use shardgrad_kernels::op::reduce::SUM;
+use shardgrad_kernels::{Dims, Kernel, Scalar};
+use std::rc::Rc;
 
-/// Which argument is repeated. The number is how many dims the repeated one has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Which argument is repeated, and along which dims. The number is how many dims the repeated one has.
+#[derive(Clone, Debug)]
 pub(super) enum Broadcast {
     /// Neither: the shapes are equal.
     Same,
-    /// The second: a bias, a table of positions.
+    /// The second, along leading dims only: a bias, a table of positions.
     Second(usize),
-    /// The first.
+    /// The first, along leading dims only.
     First(usize),
+    /// Any of them, along any dims.
+    Any(Rc<Any>),
+}
+
+/// Arguments of known shapes. A dim of extent 1 that is repeated is `1` in the signature: it is never split, and where
+/// another argument is split there, this one is a copy on every rank, its cotangent pending.
+#[derive(Debug)]
+pub(super) struct Any {
+    signature: String,
+    shapes: Vec<Dims>,
 }
 
 const SECOND: [&str; 6] = [
@@ -36,8 +50,18 @@ const FIRST: [&str; 6] = [
     "d e f g h, ..m d e f g h -> ..m d e f g h",
 ];
 
+/// The shape that arguments of some shapes are repeated to. Extents that fit nowhere are left for the rule to refuse.
+fn joined(shapes: &[&[usize]]) -> Dims {
+    let ndim = shapes.iter().map(|s| s.len()).max().unwrap_or(0);
+    let extent = |d: usize| {
+        let there = shapes.iter().filter_map(|s| s.get((d + s.len()).checked_sub(ndim)?).copied());
+        there.fold(1, |joined, extent| if joined == 1 { extent } else { joined })
+    };
+    (0..ndim).map(extent).collect()
+}
+
 impl Broadcast {
-    /// From the numbers of dims. A repeated argument has at most five.
+    /// From the numbers of dims, of arguments without extents of 1 to repeat. A repeated argument has at most five dims.
     pub(super) fn of(first: usize, second: usize) -> Broadcast {
         match first.cmp(&second) {
             std::cmp::Ordering::Equal => Broadcast::Same,
@@ -46,34 +70,162 @@ impl Broadcast {
         }
     }
 
+    /// From the shapes of two arguments.
+    pub(super) fn between(first: &[usize], second: &[usize]) -> Broadcast {
+        let pairs = || first.iter().rev().zip(second.iter().rev());
+        let repeats = pairs().any(|(a, b)| a != b && (*a == 1 || *b == 1));
+        if repeats || first.len().min(second.len()) > 5 && first.len() != second.len() {
+            return Broadcast::among(&[first, second]);
+        }
+        Broadcast::of(first.len(), second.len())
+    }
+
+    /// From the shapes of any number of arguments, at most twelve dims each.
+    pub(super) fn among(shapes: &[&[usize]]) -> Broadcast {
+        let whole = joined(shapes);
+        let label = |d: usize| letter(d.min(DIMS_MAX - 1));
+        let labels = |shape: &[usize]| {
+            let lead = whole.len() - shape.len();
+            let word = |(d, &extent): (usize, &usize)| {
+                if extent == 1 && whole[lead + d] != 1 { "1" } else { label(lead + d) }
+            };
+            shape.iter().enumerate().map(word).collect::<Vec<_>>().join(" ")
+        };
+        let inputs: Vec<String> = shapes.iter().map(|s| labels(s)).collect();
+        let signature = format!("{} -> {}", inputs.join(", "), labels(&whole));
+        Broadcast::Any(Rc::new(Any { signature, shapes: shapes.iter().map(|s| (*s).into()).collect() }))
+    }
+
     /// The signature of the op.
-    pub(super) fn signature(self) -> &'static str {
+    pub(super) fn signature(&self) -> &str {
         match self {
             Broadcast::Same => "..m, ..m -> ..m",
-            Broadcast::Second(n) => SECOND[n.min(5)],
-            Broadcast::First(n) => FIRST[n.min(5)],
+            Broadcast::Second(n) => SECOND[(*n).min(5)],
+            Broadcast::First(n) => FIRST[(*n).min(5)],
+            Broadcast::Any(any) => &any.signature,
         }
     }
 
-    /// Runs a kernel of two arguments on both, one of them repeated by its strides.
-    pub(super) fn launch(local: &Local<'_>, kernel: &Kernel, x: &[Piece]) -> Result<Pieces> {
+    /// Runs a kernel on all arguments, each repeated by its strides to the shape of the result.
+    pub(super) fn launch(
+        local: &Local<'_>,
+        kernel: &Kernel,
+        x: &[Piece],
+        scalars: &[Scalar],
+    ) -> Result<Pieces> {
         let mut out = local.output(0)?;
         let spread = |p: &Piece| {
             let view = p.view.broadcast(&out.view.shape);
-            p.viewed(view.expect("the signature has matched the trailing dims"))
+            p.viewed(view.expect("the signature has matched the dims from the last on"))
         };
-        let (a, b) = (spread(&x[0]), spread(&x[1]));
-        launch(local.rank, kernel, &[&a, &b], &mut [&mut out], &[])?;
+        let spread: Vec<Piece> = x.iter().map(spread).collect();
+        launch(local.rank, kernel, &spread.iter().collect::<Vec<_>>(), &mut [&mut out], scalars)?;
         Ok([out].into_iter().collect())
     }
 
-    /// The cotangent of argument `i` from what it would be without repetition: summed over the leading dims.
-    pub(super) fn reduced(self, cotangent: Tensor, i: usize) -> Tensor {
+    /// The cotangent of argument `i` from what it would be without repetition: summed over the dims along which it was
+    /// repeated.
+    pub(super) fn reduced(&self, cotangent: Tensor, i: usize) -> Tensor {
         let ndim = cotangent.layout().ndim();
         match self {
             Broadcast::Second(n) if i == 1 => Tensor::result(Sum::leading(ndim, ndim - n), &[&cotangent]),
             Broadcast::First(n) if i == 0 => Tensor::result(Sum::leading(ndim, ndim - n), &[&cotangent]),
+            Broadcast::Any(any) => reduced_to(cotangent, &any.shapes[i]),
             _ => cotangent,
         }
+    }
+}
+
+/// Summed over the dims that a shape lacks or has an extent of 1 for.
+fn reduced_to(cotangent: Tensor, shape: &[usize]) -> Tensor {
+    let whole = cotangent.shape();
+    let lead = whole.len() - shape.len();
+    let repeated = |d: usize| d < lead || shape[d - lead] == 1 && whole[d] != 1;
+    let dims: Dims = (0..whole.len()).filter(|&d| repeated(d)).collect();
+    if dims.is_empty() {
+        return cotangent;
+    }
+    let left = (lead..whole.len()).map(|d| if repeated(d) { "1" } else { letter(d) });
+    let signature = format!("{} -> {}", letters(0..whole.len()), left.collect::<Vec<_>>().join(" "));
+    Tensor::result(Rc::new(SumTo { signature, dims }), &[&cotangent])
+}
+
+/// `a b c -> 1 c`: the sum over some dims, of which leading ones disappear and others are left with an extent of 1.
+#[derive(Debug)]
+struct SumTo {
+    signature: String,
+    dims: Dims,
+}
+
+impl Op for SumTo {
+    fn name(&self) -> &'static str {
+        "sum_to"
+    }
+
+    fn signature(&self) -> &str {
+        &self.signature
+    }
+
+    fn linear_in(&self) -> &'static [&'static [usize]] {
+        &[&[0]]
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        let stay = (0..x[0].view.ndim()).filter(|d| !self.dims.contains(d));
+        let order: Dims = stay.chain(self.dims.iter().copied()).collect();
+        let turned = x[0].viewed(x[0].view.permute(&order));
+        local.launch(&SUM, &[&turned], &[Scalar::Int(self.dims.len() as i64), Scalar::Real(1.0)])
+    }
+}
+
+/// f(x, y) g elementwise, for a kernel of x, y and g: what the cotangent of an argument of a function of two arguments is
+/// before it is summed. Linear in g.
+#[derive(Debug)]
+pub(super) struct PairBackward {
+    kernel: &'static Kernel,
+    shape: Broadcast,
+}
+
+impl PairBackward {
+    /// In the shape of g, to which x and y are repeated.
+    pub(super) fn of(kernel: &'static Kernel, x: &Tensor, y: &Tensor, g: &Tensor) -> Tensor {
+        let shape = Broadcast::among(&[&x.shape(), &y.shape(), &g.shape()]);
+        Tensor::result(Rc::new(PairBackward { kernel, shape }), &[x, y, g])
+    }
+}
+
+impl Op for PairBackward {
+    fn name(&self) -> &'static str {
+        self.kernel.name
+    }
+
+    fn signature(&self) -> &str {
+        self.shape.signature()
+    }
+
+    fn linear_in(&self) -> &'static [&'static [usize]] {
+        &[&[2]]
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        Broadcast::launch(local, self.kernel, x, &[])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signatures_by_hand() {
+        let between = |a: &[usize], b: &[usize]| Broadcast::between(a, b).signature().to_string();
+        assert_eq!(between(&[5, 3], &[5, 3]), "..m, ..m -> ..m");
+        assert_eq!(between(&[5, 3], &[3]), "..m d, d -> ..m d");
+        assert_eq!(between(&[5, 1, 3], &[4, 1]), "a 1 c, b 1 -> a b c");
+        assert_eq!(between(&[1, 1], &[1, 1]), "..m, ..m -> ..m");
+        assert_eq!(between(&[1], &[2, 1]), "d, ..m d -> ..m d");
+        assert_eq!(between(&[0, 3], &[1, 3]), "a b, 1 b -> a b");
+        let three = Broadcast::among(&[&[3], &[2, 1], &[]]);
+        assert_eq!(three.signature(), "b, a 1,  -> a b");
     }
 }

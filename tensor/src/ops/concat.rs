@@ -101,7 +101,12 @@ pub(super) fn cases() -> Vec<Case> {
         let op = Concat::along(shapes[0].len(), dim, shapes.len()).expect("a dim of the case");
         Case::new(op, shapes.iter().map(|s| Input::real(s)).collect()).exact()
     };
-    vec![case(1, &[&[5, 3], &[5, 2]]), case(0, &[&[3, 4], &[0, 4], &[2, 4]]), case(0, &[&[3]])]
+    vec![
+        case(1, &[&[5, 3], &[5, 2]]),
+        case(0, &[&[3, 4], &[0, 4], &[2, 4]]),
+        case(0, &[&[3]]),
+        case(0, &[&[0, 2], &[0, 2]]),
+    ]
 }
 
 #[cfg(test)]

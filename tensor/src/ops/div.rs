@@ -1,4 +1,4 @@
-//! z = x / y, elementwise; the argument with fewer dims is repeated along the leading dims of the other.
+//! z = x / y, elementwise. Shapes are aligned at the last dim; missing dims and extents of 1 are repeated.
 
 use super::broadcast::Broadcast;
 use super::mul::mul;
@@ -20,7 +20,13 @@ pub struct Div {
 }
 
 impl Div {
-    /// The quotient of tensors with so many dims.
+    /// The quotient of tensors of some shapes.
+    #[must_use]
+    pub fn between(first: &[usize], second: &[usize]) -> Rc<dyn Op> {
+        Rc::new(Div { shape: Broadcast::between(first, second) })
+    }
+
+    /// The same from numbers of dims alone: no extent of 1 is repeated.
     #[must_use]
     pub fn of(first: usize, second: usize) -> Rc<dyn Op> {
         Rc::new(Div { shape: Broadcast::of(first, second) })
@@ -29,7 +35,7 @@ impl Div {
 
 /// x / y of plain tensors.
 pub(super) fn div(x: &Tensor, y: &Tensor) -> Tensor {
-    Tensor::result(Div::of(x.layout().ndim(), y.layout().ndim()), &[x, y])
+    Tensor::result(Div::between(&x.shape(), &y.shape()), &[x, y])
 }
 
 impl Op for Div {
@@ -50,7 +56,7 @@ impl Op for Div {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        Broadcast::launch(local, &DIV, x)
+        Broadcast::launch(local, &DIV, x, &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
@@ -70,6 +76,9 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new(Div::of(2, 2), vec![real(&[5, 3]), positive(&[5, 3])]),
         Case::new(Div::of(2, 1), vec![real(&[5, 8]), positive(&[8])]),
         Case::new(Div::of(1, 2), vec![real(&[5]), positive(&[3, 5])]),
+        Case::fixed(Div::between(&[5, 1], &[3]), vec![real(&[5, 1]), positive(&[3])]),
+        Case::fixed(Div::between(&[1, 3], &[5, 1]), vec![real(&[1, 3]), positive(&[5, 1])]),
+        Case::fixed(Div::between(&[2, 5, 3], &[5, 1]), vec![real(&[2, 5, 3]), positive(&[5, 1])]),
     ]
 }
 

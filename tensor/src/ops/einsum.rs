@@ -3,6 +3,7 @@
 //! matmul, its transposed forms and batched products are all this op with another signature. Its vjp is the
 //! same op twice: for `A, B -> C`, da = `C, B -> A` and db = `A, C -> B`.
 
+use super::labels::misuse;
 use super::{Case, Input};
 use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
 use crate::piece::{Piece, launch};
@@ -14,8 +15,8 @@ use std::rc::Rc;
 
 /// A product of two tensors by an index signature such as `..m k, k n -> ..m n`.
 ///
-/// Every label of one argument stands in the output or in the other argument; no label stands twice in one tensor.
-/// Arguments and result: one float dtype, sums in f32 for the 16-bit floats.
+/// Every label of one argument stands in the output or in the other argument; no label stands twice in one tensor. `1` is
+/// no label but a dim of extent 1. Arguments and result: one float dtype, sums in f32 for the 16-bit floats.
 #[derive(Debug)]
 pub struct Einsum {
     signature: Rc<str>,
@@ -31,15 +32,16 @@ impl Einsum {
         let Some([a, b, c]) = tensors(signature) else {
             return refuse("is not of the form `a b, b c -> a c`");
         };
-        let twice = |t: &[&str]| t.iter().enumerate().any(|(i, x)| t[..i].contains(x));
+        let twice = |t: &[&str]| t.iter().enumerate().any(|(i, x)| *x != ONE && t[..i].contains(x));
         if twice(&a) || twice(&b) || twice(&c) {
             return refuse("has a label twice in one tensor");
         }
-        let lone = |t: &[&str], other: &[&str]| t.iter().any(|x| !other.contains(x) && !c.contains(x));
+        let lone =
+            |t: &[&str], other: &[&str]| t.iter().any(|x| *x != ONE && !other.contains(x) && !c.contains(x));
         if lone(&a, &b) || lone(&b, &a) {
-            return refuse("has a label that stands in one argument only; sum it before");
+            return refuse("has a label that stands in one argument only; sum it before, or use contract");
         }
-        if c.iter().any(|x| !a.contains(x) && !b.contains(x)) {
+        if c.iter().any(|x| *x != ONE && !a.contains(x) && !b.contains(x)) {
             return refuse("has an output label that no argument has");
         }
         Ok(Einsum { signature: signature.into() })
@@ -49,6 +51,37 @@ impl Einsum {
     fn of(signature: &str) -> Rc<dyn Op> {
         Rc::new(Einsum { signature: signature.into() })
     }
+}
+
+/// A dim of extent 1 that belongs to no group.
+const ONE: &str = "1";
+
+/// x w for any numbers of dims: `[.., m, k] x [.., k, n] -> [.., m, n]`, with leading dims matched from the right, repeated
+/// where one is missing or has extent 1. One dim alone is k.
+///
+/// # Errors
+/// Of kind `Kind::Shape` if an argument has no dim. Extents that do not match are found when the op is applied.
+pub fn product(x: &[usize], w: &[usize]) -> Result<Rc<dyn Op>> {
+    let (x, w) = match (x.len(), w.len()) {
+        (0, _) | (_, 0) => return misuse("matmul: a scalar has no dim to sum over; multiply elementwise"),
+        (_, 1) => return Ok(Einsum::of("..m k, k -> ..m")),
+        (_, 2) => return Ok(matmul()),
+        (1, _) => return Ok(Einsum::of("k, ..b k n -> ..b n")),
+        (m, n) => (&x[..m - 2], &w[..n - 2]),
+    };
+    if x == w {
+        return Ok(Einsum::of("..b m k, ..b k n -> ..b m n"));
+    }
+    let width = x.len().max(w.len());
+    let extent = |side: &[usize], d: usize| (d + side.len()).checked_sub(width).map(|at| side[at]);
+    let label = |side: &[usize], other: &[usize], d: usize| match (extent(side, d), extent(other, d)) {
+        (None, _) => None,
+        (Some(1), Some(n)) if n != 1 => Some(ONE.to_string()),
+        _ => Some(format!("b{d}")),
+    };
+    let batch = |side, other| (0..width).filter_map(|d| label(side, other, d)).collect::<Vec<_>>().join(" ");
+    let all = (0..width).map(|d| format!("b{d}")).collect::<Vec<_>>().join(" ");
+    Ok(Einsum::of(&format!("{} m k, {} k n -> {all} m n", batch(x, w), batch(w, x))))
 }
 
 /// `..m k, k n -> ..m n`: x w.
@@ -118,7 +151,8 @@ fn order_and_shape(view: &Strides, labels: &[&str], groups: [&[&str]; 3]) -> (Ve
 impl Op for Einsum {
     fn name(&self) -> &'static str {
         match &*self.signature {
-            "..m k, k n -> ..m n" => "matmul",
+            "..m k, k n -> ..m n" | "..m k, k -> ..m" => "matmul",
+            "k, ..b k n -> ..b n" | "..b m k, ..b k n -> ..b m n" => "matmul",
             "..m n, k n -> ..m k" => "matmul_nt",
             "..m k, ..m n -> k n" => "matmul_tn",
             _ => "einsum",
@@ -139,7 +173,7 @@ impl Op for Einsum {
 
     fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
         let [a, b, c] = tensors(&self.signature).expect("checked when the op was made");
-        let has = |t: &[&str], l: &str| t.contains(&l);
+        let has = |t: &[&str], l: &str| l != ONE && t.contains(&l);
         let batch: Vec<&str> = c.iter().copied().filter(|l| has(&a, l) && has(&b, l)).collect();
         let m: Vec<&str> = c.iter().copied().filter(|l| has(&a, l) && !has(&b, l)).collect();
         let n: Vec<&str> = c.iter().copied().filter(|l| !has(&a, l) && has(&b, l)).collect();
@@ -183,6 +217,9 @@ impl Op for Einsum {
 /// Products of every shape that the models use.
 pub(super) fn cases() -> Vec<Case> {
     let real = Input::real;
+    let multiply = |x: &[usize], w: &[usize]| {
+        Case::fixed(product(x, w).expect("dims of the case"), vec![real(x), real(w)]).exact()
+    };
     vec![
         Case::new(matmul(), vec![real(&[5, 7]), real(&[7, 4])]).exact(),
         Case::new(matmul(), vec![real(&[2, 3, 5]), real(&[5, 4])]).exact(),
@@ -192,6 +229,13 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new(Einsum::of("b t d, d p h c -> b t p h c"), vec![real(&[2, 3, 5]), real(&[5, 3, 2, 4])])
             .exact(),
         Case::new(Einsum::of("b t h c, h c d -> b t d"), vec![real(&[2, 3, 2, 4]), real(&[2, 4, 5])]).exact(),
+        multiply(&[2, 3, 5], &[2, 5, 4]),
+        multiply(&[3, 2, 5], &[2, 3, 5, 4]),
+        multiply(&[3, 1, 2, 5], &[1, 2, 5, 3]),
+        multiply(&[5], &[2, 5, 3]),
+        multiply(&[3, 5], &[5]),
+        multiply(&[5], &[5]),
+        multiply(&[3, 0], &[0, 2]),
     ]
 }
 
@@ -211,6 +255,25 @@ mod tests {
             Ok(())
         })
         .unwrap();
+    }
+
+    #[test]
+    fn batches_and_vectors_by_hand() {
+        World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[2, 1, 2], &[1.0f64, 2.0, 3.0, 4.0])?;
+            let w = Tensor::from_host(rank, &[2, 2, 1], &[1.0f64, 10.0, 100.0, 1000.0])?;
+            assert_eq!(x.matmul(&w).to_host::<f64>()?, [21.0, 4300.0]);
+            let v = Tensor::from_host(rank, &[2], &[1.0f64, -1.0])?;
+            assert_eq!(v.matmul(&w).to_host::<f64>()?, [-9.0, -900.0]);
+            assert_eq!(x.matmul(&v).to_host::<f64>()?, [-1.0, -1.0]);
+            assert_eq!(v.matmul(&v).to_host::<f64>()?, [2.0]);
+            let one = Tensor::from_host(rank, &[1, 1, 2], &[1.0f64, 1.0])?;
+            assert_eq!(one.matmul(&w).to_host::<f64>()?, [11.0, 1100.0]);
+            assert_eq!(one.matmul(&w).shape().as_slice(), [2, 1, 1]);
+            Ok(())
+        })
+        .unwrap();
+        assert!(product(&[], &[2]).is_err());
     }
 
     #[test]

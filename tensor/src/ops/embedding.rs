@@ -103,7 +103,8 @@ pub(super) fn cases() -> Vec<Case> {
     let op = Rc::new(Embedding);
     vec![
         Case::new(op.clone(), vec![Input::real(&[7, 4]), Input::index(&[5], 7)]).exact(),
-        Case::new(op, vec![Input::real(&[7, 3]), Input::index(&[2, 5], 7)]).exact(),
+        Case::new(op.clone(), vec![Input::real(&[7, 3]), Input::index(&[2, 5], 7)]).exact(),
+        Case::fixed(op, vec![Input::real(&[3, 2]), Input::index(&[0], 3)]).exact(),
     ]
 }
 

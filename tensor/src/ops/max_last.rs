@@ -6,10 +6,10 @@ use crate::infer::Inference;
 use crate::layout::Layout;
 use crate::op::{DTypes, Local, Op, Pieces, common_float, infer_by_signature};
 use crate::piece::{Piece, launch};
-use crate::redistribute::reduce_max;
+use crate::redistribute::combine;
 use crate::refusal::Refusal;
 use crate::state::State;
-use shardgrad_dist::{AxisSet, Result};
+use shardgrad_dist::{AxisSet, ReduceOp, Result};
 use shardgrad_kernels::op::reduce::MAX;
 use shardgrad_kernels::{DType, Scalar};
 use smallvec::SmallVec;
@@ -62,11 +62,8 @@ impl Op for MaxLast {
     fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
         let mut out = local.output(0)?;
         launch(local.rank, &MAX, &[&x[0]], &mut [&mut out], &[Scalar::Int(1)])?;
-        let axes = axes(local.inference);
-        if axes.is_empty() {
-            return Ok([out].into_iter().collect());
-        }
-        Ok([reduce_max(local.rank, &out, axes, local.site)?].into_iter().collect())
+        let out = combine(local.rank, out, axes(local.inference), ReduceOp::Max, local.site)?;
+        Ok([out].into_iter().collect())
     }
 }
 

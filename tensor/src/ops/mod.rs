@@ -11,26 +11,63 @@ pub mod add;
 pub mod sub;
 mod pointwise;
 pub mod add_scalar;
+pub mod abs;
+pub mod sign;
+pub mod rsqrt;
+pub mod sin;
+pub mod cos;
+pub mod expm1;
+pub mod log1p;
+pub mod softplus;
+pub mod elu;
+pub mod leaky_relu;
+pub mod floor;
+pub mod ceil;
+pub mod round;
+pub mod pow_scalar;
+pub mod clamp;
+pub mod pow;
+pub mod maximum;
+pub mod compare;
+pub mod logical;
+pub mod masked_fill;
+pub mod choose;
 pub mod attention;
 pub mod cast;
 pub mod embedding;
+pub mod gather;
+pub mod flip;
+pub mod one_hot;
+pub mod sort;
+pub mod top_k;
+pub mod triangle;
+pub mod roll;
+pub mod diagonal;
 pub mod cross_entropy_terms;
 pub mod dropout;
 pub mod einsum;
+pub mod erf;
 pub mod exp;
 pub mod gelu;
+pub mod gelu_exact;
 pub mod layer_norm;
 pub mod log;
 pub mod max_last;
+pub mod amax;
+pub mod log_sum_exp;
+pub mod cumsum;
+pub mod argmax;
 pub mod permute;
 pub mod reciprocal;
 pub mod relu;
 pub mod reshape;
 pub mod rms_norm;
 pub mod rope;
+pub mod sigmoid;
 pub mod silu;
 pub mod slice;
 pub mod concat;
+pub mod split;
 pub mod softmax;
 pub mod sqrt;
 pub mod square;
@@ -41,6 +78,7 @@ pub mod unbind;
 pub mod redistribute;
 
 use crate::op::Op;
+use shardgrad_kernels::DType;
 use std::rc::Rc;
 
 /// What a test may feed to an argument.
@@ -50,8 +88,12 @@ pub enum Input {
     Real(Vec<usize>),
     /// Real numbers of a shape, in 0.5..2.5 (logarithms, divisors).
     Positive(Vec<usize>),
+    /// Real numbers of a shape, all different and 1/8 or more apart (orders).
+    Distinct(Vec<usize>),
     /// Integers of a shape in 0..bound.
     Index(Vec<usize>, usize),
+    /// Truth values of a shape.
+    Bool(Vec<usize>),
 }
 
 impl Input {
@@ -67,17 +109,56 @@ impl Input {
         Input::Positive(shape.to_vec())
     }
 
+    /// Real numbers that are all different.
+    #[must_use]
+    pub fn distinct(shape: &[usize]) -> Input {
+        Input::Distinct(shape.to_vec())
+    }
+
     /// Integers in 0..bound.
     #[must_use]
     pub fn index(shape: &[usize], bound: usize) -> Input {
         Input::Index(shape.to_vec(), bound)
     }
 
+    /// Truth values of a shape.
+    #[must_use]
+    pub fn truth(shape: &[usize]) -> Input {
+        Input::Bool(shape.to_vec())
+    }
+
+    /// The same in another shape.
+    #[must_use]
+    pub fn with_shape(&self, shape: &[usize]) -> Input {
+        let shape = shape.to_vec();
+        match self {
+            Input::Real(_) => Input::Real(shape),
+            Input::Positive(_) => Input::Positive(shape),
+            Input::Distinct(_) => Input::Distinct(shape),
+            Input::Index(_, bound) => Input::Index(shape, *bound),
+            Input::Bool(_) => Input::Bool(shape),
+        }
+    }
+
+    /// The dtype in which tests draw it.
+    #[must_use]
+    pub fn dtype(&self) -> DType {
+        match self {
+            Input::Real(_) | Input::Positive(_) | Input::Distinct(_) => DType::F64,
+            Input::Index(..) => DType::I64,
+            Input::Bool(_) => DType::Bool,
+        }
+    }
+
     /// The shape.
     #[must_use]
     pub fn shape(&self) -> &[usize] {
         match self {
-            Input::Real(s) | Input::Positive(s) | Input::Index(s, _) => s,
+            Input::Real(s)
+            | Input::Positive(s)
+            | Input::Distinct(s)
+            | Input::Index(s, _)
+            | Input::Bool(s) => s,
         }
     }
 }
@@ -138,33 +219,68 @@ macro_rules! list {
 }
 
 list! {
+    abs,
     add,
     add_scalar,
+    amax,
+    argmax,
     attention,
     cast,
+    ceil,
+    choose,
+    clamp,
+    compare,
     concat,
+    cos,
     cross_entropy_terms,
+    cumsum,
+    diagonal,
     div,
     dropout,
     einsum,
+    elu,
     embedding,
+    erf,
     exp,
+    expm1,
+    flip,
+    floor,
+    gather,
     gelu,
+    gelu_exact,
     layer_norm,
+    leaky_relu,
     log,
+    log1p,
+    log_sum_exp,
+    logical,
+    masked_fill,
     max_last,
+    maximum,
     mul,
     neg,
+    one_hot,
     permute,
+    pow,
+    pow_scalar,
     reciprocal,
     relu,
     reshape,
     rms_norm,
+    roll,
     rope,
+    round,
+    rsqrt,
     scale,
+    sigmoid,
+    sign,
     silu,
+    sin,
     slice,
     softmax,
+    softplus,
+    sort,
+    split,
     sqrt,
     square,
     sub,
@@ -172,5 +288,7 @@ list! {
     sum_squares,
     swiglu,
     tanh,
+    top_k,
+    triangle,
     unbind,
 }

@@ -1,4 +1,4 @@
-//! z = x y, elementwise; the argument with fewer dims is repeated along the leading dims of the other.
+//! z = x y, elementwise. Shapes are aligned at the last dim; missing dims and extents of 1 are repeated.
 
 use super::broadcast::Broadcast;
 use super::{Case, Input};
@@ -18,7 +18,13 @@ pub struct Mul {
 }
 
 impl Mul {
-    /// The product of tensors with so many dims.
+    /// The product of tensors of some shapes.
+    #[must_use]
+    pub fn between(first: &[usize], second: &[usize]) -> Rc<dyn Op> {
+        Rc::new(Mul { shape: Broadcast::between(first, second) })
+    }
+
+    /// The same from numbers of dims alone: no extent of 1 is repeated.
     #[must_use]
     pub fn of(first: usize, second: usize) -> Rc<dyn Op> {
         Rc::new(Mul { shape: Broadcast::of(first, second) })
@@ -27,7 +33,7 @@ impl Mul {
 
 /// x y of plain tensors.
 pub(super) fn mul(x: &Tensor, y: &Tensor) -> Tensor {
-    Tensor::result(Mul::of(x.layout().ndim(), y.layout().ndim()), &[x, y])
+    Tensor::result(Mul::between(&x.shape(), &y.shape()), &[x, y])
 }
 
 impl Op for Mul {
@@ -48,7 +54,7 @@ impl Op for Mul {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        Broadcast::launch(local, &MUL, x)
+        Broadcast::launch(local, &MUL, x, &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
@@ -63,6 +69,9 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new(Mul::of(2, 1), vec![real(&[5, 8]), real(&[8])]).exact(),
         Case::new(Mul::of(2, 3), vec![real(&[5, 3]), real(&[2, 5, 3])]).exact(),
         Case::new(Mul::of(1, 0), vec![real(&[5]), real(&[])]).exact(),
+        Case::fixed(Mul::between(&[5, 1], &[3]), vec![real(&[5, 1]), real(&[3])]).exact(),
+        Case::fixed(Mul::between(&[1, 3], &[5, 1]), vec![real(&[1, 3]), real(&[5, 1])]).exact(),
+        Case::fixed(Mul::between(&[2, 5, 3], &[5, 1]), vec![real(&[2, 5, 3]), real(&[5, 1])]).exact(),
     ]
 }
 

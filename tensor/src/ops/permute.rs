@@ -74,6 +74,7 @@ pub(super) fn cases() -> Vec<Case> {
         case(&[1, 0], Input::real(&[7, 3])),
         case(&[2, 0, 1], Input::real(&[2, 5, 3])),
         case(&[0, 2, 1], Input::index(&[2, 5, 3], 9)),
+        case(&[1, 0], Input::real(&[0, 3])),
     ]
 }
 

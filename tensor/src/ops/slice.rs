@@ -1,4 +1,4 @@
-//! A range of a whole dim, and its transpose: zeros before and behind the elements of a dim.
+//! A range of a whole dim, and its transpose: zeros (or another number) before and behind the elements of a dim.
 
 use super::labels::{check_dim, letters_with, misuse, whole};
 use super::{Case, Input};
@@ -92,27 +92,28 @@ impl Op for Slice {
     }
 }
 
-/// `..m d! -> ..m e`, `a x! c -> a y c`. Any dtype. Linear. dx = the range of g where x stands.
+/// `..m d! -> ..m e`, `a x! c -> a y c`. Any dtype. Linear if it pads with 0. dx = the range of g where x stands.
 #[derive(Debug)]
 pub struct Pad {
     signature: String,
     dim: usize,
     before: usize,
     after: usize,
+    value: f64,
 }
 
 impl Pad {
-    /// So many zeros before and behind the elements of dim `dim` of a tensor of `ndim` dims.
+    /// A value so many times before and behind the elements of dim `dim` of a tensor of `ndim` dims.
     ///
     /// # Errors
     /// Of kind `Kind::Shape` if there is no such dim.
-    pub fn along(ndim: usize, dim: usize, before: usize, after: usize) -> Result<Rc<dyn Op>> {
+    pub fn along(ndim: usize, dim: usize, before: usize, after: usize, value: f64) -> Result<Rc<dyn Op>> {
         check_dim("pad", ndim, dim)?;
-        Ok(Pad::of(ndim, dim, before, after))
+        Ok(Rc::new(Pad { signature: resized(ndim, dim), dim, before, after, value }))
     }
 
     fn of(ndim: usize, dim: usize, before: usize, after: usize) -> Rc<dyn Op> {
-        Rc::new(Pad { signature: resized(ndim, dim), dim, before, after })
+        Rc::new(Pad { signature: resized(ndim, dim), dim, before, after, value: 0.0 })
     }
 }
 
@@ -126,7 +127,7 @@ impl Op for Pad {
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
-        &[&[0]]
+        if self.value == 0.0 { &[&[0]] } else { &[] }
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
@@ -150,7 +151,7 @@ impl Op for Pad {
 
     fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
         let shape = local.inference.outputs[0].local_shape(local.rank.coordinates());
-        let mut out = Piece::filled(local.rank, x[0].dtype, &shape, 0.0)?;
+        let mut out = Piece::filled(local.rank, x[0].dtype, &shape, self.value)?;
         let at = out.view.narrow(self.dim, self.before, shape[self.dim] - self.after);
         out.write(local.rank, at, &x[0])?;
         Ok([out].into_iter().collect())
@@ -179,12 +180,16 @@ pub(super) fn cases() -> Vec<Case> {
         pad(1, 1, 0, &[5, 7]),
         pad(0, 2, 1, &[5, 3]),
         pad(1, 0, 0, &[2, 5, 3]),
+        pad(0, 1, 2, &[0, 3]),
+        Case::new(Pad::along(2, 1, 1, 2, -0.5).expect("a dim of the case"), vec![Input::real(&[5, 3])])
+            .exact(),
     ]
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::shaping::Shaping;
     use crate::value::Value;
     use shardgrad_dist::{Mesh, World};
 
@@ -193,6 +198,7 @@ mod tests {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 3], &[1i64, 2, 3, 4, 5, 6])?;
             assert_eq!(x.slice(1, 1..3).to_host::<i64>()?, [2, 3, 5, 6]);
+            assert_eq!(x.slice(0, 0..1).to_host::<i64>()?, [1, 2, 3], "not what lies behind it");
             assert_eq!(x.select(0, 1).to_host::<i64>()?, [4, 5, 6]);
             assert_eq!(x.select(0, 1).shape().as_slice(), [3]);
             Ok(())
@@ -212,6 +218,7 @@ mod tests {
             let x = Tensor::from_host(rank, &[2, 1], &[1i64, 2])?;
             assert_eq!(x.pad(1, 1, 1).to_host::<i64>()?, [0, 1, 0, 0, 2, 0]);
             assert_eq!(x.pad(0, 0, 1).to_host::<i64>()?, [1, 2, 0]);
+            assert_eq!(x.pad_with(1, 0, 1, 7.0).to_host::<i64>()?, [1, 7, 2, 7]);
             Ok(())
         })
         .unwrap();

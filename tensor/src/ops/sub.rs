@@ -1,4 +1,4 @@
-//! z = x - y, elementwise; the argument with fewer dims is repeated along the leading dims of the other.
+//! z = x - y, elementwise. Shapes are aligned at the last dim; missing dims and extents of 1 are repeated.
 
 use super::broadcast::Broadcast;
 use super::neg::neg;
@@ -18,7 +18,13 @@ pub struct Sub {
 }
 
 impl Sub {
-    /// The difference of tensors with so many dims.
+    /// The difference of tensors of some shapes.
+    #[must_use]
+    pub fn between(first: &[usize], second: &[usize]) -> Rc<dyn Op> {
+        Rc::new(Sub { shape: Broadcast::between(first, second) })
+    }
+
+    /// The same from numbers of dims alone: no extent of 1 is repeated.
     #[must_use]
     pub fn of(first: usize, second: usize) -> Rc<dyn Op> {
         Rc::new(Sub { shape: Broadcast::of(first, second) })
@@ -39,7 +45,7 @@ impl Op for Sub {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        Broadcast::launch(local, &SUB, x)
+        Broadcast::launch(local, &SUB, x, &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
@@ -56,6 +62,9 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new(Sub::of(2, 2), vec![real(&[5, 3]), real(&[5, 3])]).exact(),
         Case::new(Sub::of(2, 1), vec![real(&[5, 8]), real(&[8])]).exact(),
         Case::new(Sub::of(1, 2), vec![real(&[5]), real(&[3, 5])]).exact(),
+        Case::fixed(Sub::between(&[5, 1], &[3]), vec![real(&[5, 1]), real(&[3])]).exact(),
+        Case::fixed(Sub::between(&[1, 3], &[5, 1]), vec![real(&[1, 3]), real(&[5, 1])]).exact(),
+        Case::fixed(Sub::between(&[2, 5, 3], &[5, 1]), vec![real(&[2, 5, 3]), real(&[5, 1])]).exact(),
     ]
 }
 

@@ -9,7 +9,7 @@ use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, Local, Op, Pieces, Vjp, infer_by_signature};
+use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp, infer_by_signature};
 use crate::piece::{Piece, launch};
 use crate::refusal::Refusal;
 use crate::tensor::Tensor;
@@ -92,7 +92,7 @@ impl Op for Sum {
     }
 }
 
-/// `a c -> a b c`, `..m -> ..m d`, `d -> ..m d`, ` -> ..m`: new dims, along which x is repeated without a copy. Any float.
+/// `a c -> a b c`, `..m -> ..m d`, `d -> ..m d`, ` -> ..m`: new dims, along which x is repeated without a copy. Any dtype.
 /// Linear. A new dim is whole, unless the op stands in a vjp: there it is split as the argument that it serves.
 /// dx = c times the sum of g over the new dims.
 #[derive(Debug)]
@@ -141,6 +141,10 @@ impl Op for Expand {
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
         &[&[0]]
+    }
+
+    fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
+        Ok(inputs.into())
     }
 
     fn infer(
@@ -198,6 +202,8 @@ pub(super) fn cases() -> Vec<Case> {
         expand(&[4, 5], &[0], &[5]),
         expand(&[5, 3], &[0, 1], &[]),
         expand(&[1, 1, 1], &[1], &[1, 1]),
+        expand(&[3, 0], &[1], &[3]),
+        Case::fixed(Expand::scaled(&[2, 3], &[0], 1.0), vec![Input::index(&[3], 9)]).exact(),
     ]
 }
 

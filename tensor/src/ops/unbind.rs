@@ -168,6 +168,8 @@ pub(super) fn cases() -> Vec<Case> {
         stack(1, 3, &[5, 3]),
         stack(0, 2, &[5]),
         stack(0, 2, &[]),
+        unbind(1, Input::real(&[0, 2])),
+        stack(1, 2, &[0, 3]),
     ]
 }
 

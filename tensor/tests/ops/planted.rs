@@ -1,10 +1,10 @@
 //! Broken ops, each of which the checks must report.
 
-use crate::rows::{Choice, cases, standards, walk_mesh};
+use crate::rows::{Part, cases, standards, walk};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::{embedding, random, reduce};
-use shardgrad_kernels::{DType, Scalar};
-use shardgrad_tensor::check::gradients;
+use shardgrad_kernels::{DType, Scalar, Strides};
+use shardgrad_tensor::check::{Size, gradients};
 use shardgrad_tensor::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, infer_by_signature};
 use shardgrad_tensor::ops::add::Add;
 use shardgrad_tensor::ops::dropout::Dropout;
@@ -12,11 +12,12 @@ use shardgrad_tensor::ops::embedding::Embedding;
 use shardgrad_tensor::ops::layer_norm::LayerNorm;
 use shardgrad_tensor::ops::max_last::MaxLast;
 use shardgrad_tensor::ops::mul::Mul;
+use shardgrad_tensor::ops::scale::Scale;
 use shardgrad_tensor::ops::silu::Silu;
 use shardgrad_tensor::ops::sum::Sum;
 use shardgrad_tensor::ops::sum_squares::SumSquares;
 use shardgrad_tensor::ops::{Case, Entry, Input};
-use shardgrad_tensor::{Context, Inference, Layout, Piece, Refusal, State, Tensor, Value as _};
+use shardgrad_tensor::{Context, Inference, Layout, Piece, Refusal, State, Tensor, Value as _, check_op};
 use std::rc::Rc;
 
 type Forward = fn(&Local<'_>, &[Piece]) -> Result<Pieces>;
@@ -187,6 +188,14 @@ fn vjp_that_needs_a_step() -> Vec<Case> {
         .on(vec![Input::real(&[5]), Input::real(&[5])])
 }
 
+fn memory_read_as_if_it_had_no_gaps() -> Vec<Case> {
+    let forward: Forward = |local, x| {
+        let dense = x[0].viewed(Strides::contiguous(&x[0].view.shape));
+        Ok([dense.contiguous(local.rank)?].into_iter().collect())
+    };
+    Broken { forward: Some(forward), ..Broken::of(Rc::new(Scale { factor: 1.0 })) }.on(matrix())
+}
+
 fn refusal_without_help() -> Vec<Case> {
     Broken { refuses: true, ..Broken::of(Rc::new(Silu)) }.on(matrix())
 }
@@ -206,6 +215,7 @@ const PLANTED: &[Plant] = &[
     ("differences say", doubled_vjp),
     ("asked for cotangent 0 alone", vjp_that_ignores_the_mask),
     ("implies a step inside a vjp", vjp_that_needs_a_step),
+    ("on views with gaps: output 0", memory_read_as_if_it_had_no_gaps),
     ("refused without help", refusal_without_help),
 ];
 
@@ -213,9 +223,10 @@ const PLANTED: &[Plant] = &[
 fn findings(make: fn() -> Vec<Case>) -> Vec<String> {
     let entry = Entry { name: "planted", cases: make, source: "" };
     let standards = standards(&[entry]);
-    let mut findings = walk_mesh("a=2", &[entry], &standards, Choice { rows_max: 1000, has_grains: false })
-        .unwrap()
-        .findings;
+    let sizes = vec![Size::Given, Size::One];
+    let part =
+        Part { mesh: "a=2", sizes, strided: &[false, true], all_max: 1000, sample: 0, has_grains: false };
+    let mut findings = walk(&[entry], &part).unwrap().findings;
     for (i, standard) in standards[0].iter().enumerate() {
         findings.extend(gradients(|| cases(&entry).swap_remove(i), standard).err().map(|e| e.to_string()));
     }
@@ -240,4 +251,17 @@ fn the_same_ops_unbroken_are_not_reported() {
     for make in whole {
         assert_eq!(findings(make), [""; 0]);
     }
+}
+
+#[test]
+fn one_macro_checks_an_op_from_outside() {
+    let tried = check_op!(Rc::new(Broken::of(Rc::new(MaxLast))), [Input::real(&[5, 4])]).unwrap();
+    assert!(tried.accepted > 100 && tried.refused > 50, "{tried:?}");
+    let wrong = check_op!(
+        Rc::new(Broken { linear_in: Some(&[&[0]]), ..Broken::of(Rc::new(SumSquares)) }),
+        [Input::real(&[5, 4])]
+    );
+    assert!(wrong.unwrap_err().to_string().contains("instead of"));
+    let fixed = check_op!(Rc::new(Broken::of(Rc::new(Silu))), [Input::real(&[3])], fixed).unwrap();
+    assert!(fixed.accepted > 40 && fixed.refused == 0, "{fixed:?}");
 }

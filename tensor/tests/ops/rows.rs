@@ -1,9 +1,9 @@
-//! The walk over meshes, cases and layouts.
+//! The walk over meshes, cases, sizes, layouts and views.
 
 use shardgrad_dist::{Error, Kind, Mesh, Rank, Result, World};
 use shardgrad_kernels::DType;
-use shardgrad_tensor::check::{Row, Standard, gradients, layouts, row, standard};
-use shardgrad_tensor::ops::{Case, Entry, Input, OPS};
+use shardgrad_tensor::check::{Row, Setting, Size, Standard, gradients, layouts, resized, row, standard};
+use shardgrad_tensor::ops::{Case, Entry, OPS};
 use shardgrad_tensor::{Context, Layout};
 use std::collections::BTreeMap;
 use std::io::Write as _;
@@ -12,25 +12,15 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 /// Rows of one op, counted by what came of them: direct, cast, complete, refused.
 pub(crate) type Counts = [usize; 4];
 
-/// At most so many rows a case where there are more.
-pub(crate) const ROWS_MAX: usize = 400;
-
-/// The same case with every extent 1, so that all shards but one are empty.
-fn with_ones(case: &Case) -> Case {
-    let one = |input: &Input| match input {
-        Input::Real(s) => Input::Real(vec![1; s.len()]),
-        Input::Positive(s) => Input::Positive(vec![1; s.len()]),
-        Input::Index(s, _) => Input::Index(vec![1; s.len()], 1),
-    };
-    Case { inputs: case.inputs.iter().map(one).collect(), ..case.clone() }
+/// The cases of an entry in some sizes.
+pub(crate) fn sized(entry: &Entry, sizes: &[Size], num_ranks: usize) -> Vec<Case> {
+    let of = |case: &Case| sizes.iter().filter_map(|s| resized(case, *s, num_ranks)).collect::<Vec<_>>();
+    (entry.cases)().iter().flat_map(of).collect()
 }
 
-/// The cases of an entry, then those of them that take any extents with extents of 1.
+/// The cases of an entry as given and with extents of 1.
 pub(crate) fn cases(entry: &Entry) -> Vec<Case> {
-    let mut cases = (entry.cases)();
-    let small: Vec<Case> = cases.iter().filter(|c| !c.is_fixed).map(with_ones).collect();
-    cases.extend(small);
-    cases
+    sized(entry, &[Size::Given, Size::One], 1)
 }
 
 /// What one rank makes of every case of some entries.
@@ -42,8 +32,15 @@ pub(crate) fn standards(entries: &[Entry]) -> Vec<Vec<Standard>> {
     entries.iter().map(of).collect()
 }
 
+/// Each extent above 1 of the cases of an entry, once.
+fn extents(entry: &Entry) -> Vec<usize> {
+    let cases = (entry.cases)();
+    let all = cases.iter().flat_map(|c| &c.inputs).flat_map(|i| i.shape().to_vec());
+    all.filter(|n| *n > 1).collect::<std::collections::BTreeSet<usize>>().into_iter().collect()
+}
+
 /// Every choice of one element a list, or `count_max` of them by a fixed seed.
-fn choices(lists: &[Vec<Layout>], count_max: usize) -> Vec<Vec<Layout>> {
+fn choices(lists: &[Vec<Layout>], count_max: usize, seed: u64) -> Vec<Vec<Layout>> {
     let total: usize = lists.iter().map(Vec::len).product();
     let pick = |mut number: usize| -> Vec<Layout> {
         let digit = |list: &Vec<Layout>| {
@@ -56,7 +53,7 @@ fn choices(lists: &[Vec<Layout>], count_max: usize) -> Vec<Vec<Layout>> {
     if total <= count_max {
         return (0..total).map(pick).collect();
     }
-    let mut state = total as u64;
+    let mut state = seed.wrapping_mul(1_000_003).wrapping_add(total as u64);
     let mut next = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         ((state >> 33) as usize) % total
@@ -73,116 +70,257 @@ fn with_grains(layout: &Layout, seed: usize) -> Layout {
     Layout::new(layout.mesh(), layout.dtype(), grained, layout.partial(), layout.replicate()).unwrap()
 }
 
-/// Which rows to run.
-#[derive(Clone, Copy)]
-pub(crate) struct Choice {
-    /// At most so many a case.
-    pub(crate) rows_max: usize,
+/// Which rows to run on a mesh.
+#[derive(Clone, Debug)]
+pub(crate) struct Part {
+    /// The mesh, as text.
+    pub(crate) mesh: &'static str,
+    /// In which sizes; `Zero(0)` stands for each extent in turn.
+    pub(crate) sizes: Vec<Size>,
+    /// On views with gaps, and without: both may be asked for.
+    pub(crate) strided: &'static [bool],
+    /// All rows of a case that has at most so many.
+    pub(crate) all_max: usize,
+    /// So many rows of a case that has more.
+    pub(crate) sample: usize,
     /// Whether dims are counted in grains.
     pub(crate) has_grains: bool,
 }
 
-/// What a rank found: counts by op, and everything that is wrong.
+/// What a part found: counts by op, and everything that is wrong.
 #[derive(Debug, Default)]
 pub(crate) struct Walk {
     /// By entry.
     pub(crate) counts: BTreeMap<&'static str, Counts>,
+    /// By entry, cases without elements that the op refuses on one rank.
+    pub(crate) meaningless: BTreeMap<&'static str, usize>,
     /// One text each.
     pub(crate) findings: Vec<String>,
 }
 
-/// Runs every row of some entries on this rank's mesh.
-pub(crate) fn walk(
-    rank: &Rank,
-    entries: &[Entry],
-    standards: &[Vec<Standard>],
-    which: Choice,
-) -> Result<Walk> {
-    let mut walk = Walk::default();
-    for (entry, standards) in entries.iter().zip(standards) {
-        for (case, standard) in cases(entry).iter().zip(standards) {
-            let lists: Vec<Vec<Layout>> =
-                standard.inputs.iter().map(|g| layouts(rank.mesh(), g.dtype, &g.shape)).collect();
-            for (number, mut choice) in choices(&lists, which.rows_max).into_iter().enumerate() {
-                if which.has_grains {
+/// A case with what one rank makes of it, and the settings that are to be run.
+struct Task<'a> {
+    entry: &'a Entry,
+    /// Its sizes and its number among the sized cases.
+    place: (Vec<Size>, usize),
+    standard: Standard,
+    settings: Vec<Setting>,
+}
+
+impl Part {
+    /// The same part in one size.
+    fn in_size(&self, size: Size) -> Part {
+        Part { sizes: vec![size], ..self.clone() }
+    }
+
+    fn mesh(&self) -> Mesh {
+        Mesh::parse(self.mesh).unwrap()
+    }
+
+    fn sizes_of(&self, entry: &Entry) -> Vec<Size> {
+        let of = |size: &Size| match size {
+            Size::Zero(0) => extents(entry).into_iter().map(Size::Zero).collect(),
+            other => vec![*other],
+        };
+        self.sizes.iter().flat_map(of).collect()
+    }
+
+    /// The settings of a case, asked for on one rank without values.
+    fn settings(&self, rank: &Rank, case: &Case, standard: &Standard, walk: &mut Walk) -> Vec<Setting> {
+        let lists: Vec<Vec<Layout>> =
+            standard.inputs.iter().map(|g| layouts(rank.mesh(), g.dtype, &g.shape)).collect();
+        let total: usize = lists.iter().map(Vec::len).product();
+        let count_max = if total <= self.all_max { total } else { self.sample };
+        let seed = standard
+            .inputs
+            .iter()
+            .flat_map(|g| &g.shape)
+            .fold(1u64, |s, n| s.wrapping_mul(31).wrapping_add(*n as u64));
+        let mut settings = Vec::new();
+        for &is_strided in self.strided {
+            let seed = seed.wrapping_mul(2).wrapping_add(u64::from(is_strided));
+            for (number, mut choice) in choices(&lists, count_max, seed).into_iter().enumerate() {
+                if self.has_grains {
                     choice = choice.iter().enumerate().map(|(i, l)| with_grains(l, number + 5 * i)).collect();
                 }
-                let outcome = catch_unwind(AssertUnwindSafe(|| row(rank, case, standard, &choice)));
-                let outcome = outcome.unwrap_or_else(|payload| {
-                    Context::of(rank).set_closed(false);
-                    Err(match payload.downcast::<Error>() {
-                        Ok(error) => *error,
-                        Err(other) => {
-                            Error::new(Kind::Panic, other.downcast::<String>().map_or("?".into(), |s| *s))
-                        }
-                    })
-                });
-                match outcome {
-                    Ok(row) => walk.counts.entry(entry.name).or_default()[row as usize] += 1,
-                    Err(e) if [Kind::PeerLost, Kind::Collective, Kind::Timeout].contains(&e.kind()) => {
-                        return Err(e);
-                    }
+                match caught(rank, || Setting::of(rank, case, choice, number)) {
+                    Ok(setting) => settings.push(Setting { is_strided, ..setting }),
                     Err(e) => walk.findings.push(e.to_string()),
                 }
+            }
+        }
+        settings
+    }
+
+    fn tasks<'a>(&self, entries: &'a [Entry], walk: &mut Walk) -> Vec<Task<'a>> {
+        let mesh = self.mesh();
+        let num_ranks = mesh.num_ranks();
+        let mut tasks = Vec::new();
+        for entry in entries {
+            let sizes = self.sizes_of(entry);
+            for at in 0..sized(entry, &sizes, num_ranks).len() {
+                let case = || sized(entry, &sizes, num_ranks).swap_remove(at);
+                match standard(case, 1 + at as u64) {
+                    Ok(standard) => {
+                        let place = (sizes.clone(), at);
+                        tasks.push(Task { entry, place, standard, settings: Vec::new() });
+                    }
+                    Err(e)
+                        if e.kind() != Kind::Panic
+                            && case().inputs.iter().any(|i| i.shape().contains(&0)) =>
+                    {
+                        *walk.meaningless.entry(entry.name).or_default() += 1;
+                    }
+                    Err(e) => walk.findings.push(format!("{}: {e}", entry.name)),
+                }
+            }
+        }
+        let planned = World::new(mesh).dry_run(0, |rank| {
+            for task in &mut tasks {
+                let case = sized(task.entry, &task.place.0, num_ranks).swap_remove(task.place.1);
+                task.settings = self.settings(rank, &case, &task.standard, walk);
+            }
+            Ok(())
+        });
+        planned.unwrap();
+        tasks
+    }
+}
+
+/// A row's outcome, whatever way it ends in.
+fn caught<T>(rank: &Rank, f: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(f)).unwrap_or_else(|payload| {
+        Context::of(rank).set_closed(false);
+        Err(match payload.downcast::<Error>() {
+            Ok(error) => *error,
+            Err(other) => Error::new(Kind::Panic, other.downcast::<String>().map_or("?".into(), |s| *s)),
+        })
+    })
+}
+
+/// Runs every task on this rank's mesh.
+fn work(rank: &Rank, tasks: &[Task<'_>]) -> Result<Walk> {
+    let mut walk = Walk::default();
+    for task in tasks {
+        let case = sized(task.entry, &task.place.0, rank.mesh().num_ranks()).swap_remove(task.place.1);
+        for setting in &task.settings {
+            match caught(rank, || row(rank, &case, &task.standard, setting)) {
+                Ok(row) => walk.counts.entry(task.entry.name).or_default()[row as usize] += 1,
+                Err(e) if [Kind::PeerLost, Kind::Collective, Kind::Timeout].contains(&e.kind()) => {
+                    return Err(e);
+                }
+                Err(e) => walk.findings.push(e.to_string()),
             }
         }
     }
     Ok(walk)
 }
 
-/// [`walk`] on all ranks of a mesh: the counts of rank 0, the findings of all.
-pub(crate) fn walk_mesh(
-    mesh: &str,
-    entries: &[Entry],
-    standards: &[Vec<Standard>],
-    which: Choice,
-) -> Result<Walk> {
-    let world = World::new(Mesh::parse(mesh)?).threads(1);
-    let mut walks = world.launch(|rank| walk(rank, entries, standards, which))?;
-    let others: Vec<String> = walks.drain(1..).flat_map(|w| w.findings).collect();
-    let mut first = walks.remove(0);
-    first.findings.extend(others);
-    Ok(first)
+/// Runs a part on all ranks of its mesh: the counts of rank 0, the findings of all.
+pub(crate) fn walk(entries: &[Entry], part: &Part) -> Result<Walk> {
+    let mut all = Walk::default();
+    let tasks = part.tasks(entries, &mut all);
+    let walks = World::new(part.mesh()).threads(1).launch(|rank| work(rank, &tasks))?;
+    for (at, walk) in walks.into_iter().enumerate() {
+        if at == 0 {
+            all.counts = walk.counts;
+        }
+        all.findings.extend(walk.findings);
+    }
+    Ok(all)
 }
 
+const SIZES: [Size; 5] = [Size::Given, Size::Even, Size::Small, Size::One, Size::Zero(0)];
+const BOTH: &[bool] = &[false, true];
+
+/// What is run: a fixed slice, or all of it.
+fn parts(is_full: bool) -> Vec<Part> {
+    let part = |mesh, all_max, sample| Part {
+        mesh,
+        sizes: SIZES.into(),
+        strided: BOTH,
+        all_max,
+        sample,
+        has_grains: false,
+    };
+    let (every, one, two) = ("a=2", ["a=2", "a=3", "a=4"], ["a=2,b=2", "a=2,b=3"]);
+    let mut parts = Vec::new();
+    if is_full {
+        parts.extend(one.map(|mesh| part(mesh, usize::MAX, 0)));
+        parts.extend(two.map(|mesh| part(mesh, 2000, 500)));
+    } else {
+        let given = part(every, 400, 400).in_size(Size::Given);
+        parts.push(Part { strided: &[false], ..given });
+        parts.extend(one.map(|mesh| part(mesh, 5, 5)));
+        parts.extend(two.map(|mesh| part(mesh, 3, 3)));
+    }
+    for (mesh, rows) in [("a=2", 20), ("a=2,b=2", 12)] {
+        let rows = if is_full { 50 * rows } else { rows };
+        let given = part(mesh, rows, rows).in_size(Size::Given);
+        parts.push(Part { strided: &[false], has_grains: true, ..given });
+    }
+    parts
+}
+
+/// One line an op: rows by what came of them, and cases without elements that have no meaning for it.
+fn table(counts: &BTreeMap<&str, Counts>, meaningless: &BTreeMap<&str, usize>) -> String {
+    let mut text = "op direct cast complete refused; empty cases without a meaning\n".to_string();
+    for entry in OPS {
+        let [direct, cast, complete, refused] = counts.get(entry.name).copied().unwrap_or_default();
+        let none = meaningless.get(entry.name).copied().unwrap_or_default();
+        text += &format!("{} {direct} {cast} {complete} {refused}; {none}\n", entry.name);
+    }
+    text
+}
+
+/// Compares with a file beside the test, or writes it.
+fn pinned(file: &str, text: &str) {
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(file);
+    if std::env::var_os("SHARDGRAD_UPDATE").is_some() {
+        std::fs::write(&path, text).unwrap();
+    }
+    let known = std::fs::read_to_string(&path).unwrap_or_default();
+    let differs = text.lines().zip(known.lines().chain(std::iter::repeat(""))).find(|(a, b)| a != b);
+    assert!(
+        known == text,
+        "the rows are not those of tests/data/{file}, first at {differs:?}; where ops or cases are new, run: \
+         SHARDGRAD_UPDATE=1 cargo test -p shardgrad-tensor --test ops"
+    );
+}
+
+/// The slice of the inner ring, or with SHARDGRAD_ROWS=all every row.
 #[test]
 fn every_op_on_every_layout() {
-    let standards = standards(OPS);
-    let rows = |mesh: &str, rows_max, has_grains| {
-        let walk = walk_mesh(mesh, OPS, &standards, Choice { rows_max, has_grains }).unwrap();
-        assert!(
-            walk.findings.is_empty(),
-            "{} findings on {mesh}:\n{}",
-            walk.findings.len(),
-            walk.findings.join("\n")
-        );
-        for entry in OPS {
-            assert!(
-                walk.counts[entry.name][..3].iter().sum::<usize>() > 0,
-                "{} accepts some row",
-                entry.name
-            );
+    let is_full = std::env::var("SHARDGRAD_ROWS").is_ok_and(|v| v == "all");
+    let mut counts = BTreeMap::<&str, Counts>::new();
+    let mut meaningless = BTreeMap::<&str, usize>::new();
+    let mut lines = String::new();
+    for part in parts(is_full) {
+        let from = std::time::Instant::now();
+        let mut sum = Counts::default();
+        for size in &part.sizes {
+            let found = walk(OPS, &part.in_size(*size)).unwrap();
+            let wrong = found.findings;
+            assert!(wrong.is_empty(), "{} findings on {}:\n{}", wrong.len(), part.mesh, wrong.join("\n"));
+            for (name, row) in found.counts {
+                let op = counts.entry(name).or_default();
+                (0..4).for_each(|i| (op[i], sum[i]) = (op[i] + row[i], sum[i] + row[i]));
+            }
+            for (name, count) in found.meaningless {
+                *meaningless.entry(name).or_default() += count;
+            }
         }
-        walk.counts.values().fold(Counts::default(), |s, c| std::array::from_fn(|i| s[i] + c[i]))
-    };
-    let found = [
-        ("a=2", rows("a=2", ROWS_MAX, false)),
-        ("a=3", rows("a=3", ROWS_MAX, false)),
-        ("a=2,b=2", rows("a=2,b=2", 110, false)),
-        ("a=2 in grains", rows("a=2", 60, true)),
-        ("a=2,b=2 in grains", rows("a=2,b=2", 40, true)),
-    ];
-    let total: usize = found.iter().flat_map(|f| f.1).sum();
-    let line = format!("{total} rows; direct, cast, complete, refused: {found:?}\n");
-    std::io::stdout().write_all(line.as_bytes()).unwrap();
-    let expected = [
-        ("a=2", [942, 1078, 1298, 2175]),
-        ("a=3", [939, 1078, 1298, 2178]),
-        ("a=2,b=2", [2833, 1682, 3162, 4012]),
-        ("a=2 in grains", [869, 684, 734, 818]),
-        ("a=2,b=2 in grains", [2429, 630, 1381, 1652]),
-    ];
-    assert_eq!(found, expected, "direct, cast, complete and refused rows; new cases change them");
+        let grains = if part.has_grains { " in grains" } else { "" };
+        lines += &format!("{}{grains}: {sum:?} in {:.1} s\n", part.mesh, from.elapsed().as_secs_f64());
+    }
+    let total: usize = counts.values().flatten().sum();
+    let text = format!("{lines}{total} rows; direct, cast, complete, refused and repaired\n");
+    std::io::stdout().write_all(text.as_bytes()).unwrap();
+    for entry in OPS {
+        assert!(counts[entry.name][..3].iter().sum::<usize>() > 0, "{} accepts some row", entry.name);
+    }
+    assert!(total >= if is_full { 150_000 } else { 20_000 }, "{total} rows");
+    pinned(if is_full { "rows_full.txt" } else { "rows.txt" }, &table(&counts, &meaningless));
 }
 
 #[test]

@@ -180,8 +180,11 @@ impl<'s, R: Maths> State<'s, R> {
                 *prob = (*prob - lse).exp();
                 *d_score = *prob * (*d_score - delta);
             }
-            prob[pairs.skip..hidden].fill(R::ZERO);
-            d_score[pairs.skip..hidden].fill(R::ZERO);
+            let behind = pairs.left_behind(problem, j).max(pairs.skip);
+            for row in [prob, d_score] {
+                row[pairs.skip..hidden].fill(R::ZERO);
+                row[behind..].fill(R::ZERO);
+            }
         }
     }
 }

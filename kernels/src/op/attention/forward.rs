@@ -117,6 +117,7 @@ impl<'s, R: Maths> State<'s, R> {
         for (j, row) in self.scores.chunks_exact_mut(row_len).take(pairs.keys).enumerate() {
             let hidden = pairs.hidden(problem, j);
             row[skip..hidden].fill(R::NEG_INFINITY);
+            row[pairs.left_behind(problem, j).max(skip)..].fill(R::NEG_INFINITY);
             let whole = hidden / LANES * LANES;
             for (max, &score) in self.max[whole..].iter_mut().zip(&row[whole..]) {
                 *max = if score > *max { score } else { *max };
@@ -159,7 +160,7 @@ impl<'s, R: Maths> State<'s, R> {
             *max = origin(*max) + sum.ln();
         }
         for (i, (o, lse)) in outputs.iter_mut().enumerate() {
-            let (factor, seen) = (self.shrink[i], problem.visible(first + i) > 0);
+            let (factor, seen) = (self.shrink[i], !problem.visible(first + i).is_empty());
             for (o, &out) in o.iter_mut().zip(&self.out[i * problem.c..]) {
                 *o = if seen { T::narrow(out * factor) } else { T::default() };
             }

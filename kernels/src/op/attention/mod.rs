@@ -3,7 +3,7 @@
 //!
 //! Query head (g, r) reads key and value head g. If causal, key j is visible to query i (both counted on this rank) if
 //! j <= t_start + i, where t_start is the global index of the first query less that of the first key; it may be
-//! negative. A query that sees no key gives zeros and lse = -inf. If all scores of a query are -inf, or one is
+//! negative. A window of w hides the keys below t_start + i + 1 - w too. A query that sees no key gives zeros and lse = -inf. If all scores of a query are -inf, or one is
 //! not a number or +inf, its row is not a number. Hidden keys and values must be finite: they may meet a factor 0.
 
 mod tile;
@@ -16,12 +16,13 @@ use crate::error::KernelError;
 use crate::kernel::{Arg, ArgMut, Bound, Kernel, Launch, Scalar};
 use crate::match_float;
 use crate::op::rows::{operands, write};
+use std::ops::Range;
 
 /// Attention.
 ///
 /// - in: q `(b, t, g, r, c)`, k `(b, s, g, c)`, v `(b, s, g, c)`, one float dtype, any strides
 /// - out: o `(b, t, g, r, c)` like q, contiguous; lse `(b, t, g, r)` in the accumulator of q, contiguous
-/// - scalars: Real scale, Int causal (0 or 1), Int t_start
+/// - scalars: Real scale, Int causal (0 or 1), Int t_start, Int window (0 for none; only if causal)
 ///
 /// No t by s matrix is formed. Keys are taken in tiles that start at multiples of 64, so a row's bits depend on
 /// its own query, its keys and its place only. Counted: 4 c operations per visible pair of query and key.
@@ -64,6 +65,8 @@ struct Problem {
     scale: f64,
     causal: bool,
     t_start: i64,
+    /// The most keys that a query sees.
+    window: usize,
 }
 
 impl Problem {
@@ -71,19 +74,26 @@ impl Problem {
         let &[b, t, g, r, c] = &q.view.shape[..] else { panic!("the contract asks for five dims of q") };
         debug_assert_eq!(k.view.shape[..], [b, k.view.shape[1], g, c], "the contract asks for k like q");
         let (scale, causal) = (scalars[0].real(), scalars[1].int() != 0);
-        Problem { b, t, g, r, c, s: k.view.shape[1], scale, causal, t_start: scalars[2].int() }
+        // Without a window none is so far away that it is not seen; half of the numbers leave room for sums.
+        let window = Some(scalars[3].int() as usize).filter(|w| *w > 0).unwrap_or(usize::MAX / 4);
+        Problem { b, t, g, r, c, s: k.view.shape[1], scale, causal, t_start: scalars[2].int(), window }
     }
 
-    /// How many keys, from the first on, query i sees.
-    fn visible(&self, i: usize) -> usize {
-        if self.causal { (self.t_start + i as i64 + 1).clamp(0, self.s as i64) as usize } else { self.s }
+    /// The keys that query i sees.
+    fn visible(&self, i: usize) -> Range<usize> {
+        if !self.causal {
+            return 0..self.s;
+        }
+        let end = self.t_start + i as i64 + 1;
+        let place = |key: i64| key.clamp(0, self.s as i64) as usize;
+        place(end - self.window as i64)..place(end)
     }
 }
 
 /// Channels times visible pairs.
 fn multiply_adds(launch: &Launch<'_>) -> u64 {
     let problem = Problem::new(&launch.inputs[0], &launch.inputs[1], launch.scalars);
-    let pairs: usize = (0..problem.t).map(|i| problem.visible(i)).sum();
+    let pairs: usize = (0..problem.t).map(|i| problem.visible(i).len()).sum();
     (problem.b * problem.g * problem.r * problem.c * pairs) as u64
 }
 
@@ -134,12 +144,13 @@ fn forward(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
             let (q, k, v) = (Head::<T>::new(q, b, &[g, r]), Head::<T>::new(k, b, &[g]), Head::<T>::new(v, b, &[g]));
             for i in 0..p.t {
                 let row = ((b * p.t + i) * p.g + g) * p.r + r;
-                let scores: Vec<f64> = (0..p.visible(i)).map(|j| p.scale * q.dot(i, &k, j, p.c)).collect();
+                let seen = p.visible(i);
+                let scores: Vec<f64> = seen.clone().map(|j| p.scale * q.dot(i, &k, j, p.c)).collect();
                 let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let max = if max == f64::NEG_INFINITY { 0.0 } else { max };
                 let sum: f64 = scores.iter().map(|x| (x - max).exp()).sum();
                 for channel in 0..p.c {
-                    let terms = scores.iter().enumerate().map(|(j, x)| (x - max).exp() * v.at(j, channel).to_f64());
+                    let terms = seen.clone().zip(&scores).map(|(j, x)| (x - max).exp() * v.at(j, channel).to_f64());
                     let average = if scores.is_empty() { 0.0 } else { terms.sum::<f64>() / sum };
                     o[row * p.c + channel] = T::from_f64(average);
                 }
@@ -164,7 +175,7 @@ fn backward(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
             for i in 0..p.t {
                 let mut dq_sum = vec![0.0; p.c];
                 let delta = d_out.dot(i, &o, i, p.c);
-                for j in 0..p.visible(i) {
+                for j in p.visible(i) {
                     let prob = (p.scale * q.dot(i, &k, j, p.c) - lse.at(i, 0).to_f64()).exp();
                     let ds = p.scale * prob * (d_out.dot(i, &v, j, p.c) - delta);
                     let at = ((b * p.s + j) * p.g + g) * p.c;

@@ -6,8 +6,12 @@ use crate::op::check::{Case, Kind, values};
 use crate::op::differences::{Value, compare, dot, evaluate, evaluate_as};
 use crate::strides::Strides;
 
-fn scalars(scale: f64, causal: bool, t_start: i64) -> [Scalar; 3] {
-    [Scalar::Real(scale), Scalar::Int(i64::from(causal)), Scalar::Int(t_start)]
+fn scalars(scale: f64, causal: bool, t_start: i64) -> [Scalar; 4] {
+    [Scalar::Real(scale), Scalar::Int(i64::from(causal)), Scalar::Int(t_start), Scalar::Int(0)]
+}
+
+fn windowed(scale: f64, t_start: i64, window: i64) -> [Scalar; 4] {
+    [Scalar::Real(scale), Scalar::Int(1), Scalar::Int(t_start), Scalar::Int(window)]
 }
 
 /// q, k and v for b, t, s, g, r, c.
@@ -46,6 +50,12 @@ fn by_hand() {
     let masked = attend(&inputs, &scalars(1.0, true, -1));
     near(&masked[0], [0.0, 0.0, 10.0, 10.0]);
     near(&masked[1], [f64::NEG_INFINITY, f64::NEG_INFINITY, 0.0, 0.0]);
+    let own = attend(&inputs, &windowed(1.0, 0, 1));
+    near(&own[0], [10.0, 10.0, 20.0, 20.0]);
+    near(&own[1], [0.0, 0.0, 3f64.ln(), 9f64.ln()]);
+    assert_eq!(attend(&inputs, &windowed(1.0, 0, 2)), causal);
+    let past = attend(&inputs, &windowed(1.0, 1, 1));
+    near(&past[0], [20.0, 20.0, 0.0, 0.0]);
 }
 
 fn agree(shape: [usize; 6], scalars: &[Scalar], dtypes: &[DType]) {
@@ -79,6 +89,41 @@ fn the_fast_path_agrees() {
     agree([1, 130, 150, 1, 2, 8], &scalars(0.3, false, 0), &[DType::F32, DType::BF16]);
     agree([1, 67, 140, 1, 1, 9], &scalars(0.3, true, 73), &[DType::F32, DType::F64]);
     agree([1, 1, 300, 2, 2, 20], &scalars(0.2, true, 299), &[DType::F32, DType::BF16]);
+}
+
+#[test]
+fn the_fast_path_agrees_within_windows() {
+    // Windows shorter and longer than a tile of keys, over borders of tiles of both kinds, and whole tiles before them.
+    for window in [1, 2, 3, 63, 64, 65, 130, 1000] {
+        agree([1, 150, 150, 1, 2, 8], &windowed(0.3, 0, window), &[DType::F32]);
+    }
+    agree([2, 5, 7, 2, 3, 4], &windowed(0.5, 1, 3), &DType::FLOATS);
+    agree([1, 300, 300, 2, 1, 16], &windowed(0.25, 0, 70), &[DType::F32, DType::BF16]);
+    agree([1, 67, 340, 1, 1, 9], &windowed(0.3, 273, 100), &[DType::F32, DType::F64]);
+    agree([1, 1, 300, 2, 2, 20], &windowed(0.2, 299, 20), &[DType::F32, DType::BF16]);
+    // Queries before the first key, and so far behind the last that the window has left it.
+    agree([1, 9, 6, 1, 2, 3], &windowed(1.0, -4, 2), &DType::FLOATS);
+    agree([1, 200, 40, 1, 1, 3], &windowed(1.0, 0, 10), &DType::FLOATS);
+}
+
+#[test]
+fn a_window_costs_what_it_shows() {
+    let pairs = |t: usize, s: usize, causal, t_start, window| -> usize {
+        let problem = Problem { b: 1, t, g: 1, r: 1, c: 1, s, scale: 1.0, causal, t_start, window };
+        (0..t).map(|i| problem.visible(i).len()).sum()
+    };
+    assert_eq!(pairs(5, 5, false, 0, 2), 25);
+    assert_eq!(pairs(5, 5, true, 0, 9), 15);
+    assert_eq!(pairs(5, 5, true, 0, 2), 9);
+    assert_eq!(pairs(2, 5, true, 3, 2), 4);
+    let problem =
+        Problem { b: 1, t: 256, g: 1, r: 1, c: 1, s: 256, scale: 1.0, causal: true, t_start: 0, window: 10 };
+    let tiles = |first| tile::Pairs::of(problem, first, 128).map(|pairs| pairs.first_key).collect::<Vec<_>>();
+    assert_eq!(
+        (tiles(0), tiles(128)),
+        (vec![0, 64], vec![64, 128, 192]),
+        "tiles before the window are not visited"
+    );
 }
 
 #[test]
@@ -125,8 +170,9 @@ fn views_with_neighbouring_channels_need_no_copy() {
 
 #[test]
 fn backward_agrees_with_finite_differences() {
-    for (causal, t_start) in [(false, 0), (true, 0), (true, 2), (true, -1)] {
-        let scalars = scalars(0.7, causal, t_start);
+    let plain = [(false, 0), (true, 0), (true, 2), (true, -1)].map(|(c, start)| scalars(0.7, c, start));
+    let narrow = [(0, 2), (1, 2), (2, 1), (-1, 2)].map(|(start, window)| windowed(0.7, start, window));
+    for scalars in plain.into_iter().chain(narrow) {
         let inputs = inputs([2, 3, 4, 2, 2, 3]);
         let d_out = Value::real(&inputs[0].shape, &values(4, inputs[0].data.len()));
         let saved = attend(&inputs, &scalars);
@@ -186,17 +232,17 @@ fn the_bits_of_a_query_do_not_depend_on_the_other_queries() {
     let inputs = inputs([1, 150, 150, 1, 2, 20]);
     let [q, k, v] = &inputs;
     let d_out = Value::real(&q.shape, &values(4, q.data.len()));
-    let whole = everything(&inputs, &d_out.data, &scalars(0.2, true, 0));
-    for range in [0..1, 37..150, 100..101, 3..70] {
-        let part = [narrowed(q, 1, range.clone()), k.clone(), v.clone()];
-        let d_part = narrowed(&d_out, 1, range.clone());
-        let found = everything(&part, &d_part.data, &scalars(0.2, true, range.start as i64));
-        for (i, shape) in [(0, &q.shape[..]), (1, &q.shape[..4]), (2, &q.shape)] {
-            let expected = narrowed(&Value::real(shape, &whole[i]), 1, range.clone());
-            assert!(
-                expected.data.iter().zip(&found[i]).all(|(a, b)| a.to_bits() == b.to_bits()),
-                "{range:?} {i}"
-            );
+    for window in [0, 1, 40, 90] {
+        let whole = everything(&inputs, &d_out.data, &windowed(0.2, 0, window));
+        for range in [0..1, 37..150, 100..101, 3..70] {
+            let part = [narrowed(q, 1, range.clone()), k.clone(), v.clone()];
+            let d_part = narrowed(&d_out, 1, range.clone());
+            let found = everything(&part, &d_part.data, &windowed(0.2, range.start as i64, window));
+            for (i, shape) in [(0, &q.shape[..]), (1, &q.shape[..4]), (2, &q.shape)] {
+                let expected = narrowed(&Value::real(shape, &whole[i]), 1, range.clone());
+                let same = expected.data.iter().zip(&found[i]).all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(same, "window {window}, queries {range:?}, result {i}");
+            }
         }
     }
 }

@@ -54,8 +54,9 @@ pub(super) struct Pairs {
 impl Pairs {
     /// The tiles of keys that queries from `first` on see.
     pub(super) fn of(problem: Problem, first: usize, queries: usize) -> impl Iterator<Item = Pairs> {
-        let limit = problem.visible(first + queries - 1);
-        (0..limit).step_by(KEYS).map(move |first_key| {
+        let (start, limit) = (problem.visible(first).start, problem.visible(first + queries - 1).end);
+        // Tiles start at the same keys for every window and every query.
+        (start / KEYS * KEYS..limit).step_by(KEYS).map(move |first_key| {
             let keys = KEYS.min(limit - first_key);
             let pairs = Pairs { first, queries, skip: 0, first_key, keys, c: problem.c };
             Pairs { skip: pairs.hidden(&problem, 0) / LANES * LANES, ..pairs }
@@ -76,6 +77,18 @@ impl Pairs {
                 first_seeing.clamp(0, self.queries as i64) as usize
             }
             false => 0,
+        }
+    }
+
+    /// From which query on key j of the tile lies before the window.
+    #[inline(always)]
+    pub(super) fn left_behind(&self, problem: &Problem, j: usize) -> usize {
+        match problem.causal {
+            true => {
+                let seen = (self.first_key + j + problem.window) as i64 - problem.t_start - self.first as i64;
+                seen.clamp(0, self.queries as i64) as usize
+            }
+            false => self.queries,
         }
     }
 

@@ -6,7 +6,8 @@ use crate::dtype::{DType, Element, Float, Real};
 use crate::error::KernelError;
 use crate::kernel::{Bound, Kernel, Launch};
 use crate::match_float;
-use crate::op::pointwise::{map, plain, pointwise, update};
+use crate::op::elementary::pow_slope;
+use crate::op::pointwise::{map, plain, pointwise, two_reals, update};
 use crate::op::rows::{operands, write};
 use crate::op::walk::place;
 
@@ -24,6 +25,40 @@ pointwise! {
     MUL "mul" 1 1.0 |[a, b], _| a * b, Some(|[a, b]| a.wrapping_mul(b));
     /// y = a / b. Operands as in [`ADD`], floats only.
     DIV "div" 1 1.0 |[a, b], _| a / b, None;
+    /// y = a^b as IEEE 754 `pow`: 1 where b is 0 or a is 1, not a number for a < 0 and fractions b. Floats only.
+    POW "pow" 1 2.0 |[a, b], _| a.pow(b), None;
+    /// y = the larger of a and b; not-a-number wins. Operands as in [`ADD`].
+    MAXIMUM "maximum" 1 0.0 |[a, b], _| beyond(a, b, a > b), Some(|[a, b]| a.max(b));
+    /// y = the smaller of a and b; not-a-number wins. Operands as in [`ADD`].
+    MINIMUM "minimum" 1 0.0 |[a, b], _| beyond(a, b, a < b), Some(|[a, b]| a.min(b));
+
+    /// da = dy b a^(b - 1), 0 where b is 0. In: a, b, dy, floats.
+    POW_BASE_GRAD "pow_base_grad" 3 8.0 |[a, b, dy], _| pow_slope(a, b) * dy, None;
+    /// db = dy a^b ln a, 0 where a is 0 and b is not negative. In: a, b, dy, floats.
+    POW_EXPONENT_GRAD "pow_exponent_grad" 4 8.0 |[a, b, dy], _| dy * pow_exponent_slope(a, b), None;
+    /// da = dy where a > b, dy / 2 where a = b, else 0; that of b is the same with a and b exchanged. In: a, b, dy.
+    MAXIMUM_GRAD "maximum_grad" 2 0.0 |[a, b, dy], _| share(a == b, a > b, dy), None;
+    /// da = dy where a < b, dy / 2 where a = b, else 0; that of b is the same with a and b exchanged. In: a, b, dy.
+    MINIMUM_GRAD "minimum_grad" 2 0.0 |[a, b, dy], _| share(a == b, a < b, dy), None;
+}
+
+/// a if it `wins` or is not a number, else b.
+#[inline(always)]
+#[expect(clippy::eq_op, reason = "only not-a-number differs from itself")]
+fn beyond<R: Real>(a: R, b: R, wins: bool) -> R {
+    if wins || a != a { a } else { b }
+}
+
+/// All of dy, half of it where two tie, or nothing.
+#[inline(always)]
+fn share<R: Real>(ties: bool, wins: bool, dy: R) -> R {
+    let alone = if wins { dy } else { R::ZERO };
+    if ties { R::lit(0.5) * dy } else { alone }
+}
+
+#[inline(always)]
+fn pow_exponent_slope<R: Maths>(a: R, b: R) -> R {
+    if a == R::ZERO && b >= R::ZERO { R::ZERO } else { a.pow(b) * a.ln() }
 }
 
 /// y = y + x.
@@ -73,7 +108,7 @@ mod tests {
     use crate::op::differences::{Value, evaluate};
     use crate::strides::Strides;
 
-    const ALL: [&Kernel; 4] = [&ADD, &SUB, &MUL, &DIV];
+    const ALL: [&Kernel; 6] = [&ADD, &SUB, &MUL, &DIV, &MAXIMUM, &MINIMUM];
 
     #[test]
     fn by_hand() {
@@ -83,6 +118,40 @@ mod tests {
         assert_eq!(run(&SUB), [-3.0, -7.0, 3.5]);
         assert_eq!(run(&MUL), [4.0, -10.0, -1.5]);
         assert_eq!(run(&DIV), [0.25, -0.4, -6.0]);
+        assert_eq!(run(&MAXIMUM), [4.0, 5.0, 3.0]);
+        assert_eq!(run(&MINIMUM), [1.0, -2.0, -0.5]);
+        assert_eq!(run(&POW)[..2], [1.0, -32.0]);
+        let nan = Value::real(&[2], &[f64::NAN, 1.0]);
+        let other = Value::real(&[2], &[1.0, f64::NAN]);
+        let both = evaluate(&MAXIMUM, &[nan, other], &[&[2]], &[]).remove(0);
+        assert!(both.iter().all(|y| y.is_nan()), "{both:?}");
+    }
+
+    #[test]
+    fn gradients_by_hand_and_fast() {
+        let at = |kernel, a: f64, b: f64| {
+            let inputs = [a, b, 2.0].map(|x| Value::real(&[1], &[x]));
+            evaluate(kernel, &inputs, &[&[1]], &[]).remove(0)[0]
+        };
+        assert_eq!(
+            [at(&MAXIMUM_GRAD, 1.0, 0.0), at(&MAXIMUM_GRAD, 1.0, 1.0), at(&MAXIMUM_GRAD, 0.0, 1.0)],
+            [2.0, 1.0, 0.0]
+        );
+        assert_eq!(
+            [at(&MINIMUM_GRAD, 1.0, 0.0), at(&MINIMUM_GRAD, 1.0, 1.0), at(&MINIMUM_GRAD, 0.0, 1.0)],
+            [0.0, 1.0, 2.0]
+        );
+        assert_eq!([at(&POW_BASE_GRAD, 3.0, 2.0), at(&POW_BASE_GRAD, 0.0, 0.0)], [12.0, 0.0]);
+        assert_eq!([at(&POW_EXPONENT_GRAD, 1.0, 5.0), at(&POW_EXPONENT_GRAD, 0.0, 0.0)], [0.0, 0.0]);
+        assert!((at(&POW_EXPONENT_GRAD, 2.0, 3.0) - 16.0 * std::f64::consts::LN_2).abs() < 1e-14);
+        for kernel in [&POW_BASE_GRAD, &POW_EXPONENT_GRAD, &MAXIMUM_GRAD, &MINIMUM_GRAD] {
+            let a: Vec<f64> = values(1, 210).iter().map(|x| x.abs() + 0.1).collect();
+            let case = Case::new(kernel).input(&[6, 35], &a).input(&[6, 35], &values(2, 210));
+            case.input(&[6, 35], &values(3, 210)).output(&[6, 35]).strided().run();
+        }
+        let a: Vec<f64> = values(1, 210).iter().map(|x| x.abs() + 0.1).collect();
+        let case = Case::new(&POW).input(&[6, 35], &a).input(&[6, 35], &values(2, 210));
+        case.output(&[6, 35]).strided().run();
     }
 
     #[test]
@@ -118,7 +187,7 @@ mod tests {
     #[test]
     fn integers_wrap_and_other_dtypes_are_refused() {
         let (a, b) = ([i64::MAX as f64, 7.0, -3.0], [1.0, -9.0, 2.0]);
-        for kernel in [&ADD, &SUB, &MUL] {
+        for kernel in [&ADD, &SUB, &MUL, &MAXIMUM, &MINIMUM] {
             Case::new(kernel).input(&[3], &a).input(&[3], &b).output(&[3]).run_for(&[DType::I64]);
         }
         let view = Strides::contiguous(&[3]);

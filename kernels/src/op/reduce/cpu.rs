@@ -30,6 +30,8 @@ pub(super) trait Fold {
 pub(super) struct Sum<T>(PhantomData<T>);
 /// The largest; not-a-number wins.
 pub(super) struct Max<T>(PhantomData<T>);
+/// The smallest; not-a-number wins.
+pub(super) struct Min<T>(PhantomData<T>);
 /// x_0^2 + x_1^2 + ... in f64.
 pub(super) struct Squares<T>(PhantomData<T>);
 
@@ -59,6 +61,21 @@ impl<T: Float> Fold for Max<T> {
     #[expect(clippy::eq_op, reason = "only not-a-number differs from itself")]
     fn join(a: T::Acc, b: T::Acc) -> T::Acc {
         if a > b || a != a { a } else { b }
+    }
+}
+
+impl<T: Float> Fold for Min<T> {
+    type From = T;
+    type Result = T::Acc;
+    const EMPTY: T::Acc = T::Acc::INFINITY;
+    #[inline(always)]
+    fn load(x: T) -> T::Acc {
+        x.widen()
+    }
+    #[inline(always)]
+    #[expect(clippy::eq_op, reason = "only not-a-number differs from itself")]
+    fn join(a: T::Acc, b: T::Acc) -> T::Acc {
+        if a < b || a != a { a } else { b }
     }
 }
 

@@ -66,6 +66,26 @@ pub static MAX: Kernel = Kernel {
     bound: Bound { ulps: 0.0 },
 };
 
+/// y = the smallest of x over the trailing dims; infinity over nothing; not-a-number wins. Operands as in [`MAX`].
+pub static MIN: Kernel = Kernel {
+    name: "min",
+    reference: |_, launch| plain("min", launch, smallest),
+    cpu: Some(|pool, launch| {
+        let ([x], [y], scalars) = operands(launch);
+        match_float!(x.dtype, T => {
+            let num_reduced = scalars[0].int() as usize;
+            if y.dtype == x.dtype {
+                cpu::reduce::<cpu::Min<T>, T>(pool, x, num_reduced, write(y), T::narrow);
+            } else {
+                cpu::reduce::<cpu::Min<T>, <T as Float>::Acc>(pool, x, num_reduced, write(y), |min| min);
+            }
+        }, else return Err(KernelError::DType { kernel: MIN.name, dtype: x.dtype }));
+        Ok(())
+    }),
+    flops: |launch| launch.inputs[0].view.numel() as u64,
+    bound: Bound { ulps: 0.0 },
+};
+
 /// y = the sum of the squares of all elements, in f64.
 ///
 /// - in: x, any float, any strides
@@ -100,6 +120,10 @@ fn total(terms: &mut dyn Iterator<Item = f64>) -> f64 {
         sum = next;
     }
     if sum.is_finite() { sum + lost } else { sum }
+}
+
+fn smallest(elements: &mut dyn Iterator<Item = f64>) -> f64 {
+    elements.fold(f64::INFINITY, |min, x| if min < x || min.is_nan() { min } else { x })
 }
 
 fn largest(elements: &mut dyn Iterator<Item = f64>) -> f64 {

@@ -8,16 +8,16 @@ use crate::op::check::{Case, Kind, values};
 use crate::op::differences::{Value, evaluate};
 use crate::strides::Strides;
 
-const EACH: [&Kernel; 2] = [&SUM, &MAX];
+const EACH: [&Kernel; 3] = [&SUM, &MAX, &MIN];
 
 fn scalars(num_reduced: usize, c: f64) -> [Scalar; 2] {
     [Scalar::Int(num_reduced as i64), Scalar::Real(c)]
 }
 
-/// MAX takes no factor.
+/// MAX and MIN take no factor.
 fn scalars_of(kernel: &Kernel, num_reduced: usize) -> Vec<Scalar> {
     let both = scalars(num_reduced, 0.25);
-    if kernel.name == "max" { both[..1].to_vec() } else { both.to_vec() }
+    if kernel.name != "sum" { both[..1].to_vec() } else { both.to_vec() }
 }
 
 #[test]
@@ -30,6 +30,7 @@ fn by_hand() {
     assert_eq!(run(&SUM, &[], &scalars(2, 0.5)), [0.75]);
     assert_eq!(run(&SUM, &[2, 3], &scalars(0, 2.0))[3], -8.0);
     assert_eq!(run(&MAX, &[2], &scalars(1, 1.0)[..1]), [3.0, 5.5]);
+    assert_eq!(run(&MIN, &[2], &scalars(1, 1.0)[..1]), [1.0, -6.0]);
     assert_eq!(run(&SUM_SQUARES, &[], &[]), [1.0 + 4.0 + 9.0 + 16.0 + 30.25 + 36.0]);
 }
 

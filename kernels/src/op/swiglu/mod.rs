@@ -6,7 +6,7 @@ use crate::dtype::{DType, Element, Float, Real};
 use crate::error::KernelError;
 use crate::kernel::{Bound, Kernel, Launch};
 use crate::match_float;
-use crate::op::pointwise::{TASK, map, plain, pointwise};
+use crate::op::pointwise::{TASK, map, plain, pointwise, two_reals};
 use crate::op::rows::{operands, read, write};
 use crate::op::unary::{gate_slope, sigmoid};
 

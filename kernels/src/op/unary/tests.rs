@@ -5,10 +5,33 @@ use crate::kernel::Scalar;
 use crate::op::check::{Case, values};
 use crate::op::differences::{Value, evaluate};
 
-const ALL: [&Kernel; 12] =
-    [&NEG, &EXP, &LOG, &SQRT, &TANH, &RELU, &GELU, &SILU, &SQUARE, &RECIPROCAL, &SCALE, &ADD_SCALAR];
-const GRADIENTS: [(&Kernel, &Kernel); 4] =
-    [(&RELU_GRAD, &RELU), (&GELU_GRAD, &GELU), (&SILU_GRAD, &SILU), (&TANH_GRAD, &TANH)];
+const ALL: [&Kernel; 15] = [
+    &NEG,
+    &EXP,
+    &LOG,
+    &SQRT,
+    &TANH,
+    &RELU,
+    &GELU,
+    &GELU_EXACT,
+    &SIGMOID,
+    &ERF,
+    &SILU,
+    &SQUARE,
+    &RECIPROCAL,
+    &SCALE,
+    &ADD_SCALAR,
+];
+/// A gradient, its function, and whether it reads the function's result instead of its argument.
+const GRADIENTS: [(&Kernel, &Kernel, bool); 7] = [
+    (&RELU_GRAD, &RELU, false),
+    (&GELU_GRAD, &GELU, false),
+    (&GELU_EXACT_GRAD, &GELU_EXACT, false),
+    (&SIGMOID_GRAD, &SIGMOID, true),
+    (&ERF_GRAD, &ERF, false),
+    (&SILU_GRAD, &SILU, false),
+    (&TANH_GRAD, &TANH, true),
+];
 const C: [Scalar; 1] = [Scalar::Real(0.1)];
 
 fn at(kernel: &Kernel, x: &[f64]) -> Vec<f64> {
@@ -27,6 +50,10 @@ fn by_hand() {
         (&RELU, 3.0, 3.0),
         (&GELU, 1.0, 0.841_191_990_608_302_2),
         (&GELU, -2.0, -0.045_402_305_912_225_8),
+        (&GELU_EXACT, 1.0, 0.841_344_746_068_542_9),
+        (&GELU_EXACT, -2.0, -0.045_500_263_896_358_42),
+        (&SIGMOID, 1.0, 0.731_058_578_630_004_9),
+        (&ERF, 0.5, 0.520_499_877_813_046_5),
         (&SILU, 1.0, 0.731_058_578_630_004_9),
         (&SQUARE, -3.0, 9.0),
         (&RECIPROCAL, 8.0, 0.125),
@@ -50,7 +77,7 @@ fn fast_paths_agree() {
     }
     Case::new(&GELU).input(&[40_001], &values(2, 40_001)).output(&[40_001]).run();
     Case::new(&EXP).input(&[300, 7], &values(2, 2100)).output(&[300, 7]).strided().run();
-    for (kernel, _) in GRADIENTS {
+    for (kernel, ..) in GRADIENTS {
         let (x, dy) = (values(3, 6 * 35), values(4, 6 * 35));
         Case::new(kernel).input(&[6, 35], &x).input(&[6, 35], &dy).output(&[6, 35]).strided().run();
     }
@@ -60,9 +87,9 @@ fn fast_paths_agree() {
 fn gradients_are_derivatives() {
     let x: Vec<f64> = (-40..40).map(|i| f64::from(i) * 0.17 + 0.03).collect();
     let shape = [x.len()];
-    for (gradient, kernel) in GRADIENTS {
+    for (gradient, kernel, reads_result) in GRADIENTS {
         let shifted = |h: f64| at(kernel, &x.iter().map(|x| x + h).collect::<Vec<_>>());
-        let first = if kernel.name == "tanh" { at(&TANH, &x) } else { x.clone() };
+        let first = if reads_result { at(kernel, &x) } else { x.clone() };
         let dy = vec![2.0; x.len()];
         let inputs = [Value::real(&shape, &first), Value::real(&shape, &dy)];
         let got = evaluate(gradient, &inputs, &[&shape], &[]).remove(0);
@@ -78,11 +105,11 @@ fn far_out_and_special_values() {
     let (inf, nan) = (f64::INFINITY, f64::NAN);
     let far = [-1e30, -1000.0, -50.0, 0.0, 50.0, 1000.0, 1e30];
     let ones = [1.0; 7];
-    for kernel in [&GELU, &SILU] {
+    for kernel in [&GELU, &GELU_EXACT, &SILU] {
         Case::new(kernel).input(&[7], &far).output(&[7]).run();
         assert_eq!(at(kernel, &far)[4..], far[4..]);
     }
-    for kernel in [&GELU_GRAD, &SILU_GRAD] {
+    for kernel in [&GELU_GRAD, &GELU_EXACT_GRAD, &SILU_GRAD] {
         Case::new(kernel).input(&[7], &far).input(&[7], &ones).output(&[7]).run();
     }
     let special = [nan, inf, -inf, 0.0];

@@ -53,9 +53,12 @@ fn every_member_is_read_back() {
         config.head_dim = 8;
         config.tie_word_embeddings = true;
         config.rotary.scaling = RotaryScaling::Linear { factor: 2.0 };
+        if kind != LlamaKind::Llama {
+            config.windows = vec![Some(10), if kind == LlamaKind::Mistral { Some(10) } else { None }];
+        }
         let text = config.to_json();
         let mut read = parse(kind, &text).unwrap();
-        read.others.remove("sliding_window");
+        read.others.clear();
         assert_eq!(read, config, "{text}");
         assert_eq!(serde_json::from_str::<Value>(&text).unwrap()["model_type"], kind.name());
         assert_eq!(config.attention_bias, kind == LlamaKind::Qwen2);
@@ -77,17 +80,38 @@ fn newer_files_say_theta_elsewhere() {
 }
 
 #[test]
-fn windows_are_refused_where_they_hide_a_key() {
+fn windows_are_read_as_each_member_says_them() {
     let with = |kind, field: &str| changed(kind, "\"use_cache\": true", field);
+    let windows = |kind, field: &str| with(kind, field).unwrap().windows;
+    let (all, none) = (vec![Some(4096); 32], Vec::new());
+    assert_eq!(windows(LlamaKind::Mistral, "\"sliding_window\": 4096"), all);
+    assert_eq!(windows(LlamaKind::Mistral, "\"x\": 1"), all, "the default is a window");
+    assert_eq!(windows(LlamaKind::Mistral, "\"sliding_window\": null"), none);
+    assert_eq!(windows(LlamaKind::Mistral, "\"sliding_window\": 131072"), none, "it hides no key");
+    assert_eq!(windows(LlamaKind::Llama, "\"sliding_window\": 4096"), none, "a llama has none");
+    let off = "\"sliding_window\": 4096, \"use_sliding_window\": false";
+    assert_eq!(windows(LlamaKind::Qwen2, off), none);
+    let on = "\"sliding_window\": 4096, \"use_sliding_window\": true";
+    let last: Vec<_> = (0..32).map(|layer| (layer >= 28).then_some(4096)).collect();
+    assert_eq!(windows(LlamaKind::Qwen3, on), last, "the first 28 blocks have none");
+    assert_eq!(windows(LlamaKind::Qwen2, &format!("{on}, \"max_window_layers\": 0")), all);
+    assert_eq!(windows(LlamaKind::Qwen2, &format!("{on}, \"max_window_layers\": 32")), none);
+    let types: Vec<&str> = (0..32).map(|i| if i % 2 == 0 { WINDOWED } else { WHOLE }).collect();
+    let found = windows(LlamaKind::Qwen2, &format!("{on}, \"layer_types\": {types:?}"));
+    assert!((0..32).all(|i| found[i].is_some() == (i % 2 == 0)), "{found:?}");
     let told = |kind, field: &str| with(kind, field).unwrap_err().details()[0].1.clone();
-    let text = "`sliding_window` is 4096 of 131072 positions; run are models without one";
-    assert_eq!(told(LlamaKind::Mistral, "\"sliding_window\": 4096"), text);
-    assert_eq!(told(LlamaKind::Mistral, "\"x\": 1"), text, "the default is a window");
-    assert!(with(LlamaKind::Mistral, "\"sliding_window\": null").is_ok());
-    assert!(with(LlamaKind::Mistral, "\"sliding_window\": 131072").is_ok());
-    assert!(with(LlamaKind::Llama, "\"sliding_window\": 4096").is_ok(), "a llama has none");
-    assert!(with(LlamaKind::Qwen2, "\"sliding_window\": 4096, \"use_sliding_window\": false").is_ok());
-    assert_eq!(told(LlamaKind::Qwen3, "\"sliding_window\": 4096, \"use_sliding_window\": true"), text);
+    assert_eq!(
+        told(LlamaKind::Mistral, "\"sliding_window\": 0"),
+        "`sliding_window` is 0, which is outside of 1..=16777216"
+    );
+    assert_eq!(
+        told(LlamaKind::Mistral, "\"sliding_window\": \"x\""),
+        "`sliding_window` is \"x\", which is no number of keys"
+    );
+    let text = "`layer_types` is not a list of 32 words sliding_attention or full_attention";
+    assert_eq!(told(LlamaKind::Qwen3, &format!("{on}, \"layer_types\": [\"full_attention\"]")), text);
+    let odd = format!("{on}, \"layer_types\": {:?}", ["chunked_attention"; 32]);
+    assert_eq!(told(LlamaKind::Qwen3, &odd), text);
 }
 
 #[test]

@@ -1,0 +1,297 @@
+//! Random programs: ops of a list on values made before, layouts by chance, repairs where an op refuses.
+//!
+//! A program is drawn without values, on one rank of its mesh; then one rank runs it, and what is not finite or grows large
+//! is cut off with all that follows.
+
+use super::marks::Marks;
+use super::program::{Place, Program, Step, Values, case};
+use super::trial::{Feed, is_moderate};
+use crate::tape::Tape;
+use shardgrad_dist::{Axis, Mesh, Rank, Result, World};
+use shardgrad_tensor::DType;
+use shardgrad_tensor::check::Setting;
+use shardgrad_tensor::ops::{Case, Entry, Input};
+use shardgrad_tensor::{Context, Layout, State, Tensor, Value};
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// At most so many ranks, axes and steps (moves that repair a refusal come on top).
+const RANKS_MAX: usize = 8;
+const AXES_MAX: usize = 3;
+const STEPS_MAX: usize = 20;
+
+/// Numbers that look random (the generator SplitMix64, Steele and others 2014).
+#[derive(Clone, Debug)]
+pub(super) struct Dice(u64);
+
+impl Dice {
+    pub(super) fn new(seed: u64) -> Dice {
+        Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15))
+    }
+
+    /// One of `0..bound`.
+    pub(super) fn below(&mut self, bound: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) % bound.max(1) as u64) as usize
+    }
+
+    /// True in so many of a hundred throws.
+    pub(super) fn chance(&mut self, percent: usize) -> bool {
+        self.below(100) < percent
+    }
+
+    pub(super) fn pick<'a, T>(&mut self, list: &'a [T]) -> Option<&'a T> {
+        if list.is_empty() { None } else { list.get(self.below(list.len())) }
+    }
+
+    /// A mesh as text.
+    pub(super) fn mesh(&mut self) -> String {
+        let (mut left, mut axes) = (RANKS_MAX, Vec::new());
+        for name in ["a", "b", "c"].iter().take(1 + self.below(AXES_MAX)) {
+            let most = if axes.is_empty() { left } else { left.min(4) };
+            let size = 1 + self.below(most);
+            left /= size;
+            axes.push(format!("{name}={size}"));
+        }
+        axes.join(",")
+    }
+
+    /// A layout: each axis, in any order, in any state.
+    pub(super) fn layout(&mut self, mesh: &Mesh, dtype: DType, shape: &[usize]) -> Layout {
+        let mut layout = Layout::invariant(mesh, dtype, shape);
+        let mut axes: Vec<Axis> = mesh.axes().collect();
+        while !axes.is_empty() {
+            let axis = axes.swap_remove(self.below(axes.len()));
+            let state = match self.below(3 + 2 * shape.len()) {
+                0 => State::Invariant,
+                1 => State::Replicate,
+                // Truth values have no sum.
+                2 if dtype == DType::Bool => State::Invariant,
+                2 => State::Partial,
+                n => State::Shard((n - 3) / 2),
+            };
+            layout = layout.with_state(axis, state);
+        }
+        layout
+    }
+}
+
+/// A program under way, on one rank without values.
+struct Maker<'a> {
+    ops: &'a [Entry],
+    rank: &'a Rank,
+    tape: Tape,
+    dice: Dice,
+    program: Program,
+    values: Values,
+}
+
+/// What must hold of the extents of the arguments: by label of the signature, how many.
+type Bound = BTreeMap<u8, usize>;
+
+impl Maker<'_> {
+    /// All values so far that are floats.
+    fn floats(&self) -> Vec<Place> {
+        let inputs = (0..self.values.inputs.len()).map(Place::Input);
+        let made = self.values.made.iter().enumerate();
+        let made = made.flat_map(|(step, m)| (0..m.len()).map(move |out| Place::Made(step, out)));
+        let is_real = |p: &Place| self.values.get(*p).is_ok_and(|v| v.dtype() == DType::F64);
+        inputs.chain(made).filter(is_real).collect()
+    }
+
+    /// Something new that goes in.
+    fn feed(&mut self, input: Input) -> Result<Place> {
+        let dtype = input.dtype();
+        let is_leaf = dtype.is_float() && self.dice.chance(80);
+        let layout = self.dice.layout(self.rank.mesh(), dtype, input.shape());
+        let x = Tensor::zeros(self.rank, &layout)?;
+        let at = self.program.inputs.len();
+        self.values.inputs.push(if is_leaf { self.tape.leaf(at as u64, &x) } else { self.tape.constant(x) });
+        self.program.inputs.push(Feed { input, marks: Marks::of(&layout), is_leaf });
+        Ok(Place::Input(at))
+    }
+
+    fn push(&mut self, step: Step) -> Result<usize> {
+        let made = Program::step(self.ops, &self.tape, &step, &self.values)?;
+        self.values.made.push(made);
+        self.program.steps.push(step);
+        Ok(self.program.steps.len() - 1)
+    }
+
+    /// One more step, if chance finds one that is possible.
+    fn grow(&mut self) -> Result<()> {
+        let floats = self.floats();
+        match self.dice.below(100) {
+            0..16 => {
+                let Some(&x) = self.dice.pick(&floats) else { return Ok(()) };
+                let shape = self.values.get(x)?.shape();
+                let to = self.dice.layout(self.rank.mesh(), DType::F64, &shape);
+                self.push(Step::Move(x, Marks::of(&to))).map(|_| ())
+            }
+            16..20 => match self.dice.pick(&floats) {
+                Some(&x) => self.push(Step::Detach(x)).map(|_| ()),
+                None => Ok(()),
+            },
+            _ => self.apply(),
+        }
+    }
+
+    fn apply(&mut self) -> Result<()> {
+        let ops = self.ops;
+        let Some(entry) = self.dice.pick(ops) else { return Ok(()) };
+        let number = self.dice.below((entry.cases)().len());
+        let case = case(ops, entry.name, number)?;
+        let Some(mut args) = self.args(&case)? else { return Ok(()) };
+        let layouts: Vec<Layout> =
+            args.iter().map(|a| Ok(self.values.get(*a)?.layout().clone())).collect::<Result<_>>()?;
+        let setting = Setting::of(self.rank, &case, layouts.clone(), self.dice.below(3))?;
+        for (i, to) in setting.repair.iter().flatten().enumerate().filter(|(i, to)| **to != layouts[*i]) {
+            args[i] = Place::Made(self.push(Step::Move(args[i], Marks::of(to)))?, 0);
+        }
+        let is_quiet = self.dice.chance(5);
+        self.push(Step::Apply { op: entry.name.into(), case: number, args, is_quiet }).map(|_| ())
+    }
+
+    /// Arguments for a case: values made before where they fit, new ones otherwise.
+    fn args(&mut self, case: &Case) -> Result<Option<Vec<Place>>> {
+        let signature = Context::of(self.rank).signature(case.op.signature());
+        let ndim = |i: usize| case.inputs.get(i).map_or(0, |input| input.shape().len());
+        let labels = signature.bind(ndim, |_| None).map(|l| l.inputs().to_vec());
+        let labels = labels.unwrap_or_default();
+        let of = |i: usize, d: usize| labels.get(i).and_then(|l: &Vec<u8>| l.get(d)).copied();
+        let (mut bound, mut args) = (Bound::new(), vec![None; case.inputs.len()]);
+        let is_free = !case.is_fixed && labels.len() >= case.inputs.len();
+        for (i, input) in case.inputs.iter().enumerate() {
+            let Input::Real(shape) = input else { continue };
+            let fits = |place: &Place| {
+                let found = self.values.get(*place).expect("a value of the list").shape();
+                let fits = |(d, (&n, &want)): (usize, (&usize, &usize))| match of(i, d).filter(|_| is_free) {
+                    Some(label) if want != 1 => bound.get(&label).is_none_or(|b| *b == n),
+                    _ => n == want,
+                };
+                found.len() == shape.len() && found.iter().zip(shape).enumerate().all(fits)
+            };
+            let fitting: Vec<Place> = self.floats().into_iter().filter(fits).collect();
+            if self.dice.chance(85)
+                && let Some(&place) = self.dice.pick(&fitting)
+            {
+                for (d, n) in self.values.get(place)?.shape().iter().enumerate() {
+                    if let Some(label) = of(i, d) {
+                        bound.insert(label, *n);
+                    }
+                }
+                args[i] = Some(place);
+            }
+        }
+        if args.iter().all(Option::is_none) && !self.floats().is_empty() && self.dice.chance(70) {
+            return Ok(None);
+        }
+        for (i, input) in case.inputs.iter().enumerate() {
+            if args[i].is_none() {
+                let mut extent = |d: usize, n: usize| match of(i, d).filter(|_| is_free && n != 1) {
+                    Some(label) => *bound.entry(label).or_insert_with(|| 1 + self.dice.below(5)),
+                    None => n,
+                };
+                let shape: Vec<usize> =
+                    input.shape().iter().enumerate().map(|(d, n)| extent(d, *n)).collect();
+                args[i] = Some(match input {
+                    Input::Index(_, most) => {
+                        let most = rebound(case, &labels, &bound, *most).filter(|_| is_free).unwrap_or(*most);
+                        if most == 0 {
+                            return Ok(None);
+                        }
+                        self.feed(Input::Index(shape, most))?
+                    }
+                    other => self.feed(other.with_shape(&shape))?,
+                });
+            }
+        }
+        Ok(args.into_iter().collect())
+    }
+}
+
+/// The least extent that a dim of the old extent `most` has now: a bound of indices goes with the dim that they point into.
+fn rebound(case: &Case, labels: &[Vec<u8>], bound: &Bound, most: usize) -> Option<usize> {
+    let dims = case.inputs.iter().zip(labels).flat_map(|(input, l)| input.shape().iter().zip(l));
+    dims.filter(|(n, _)| **n == most).filter_map(|(_, label)| bound.get(label).copied()).min()
+}
+
+impl Program {
+    /// A random program over the ops of a list. `None` where chance gave nothing that can be run.
+    ///
+    /// # Errors
+    /// What a mesh without values reports.
+    pub fn draw(ops: &[Entry], seed: u64) -> Result<Option<Program>> {
+        let mut dice = Dice::new(seed);
+        let mesh = dice.mesh();
+        let drawn = World::new(Mesh::parse(&mesh)?).dry_run(0, |rank| {
+            let (inputs, steps, blocks, outputs) = Default::default();
+            let program = Program { mesh: mesh.clone(), inputs, steps, blocks, outputs, seed };
+            let (tape, values) = (Tape::new(rank), Values::default());
+            let mut maker = Maker { ops, rank, tape, dice, program, values };
+            for _ in 0..1 + maker.dice.below(STEPS_MAX) {
+                let before = (maker.program.clone(), maker.values.clone());
+                // What an op refuses altogether (extents, dtypes) is tried and dropped.
+                if !matches!(catch_unwind(AssertUnwindSafe(|| maker.grow())), Ok(Ok(()))) {
+                    Context::of(rank).set_closed(false);
+                    maker.tape.no_grad(|| ());
+                    (maker.program, maker.values) = before;
+                }
+            }
+            Ok((maker.program, maker.dice))
+        })?;
+        let (mut program, mut dice) = drawn;
+        program.cut(ops);
+        program.choose(ops, &mut dice);
+        Ok(if program.outputs.is_empty() { None } else { Some(program) })
+    }
+
+    /// Cuts off the first step whose result is not moderate, and all that follow.
+    fn cut(&mut self, ops: &[Entry]) {
+        while !self.steps.is_empty() {
+            let counts = |step: &Step| match step {
+                Step::Apply { op, case: number, .. } => case(ops, op, *number).map_or(0, |c| {
+                    let signature = shardgrad_tensor::Signature::parse(c.op.signature());
+                    signature.map_or(0, |s| s.num_outputs() - c.op.num_saved())
+                }),
+                _ => 1,
+            };
+            let all: Vec<Place> = (self.steps.iter().enumerate())
+                .flat_map(|(at, step)| (0..counts(step)).map(move |out| Place::Made(at, out)))
+                .collect();
+            self.outputs = all.clone();
+            let bad = match self.on_one_rank(ops) {
+                Ok(made) => all.iter().zip(&made.outputs).find(|(_, x)| !is_moderate(x)).map(|(p, _)| *p),
+                Err(_) => all.last().copied(),
+            };
+            match bad {
+                Some(Place::Made(step, _)) => self.steps.truncate(step),
+                _ => return,
+            }
+        }
+        self.outputs.clear();
+    }
+
+    /// Chooses what comes out and what is computed again, so that gradients are moderate too.
+    fn choose(&mut self, ops: &[Entry], dice: &mut Dice) {
+        while !self.steps.is_empty() {
+            let made = |p: &Place| matches!(p, Place::Made(step, _) if *step < self.steps.len());
+            let all: Vec<Place> = std::mem::take(&mut self.outputs).into_iter().filter(made).collect();
+            self.outputs = (0..1 + dice.below(3)).filter_map(|_| dice.pick(&all).copied()).collect();
+            self.blocks.clear();
+            if dice.chance(40) {
+                let from = dice.below(self.steps.len());
+                self.blocks.push(from..from + 1 + dice.below(self.steps.len() - from));
+            }
+            if self.on_one_rank(ops).is_ok_and(|made| made.is_moderate()) {
+                return;
+            }
+            self.outputs = all;
+            self.steps.pop();
+        }
+        self.outputs.clear();
+    }
+}

@@ -1,0 +1,112 @@
+//! A layout without its extents, so that it can be kept while shapes shrink.
+
+use shardgrad_dist::{Error, Kind, Mesh, Result};
+use shardgrad_tensor::DType;
+use shardgrad_tensor::Layout;
+use std::fmt;
+
+/// How a value lies: per dim its grain and the axes that split it, outer first; then the pending and the replicated axes.
+/// Its text form is that of a layout without dtype and extents: `[@a@b, :2@c] +d ~e`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Marks {
+    dims: Vec<(usize, Vec<String>)>,
+    partial: Vec<String>,
+    replicate: Vec<String>,
+}
+
+impl Marks {
+    /// Those of a value of so many dims that every rank holds in full.
+    #[must_use]
+    pub fn whole(ndim: usize) -> Marks {
+        Marks { dims: vec![(1, Vec::new()); ndim], partial: Vec::new(), replicate: Vec::new() }
+    }
+
+    /// Those of a layout.
+    #[must_use]
+    pub fn of(layout: &Layout) -> Marks {
+        let name = |a| layout.mesh().name(a).to_string();
+        Marks {
+            dims: layout.dims().iter().map(|d| (d.grain, d.axes.iter().map(name).collect())).collect(),
+            partial: layout.partial().iter().map(name).collect(),
+            replicate: layout.replicate().iter().map(name).collect(),
+        }
+    }
+
+    /// Reads the text form.
+    ///
+    /// # Errors
+    /// `Kind::Layout` if the text is none.
+    pub fn parse(text: &str) -> Result<Marks> {
+        let refuse = || Error::new(Kind::Layout, format!("`{text}` is no list of marks"));
+        let (dims, rest) = text.strip_prefix('[').and_then(|t| t.split_once(']')).ok_or_else(refuse)?;
+        let dim = |part: &str| {
+            let mut pieces = part.trim().split('@');
+            let grain = pieces.next().unwrap_or_default().trim_start_matches(':');
+            let grain = if grain.is_empty() { Ok(1) } else { grain.parse() };
+            Ok((grain.map_err(|_| refuse())?, pieces.map(str::to_string).collect()))
+        };
+        let dims = if dims.is_empty() { Vec::new() } else { dims.split(',').collect() };
+        let of =
+            |mark: char| rest.split(' ').filter_map(|w| w.strip_prefix(mark)).map(str::to_string).collect();
+        Ok(Marks {
+            dims: dims.into_iter().map(dim).collect::<Result<_>>()?,
+            partial: of('+'),
+            replicate: of('~'),
+        })
+    }
+
+    /// The layout of a shape on a mesh.
+    ///
+    /// # Errors
+    /// `Kind::Layout` where the marks do not fit the shape or the mesh.
+    pub fn layout(&self, mesh: &Mesh, dtype: DType, shape: &[usize]) -> Result<Layout> {
+        if shape.len() != self.dims.len() {
+            return Err(Error::new(Kind::Layout, format!("{self} on a shape of {} dims", shape.len())));
+        }
+        let marks = self.to_string();
+        let (dims, rest) = marks.trim_start_matches('[').split_once(']').expect("the text has a bracket");
+        let dims: Vec<String> = shape.iter().zip(dims.split(", ")).map(|(n, d)| format!("{n}{d}")).collect();
+        Layout::parse(&format!("{dtype}[{}]{rest}", dims.join(", ")), mesh)
+    }
+
+    /// The same without an axis.
+    #[must_use]
+    pub fn without(&self, axis: &str) -> Marks {
+        let keep = |names: &Vec<String>| names.iter().filter(|n| *n != axis).cloned().collect::<Vec<_>>();
+        Marks {
+            dims: self.dims.iter().map(|(grain, axes)| (*grain, keep(axes))).collect(),
+            partial: keep(&self.partial),
+            replicate: keep(&self.replicate),
+        }
+    }
+}
+
+impl fmt::Display for Marks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let dim = |(grain, axes): &(usize, Vec<String>)| {
+            let grain = if *grain == 1 { String::new() } else { format!(":{grain}") };
+            axes.iter().fold(grain, |text, axis| text + "@" + axis)
+        };
+        write!(f, "[{}]", self.dims.iter().map(dim).collect::<Vec<_>>().join(", "))?;
+        self.partial.iter().try_for_each(|a| write!(f, " +{a}"))?;
+        self.replicate.iter().try_for_each(|a| write!(f, " ~{a}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn texts_are_read_as_they_are_written() {
+        let mesh = Mesh::parse("a=2,b=2,c=2").unwrap();
+        for text in ["f64[4@b@a, 6:3@c]", "f64[]", "f64[] +a ~b", "f64[5, 3] +a +c", "f64[8:2, 1@a]"] {
+            let layout = Layout::parse(text, &mesh).unwrap();
+            let marks = Marks::parse(&Marks::of(&layout).to_string()).unwrap();
+            assert_eq!(marks.layout(&mesh, DType::F64, &layout.shape()).unwrap(), layout);
+        }
+        assert_eq!(Marks::parse("[@a@b, @c] +d").unwrap().without("b").to_string(), "[@a, @c] +d");
+        assert!(Marks::parse("@a").is_err() && Marks::parse("[:x]").is_err());
+        assert!(Marks::whole(2).layout(&mesh, DType::F64, &[3]).is_err());
+    }
+}

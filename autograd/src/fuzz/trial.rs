@@ -1,0 +1,209 @@
+//! One piece of model text on one rank and on a mesh: values, and gradients of what goes in.
+
+use super::marks::Marks;
+use crate::id::Id;
+use crate::tape::Tape;
+use crate::var::Var;
+use shardgrad_dist::{Error, Kind, Mesh, Rank, Result, World};
+use shardgrad_tensor::check::Global;
+use shardgrad_tensor::ops::Input;
+use shardgrad_tensor::{Tensor, Value};
+use std::fmt;
+use std::panic::Location;
+use std::time::Duration;
+
+/// By how much a value may differ between layouts where arithmetic rounds: of itself, plus this.
+const TOLERANCE: f64 = 1e-7;
+/// How far values are pushed to see whether they hang on the last bits.
+const NUDGE: f64 = 1e-13;
+
+/// Something that goes into a program.
+#[derive(Clone, Debug)]
+pub struct Feed {
+    /// What it looks like.
+    pub input: Input,
+    /// How it lies on the mesh.
+    pub marks: Marks,
+    /// Whether its gradient is asked for.
+    pub is_leaf: bool,
+}
+
+/// Model text: from what goes in to what comes out.
+pub(super) type Text<'a> = dyn Fn(&Tape, &[Var]) -> Result<Vec<Var>> + Sync + 'a;
+
+/// What a mesh makes of a program, compared with one rank.
+#[derive(Clone, Debug)]
+pub enum Verdict {
+    /// The same values and gradients.
+    Right,
+    /// The values hang on the last bits of the numbers that go in (a comparison, the largest of equals): nothing is said.
+    IllPosed,
+    /// An op refused its layouts, or its shapes.
+    Refused(Error),
+    /// Something else, in words.
+    Wrong(String),
+}
+
+/// One rank's results, whole.
+#[derive(Debug)]
+pub(super) struct Made {
+    pub(super) outputs: Vec<Global>,
+    /// By input; `None` where no gradient arrives.
+    pub(super) gradients: Vec<Option<Global>>,
+}
+
+impl Made {
+    fn all(&self) -> impl Iterator<Item = &Global> {
+        self.outputs.iter().chain(self.gradients.iter().flatten())
+    }
+
+    /// Whether all numbers are finite and of moderate size.
+    pub(super) fn is_moderate(&self) -> bool {
+        self.all().all(is_moderate)
+    }
+
+    fn is_near(&self, other: &Made) -> bool {
+        let near = |(a, b): (&f64, &f64)| (a - b).abs() <= TOLERANCE / 10.0 * (1.0 + b.abs());
+        let same =
+            |(a, b): (&Global, &Global)| a.data.len() == b.data.len() && a.data.iter().zip(&b.data).all(near);
+        self.all().zip(other.all()).all(same)
+    }
+}
+
+/// Whether all elements are finite and at most 10^4.
+pub(super) fn is_moderate(x: &Global) -> bool {
+    x.data.iter().all(|x| x.abs() <= 1e4)
+}
+
+/// Text with what goes into it.
+pub(super) struct Trial<'a> {
+    pub(super) inputs: &'a [Feed],
+    pub(super) seed: u64,
+    /// Whether no op in the text rounds on small binary fractions.
+    pub(super) is_exact: bool,
+    pub(super) text: &'a Text<'a>,
+}
+
+impl fmt::Debug for Trial<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Trial({:?})", self.inputs)
+    }
+}
+
+impl Trial<'_> {
+    fn globals(&self) -> Vec<Global> {
+        let draw = |(i, feed): (usize, &Feed)| Global::draw(&feed.input, self.seed + i as u64);
+        self.inputs.iter().enumerate().map(draw).collect()
+    }
+
+    /// Outputs and gradients for arguments that lie on this rank already.
+    fn run(&self, rank: &Rank, args: &[Tensor]) -> Result<(Vec<Tensor>, Vec<Option<Tensor>>)> {
+        let tape = Tape::new(rank);
+        let var = |(i, (x, feed)): (usize, (&Tensor, &Feed))| match feed.is_leaf {
+            true => tape.leaf(i as u64, x),
+            false => tape.constant(x.clone()),
+        };
+        let vars: Vec<Var> = args.iter().zip(self.inputs).enumerate().map(var).collect();
+        let outputs = (self.text)(&tape, &vars)?;
+        let mut seeds: Vec<(Id, Tensor)> = Vec::new();
+        for (i, y) in outputs.iter().enumerate() {
+            if let Some(id) = y.id() {
+                let drawn = Global::draw(&Input::real(&y.shape()), self.seed + 1000 + i as u64);
+                let seed = Global { dtype: y.dtype(), ..drawn };
+                seeds.push((id, seed.place(rank, &y.layout().dual())?));
+            }
+        }
+        let outputs = outputs.iter().map(|y| y.tensor().clone()).collect();
+        drop(vars);
+        tape.backward_from(seeds);
+        let mut gradients = tape.gradients();
+        Ok((outputs, (0..args.len()).map(|i| gradients.remove(&(i as u64))).collect()))
+    }
+
+    /// What one rank makes of the text.
+    ///
+    /// # Errors
+    /// What the text reports.
+    pub(super) fn on_one_rank(&self) -> Result<Made> {
+        self.alone(&self.globals())
+    }
+
+    fn alone(&self, globals: &[Global]) -> Result<Made> {
+        let made = World::run(Mesh::single(), |rank| {
+            let args: Vec<Tensor> = globals
+                .iter()
+                .map(|g| g.place(rank, &Marks::whole(g.shape.len()).layout(rank.mesh(), g.dtype, &g.shape)?))
+                .collect::<Result<_>>()?;
+            let (outputs, gradients) = self.run(rank, &args)?;
+            let global = |t: &Tensor| {
+                Ok(Global { dtype: t.dtype(), shape: t.shape().to_vec(), data: t.to_local_f64()? })
+            };
+            Ok(Made {
+                outputs: outputs.iter().map(global).collect::<Result<_>>()?,
+                gradients: gradients
+                    .iter()
+                    .map(|g| g.as_ref().map(global).transpose())
+                    .collect::<Result<_>>()?,
+            })
+        });
+        Ok(made?.remove(0))
+    }
+
+    /// Whether numbers that differ in their last bits give results that differ by more.
+    fn is_ill_posed(&self, made: &Made) -> Result<bool> {
+        for by in [NUDGE, -NUDGE] {
+            let mut globals = self.globals();
+            for (i, global) in globals.iter_mut().enumerate().filter(|(_, g)| g.dtype.is_float()) {
+                let sign = |at: usize| if (at * 7 + i * 3) % 5 < 2 { -by } else { by };
+                global.data.iter_mut().enumerate().for_each(|(at, x)| *x += *x * sign(at));
+            }
+            if !self.alone(&globals)?.is_near(made) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Compares a mesh with one rank.
+    pub(super) fn on_mesh(&self, mesh: &Mesh, made: &Made) -> Verdict {
+        let is_exact = self.is_exact && made.all().all(Global::is_dyadic);
+        let tolerance = if is_exact { 0.0 } else { TOLERANCE };
+        let world = World::new(mesh.clone()).threads(1).timeout(Duration::from_secs(20));
+        let found = world.launch(|rank| self.compare(rank, made, tolerance));
+        match found.map(|all| all.into_iter().flatten().next()) {
+            Ok(None) => Verdict::Right,
+            Ok(Some(_)) if !is_exact && self.is_ill_posed(made).unwrap_or(true) => Verdict::IllPosed,
+            Ok(Some(what)) => Verdict::Wrong(what),
+            Err(e) if [Kind::Layout, Kind::Shape, Kind::DType].contains(&e.kind()) => Verdict::Refused(e),
+            Err(e) => Verdict::Wrong(e.to_string()),
+        }
+    }
+
+    /// What is wrong on this rank. Every rank goes on to the end, since the others wait for it.
+    fn compare(&self, rank: &Rank, made: &Made, tolerance: f64) -> Result<Option<String>> {
+        let site = Location::caller();
+        let place =
+            |(g, feed): (Global, &Feed)| g.place(rank, &feed.marks.layout(rank.mesh(), g.dtype, &g.shape)?);
+        let args: Vec<Tensor> =
+            self.globals().into_iter().zip(self.inputs).map(place).collect::<Result<_>>()?;
+        let (outputs, gradients) = self.run(rank, &args)?;
+        let mut finding = None;
+        for (i, (y, want)) in outputs.iter().zip(&made.outputs).enumerate() {
+            let found = want.differs(y, tolerance, site)?;
+            finding = finding.or(found.map(|f| format!("output {i} ({}) {f}", y.layout())));
+        }
+        for (i, (gradient, want)) in gradients.iter().zip(&made.gradients).enumerate() {
+            let found = match (gradient, want) {
+                (None, None) => None,
+                (Some(_), None) => Some("is there and should not be".to_string()),
+                (None, Some(_)) => Some("is missing".to_string()),
+                (Some(g), Some(_)) if *g.layout() != args[i].layout().dual() => {
+                    Some(format!("lies as {} beside {}", g.layout(), args[i].layout()))
+                }
+                (Some(g), Some(want)) => want.differs(g, tolerance, site)?,
+            };
+            finding = finding.or(found.map(|f| format!("the gradient of input {i} {f}")));
+        }
+        Ok(finding)
+    }
+}

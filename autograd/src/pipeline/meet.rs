@@ -1,0 +1,61 @@
+//! Transfers for transports on which a send waits for its receive.
+
+use super::action::{Action, Schedule, Transfer};
+use super::simulate::Times;
+
+impl Schedule {
+    /// The same passes with transfers that hold where a send waits for its receive
+    /// ([`verify_blocking`](Schedule::verify_blocking)): passes of equal length are laid on one line by their ends, and each
+    /// transfer is put right behind the pass that makes it, on both of its ranks. The lists are parts of one
+    /// order, so nobody can wait in a circle. A rank may meet another sooner than it needs to.
+    #[must_use]
+    pub fn with_meetings(&self, links: &[(usize, usize)]) -> Schedule {
+        let passes = self.passes_only();
+        let even = Times { forward: 1.0, input: 1.0, weight: 1.0 };
+        let timeline = passes.simulate(links, &vec![even; self.num_stages()], 0.0);
+        let mut line: Vec<(f64, usize, Action)> = Vec::new();
+        for (rank, spans) in timeline.ranks.iter().enumerate() {
+            line.extend(spans.iter().map(|span| (span.time.end, rank, span.action)));
+        }
+        // Stable, so that passes of one rank keep their order.
+        line.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let mut ranks = vec![Vec::new(); self.ranks.len()];
+        for (_, rank, action) in line {
+            ranks[rank].push(action);
+            let Some((stage, microbatch, back)) = Schedule::pass(action) else { continue };
+            for &(from, to) in links {
+                let (from, to) = if back { (to, from) } else { (from, to) };
+                if from == stage && self.place[to] != rank {
+                    let transfer = Transfer { from, to, microbatch };
+                    ranks[rank].push(Action::Send(transfer));
+                    ranks[self.place[to]].push(Action::Receive(transfer));
+                }
+            }
+        }
+        Schedule { ranks, ..self.clone() }.with_transfers(links)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::named::NAMES;
+    use super::*;
+
+    #[test]
+    fn every_schedule_holds_without_buffers() {
+        for name in NAMES {
+            for (p, m) in [(1, 2), (2, 2), (3, 6), (4, 8), (8, 16), (4, 12)] {
+                let plain = Schedule::named(name, p, m).unwrap();
+                let n = plain.num_stages();
+                let mut links: Vec<(usize, usize)> = (1..n).map(|s| (s - 1, s)).collect();
+                // A value that passes over stages in between.
+                links.extend((n > 2).then_some((0, n - 1)));
+                let schedule = plain.with_meetings(&links);
+                assert_eq!(schedule.passes_only(), plain, "{name} {p} {m}");
+                let peak = schedule.verify_blocking(&links).unwrap_or_else(|e| panic!("{name} {p} {m}: {e}"));
+                assert_eq!(peak, schedule.verify(&links).unwrap(), "{name} {p} {m}");
+                assert_eq!(peak, plain.with_transfers(&links).verify(&links).unwrap(), "{name} {p} {m}");
+            }
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! Schedules in the shape of a V: rank i has stages i and 2p - 1 - i, so that the last stage meets the first, and each
+//! rank holds as much as any other.
+//!
+//! The order of forward passes and gradients of inputs is closed; gradients of parameters fill what is left, in passes of
+//! equal length. Closed forms below are in passes of one stage, of which a rank has 6m; 1F1B waits for 6 (p - 1) of
+//! them. After Qi et al., arXiv 2401.10241 (ZB-V) and arXiv 2405.15362 (V-Half, V-Min).
+
+use super::action::{Action, Schedule};
+use super::simulate::Times;
+use super::trial::{Policy, Search};
+
+/// What a rank does next: forward (or gradients of inputs), in its first stage (or its second).
+#[derive(Clone, Copy)]
+enum Next {
+    F0,
+    F1,
+    I0,
+    I1,
+}
+
+use Next::{F0, F1, I0, I1};
+
+/// The order of forward passes and gradients of inputs on each rank.
+pub(super) type Orders = Vec<Vec<Action>>;
+
+impl Schedule {
+    /// ZB-V: the memory of 1F1B, 2p passes on every rank, and no rank waits between its first pass and its last one
+    /// if there are 2p microbatches or more (p - 1 passes otherwise).
+    #[must_use]
+    pub fn zb_v(num_ranks: usize, num_microbatches: usize) -> Schedule {
+        filled("zb-v", num_ranks, num_microbatches, &zb_v_orders(num_ranks, num_microbatches), 2 * num_ranks)
+    }
+
+    /// V-Half: p + 2 passes held, about half the memory of 1F1B; a rank waits for 3 (p - 1) passes at most, half of what it
+    /// does in 1F1B.
+    #[must_use]
+    pub fn v_half(num_ranks: usize, num_microbatches: usize) -> Schedule {
+        let orders = v_half_orders(num_ranks, num_microbatches);
+        filled("v-half", num_ranks, num_microbatches, &orders, num_ranks + 2)
+    }
+
+    /// V-Min: 2p / 3 + 2 passes held (rounded up), about a third of the memory of 1F1B; a rank waits for 4 (p - 1) passes at
+    /// most, two thirds of what it does in 1F1B.
+    #[must_use]
+    pub fn v_min(num_ranks: usize, num_microbatches: usize) -> Schedule {
+        let orders = v_min_orders(num_ranks, num_microbatches);
+        filled("v-min", num_ranks, num_microbatches, &orders, (2 * num_ranks).div_ceil(3) + 2)
+    }
+}
+
+/// The places of the stages of a V.
+pub(super) fn place(num_ranks: usize) -> Vec<usize> {
+    (0..num_ranks).chain((0..num_ranks).rev()).collect()
+}
+
+/// Puts the gradients of parameters between the passes of an order, as even passes leave room.
+fn filled(name: &str, p: usize, num_microbatches: usize, orders: &Orders, live_max: usize) -> Schedule {
+    let times = vec![Times { forward: 1.0, input: 1.0, weight: 1.0 }; 2 * p];
+    let search = Search { place: place(p), num_microbatches, live_max, times, transfer: 0.0 };
+    search.trial(name, Policy::Order(orders)).expect("an order of even passes comes to its end")
+}
+
+/// As many forward passes as fit before the first gradients come back; then the second stage alone until the first
+/// one's gradients come back; then both in turn.
+pub(super) fn zb_v_orders(p: usize, num_microbatches: usize) -> Orders {
+    // An order for more microbatches, without those that there are not, is an order too.
+    let m = num_microbatches.max(2 * p);
+    let order = |rank: usize| {
+        let (below, above) = (p - 1 - rank, rank + 1);
+        let turns: [(usize, &[Next]); 7] = [
+            (2 * below, &[F0]),
+            (above, &[F0, F1]),
+            (below, &[I1, F1]),
+            (m + above - 2 * p, &[I1, F0, I0, F1]),
+            (below, &[I1, I0, F1]),
+            (above, &[I1, I0]),
+            (below, &[I0]),
+        ];
+        let mut done = [0; 4];
+        let mut order = Vec::with_capacity(4 * m);
+        for (times, turn) in turns {
+            for next in (0..times).flat_map(|_| turn) {
+                let microbatch = done[*next as usize];
+                done[*next as usize] += 1;
+                order.extend((microbatch < num_microbatches).then(|| action(p, rank, *next, microbatch)));
+            }
+        }
+        order
+    };
+    (0..p).map(order).collect()
+}
+
+/// Values go down twice as slowly as back up, gradients likewise.
+pub(super) fn v_half_orders(p: usize, num_microbatches: usize) -> Orders {
+    let turns = if p.is_multiple_of(2) { [4, 2, 4] } else { [1, 2, 1] };
+    blocks(p, num_microbatches, [2, 1, 2, 1], turns)
+}
+
+/// Values and gradients go from rank to rank without delay.
+pub(super) fn v_min_orders(p: usize, num_microbatches: usize) -> Orders {
+    let turns = if p.is_multiple_of(3) { [3, 1, 3] } else { [1, 1, 1] };
+    blocks(p, num_microbatches, [1, 1, 1, 1], turns)
+}
+
+/// One block of passes, repeated every six: `delays` from rank to rank on the way down, up, and both for the gradients;
+/// `turns` between these four ways. The delays are such that no two passes of a rank fall on one time.
+fn blocks(p: usize, num_microbatches: usize, delays: [usize; 4], turns: [usize; 3]) -> Orders {
+    let [down, up, back_down, back_up] = delays;
+    let up_from = down * (p - 1) + turns[0];
+    let back_down_from = up_from + up * (p - 1) + turns[1];
+    let back_up_from = back_down_from + back_down * (p - 1) + turns[2];
+    let order = |rank: usize| {
+        let below = p - 1 - rank;
+        let block = [
+            (down * rank, F0),
+            (up_from + up * below, F1),
+            (back_down_from + back_down * rank, I1),
+            (back_up_from + back_up * below, I0),
+        ];
+        let repeated = |m: usize| block.map(|(time, next)| (time + 6 * m, action(p, rank, next, m)));
+        let mut line: Vec<(usize, Action)> = (0..num_microbatches).flat_map(repeated).collect();
+        line.sort_by_key(|(time, _)| *time);
+        line.into_iter().map(|(_, action)| action).collect()
+    };
+    (0..p).map(order).collect()
+}
+
+fn action(p: usize, rank: usize, next: Next, microbatch: usize) -> Action {
+    match next {
+        F0 => Action::Forward { stage: rank, microbatch },
+        F1 => Action::Forward { stage: 2 * p - 1 - rank, microbatch },
+        I0 => Action::InputGradient { stage: rank, microbatch },
+        I1 => Action::InputGradient { stage: 2 * p - 1 - rank, microbatch },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Passes that a rank waits for at most between its first one and its last, and passes held at most.
+    fn measures(schedule: &Schedule) -> (f64, usize) {
+        let n = schedule.num_stages();
+        let links: Vec<(usize, usize)> = (1..n).map(|s| (s - 1, s)).collect();
+        let verified = schedule.with_transfers(&links).verify(&links).unwrap();
+        let even = vec![Times { forward: 1.0, input: 1.0, weight: 1.0 }; n];
+        let timeline = schedule.simulate(&links, &even, 0.0);
+        let waits = timeline.longest_span() - 6.0 * schedule.num_microbatches as f64;
+        (waits, verified.peak_live.into_iter().max().unwrap())
+    }
+
+    #[test]
+    fn closed_forms_of_zb_v() {
+        for p in 1..=16 {
+            for m in [2 * p, 2 * p + 1, 3 * p, 4 * p + 1] {
+                let (waits, held) = measures(&Schedule::zb_v(p, m));
+                assert!(waits == 0.0 && held == 2 * p, "{p} {m}: {waits} {held}");
+            }
+            for m in [1, p.div_ceil(2), p, 2 * p - 1] {
+                let (waits, held) = measures(&Schedule::zb_v(p, m));
+                assert!(waits <= 6.0 * (p as f64 - 1.0) && held <= 2 * p, "{p} {m}: {waits} {held}");
+            }
+        }
+    }
+
+    #[test]
+    fn closed_forms_of_v_half_and_v_min() {
+        for p in 1..=24 {
+            let far = p as f64 - 1.0;
+            for m in [2 * p, 3 * p + 1, 5 * p] {
+                let (waits, held) = measures(&Schedule::v_half(p, m));
+                assert!(waits == (3.0 * far - 2.0).max(if p == 2 { 2.0 } else { 0.0 }), "{p} {m}: {waits}");
+                assert!(held <= p + 2, "{p} {m}: {held}");
+                let (waits, held) = measures(&Schedule::v_min(p, m));
+                assert!(waits == (4.0 * far - 1.0).max(0.0), "{p} {m}: {waits}");
+                assert!(held <= (2 * p).div_ceil(3) + 2, "{p} {m}: {held}");
+            }
+            for m in [1, p.div_ceil(2), p] {
+                measures(&Schedule::v_half(p, m));
+                measures(&Schedule::v_min(p, m));
+            }
+        }
+    }
+}

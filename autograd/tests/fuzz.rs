@@ -1,0 +1,172 @@
+//! Random programs over the list of ops; and planted faults, each of which the fuzzer must find and make small.
+
+use shardgrad_autograd::fuzz::{Program, Report, programs};
+use shardgrad_autograd::{Var, fuzz_model};
+use shardgrad_dist::{Error, Result};
+use shardgrad_tensor::op::{Cotangents, Local, Op, Pieces, Vjp};
+use shardgrad_tensor::ops::{Case, Entry, Input, OPS};
+use shardgrad_tensor::{Piece, Tensor, Value};
+use std::io::Write as _;
+use std::rc::Rc;
+
+/// 2,000 programs, or as many as SHARDGRAD_PROGRAMS says, shared among the cores.
+#[test]
+fn random_programs_are_those_of_one_rank() {
+    let count =
+        std::env::var("SHARDGRAD_PROGRAMS").map_or(2000, |n| n.parse().expect("a number of programs"));
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u64).min(count);
+    let reports: Vec<Result<Report>> = std::thread::scope(|scope| {
+        let part = |core: u64| (core * count / cores, (core + 1) * count / cores);
+        let start = |core| scope.spawn(move || programs(OPS, part(core).0, part(core).1 - part(core).0));
+        let handles: Vec<_> = (0..cores).map(start).collect();
+        handles.into_iter().map(|h| h.join().expect("a thread of the test")).collect()
+    });
+    let mut all = Report::default();
+    for report in reports {
+        let report = report.unwrap_or_else(|e| panic!("{e}"));
+        all.right += report.right;
+        all.ill_posed += report.ill_posed;
+        all.refused += report.refused;
+        all.steps += report.steps;
+    }
+    std::io::stdout().write_all(format!("{count} programs: {all:?}\n").as_bytes()).unwrap();
+    assert!(all.right as u64 * 10 >= count * 9, "nine in ten say something: {all:?}");
+    assert!(all.steps as u64 >= 5 * count, "programs have some length: {all:?}");
+}
+
+#[test]
+fn the_same_number_gives_the_same_program() {
+    for seed in [3, 4, 5] {
+        let text = || Program::draw(OPS, seed).unwrap().map(|p| p.to_string());
+        assert_eq!(text(), text());
+    }
+}
+
+/// Squares, wrong in one way.
+#[derive(Debug)]
+enum Planted {
+    /// Declared linear: squares of pending parts are not parts of the square.
+    Linear,
+    /// Twice the cotangent on the second rank of an axis.
+    Doubled,
+    /// Forward by the local extent.
+    LocalMean,
+    /// Reads its memory as if it had no gaps.
+    Dense,
+}
+
+impl Op for Planted {
+    fn name(&self) -> &'static str {
+        "planted"
+    }
+
+    fn signature(&self) -> &str {
+        if matches!(self, Planted::LocalMean) { "..m d -> ..m" } else { "..m -> ..m" }
+    }
+
+    fn linear_in(&self) -> &'static [&'static [usize]] {
+        if matches!(self, Planted::Doubled) { &[] } else { &[&[0]] }
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        if local.rank.is_dry() {
+            return Ok([local.output(0)?].into_iter().collect());
+        }
+        let shape = x[0].view.shape.clone();
+        let x = match self {
+            // What lies at the start of the memory, in the order of the memory.
+            Planted::Dense if x[0].numel() * 8 <= x[0].buffer.bytes() => {
+                let mut view = x[0].view.clone();
+                view.offset = 0;
+                (0..shape.len()).for_each(|d| view.strides[d] = shape[d + 1..].iter().product());
+                x[0].viewed(view)
+            }
+            _ => x[0].clone(),
+        };
+        let values = x.to_f64(local.rank)?;
+        let rows = shape.last().copied().unwrap_or(1).max(1);
+        let values: Vec<f64> = match self {
+            Planted::Linear | Planted::Doubled => values.iter().map(|x| x * x).collect(),
+            Planted::Dense => values,
+            Planted::LocalMean => {
+                let kept = shape[..shape.len() - 1].iter().product::<usize>();
+                let mean =
+                    |row: usize| values.get(row * rows..(row + 1) * rows).map(|r| r.iter().sum::<f64>());
+                (0..kept).map(|row| mean(row).unwrap_or(0.0) / rows as f64).collect()
+            }
+        };
+        let out = local.inference.outputs[0].local_shape(local.rank.coordinates());
+        Ok([Piece::upload(local.rank, &out, &values)?].into_iter().collect())
+    }
+
+    fn keeps(&self) -> shardgrad_tensor::Keeps {
+        shardgrad_tensor::Keeps { inputs: &[0], outputs: &[] }
+    }
+
+    fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
+        let (x, second) = (cx.input(0), cx.rank.index() == 1);
+        cx.each(|_| match self {
+            Planted::Linear => cx.grad(0),
+            Planted::Doubled => x.mul(&cx.grad(0)).scale(if second { 4.0 } else { 2.0 }),
+            Planted::Dense => cx.grad(0),
+            Planted::LocalMean => {
+                let goal = cx.goal(0);
+                let (shape, last) = (goal.shape(), goal.ndim() - 1);
+                let op = shardgrad_tensor::ops::sum::Expand::to(&shape, &[last]).expect("the last dim");
+                let scale = 1.0 / shape[last].max(1) as f64;
+                Tensor::apply_with(op, &[&cx.grad(0)], goal).scale(scale)
+            }
+        })
+    }
+}
+
+fn planted(fault: Planted) -> Vec<Case> {
+    vec![Case::new(Rc::new(fault), vec![Input::real(&[5, 3])])]
+}
+
+/// The list with one op more.
+fn with(cases: fn() -> Vec<Case>) -> Vec<Entry> {
+    let sound = ["add", "sub", "mul", "einsum", "permute", "sum", "relu", "concat"];
+    let mut ops: Vec<Entry> = OPS.iter().filter(|e| sound.contains(&e.name)).copied().collect();
+    ops.push(Entry { name: "planted", cases, source: "" });
+    ops
+}
+
+#[test]
+fn planted_faults_are_found_and_made_small() {
+    let faults: [fn() -> Vec<Case>; 4] = [
+        || planted(Planted::Linear),
+        || planted(Planted::Doubled),
+        || planted(Planted::LocalMean),
+        || planted(Planted::Dense),
+    ];
+    for (at, cases) in faults.into_iter().enumerate() {
+        let error: Error = programs(&with(cases), 0, 2000).unwrap_err();
+        let (_, text) = error.details().iter().find(|(label, _)| *label == "repeat").unwrap();
+        let steps = text.matches("Step::").count();
+        assert!(text.contains("op: \"planted\""), "fault {at}: {error}");
+        assert!(steps <= if at == 3 { 4 } else { 1 }, "fault {at} in {steps} steps: {error}");
+        let mesh = text.lines().find(|l| l.contains("mesh:")).unwrap();
+        assert!(mesh.contains("=2\"") && mesh.matches('=').count() == 1, "fault {at}: {mesh}");
+        assert!(text.ends_with(".check(OPS)?"), "{text}");
+    }
+}
+
+#[test]
+fn models_are_fuzzed_by_one_macro() {
+    let report = fuzz_model!(
+        [Input::real(&[4, 6]), Input::real(&[6, 3]), Input::index(&[4], 3)],
+        60,
+        |x: &[Var]| {
+            let y = x[0].matmul(&x[1]).gelu();
+            vec![y.sum(), y]
+        }
+    )
+    .unwrap();
+    assert!(report.right > 20 && report.ill_posed == 0, "{report:?}");
+    let wrong = fuzz_model!([Input::real(&[5, 3])], 60, |x: &[Var]| {
+        vec![Var::apply_one(Rc::new(Planted::Linear), &[&x[0]])]
+    })
+    .unwrap_err();
+    assert_eq!(wrong.details()[0], ("mesh", "a=2".to_string()), "{wrong}");
+}

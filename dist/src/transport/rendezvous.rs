@@ -1,0 +1,71 @@
+//! The meetings of the thread transport under the model checker loom, in every order in which a few threads can run:
+//! `RUSTFLAGS="--cfg loom" cargo test -p shardgrad-dist --lib loom`.
+
+use super::thread::Group;
+use crate::call::Issued;
+use crate::mesh::AxisSet;
+use crate::sync::RwLock;
+use crate::table::{Entry, Letter};
+use loom::sync::Arc;
+use loom::thread;
+use shardgrad_kernels::Buffer;
+use std::time::Duration;
+
+/// Members write, come, read what all have written, and come again before they write anew: nobody waits for ever and
+/// nobody reads what belongs to another round.
+fn meetings(size: usize, rounds: usize, preemptions: usize) {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(preemptions);
+    model.check(move || {
+        let group = Arc::new(Group::default());
+        let shown = Arc::new((0..size).map(|_| RwLock::new(0)).collect::<Vec<_>>());
+        let member = move |me: usize, group: &Group, shown: &[RwLock<usize>]| {
+            for round in 1..=rounds {
+                *shown[me].write().unwrap() = round;
+                group.arrive(size as u64, Duration::ZERO, || Ok(())).unwrap();
+                for other in shown {
+                    assert_eq!(*other.read().unwrap(), round, "what was written for this round");
+                }
+                group.leave(size as u64, Duration::ZERO, || Ok(())).unwrap();
+            }
+        };
+        let others: Vec<_> = (1..size)
+            .map(|me| {
+                let (group, shown) = (group.clone(), shown.clone());
+                thread::spawn(move || member(me, &group, &shown))
+            })
+            .collect();
+        member(0, &group, &shown);
+        others.into_iter().for_each(|t| t.join().unwrap());
+    });
+}
+
+#[test]
+fn loom_two_members_meet_twice() {
+    meetings(2, 2, 3);
+}
+
+#[test]
+fn loom_three_members_meet() {
+    meetings(3, 1, 2);
+}
+
+#[test]
+fn loom_a_letter_wakes_who_waits_for_it() {
+    loom::model(|| {
+        let entry = Arc::new(Entry::new());
+        let to = entry.clone();
+        let sender = thread::spawn(move || {
+            for _ in 0..2 {
+                let letter = Letter { from: 1, issued: Issued::nothing(), x: Buffer::without_memory(4) };
+                to.deliver(letter);
+            }
+        });
+        for _ in 0..2 {
+            let there = || entry.has_letter(AxisSet::EMPTY, 1);
+            entry.parking.wait(Duration::ZERO, there, || Ok(())).unwrap();
+            assert!(entry.take_letter(AxisSet::EMPTY, 1).is_some(), "only its addressee takes a letter");
+        }
+        sender.join().unwrap();
+    });
+}

@@ -1,0 +1,132 @@
+//! Random collectives, exact against the sentence in their documentation: ops, dtypes, sizes, groups, roots, uneven parts.
+
+use crate::collectives::{brought_by, combined_of};
+use crate::support::{down, hash, mesh, over, up};
+use shardgrad_dist::{AxisSet, Rank, ReduceOp, Result, World};
+use shardgrad_kernels::Element;
+
+/// Worlds of one to nine ranks, of one, two and three axes.
+const MESHES: [&str; 14] = [
+    "a=1",
+    "a=2",
+    "a=3",
+    "a=4",
+    "a=5",
+    "a=6",
+    "a=7",
+    "a=8",
+    "a=9",
+    "a=2,b=2",
+    "a=2,b=3",
+    "a=3,b=3",
+    "a=2,b=2,c=2",
+    "a=1,b=2",
+];
+/// Nothing, one, primes, round numbers, and numbers beyond the size up to which a sum is made in one piece.
+const SIZES: [usize; 12] = [0, 1, 2, 3, 5, 7, 13, 16, 64, 101, 997, 20_011];
+
+/// Throws of a case, the same on every rank.
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, bound: usize) -> usize {
+        self.0 = hash(self.0);
+        (self.0 >> 8) as usize % bound.max(1)
+    }
+
+    /// Large sizes come seldom.
+    fn size(&mut self) -> usize {
+        let most = if self.below(40) == 0 { SIZES.len() } else { SIZES.len() - 2 };
+        SIZES[self.below(most)]
+    }
+}
+
+/// One collective over some axes, checked on every rank.
+fn case<T: Element>(rank: &Rank, seed: u64, dice: &mut Dice, axes: AxisSet) -> Result<()> {
+    let (members, place) = (rank.mesh().group(rank.index(), axes), rank.group_index(axes));
+    let (k, call, here) = (members.len(), over(axes, T::DTYPE), rank.index());
+    let brings = |rank: usize, len: usize| brought_by::<T>(seed, rank, len);
+    match dice.below(6) {
+        0 => {
+            let how = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min][dice.below(3)];
+            let len = dice.size();
+            let y = rank.all_reduce(&call, &up(rank, &brings(here, len)), len, how)?;
+            assert_eq!(down::<T>(&y, len), combined_of::<T>(seed, &members, len, how), "all_reduce of {len}");
+        }
+        1 => {
+            let counts: Vec<usize> = (0..k).map(|_| dice.size()).collect();
+            let y = rank.all_gather(&call, &up(rank, &brings(here, counts[place])), &counts)?;
+            let want: Vec<T> = members.iter().zip(&counts).flat_map(|(&r, &n)| brings(r, n)).collect();
+            assert_eq!(down::<T>(&y, want.len()), want, "all_gather of {counts:?}");
+        }
+        2 => {
+            let counts: Vec<usize> = (0..k).map(|_| dice.size()).collect();
+            let total = counts.iter().sum();
+            let start: usize = counts[..place].iter().sum();
+            let y = rank.reduce_scatter(&call, &up(rank, &brings(here, total)), &counts)?;
+            let sums = combined_of::<T>(seed, &members, total, ReduceOp::Sum);
+            assert_eq!(down::<T>(&y, counts[place]), &sums[start..start + counts[place]], "parts {counts:?}");
+        }
+        3 => {
+            let sent: Vec<Vec<usize>> = (0..k).map(|_| (0..k).map(|_| dice.size() % 100).collect()).collect();
+            let recv: Vec<usize> = (0..k).map(|i| sent[i][place]).collect();
+            let x = up(rank, &brings(here, sent[place].iter().sum()));
+            let y = rank.all_to_all(&call, &x, &sent[place], &recv)?;
+            let mut want = Vec::new();
+            for (i, &r) in members.iter().enumerate() {
+                let start: usize = sent[i][..place].iter().sum();
+                want.extend_from_slice(&brings(r, sent[i].iter().sum())[start..start + sent[i][place]]);
+            }
+            assert_eq!(down::<T>(&y, want.len()), want, "all_to_all of {sent:?}");
+        }
+        4 => {
+            let (root, len) = (dice.below(k), dice.size());
+            let x = (root == place).then(|| up(rank, &brings(here, len)));
+            let y = rank.broadcast(&call, x.as_ref(), len, root)?;
+            assert_eq!(down::<T>(&y, len), brings(members[root], len), "broadcast of {len} from {root}");
+        }
+        _ => {
+            // A ring, some places on.
+            let (by, len) = (dice.below(k), dice.size());
+            rank.send(&call, &up(rank, &brings(here, len)), len, (place + by) % k)?;
+            let from = (place + k - by) % k;
+            assert_eq!(
+                down::<T>(&rank.recv(&call, len, from)?, len),
+                brings(members[from], len),
+                "recv of {len}"
+            );
+        }
+    }
+    Ok(())
+}
+
+/// 3,000 cases, or as many as SHARDGRAD_COLLECTIVES says, in worlds that last for a thousand or less.
+#[test]
+fn random_collectives_are_exact() {
+    let count: u64 =
+        std::env::var("SHARDGRAD_COLLECTIVES").map_or(3000, |n| n.parse().expect("a number of cases"));
+    let mut from = 0;
+    for round in 0.. {
+        let to = count.min(from + (count / 28).clamp(50, 1000));
+        if from == to {
+            break;
+        }
+        let world = World::new(mesh(MESHES[round % MESHES.len()]));
+        let done = world.launch(|rank| {
+            for seed in from..to {
+                let mut dice = Dice(hash(seed));
+                let axes = rank.mesh().axes().filter(|_| dice.below(3) > 0).collect();
+                match dice.below(5) {
+                    0 => case::<f64>(rank, seed, &mut dice, axes)?,
+                    1 => case::<half::bf16>(rank, seed, &mut dice, axes)?,
+                    2 => case::<half::f16>(rank, seed, &mut dice, axes)?,
+                    3 => case::<i64>(rank, seed, &mut dice, axes)?,
+                    _ => case::<f32>(rank, seed, &mut dice, axes)?,
+                }
+            }
+            Ok(())
+        });
+        done.unwrap_or_else(|e| panic!("cases {from} to {to}: {e}"));
+        from = to;
+    }
+}

@@ -1,0 +1,153 @@
+//! Errors against f64 and known values, special values, bits on every instruction set.
+
+use super::*;
+use crate::cpu::vectorized;
+
+/// The largest error in units of the last place over every 1997th f32 of a range.
+fn worst(range: [f32; 2], ours: impl Fn(f32) -> f32, exact: impl Fn(f64) -> f64) -> f64 {
+    let order = |x: f32| if x < 0.0 { -i64::from(x.to_bits() & 0x7fff_ffff) } else { i64::from(x.to_bits()) };
+    let value = |i: i64| f32::from_bits(if i < 0 { -i as u32 | 0x8000_0000 } else { i as u32 });
+    let mut worst = 0.0f64;
+    for i in (order(range[0])..order(range[1])).step_by(1997) {
+        let x = value(i);
+        let (y, e) = (f64::from(ours(x)), exact(f64::from(x)));
+        let nearest = (e as f32).abs();
+        worst = worst.max((y - e).abs() / f64::from(nearest.next_up() - nearest));
+    }
+    worst
+}
+
+fn in_vectors(f: impl Fn(f32) -> f32, x: [f32; 16]) -> [f32; 16] {
+    let mut y = x;
+    vectorized(|| y.iter_mut().for_each(|v| *v = f(*v)));
+    y
+}
+
+#[test]
+fn f32_functions_are_within_two_units() {
+    let exp = worst([-103.0, 88.7], Maths::exp, f64::exp);
+    let ln = worst([1e-45, f32::MAX], Maths::ln, f64::ln);
+    let tanh = worst([-12.0, 12.0], Maths::tanh, f64::tanh);
+    assert!(exp <= 1.0 && ln <= 0.9 && tanh <= 1.4, "exp {exp} ln {ln} tanh {tanh}");
+    let coarse = worst([-12.0, 12.0], |x| Maths::tanh(x) * (1.0 + 4e-7), f64::tanh);
+    assert!(coarse > 2.0, "the measure sees a fault of three units: {coarse}");
+}
+
+#[test]
+fn special_values() {
+    let (inf, nan) = (f32::INFINITY, f32::NAN);
+    for (x, exp, ln, tanh) in [
+        (inf, inf, inf, 1.0),
+        (-inf, 0.0, nan, -1.0),
+        (nan, nan, nan, nan),
+        (0.0, 1.0, -inf, 0.0),
+        (-0.0, 1.0, -inf, -0.0),
+        (1000.0, inf, 1000f64.ln() as f32, 1.0),
+        (-1000.0, 0.0, nan, -1.0),
+        (1.0, std::f32::consts::E, 0.0, 1f64.tanh() as f32),
+        (1e-40, 1.0, 1e-40f32.ln(), 1e-40),
+    ] {
+        let same = |a: f32, b: f32| {
+            (a.is_nan() && b.is_nan())
+                || a == b && a.is_sign_negative() == b.is_sign_negative()
+                || (a - b).abs() <= 1e-6 * b.abs()
+        };
+        assert!(same(Maths::exp(x), exp), "exp {x}: {}", Maths::exp(x));
+        assert!(same(Maths::ln(x), ln), "ln {x}: {}", Maths::ln(x));
+        assert!(same(Maths::tanh(x), tanh), "tanh {x}: {}", Maths::tanh(x));
+    }
+    assert!(Maths::exp(88.72f32).is_finite() && Maths::exp(88.73f32) == inf);
+    assert!(Maths::exp(-103.9f32) > 0.0, "the smallest subnormal");
+}
+
+#[test]
+fn every_instruction_set_gives_the_same_bits() {
+    let x: [f32; 16] = std::array::from_fn(|i| (i as f32 - 7.3) * 1.7);
+    let functions: [fn(f32) -> f32; 7] = [
+        |x| Maths::exp(x),
+        |x| Maths::ln(x.abs()),
+        |x| Maths::tanh(x),
+        |x| Maths::expm1(x),
+        |x| Maths::ln_1p(x.abs()),
+        |x| Maths::erf(x / 5.0),
+        |x| x.normal().0,
+    ];
+    for f in functions {
+        assert_eq!(in_vectors(f, x).map(f32::to_bits), x.map(f).map(f32::to_bits));
+    }
+}
+
+#[test]
+fn the_other_f32_functions_are_within_their_bounds() {
+    let expm1 = worst([-80.0, 88.7], Maths::expm1, f64::exp_m1);
+    let ln_1p = worst([-0.999_999_9, f32::MAX], Maths::ln_1p, f64::ln_1p);
+    let erf = worst([-5.0, 5.0], Maths::erf, Maths::erf);
+    // Below 2^-126 a unit is larger than the relative error.
+    let tail = worst([-6.0, 13.1], |x| x.normal().0, |x| x.normal().0);
+    let [sin, cos] = [worst([-1e6, 1e6], Maths::sin, f64::sin), worst([-1e6, 1e6], Maths::cos, f64::cos)];
+    let pow = worst([1e-12, 1e12], |x| x.pow(1.7), |x| x.powf(f64::from(1.7f32)));
+    assert!(expm1 <= 1.4 && ln_1p <= 1.4, "expm1 {expm1} ln_1p {ln_1p}");
+    assert!(erf <= 2.4 && tail <= 5.7, "erf {erf} tail {tail}");
+    assert!(sin <= 0.51 && cos <= 0.51 && pow <= 0.51, "sin {sin} cos {cos} pow {pow}");
+}
+
+#[test]
+fn erf_and_the_normal_tail_are_right_in_f64() {
+    // By mpmath with 40 digits.
+    let erf = [
+        (1e-9, 1.128_379_167_095_512_7e-9),
+        (0.1, 0.112_462_916_018_284_9),
+        (0.5, 0.520_499_877_813_046_5),
+        (0.99, 0.838_508_069_555_369_8),
+        (1.01, 0.846_810_496_228_276_8),
+        (1.5, 0.966_105_146_475_310_8),
+        (2.5, 0.999_593_047_982_555),
+        (4.0, 0.999_999_984_582_742_1),
+        (5.8, 0.999_999_999_999_999_8),
+    ];
+    let tail = [
+        (-8.0, 0.999_999_999_999_999_3),
+        (-1.0, 0.841_344_746_068_542_9),
+        (0.0, 0.5),
+        (0.3, 0.382_088_577_811_047_4),
+        (1.0, 0.158_655_253_931_457_05),
+        (2.0, 0.022_750_131_948_179_21),
+        (5.0, 2.866_515_718_791_939e-7),
+        (10.0, 7.619_853_024_160_525e-24),
+        (20.0, 2.753_624_118_606_233_7e-89),
+        (37.0, 5.725_571_222_524_577e-300),
+    ];
+    let off = |y: f64, e: f64| (y - e).abs() / e;
+    for (x, e) in erf {
+        assert!(off(Maths::erf(x), e) <= 2e-15 && off(-Maths::erf(-x), e) <= 2e-15, "erf {x}");
+    }
+    for (x, e) in tail {
+        assert!(off(x.normal().0, e) <= 2e-15, "tail {x}: {} instead of {e}", x.normal().0);
+    }
+}
+
+#[test]
+fn special_values_of_the_others() {
+    let (inf, nan) = (f32::INFINITY, f32::NAN);
+    let same = |a: f32, b: f32| {
+        (a.is_nan() && b.is_nan())
+            || a == b && a.is_sign_negative() == b.is_sign_negative()
+            || a != 0.0 && (a - b).abs() <= 4e-7 * b.abs()
+    };
+    for (x, expm1, ln_1p, erf, tail) in [
+        (inf, inf, inf, 1.0, 0.0),
+        (-inf, -1.0, nan, -1.0, 1.0),
+        (nan, nan, nan, nan, nan),
+        (0.0, 0.0, 0.0, 0.0, 0.5),
+        (-0.0, -0.0, -0.0, -0.0, 0.5),
+        (-1.0, -0.632_120_55, -inf, -0.842_700_8, 0.841_344_8),
+        (1000.0, inf, 1001f64.ln() as f32, 1.0, 0.0),
+        (-1000.0, -1.0, nan, -1.0, 1.0),
+    ] {
+        assert!(same(Maths::expm1(x), expm1), "expm1 {x}: {}", Maths::expm1(x));
+        assert!(same(Maths::ln_1p(x), ln_1p), "ln_1p {x}: {}", Maths::ln_1p(x));
+        assert!(same(Maths::erf(x), erf), "erf {x}: {}", Maths::erf(x));
+        assert!(same(x.normal().0, tail), "tail {x}: {}", x.normal().0);
+    }
+    assert!(Maths::expm1(88.72f32).is_finite() && Maths::expm1(88.73f32) == inf);
+}

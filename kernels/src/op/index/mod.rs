@@ -1,0 +1,220 @@
+//! Elements of a (possibly split) dim picked by index, and the sum of cotangents into such places.
+
+mod cpu;
+
+use crate::cpu::Pool;
+use crate::dtype::{DType, Element};
+use crate::error::KernelError;
+use crate::kernel::{Arg, Bound, Kernel, Launch};
+use crate::op::rows::{check_indices, operands, read, write};
+use crate::{match_dtype, match_float};
+
+/// y_(a, n, c) = x_(a, i - v_start, c) with i = index_n or index_(a, n, c); zero where this rank lacks place i.
+///
+/// - in: x `(a, v, c)`, any dtype, contiguous; index `(n)` or `(a, n, c)`, i64, contiguous
+/// - out: y `(a, n, c)` like x, contiguous
+/// - scalars: Int v_start, the global number of the first place here; Int v_global, the places of the whole dim
+///
+/// An index outside of `0..v_global` is [`KernelError::Index`]. Exact. Counted: no operations.
+pub static GATHER: Kernel = Kernel {
+    name: "gather",
+    reference: gather,
+    cpu: Some(cpu::gather),
+    flops: |_| 0,
+    bound: Bound { ulps: 0.0 },
+};
+
+/// dx_(a, i, c) = the sum of dy_(a, n, c) over all n whose index is v_start + i; zero where there is none.
+///
+/// - in: index as for [`GATHER`]; dy `(a, n, c)`, any float or i64, contiguous
+/// - out: dx `(a, v, c)` like dy, contiguous
+/// - scalars: as for [`GATHER`]
+///
+/// Each sum is formed in the order of n, in the accumulator, and rounded once. An index outside of `0..v_global` is
+/// [`KernelError::Index`]. Counted: 1 operation an element of dy.
+pub static SCATTER_ADD: Kernel = Kernel {
+    name: "scatter_add",
+    reference: scatter_add,
+    cpu: Some(cpu::scatter_add),
+    flops: |launch| launch.inputs[1].view.numel() as u64,
+    bound: Bound { ulps: 64.0 },
+};
+
+/// Extents of a launch, and the indices.
+struct Plan<'a> {
+    a: usize,
+    n: usize,
+    v: usize,
+    c: usize,
+    index: &'a [i64],
+    /// Whether one list of indices serves every a and c.
+    is_shared: bool,
+    v_start: i64,
+}
+
+impl<'a> Plan<'a> {
+    /// From the views of the picked `(a, n, c)` and the whole `(a, v, c)` operand.
+    fn new(
+        kernel: &'static str,
+        index: &Arg<'a>,
+        [picked, whole]: [&[usize]; 2],
+        [v_start, v_global]: [i64; 2],
+    ) -> Result<Plan<'a>, KernelError> {
+        let is_shared = index.view.ndim() == 1;
+        let index = read::<i64>(index);
+        check_indices(kernel, index, v_global)?;
+        let [a, n, c] = *picked else { panic!("the contract asks for three dims") };
+        Ok(Plan { a, n, v: whole[1], c, index, is_shared, v_start })
+    }
+
+    /// Where the place that (a, n, c) names stands here; `None` if it stands on another rank.
+    #[inline(always)]
+    fn local(&self, row: usize, n: usize, c: usize) -> Option<usize> {
+        let index = if self.is_shared { self.index[n] } else { self.index[row * self.c + c] };
+        // A negative difference is a large number.
+        Some(index.wrapping_sub(self.v_start) as usize).filter(|&at| at < self.v)
+    }
+}
+
+fn gather(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([x, index], [y], scalars) = operands(launch);
+    let starts = [scalars[0].int(), scalars[1].int()];
+    let plan = Plan::new(GATHER.name, index, [&y.view.shape, &x.view.shape], starts)?;
+    match_dtype!(x.dtype, T => {
+        let (x, y) = (read::<T>(x), write::<T>(y));
+        for row in 0..plan.a * plan.n {
+            for c in 0..plan.c {
+                let at = plan.local(row, row % plan.n, c);
+                y[row * plan.c + c] = at.map_or(T::default(), |v| x[(row / plan.n * plan.v + v) * plan.c + c]);
+            }
+        }
+    });
+    Ok(())
+}
+
+fn scatter_add(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([index, dy], [dx], scalars) = operands(launch);
+    let starts = [scalars[0].int(), scalars[1].int()];
+    let plan = Plan::new(SCATTER_ADD.name, index, [&dy.view.shape, &dx.view.shape], starts)?;
+    match dy.dtype {
+        DType::I64 => {
+            sums(&plan, read::<i64>(dy), write::<i64>(dx), 0, |x| x, |a, b| a.wrapping_add(b), |x| x)
+        }
+        dtype => match_float!(dtype, T => {
+            sums(&plan, read::<T>(dy), write::<T>(dx), 0.0, T::to_f64, |a, b| a + b, T::from_f64);
+        }, else return Err(KernelError::DType { kernel: SCATTER_ADD.name, dtype })),
+    }
+    Ok(())
+}
+
+fn sums<T: Element, S: Copy>(
+    plan: &Plan<'_>,
+    dy: &[T],
+    dx: &mut [T],
+    zero: S,
+    load: fn(T) -> S,
+    add: fn(S, S) -> S,
+    store: fn(S) -> T,
+) {
+    let mut sums = vec![zero; dx.len()];
+    for row in 0..plan.a * plan.n {
+        for c in 0..plan.c {
+            if let Some(v) = plan.local(row, row % plan.n, c) {
+                let sum = &mut sums[(row / plan.n * plan.v + v) * plan.c + c];
+                *sum = add(*sum, load(dy[row * plan.c + c]));
+            }
+        }
+    }
+    dx.iter_mut().zip(sums).for_each(|(dx, sum)| *dx = store(sum));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel::Scalar;
+    use crate::op::check::{Case, Kind, values};
+    use crate::op::differences::{Value, compare, dot, evaluate};
+
+    const INDEX: Kind = Kind::Fixed(DType::I64);
+
+    fn shard(v_start: i64, v_global: i64) -> [Scalar; 2] {
+        [Scalar::Int(v_start), Scalar::Int(v_global)]
+    }
+
+    #[test]
+    fn by_hand() {
+        // Places 1 and 2 of a dim of 4.
+        let x = Value::real(&[2, 2, 1], &[1.0, 2.0, 3.0, 4.0]);
+        let shared = Value::index(&[3], &[2.0, 0.0, 1.0]);
+        let y = evaluate(&GATHER, &[x.clone(), shared.clone()], &[&[2, 3, 1]], &shard(1, 4)).remove(0);
+        assert_eq!(y, [2.0, 0.0, 1.0, 4.0, 0.0, 3.0]);
+        let own = Value::index(&[2, 2, 1], &[1.0, 1.0, 3.0, 2.0]);
+        let y = evaluate(&GATHER, &[x, own.clone()], &[&[2, 2, 1]], &shard(1, 4)).remove(0);
+        assert_eq!(y, [1.0, 1.0, 0.0, 4.0]);
+        let dy = Value::real(&[2, 2, 1], &[1.0, 10.0, 100.0, 1000.0]);
+        let dx = evaluate(&SCATTER_ADD, &[own, dy], &[&[2, 2, 1]], &shard(1, 4)).remove(0);
+        assert_eq!(dx, [11.0, 0.0, 0.0, 1000.0]);
+        let dy = Value::real(&[2, 3, 1], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+        let dx = evaluate(&SCATTER_ADD, &[shared, dy], &[&[2, 2, 1]], &shard(1, 4)).remove(0);
+        assert_eq!(dx, [3.0, 1.0, 6.0, 4.0]);
+    }
+
+    #[test]
+    fn the_fast_path_agrees() {
+        let shapes = [
+            [1, 1, 1, 1],
+            [3, 5, 4, 2],
+            [2, 40, 300, 1],
+            [1, 50, 30, 700],
+            [700, 3, 5, 1],
+            [4, 0, 3, 2],
+            [2, 3, 0, 2],
+            [0, 2, 2, 2],
+            [2, 3, 3, 0],
+        ];
+        for [a, n, v, c] in shapes {
+            for index_shape in [vec![n], vec![a, n, c]] {
+                let count: usize = index_shape.iter().product();
+                let index: Vec<f64> = (0..count).map(|i| ((i * i + 1) % (v + 9)) as f64).collect();
+                let gather = Case::new(&GATHER)
+                    .input(&[a, v, c], &values(1, a * v * c))
+                    .input_as(INDEX, &index_shape, &index)
+                    .output(&[a, n, c])
+                    .scalars(&shard(3, 400));
+                gather.run_for(&[DType::F64, DType::BF16, DType::I64, DType::Bool]);
+                Case::new(&SCATTER_ADD)
+                    .input_as(INDEX, &index_shape, &index)
+                    .input(&[a, n, c], &values(2, a * n * c))
+                    .output(&[a, v, c])
+                    .scalars(&shard(3, 400))
+                    .run_for(&[DType::F64, DType::F32, DType::BF16, DType::F16, DType::I64]);
+            }
+        }
+    }
+
+    #[test]
+    fn an_index_outside_of_the_dim_is_an_error() {
+        for bad in [-1.0, 10.0] {
+            let index = [0.0, bad, 9.0];
+            let case = Case::new(&GATHER).input(&[1, 4, 2], &values(1, 8)).input_as(INDEX, &[3], &index);
+            let error = case.output(&[1, 3, 2]).scalars(&shard(0, 10)).verify(&[DType::F32]).unwrap_err();
+            assert!(error.contains(&format!("index {bad} at position 1 is outside of 0..10")), "{error}");
+            let case = Case::new(&SCATTER_ADD).input_as(INDEX, &[3], &index).input(&[1, 3, 2], &values(1, 6));
+            case.output(&[1, 4, 2]).scalars(&shard(0, 10)).verify(&[DType::F32]).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn backward_agrees_with_finite_differences() {
+        for (shape, index) in
+            [(vec![2], vec![4.0, 2.0]), (vec![2, 2, 2], vec![1.0, 2.0, 1.0, 3.0, 0.0, 4.0, 2.0, 2.0])]
+        {
+            let inputs = [Value::real(&[2, 3, 2], &values(5, 12)), Value::index(&shape, &index)];
+            let dy = Value::real(&[2, 2, 2], &values(6, 8));
+            let given = [inputs[1].clone(), dy.clone()];
+            let dx = evaluate(&SCATTER_ADD, &given, &[&[2, 3, 2]], &shard(1, 5)).remove(0);
+            let loss = |x: &[Value]| dot(&evaluate(&GATHER, x, &[&[2, 2, 2]], &shard(1, 5))[0], &dy.data);
+            compare(&inputs, &[(0, dx)], loss).unwrap();
+        }
+    }
+}

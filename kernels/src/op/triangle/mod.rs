@@ -1,0 +1,96 @@
+//! One side of a diagonal of (possibly split) matrices, zeros on the other.
+
+use crate::cpu::Pool;
+use crate::error::KernelError;
+use crate::kernel::{Bound, Kernel, Launch};
+use crate::match_dtype;
+use crate::op::rows::{operands, read, rows_per_task, width, write};
+
+/// y_(.., i, j) = x_(.., i, j) where j - i is at least d (the upper side) or at most d (the lower one), else zero; i and
+/// j are global.
+///
+/// - in: x `(.., r, c)`, any dtype, contiguous
+/// - out: y like x, contiguous
+/// - scalars: Int 1 for the upper side, 0 for the lower one; Int d; Int the global number of the first row here; Int that
+///   of the first column
+///
+/// What is not kept is zero even where x is not a number. Exact. Counted: no operations.
+pub static TRIANGLE: Kernel =
+    Kernel { name: "triangle", reference: plain, cpu: Some(fast), flops: |_| 0, bound: Bound { ulps: 0.0 } };
+
+fn plain(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([x], [y], scalars) = operands(launch);
+    let (cols, rows) = (width(x), x.view.shape[x.view.ndim() - 2]);
+    let [upper, d, row_start, col_start] = [0, 1, 2, 3].map(|i| scalars[i].int());
+    match_dtype!(x.dtype, T => {
+        let (x, y) = (read::<T>(x), write::<T>(y));
+        for (at, (x, y)) in x.iter().zip(y).enumerate() {
+            let by = (col_start + (at % cols) as i64) - (row_start + (at / cols % rows) as i64);
+            *y = if by == d || (by > d) == (upper == 1) { *x } else { T::default() };
+        }
+    });
+    Ok(())
+}
+
+fn fast(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([x], [y], scalars) = operands(launch);
+    let (cols, rows) = (width(x), x.view.shape[x.view.ndim() - 2]);
+    let [upper, d, row_start, col_start] = [0, 1, 2, 3].map(|i| scalars[i].int());
+    if cols == 0 || rows == 0 {
+        return Ok(());
+    }
+    match_dtype!(x.dtype, T => {
+        let (x, per_task) = (read::<T>(x), rows_per_task(cols));
+        pool.chunks(write::<T>(y), per_task * cols, |i, y| {
+            for (row, y) in (i * per_task..).zip(y.chunks_exact_mut(cols)) {
+                let x = &x[row * cols..][..cols];
+                // The first local column with j - i >= d; one further for the lower side, which keeps what comes before.
+                let edge = row_start + (row % rows) as i64 + d - col_start + i64::from(upper == 0);
+                let edge = edge.clamp(0, cols as i64) as usize;
+                let (kept, lost) = if upper == 1 { (edge..cols, 0..edge) } else { (0..edge, edge..cols) };
+                y[kept.clone()].copy_from_slice(&x[kept]);
+                y[lost].fill(T::default());
+            }
+        });
+    });
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::DType;
+    use crate::kernel::Scalar;
+    use crate::op::check::{Case, values};
+    use crate::op::differences::{Value, evaluate};
+
+    fn scalars(upper: i64, d: i64, row: i64, col: i64) -> [Scalar; 4] {
+        [upper, d, row, col].map(Scalar::Int)
+    }
+
+    #[test]
+    fn by_hand() {
+        let x = Value::real(&[2, 3], &[1.0, 2.0, 3.0, f64::NAN, 5.0, 6.0]);
+        let run = |s: [Scalar; 4]| evaluate(&TRIANGLE, std::slice::from_ref(&x), &[&[2, 3]], &s).remove(0);
+        assert_eq!(run(scalars(1, 0, 0, 0)), [1.0, 2.0, 3.0, 0.0, 5.0, 6.0]);
+        assert_eq!(run(scalars(1, 1, 0, 0)), [0.0, 2.0, 3.0, 0.0, 0.0, 6.0]);
+        // Rows 3 and 4, columns 3 to 5 of a larger matrix.
+        assert_eq!(run(scalars(0, 0, 3, 3))[..3], [1.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn the_fast_path_agrees() {
+        for shape in [&[5, 7][..], &[3, 40, 30], &[2, 3, 200, 300], &[0, 4], &[4, 0], &[1, 1]] {
+            let x = values(1, shape.iter().product());
+            for (upper, d, row, col) in
+                [(1, 0, 0, 0), (0, 0, 0, 0), (1, -3, 2, 9), (0, 4, 30, 3), (0, -900, 0, 0), (1, 900, 0, 0)]
+            {
+                Case::new(&TRIANGLE)
+                    .input(shape, &x)
+                    .output(shape)
+                    .scalars(&scalars(upper, d, row, col))
+                    .run_for(&[DType::F32, DType::F16, DType::I64, DType::Bool]);
+            }
+        }
+    }
+}

@@ -1,0 +1,360 @@
+//! Documents from files that the user names: texts, folders of them, and files of token numbers.
+
+use super::corpus::{Corpus, Part, Source, Width, failed, short};
+use super::sources::read_sources;
+use crate::tokenizer::Tokenizer;
+use ignore::WalkBuilder;
+use shardgrad::nn::ModelConfig;
+use shardgrad::{Error, Kind, Result};
+use std::fs::{self, File};
+use std::io::ErrorKind;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// Files of more than these are opened anew for each row.
+const OPEN_MAX: usize = 64;
+/// A folder of more files than these was hardly meant.
+const FILES_MAX: usize = 1 << 16;
+/// So many bytes are checked at a time.
+const CHUNK_BYTES: usize = 1 << 20;
+/// How a file of token numbers is called.
+const NUMBERS: &str = "bin";
+
+/// How documents are read.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct How<'a> {
+    /// The folder of the model, if it has one: it may hold a tokenizer.
+    pub(crate) model: Option<&'a Path>,
+    /// The shape of the model.
+    pub(crate) config: &'a ModelConfig,
+    /// The width of numbers in `.bin` files; as [`How::width`] says if `None`.
+    pub(crate) width: Option<Width>,
+    /// The token that is put between texts; as [`How::end`] says if `None`.
+    pub(crate) end: Option<u32>,
+}
+
+impl How<'_> {
+    /// Two bytes are enough for a vocabulary of up to 65536 tokens.
+    fn width(&self) -> Width {
+        self.width.unwrap_or(if self.config.vocab_size() > 1 << 16 { Width::U32 } else { Width::U16 })
+    }
+
+    /// The end-of-text token of the model, if it is one of its tokens and no byte; bytes are parted by a newline.
+    fn end(&self, tokenizer: &Tokenizer) -> Option<u32> {
+        let known = self.config.end_of_text().filter(|id| *id < self.config.vocab_size());
+        let bytes = tokenizer.is_bytes();
+        let usual = known.filter(|id| !bytes || *id >= Corpus::VOCAB).map(|id| id as u32);
+        self.end.or(usual).or(bytes.then_some(u32::from(b'\n')))
+    }
+}
+
+impl Corpus {
+    /// The Rust and Markdown sources of a folder, as one text.
+    ///
+    /// # Errors
+    /// `Kind::Data` if the folder holds none; what the tokenizer of the model reports.
+    pub(crate) fn from_sources(dir: &Path, how: &How<'_>) -> Result<Corpus> {
+        let (origin, text) = read_sources(dir)?;
+        let tokenizer = Tokenizer::of(how.model, how.config)?;
+        let part = if tokenizer.is_bytes() {
+            Part::of_bytes(text.into_bytes())
+        } else {
+            Part::of(&tokenizer.encode(&text)?)
+        };
+        Ok(Corpus::of(origin, how.config.vocab_size(), vec![part]))
+    }
+
+    /// The documents of files, and of all files of folders, one behind the other.
+    ///
+    /// A file whose name ends in `.bin` holds token numbers and is taken as it is. Any other is a text in UTF-8, and between
+    /// two texts stands the end-of-text token. Texts of bytes and numbers stay on disk and are read by position; texts that a
+    /// tokenizer cuts are held in memory.
+    ///
+    /// # Errors
+    /// `Kind::Data` naming the file if it is missing, a pipe or a device, empty, not UTF-8 (with the offset of the first bad
+    /// byte), or has a length that its numbers do not divide; for a folder without files; what the tokenizer of the model
+    /// reports; `Kind::Io` if the system refuses.
+    pub(crate) fn open(paths: &[PathBuf], how: &How<'_>) -> Result<Corpus> {
+        let mut files = Vec::new();
+        for path in paths {
+            expand(path, &mut files)?;
+        }
+        let keep = files.len() <= OPEN_MAX;
+        let mut tokenizer = None;
+        let (mut parts, mut texts) = (Vec::new(), 0);
+        for path in &files {
+            if path.extension().is_some_and(|e| e == NUMBERS) {
+                parts.push(numbers(path, how.width(), keep)?);
+                continue;
+            }
+            let tokenizer = match &mut tokenizer {
+                Some(tokenizer) => tokenizer,
+                none => none.insert(Tokenizer::of(how.model, how.config)?),
+            };
+            if texts > 0 {
+                parts.extend(how.end(tokenizer).map(|end| separator(end, tokenizer.is_bytes())));
+            }
+            texts += 1;
+            parts.push(text(path, tokenizer, keep)?);
+        }
+        let origin = match (files.as_slice(), paths) {
+            ([only], _) => only.display().to_string(),
+            (_, [folder]) => format!("{} files of {}", files.len(), folder.display()),
+            _ => format!("{} files", files.len()),
+        };
+        Ok(Corpus::of(origin, how.config.vocab_size(), parts))
+    }
+}
+
+/// A token between two texts; a byte, if it is one and texts are bytes.
+fn separator(end: u32, bytes: bool) -> Part {
+    match u8::try_from(end) {
+        Ok(byte) if bytes => Part::of_bytes(vec![byte]),
+        _ => Part::of(&[end]),
+    }
+}
+
+fn refuse(path: &Path, why: &str, help: &str) -> Error {
+    Error::new(Kind::Data, format!("{}: {why}", path.display())).detail("help", help)
+}
+
+/// A file, or the files of a folder in the order of their paths; hidden ones are passed over.
+fn expand(path: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
+    const HELP: &str = "give names of UTF-8 text files, folders of them, or .bin files with --data";
+    let kind = match fs::metadata(path) {
+        Err(e) if e.kind() == ErrorKind::NotFound => return Err(refuse(path, "there is no such file", HELP)),
+        Err(e) => return Err(failed(path, &e)),
+        Ok(found) => found,
+    };
+    if kind.is_file() {
+        files.push(path.to_path_buf());
+        return Ok(());
+    }
+    if !kind.is_dir() {
+        return Err(refuse(path, "is a pipe or a device, not a file", "write the text to a file first"));
+    }
+    let before = files.len();
+    let walk =
+        WalkBuilder::new(path).standard_filters(false).hidden(true).sort_by_file_name(Ord::cmp).build();
+    for entry in walk {
+        let entry =
+            entry.map_err(|e| Error::new(Kind::Io, format!("cannot read {}: {e}", path.display())))?;
+        if entry.file_type().is_some_and(|kind| kind.is_file()) {
+            files.push(entry.into_path());
+        }
+        if files.len() - before > FILES_MAX {
+            let why = format!("the folder has more than {FILES_MAX} files");
+            return Err(refuse(path, &why, "name the folder of the texts themselves, or join them"));
+        }
+    }
+    if files.len() == before {
+        return Err(refuse(path, "the folder has no files", HELP));
+    }
+    Ok(())
+}
+
+/// Opens a file that is not empty, and tells its length.
+fn open(path: &Path) -> Result<(File, u64)> {
+    let file = File::open(path).map_err(|e| failed(path, &e))?;
+    let len = file.metadata().map_err(|e| failed(path, &e))?.len();
+    if len == 0 {
+        return Err(refuse(path, "the file is empty", "leave it out"));
+    }
+    Ok((file, len))
+}
+
+/// A file of token numbers. They are checked where they are read.
+fn numbers(path: &Path, width: Width, keep: bool) -> Result<Part> {
+    let (file, bytes) = open(path)?;
+    let size = width.bytes() as u64;
+    if !bytes.is_multiple_of(size) {
+        let why = format!("has {bytes} bytes, which numbers of {size} bytes do not divide");
+        return Err(refuse(path, &why, "the file is cut short, or its numbers have another width (--width)"));
+    }
+    Ok(Part { source: Source::File(path.to_path_buf(), keep.then_some(file)), width, len: bytes / size })
+}
+
+/// A text in UTF-8.
+fn text(path: &Path, tokenizer: &Tokenizer, keep: bool) -> Result<Part> {
+    let (file, len) = open(path)?;
+    if tokenizer.is_bytes() {
+        check_utf8(path, &file, len)?;
+        let source = Source::File(path.to_path_buf(), keep.then_some(file));
+        return Ok(Part { source, width: Width::U8, len });
+    }
+    let mut bytes = Vec::new();
+    let room = usize::try_from(len).ok().filter(|n| bytes.try_reserve_exact(*n).is_ok());
+    let Some(room) = room else {
+        let why = format!("{}: no memory for its {len} bytes", path.display());
+        let help = "cut the text into tokens elsewhere, and give them as a .bin file";
+        return Err(Error::new(Kind::OutOfMemory, why).detail("help", help));
+    };
+    bytes.resize(room, 0);
+    file.read_exact_at(&mut bytes, 0).map_err(|e| short(path, &e))?;
+    let text = std::str::from_utf8(&bytes)
+        .map_err(|e| bad_byte(path, e.valid_up_to() as u64, bytes[e.valid_up_to()]))?;
+    Ok(Part::of(&tokenizer.encode(text)?))
+}
+
+/// Reads a file once, a piece at a time, to see that it is UTF-8.
+fn check_utf8(path: &Path, file: &File, len: u64) -> Result<()> {
+    let mut chunk = vec![0; CHUNK_BYTES.min(usize::try_from(len).unwrap_or(CHUNK_BYTES))];
+    let mut at = 0;
+    while at < len {
+        let n = (len - at).min(chunk.len() as u64);
+        let piece = &mut chunk[..n as usize];
+        file.read_exact_at(piece, at).map_err(|e| short(path, &e))?;
+        match std::str::from_utf8(piece) {
+            Ok(_) => at += n,
+            // A letter that the end of the piece cuts is read again with the next one.
+            Err(e) if e.error_len().is_none() && at + n < len && e.valid_up_to() > 0 => {
+                at += e.valid_up_to() as u64
+            }
+            Err(e) => return Err(bad_byte(path, at + e.valid_up_to() as u64, piece[e.valid_up_to()])),
+        }
+    }
+    Ok(())
+}
+
+fn bad_byte(path: &Path, at: u64, byte: u8) -> Error {
+    let why = format!("not UTF-8 text: byte {at} is {byte:#04x}");
+    refuse(path, &why, "convert it to UTF-8 (iconv -t UTF-8), or use --tokens for token numbers")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::corpus::Split;
+    use super::super::scratch::Scratch;
+    use super::*;
+
+    fn config(vocab: usize, end: Option<usize>) -> ModelConfig {
+        let ModelConfig::Gpt2(mut config) = ModelConfig::preset("tiny").unwrap() else { panic!("a GPT-2") };
+        (config.vocab_size, config.eos_token_id) = (vocab, end);
+        config.into()
+    }
+
+    fn open_as(paths: &[PathBuf], config: &ModelConfig, width: Option<Width>) -> Result<Corpus> {
+        Corpus::open(paths, &How { model: None, config, width, end: None })
+    }
+
+    fn ids(corpus: &Corpus) -> Vec<i64> {
+        let mut ids = Vec::new();
+        corpus.read(Split::All, 0, corpus.len(Split::All) as usize, &mut ids).unwrap();
+        ids
+    }
+
+    fn told(path: &Path) -> (Kind, String, String) {
+        let error = open_as(&[path.to_path_buf()], &config(256, None), None).unwrap_err();
+        let message =
+            error.message().strip_prefix(&format!("{}: ", path.display())).unwrap_or(error.message());
+        (error.kind(), message.to_string(), error.details().first().map_or(String::new(), |d| d.1.clone()))
+    }
+
+    #[test]
+    fn text_is_read_byte_for_byte() {
+        let dir = Scratch::new();
+        let text = "\u{feff}a\r\nb\0é";
+        let corpus = open_as(&[dir.file("t.txt", text)], &config(256, None), None).unwrap();
+        assert_eq!(corpus.tokens(Split::All), text.as_bytes());
+        assert_eq!(corpus.to_string(), format!("{}, 10 bytes", dir.path("t.txt").display()));
+        assert_eq!(corpus.unit(), "byte");
+    }
+
+    #[test]
+    fn a_letter_over_the_border_of_two_pieces_is_whole() {
+        let dir = Scratch::new();
+        let long = format!("{}é{}", "x".repeat(CHUNK_BYTES - 1), "y".repeat(10));
+        let corpus = open_as(&[dir.file("t", &long)], &config(256, None), None).unwrap();
+        assert_eq!(corpus.len(Split::All), long.len() as u64);
+        let mut bytes = long.into_bytes();
+        bytes[CHUNK_BYTES] = b'z';
+        let (_, message, _) = told(&dir.file("t", bytes));
+        assert_eq!(message, format!("not UTF-8 text: byte {} is 0xc3", CHUNK_BYTES - 1));
+    }
+
+    #[test]
+    fn bad_files_are_named_with_a_repair() {
+        let dir = Scratch::new();
+        let (kind, message, help) = told(&dir.path("absent"));
+        assert_eq!((kind, message.as_str()), (Kind::Data, "there is no such file"));
+        assert!(help.ends_with("with --data"), "{help}");
+        assert_eq!(told(&dir.path("")).1, "the folder has no files");
+        assert_eq!(told(Path::new("/dev/zero")).1, "is a pipe or a device, not a file");
+        assert_eq!(told(&dir.file("empty", "")).1, "the file is empty");
+        let (kind, message, help) = told(&dir.file("latin1", b"caf\xe9 noir"));
+        assert_eq!((kind, message.as_str()), (Kind::Data, "not UTF-8 text: byte 3 is 0xe9"));
+        assert!(help.starts_with("convert it to UTF-8"));
+        assert_eq!(told(&dir.file("cut", b"caf\xc3")).1, "not UTF-8 text: byte 3 is 0xc3");
+        let (kind, message, _) = told(&dir.file("file", "x").join("under"));
+        assert_eq!(kind, Kind::Io);
+        assert!(message.starts_with("cannot read "), "{message}");
+        assert_eq!(
+            told(&dir.file("odd.bin", "abc")).1,
+            "has 3 bytes, which numbers of 2 bytes do not divide"
+        );
+    }
+
+    #[test]
+    fn documents_of_a_folder_follow_each_other_with_a_token_between() {
+        let dir = Scratch::new();
+        for (name, text) in [("b.txt", "bb"), ("a/2.txt", "2"), ("a/1.md", "1"), ("c", "c"), (".hidden", "x")]
+        {
+            dir.file(name, text);
+        }
+        let all = [dir.path("")];
+        let plain = open_as(&all, &config(256, None), None).unwrap();
+        assert_eq!(plain.tokens(Split::All), b"1\n2\nbb\nc");
+        assert!(plain.to_string().starts_with("4 files of "), "{plain}");
+        let marked = open_as(&all, &config(300, Some(299)), None).unwrap();
+        assert_eq!(ids(&marked), [49, 299, 50, 299, 98, 98, 299, 99]);
+        let beyond = open_as(&all, &config(256, Some(50256)), None).unwrap();
+        assert_eq!(beyond.tokens(Split::All), b"1\n2\nbb\nc", "a token that the model lacks");
+        let config = config(300, Some(299));
+        let asked = How { model: None, config: &config, width: None, end: Some(7) };
+        assert_eq!(ids(&Corpus::open(&all, &asked).unwrap())[1], 7);
+        let two = [dir.path("c"), dir.path("b.txt")];
+        assert_eq!(open_as(&two, &config, None).unwrap().to_string(), "2 files, 4 tokens");
+    }
+
+    #[test]
+    fn numbers_have_the_width_of_the_vocabulary_or_that_which_is_asked_for() {
+        let dir = Scratch::new();
+        let [a, b] = [dir.file("a.bin", [1, 0, 2, 1]), dir.file("b.bin", [3, 0, 0, 0])];
+        assert_eq!(
+            ids(&open_as(&[a.clone(), b.clone()], &config(65_536, None), None).unwrap()),
+            [1, 258, 3, 0]
+        );
+        let wide = [a.clone(), b];
+        assert_eq!(ids(&open_as(&wide, &config(1 << 30, None), None).unwrap()), [16_908_289, 3]);
+        assert_eq!(ids(&open_as(&wide, &config(1 << 30, None), Some(Width::U16)).unwrap()).len(), 4);
+        // A text behind numbers is no second text: nothing stands between them.
+        let mixed = open_as(&[a, dir.file("t", "x")], &config(300, Some(299)), None).unwrap();
+        assert_eq!((ids(&mixed), mixed.unit()), (vec![1, 258, 120], "token"));
+    }
+
+    #[test]
+    fn a_number_that_is_no_token_is_named_with_its_place() {
+        let dir = Scratch::new();
+        let path = dir.file("a.bin", [1, 0, 2, 0, 9, 1]);
+        let corpus = open_as(std::slice::from_ref(&path), &config(256, None), None).unwrap();
+        let mut ids = Vec::new();
+        corpus.read(Split::All, 0, 2, &mut ids).unwrap();
+        let error = corpus.read(Split::All, 1, 2, &mut ids).unwrap_err();
+        let told = format!("{}: token 2 is 265, outside of the vocabulary 0..256", path.display());
+        assert_eq!((error.kind(), error.message()), (Kind::Data, told.as_str()));
+    }
+
+    #[test]
+    fn a_file_that_shrinks_is_an_error_and_many_files_need_no_handle() {
+        let dir = Scratch::new();
+        for i in 0..OPEN_MAX as u8 + 6 {
+            dir.file(&format!("{i:03}"), [b'a' + i % 26]);
+        }
+        let corpus = open_as(&[dir.path("")], &config(256, None), None).unwrap();
+        let tokens = corpus.tokens(Split::All);
+        assert!((0..OPEN_MAX + 6).all(|i| tokens[2 * i] == b'a' + i as u8 % 26));
+        dir.file("003", "");
+        let error = corpus.read(Split::All, 6, 1, &mut Vec::new()).unwrap_err();
+        assert!(error.message().ends_with("003: the file became shorter while it was read"), "{error}");
+    }
+}

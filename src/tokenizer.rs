@@ -1,0 +1,170 @@
+//! Text to token numbers and back: a byte a token, or as `tokenizer.json` of a model folder says.
+
+use shardgrad::nn::ModelConfig;
+use shardgrad::{Error, Kind, Result};
+use std::path::Path;
+
+/// The file of a model folder that tells its tokens.
+pub(crate) const TOKENIZER_FILE: &str = "tokenizer.json";
+/// The number of byte values.
+pub(crate) const BYTES: usize = 256;
+
+/// How text becomes token numbers.
+#[derive(Debug)]
+pub(crate) enum Tokenizer {
+    /// Each byte is the token of its value.
+    Bytes,
+    /// As the file says.
+    #[cfg(feature = "tokenizers")]
+    File(Box<tokenizers::Tokenizer>),
+}
+
+impl Tokenizer {
+    /// The tokenizer of a model: of its folder, if it has one, else bytes.
+    ///
+    /// # Errors
+    /// `Kind::Unsupported` for a folder with a tokenizer file if this program was built without the feature `tokenizers`;
+    /// `Kind::Data` for a file that cannot be read; `Kind::Config` for a vocabulary that is larger than the model's.
+    pub(crate) fn of(dir: Option<&Path>, config: &ModelConfig) -> Result<Tokenizer> {
+        let path = dir.map(|dir| dir.join(TOKENIZER_FILE)).filter(|path| path.symlink_metadata().is_ok());
+        let tokenizer = path.map_or(Ok(Tokenizer::Bytes), |path| Tokenizer::read(&path))?;
+        let (needs, has) = (tokenizer.vocab(), config.vocab_size());
+        if needs <= has {
+            return Ok(tokenizer);
+        }
+        let why = match &tokenizer {
+            Tokenizer::Bytes => format!("a vocabulary of {has} tokens is too small for bytes of text"),
+            #[cfg(feature = "tokenizers")]
+            Tokenizer::File(_) => format!("a tokenizer of {needs} tokens for a model of {has}"),
+        };
+        let help = format!("use --tokens FILE, or a model with {needs} tokens or more");
+        Err(Error::new(Kind::Config, why).detail("help", help))
+    }
+
+    #[cfg(feature = "tokenizers")]
+    fn read(path: &Path) -> Result<Tokenizer> {
+        let told = |e| Error::new(Kind::Data, format!("{}: no tokenizer can be read: {e}", path.display()));
+        let mut file = tokenizers::Tokenizer::from_file(path).map_err(told)?;
+        // Many files say to cut texts and to fill them up, for models that read one at a time.
+        file.with_padding(None).with_truncation(None).map_err(told)?;
+        Ok(Tokenizer::File(Box::new(file)))
+    }
+
+    #[cfg(not(feature = "tokenizers"))]
+    fn read(path: &Path) -> Result<Tokenizer> {
+        let why = format!("{}: this program was built without tokenizers", path.display());
+        let help = "build it with `cargo build --release --features tokenizers`, or give token numbers (--tokens, .bin)";
+        Err(Error::new(Kind::Unsupported, why).detail("help", help))
+    }
+
+    /// How many tokens there may be.
+    pub(crate) fn vocab(&self) -> usize {
+        match self {
+            Tokenizer::Bytes => BYTES,
+            #[cfg(feature = "tokenizers")]
+            Tokenizer::File(file) => file.get_vocab_size(true),
+        }
+    }
+
+    /// Whether a token is a byte.
+    pub(crate) fn is_bytes(&self) -> bool {
+        matches!(self, Tokenizer::Bytes)
+    }
+
+    /// The tokens of a text, without any that mark its start or end.
+    ///
+    /// # Errors
+    /// `Kind::Data` if the tokenizer has no token for some of the text.
+    pub(crate) fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        match self {
+            Tokenizer::Bytes => Ok(text.bytes().map(u32::from).collect()),
+            #[cfg(feature = "tokenizers")]
+            Tokenizer::File(file) => {
+                let told = |e| Error::new(Kind::Data, format!("the text cannot be cut into tokens: {e}"));
+                Ok(file.encode_fast(text, false).map_err(told)?.get_ids().to_vec())
+            }
+        }
+    }
+
+    /// The text of some tokens, in UTF-8 as far as it goes.
+    ///
+    /// # Errors
+    /// `Kind::Data` if the tokenizer cannot join them.
+    pub(crate) fn decode(&self, tokens: &[u32]) -> Result<Vec<u8>> {
+        match self {
+            Tokenizer::Bytes => Ok(tokens.iter().map(|token| *token as u8).collect()),
+            #[cfg(feature = "tokenizers")]
+            Tokenizer::File(file) => {
+                let told = |e| Error::new(Kind::Data, format!("tokens cannot be joined to text: {e}"));
+                Ok(file.decode(tokens, true).map_err(told)?.into_bytes())
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_their_own_tokens() {
+        let config = ModelConfig::preset("tiny").unwrap();
+        let bytes = Tokenizer::of(None, &config).unwrap();
+        assert_eq!(bytes.encode("aé").unwrap(), [97, 195, 169]);
+        assert_eq!(bytes.decode(&[97, 195, 169]).unwrap(), "aé".as_bytes());
+        let ModelConfig::Gpt2(mut small) = config else { panic!("a GPT-2") };
+        small.vocab_size = 255;
+        let error = Tokenizer::of(None, &small.into()).unwrap_err();
+        assert_eq!(error.message(), "a vocabulary of 255 tokens is too small for bytes of text");
+    }
+
+    /// Files made, and texts cut and joined, by the library that such files come from (`tests/hf/make_tokenizers.py`).
+    #[cfg(feature = "tokenizers")]
+    #[test]
+    fn texts_are_cut_and_joined_as_the_file_says() {
+        let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokenizers");
+        let text = std::fs::read_to_string(data.join("expected.json")).unwrap();
+        let expected: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let ModelConfig::Gpt2(mut config) = ModelConfig::preset("tiny").unwrap() else { panic!("a GPT-2") };
+        config.vocab_size = 290;
+        let config = ModelConfig::Gpt2(config);
+        for (name, cases) in expected.as_object().unwrap() {
+            let file = Tokenizer::of(Some(&data.join(name)), &config).unwrap();
+            assert!(!file.is_bytes() && file.vocab() <= 290, "{name}");
+            for case in cases.as_array().unwrap() {
+                let ids: Vec<u32> =
+                    case["ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect();
+                assert_eq!(file.encode(case["text"].as_str().unwrap()).unwrap(), ids, "{name}");
+                assert_eq!(file.decode(&ids).unwrap(), case["back"].as_str().unwrap().as_bytes(), "{name}");
+            }
+        }
+        let small = ModelConfig::preset("tiny").unwrap();
+        let error = Tokenizer::of(Some(&data.join("bpe")), &small).unwrap_err();
+        assert_eq!(error.message(), "a tokenizer of 290 tokens for a model of 256");
+    }
+
+    #[cfg(feature = "tokenizers")]
+    #[test]
+    fn a_bad_tokenizer_file_is_named() {
+        let dir = crate::data::scratch::Scratch::new();
+        let config = ModelConfig::preset("tiny").unwrap();
+        for text in ["", "{}", "[1]", "{\"model\": {\"type\": \"Magic\"}}"] {
+            let path = dir.file(TOKENIZER_FILE, text);
+            let error = Tokenizer::of(Some(&dir.path("")), &config).unwrap_err();
+            assert_eq!(error.kind(), Kind::Data);
+            assert!(error.message().starts_with(&format!("{}: no tokenizer", path.display())), "{error}");
+        }
+    }
+
+    #[cfg(not(feature = "tokenizers"))]
+    #[test]
+    fn a_tokenizer_file_is_not_passed_over() {
+        let dir = crate::data::scratch::Scratch::new();
+        dir.file(TOKENIZER_FILE, "{}");
+        let config = ModelConfig::preset("tiny").unwrap();
+        let error = Tokenizer::of(Some(&dir.path("")), &config).unwrap_err();
+        assert_eq!(error.kind(), Kind::Unsupported);
+        assert!(error.message().ends_with("this program was built without tokenizers"), "{error}");
+        assert!(error.details()[0].1.contains("--features tokenizers"));
+    }
+}

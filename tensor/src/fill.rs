@@ -1,0 +1,138 @@
+//! Tensors that are made of numbers alone: each rank makes its own part, from the global index of each element, so that the
+//! values are the same on any mesh.
+
+use crate::layout::Layout;
+use crate::piece::{Piece, launch};
+use crate::tensor::Tensor;
+use shardgrad_dist::{Rank, Result};
+use shardgrad_kernels::op::truth::LT;
+use shardgrad_kernels::{DType, Dims};
+
+impl Tensor {
+    /// f(i) for the element that stands at i in the row-major order of the whole tensor, rounded to the dtype. On a pending
+    /// axis coordinate 0 holds the values, the others zeros.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn from_fn(rank: &Rank, layout: &Layout, f: impl Fn(usize) -> f64) -> Result<Tensor> {
+        if layout.partial().iter().any(|a| rank.coordinate(a) != 0) {
+            return Tensor::zeros(rank, layout);
+        }
+        let local = layout.local_shape(rank.coordinates());
+        let values: Vec<f64> = places(layout, rank).into_iter().map(f).collect();
+        let piece = Piece::upload(rank, &local, &values)?;
+        let piece =
+            if layout.dtype() == DType::F64 { piece } else { piece.converted(rank, layout.dtype())? };
+        Ok(Tensor::assemble(rank, layout.clone(), piece))
+    }
+
+    /// start, start + step, start + 2 step, .. in row-major order, each rounded once.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn arange(rank: &Rank, layout: &Layout, start: f64, step: f64) -> Result<Tensor> {
+        Tensor::from_fn(rank, layout, |i| step.mul_add(i as f64, start))
+    }
+
+    /// Numbers at equal distances from `first` to `last`, both included, in row-major order.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn linspace(rank: &Rank, layout: &Layout, first: f64, last: f64) -> Result<Tensor> {
+        let steps = layout.numel().saturating_sub(1);
+        let at =
+            |i: usize| if i == steps { last } else { first + (last - first) * (i as f64 / steps as f64) };
+        Tensor::from_fn(rank, layout, |i| if i == 0 { first } else { at(i) })
+    }
+
+    /// 1 with probability p, else 0: where [`Tensor::uniform`] of 0..1 in f64 is below p, for the same key and stream. The
+    /// layout has no pending axis.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn bernoulli(rank: &Rank, layout: &Layout, key: u64, stream: u64, p: f64) -> Result<Tensor> {
+        let uniform = Tensor::uniform(rank, &layout.with_dtype(DType::F64), key, stream, 0.0, 1.0)?;
+        let shape = layout.local_shape(rank.coordinates());
+        let bound = Piece::filled(rank, DType::F64, &[], p)?;
+        let bound = bound.viewed(bound.view.broadcast(&shape).expect("one element fits any shape"));
+        let mut drawn = Piece::alloc(rank, DType::Bool, &shape)?;
+        launch(rank, &LT, &[uniform.piece(), &bound], &mut [&mut drawn], &[])?;
+        let piece =
+            if layout.dtype() == DType::Bool { drawn } else { drawn.converted(rank, layout.dtype())? };
+        Ok(Tensor::assemble(rank, layout.clone(), piece))
+    }
+}
+
+/// Where this rank's elements stand in the whole tensor, both row-major.
+fn places(layout: &Layout, rank: &Rank) -> Vec<usize> {
+    let ranges: Vec<_> = (0..layout.ndim()).map(|d| layout.range(d, rank.coordinates())).collect();
+    let extents: Dims = layout.shape();
+    let mut places = vec![0];
+    for (range, extent) in ranges.iter().zip(&extents) {
+        places = places.iter().flat_map(|at| range.clone().map(move |i| at * extent + i)).collect();
+    }
+    places
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shardgrad_dist::{Mesh, World};
+
+    type Make = fn(&Rank, &Layout) -> Result<Tensor>;
+
+    const MADE: [Make; 6] = [
+        |rank, layout| Tensor::arange(rank, layout, 3.0, 2.0),
+        |rank, layout| Tensor::linspace(rank, layout, -1.0, 1.0),
+        |rank, layout| Tensor::bernoulli(rank, layout, 5, 1, 0.3),
+        |rank, layout| Tensor::full(rank, layout, 2.0),
+        |rank, layout| Tensor::uniform(rank, layout, 5, 1, -1.0, 2.0),
+        |rank, layout| Tensor::normal(rank, layout, 5, 1, 0.5),
+    ];
+
+    fn values(mesh: &str, text: &str, make: Make) -> Vec<f64> {
+        let made = World::run(Mesh::parse(mesh).unwrap(), |rank| {
+            make(rank, &Layout::parse(text, rank.mesh())?)?.to_f64()
+        });
+        made.unwrap().remove(0)
+    }
+
+    #[test]
+    fn values_are_the_same_on_any_mesh() {
+        for make in MADE {
+            for dtype in ["f64", "f32", "bf16"] {
+                let one = values("a=1", &format!("{dtype}[5, 7]"), make);
+                for (mesh, rest) in [
+                    ("a=2", "[5@a, 7]"),
+                    ("a=2", "[5, 7@a]"),
+                    ("a=3,b=2", "[5@a, 7@b]"),
+                    ("a=3,b=2", "[5@b@a, 7]"),
+                    ("a=8", "[5@a, 7]"),
+                ] {
+                    assert_eq!(values(mesh, &format!("{dtype}{rest}"), make), one, "{mesh} {rest}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn by_hand() {
+        World::run(Mesh::parse("a=2").unwrap(), |rank| {
+            let layout = |text: &str| Layout::parse(text, rank.mesh());
+            assert_eq!(
+                Tensor::arange(rank, &layout("i64[5@a]")?, 3.0, -2.0)?.to_f64()?,
+                [3.0, 1.0, -1.0, -3.0, -5.0]
+            );
+            assert_eq!(Tensor::arange(rank, &layout("f32[3] +a")?, 0.0, 1.0)?.to_f64()?, [0.0, 1.0, 2.0]);
+            assert_eq!(Tensor::linspace(rank, &layout("f64[3@a]")?, -1.0, 2.0)?.to_f64()?, [-1.0, 0.5, 2.0]);
+            assert_eq!(Tensor::linspace(rank, &layout("f64[1]")?, 0.1, 0.7)?.to_f64()?, [0.1]);
+            let drawn = Tensor::bernoulli(rank, &layout("bool[1000@a]")?, 7, 0, 0.25)?.to_f64()?;
+            let ones = drawn.iter().sum::<f64>();
+            assert!(drawn.iter().all(|x| *x == 0.0 || *x == 1.0) && (200.0..300.0).contains(&ones), "{ones}");
+            assert_eq!(Tensor::bernoulli(rank, &layout("f32[9]")?, 7, 0, 0.0)?.to_f64()?, [0.0; 9]);
+            assert_eq!(Tensor::bernoulli(rank, &layout("f32[9]")?, 7, 0, 1.0)?.to_f64()?, [1.0; 9]);
+            Ok(())
+        })
+        .unwrap();
+    }
+}

@@ -1,0 +1,61 @@
+//! y = (2 / sqrt(pi)) times the integral of exp(-t^2) from 0 to x.
+
+use super::pointwise::PointwiseBackward;
+use super::{Case, Input};
+use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
+use crate::piece::Piece;
+use shardgrad_dist::Result;
+use shardgrad_kernels::op::unary::{ERF, ERF_GRAD};
+use std::rc::Rc;
+
+/// `..m -> ..m`, any float. dx = g (2 / sqrt(pi)) exp(-x^2). -1 and 1 at the infinities.
+#[derive(Debug)]
+pub struct Erf;
+
+impl Op for Erf {
+    fn name(&self) -> &'static str {
+        "erf"
+    }
+
+    fn signature(&self) -> &str {
+        "..m -> ..m"
+    }
+
+    fn keeps(&self) -> Keeps {
+        Keeps { inputs: &[0], outputs: &[] }
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        local.launch(&ERF, &[&x[0]], &[])
+    }
+
+    fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
+        cx.each(|_| PointwiseBackward::of(&ERF_GRAD, cx.input(0), &cx.grad(0)))
+    }
+}
+
+pub(super) fn cases() -> Vec<Case> {
+    vec![Case::new(Rc::new(Erf), vec![Input::real(&[5, 3])])]
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::elementwise::Elementwise;
+    use crate::tensor::Tensor;
+    use shardgrad_dist::{Mesh, World};
+
+    #[test]
+    fn by_hand() {
+        World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[4], &[0.0f64, 0.5, f64::NEG_INFINITY, f64::INFINITY])?;
+            let y = x.erf().to_host::<f64>()?;
+            let near = y
+                .iter()
+                .zip([0.0, 0.520_499_877_813_046_5, -1.0, 1.0])
+                .all(|(y, e): (&f64, f64)| *y == e || (y - e).abs() < 1e-15);
+            assert!(near, "{y:?}");
+            Ok(())
+        })
+        .unwrap();
+    }
+}

@@ -1,0 +1,296 @@
+//! Elements picked along a dim by index, y_(a, n, c) = x_(a, index, c), and the transpose: elements added up at such
+//! places. The index is one list for all rows (`index_select`, `index_add`) or as large as the result (`gather`,
+//! `scatter_add`).
+
+use super::embedding::check_index;
+use super::labels::{check_dim, letters_with};
+use super::{Case, Input};
+use crate::context::Context;
+use crate::dim::Dim;
+use crate::infer::Inference;
+use crate::layout::Layout;
+use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, infer_by_signature};
+use crate::piece::{Piece, launch};
+use crate::refusal::Refusal;
+use crate::tensor::Tensor;
+use shardgrad_dist::{AxisSet, Error, Kind, Result};
+use shardgrad_kernels::op::index::{GATHER, SCATTER_ADD};
+use shardgrad_kernels::{DType, Kernel, Scalar, Strides};
+use std::rc::Rc;
+
+/// `a [v] c, n -> a n c` (`index_select`) or `a [v] c, a n c -> a n c` (`gather`): x of any dtype and indices (i64, each in
+/// 0..v). Linear in x. dx = the sum of g over all n with that index.
+///
+/// A rank whose range of v lacks a place gives zeros for it, so a split of v leaves a pending sum, of which one term is
+/// not zero. An index outside of 0..v is an error of kind `Kind::Data`.
+#[derive(Debug)]
+pub struct Gather {
+    signature: String,
+    dim: usize,
+    is_shared: bool,
+}
+
+/// `a n c, n -> a [v] c` (`index_add`) or `a n c, a n c -> a [v] c` (`scatter_add`): elements (any float, or i64) added up,
+/// in the order of n, at the places that indices (i64, each in 0..v) name; zeros where no index points. Linear in the
+/// elements. Their cotangent is g at the index.
+///
+/// A split of n leaves a pending sum. The new dim v is split as what it will be added to, on axes that split neither
+/// argument; else it is whole.
+#[derive(Debug)]
+pub struct ScatterAdd {
+    signature: String,
+    dim: usize,
+    is_shared: bool,
+    target: Dim,
+}
+
+/// The labels of the whole tensor, of the picked one and of the index.
+fn tensors(ndim: usize, dim: usize, is_shared: bool) -> [String; 3] {
+    let picked = letters_with(ndim, dim, "n");
+    let index = if is_shared { "n".to_string() } else { picked.clone() };
+    [letters_with(ndim, dim, "[v]"), picked, index]
+}
+
+impl Gather {
+    /// Along dim `dim` of a tensor of `ndim` dims; `is_shared` if the index is one list.
+    ///
+    /// # Errors
+    /// Of kind `Kind::Shape` if there is no such dim.
+    pub fn along(ndim: usize, dim: usize, is_shared: bool) -> Result<Rc<dyn Op>> {
+        check_dim(if is_shared { "index_select" } else { "gather" }, ndim, dim)?;
+        Ok(Gather::of(ndim, dim, is_shared))
+    }
+
+    fn of(ndim: usize, dim: usize, is_shared: bool) -> Rc<dyn Op> {
+        let [whole, picked, index] = tensors(ndim, dim, is_shared);
+        Rc::new(Gather { signature: format!("{whole}, {index} -> {picked}"), dim, is_shared })
+    }
+}
+
+impl ScatterAdd {
+    /// Into a dim `dim`, given with the split that is wished for, of a tensor of `ndim` dims; `is_shared` if the index is
+    /// one list.
+    ///
+    /// # Errors
+    /// Of kind `Kind::Shape` if there is no such dim.
+    pub fn along(ndim: usize, dim: usize, target: Dim, is_shared: bool) -> Result<Rc<dyn Op>> {
+        check_dim(if is_shared { "index_add" } else { "scatter_add" }, ndim, dim)?;
+        Ok(ScatterAdd::of(ndim, dim, target, is_shared))
+    }
+
+    /// The same, where the dim is known to exist.
+    pub(super) fn of(ndim: usize, dim: usize, target: Dim, is_shared: bool) -> Rc<dyn Op> {
+        let [whole, picked, index] = tensors(ndim, dim, is_shared);
+        Rc::new(ScatterAdd { signature: format!("{picked}, {index} -> {whole}"), dim, is_shared, target })
+    }
+
+    /// The layout of a result of shape (a, v, c) with v split as wished, up to the first axis that an argument uses.
+    fn goal(&self, args: &[&Layout], dtype: DType) -> Layout {
+        let used = args.iter().fold(AxisSet::EMPTY, |used, l| used.union(l.sharded_axes()));
+        let free = self.target.axes.iter().take_while(|a| !used.contains(*a));
+        let mut dims: Vec<Dim> = args[0].shape().iter().map(|&n| Dim::whole(n)).collect();
+        if let Some(dim) = dims.get_mut(self.dim) {
+            *dim = Dim { axes: free.collect(), ..self.target };
+        }
+        Layout::assemble(args[0].mesh(), dtype, dims.into(), AxisSet::EMPTY, AxisSet::EMPTY)
+    }
+}
+
+/// A row-major view as three dims: what stands before a dim, the dim, what stands behind it.
+pub(super) fn around(view: &Strides, dim: usize) -> Strides {
+    let shape = &view.shape;
+    let three = [shape[..dim].iter().product(), shape[dim], shape[dim + 1..].iter().product()];
+    view.reshape(&three).expect("what lies row-major without gaps has every shape")
+}
+
+/// Runs one of the two kernels on `(x or g, index)`, in the order in which it takes them.
+fn run(local: &Local<'_>, kernel: &Kernel, x: &[Piece], dim: usize, is_shared: bool) -> Result<Pieces> {
+    let x = local.contiguous(x)?;
+    let (count, range) = local.label("v");
+    let scalars = [Scalar::Int(range.start as i64), Scalar::Int(count as i64)];
+    let values = x[0].viewed(around(&x[0].view, dim));
+    let index = if is_shared { x[1].clone() } else { x[1].viewed(around(&x[1].view, dim)) };
+    let inputs = if std::ptr::eq(kernel, &raw const GATHER) { [&values, &index] } else { [&index, &values] };
+    let mut out = local.output(0)?;
+    let seen = around(&out.view, dim);
+    let whole = std::mem::replace(&mut out.view, seen);
+    launch(local.rank, kernel, &inputs, &mut [&mut out], &scalars)?;
+    out.view = whole;
+    Ok([out].into_iter().collect())
+}
+
+impl Op for Gather {
+    fn name(&self) -> &'static str {
+        if self.is_shared { "index_select" } else { "gather" }
+    }
+
+    fn signature(&self) -> &str {
+        &self.signature
+    }
+
+    fn linear_in(&self) -> &'static [&'static [usize]] {
+        &[&[0]]
+    }
+
+    fn differentiable(&self) -> &'static [bool] {
+        &[true, false]
+    }
+
+    fn keeps(&self) -> Keeps {
+        Keeps { inputs: &[1], outputs: &[] }
+    }
+
+    fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
+        check_index(inputs[1])?;
+        Ok(inputs[..1].into())
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        run(local, &GATHER, x, self.dim, self.is_shared)
+    }
+
+    fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
+        let whole = &cx.input_layouts[0];
+        let op = ScatterAdd::of(whole.ndim(), self.dim, whole.dims()[self.dim], self.is_shared);
+        cx.each(|i| Tensor::apply_with(op.clone(), &[&cx.grad(0), cx.input(1)], cx.goal(i)))
+    }
+}
+
+impl Op for ScatterAdd {
+    fn name(&self) -> &'static str {
+        if self.is_shared { "index_add" } else { "scatter_add" }
+    }
+
+    fn signature(&self) -> &str {
+        &self.signature
+    }
+
+    fn linear_in(&self) -> &'static [&'static [usize]] {
+        &[&[0]]
+    }
+
+    fn differentiable(&self) -> &'static [bool] {
+        &[true, false]
+    }
+
+    fn keeps(&self) -> Keeps {
+        Keeps { inputs: &[1], outputs: &[] }
+    }
+
+    fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
+        check_index(inputs[1])?;
+        if inputs[0].is_float() || inputs[0] == DType::I64 {
+            return Ok(inputs[..1].into());
+        }
+        Err(Error::new(Kind::DType, format!("sums of {}", inputs[0]))
+            .detail("help", "cast what is added: x.cast(DType::I64)"))
+    }
+
+    fn infer(
+        &self,
+        context: &Context,
+        args: &[&Layout],
+        dtypes: &[DType],
+        want: &[Option<Layout>],
+    ) -> Result<Rc<Inference>, Refusal> {
+        if !want.is_empty() {
+            return infer_by_signature(self, context, args, dtypes, want);
+        }
+        infer_by_signature(self, context, args, dtypes, &[Some(self.goal(args, dtypes[0]))])
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        run(local, &SCATTER_ADD, x, self.dim, self.is_shared)
+    }
+
+    fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
+        let op = Gather::of(cx.output_layouts[0].ndim(), self.dim, self.is_shared);
+        cx.each(|_| Tensor::result(op.clone(), &[&cx.grad(0), cx.input(1)]))
+    }
+}
+
+pub(super) fn cases() -> Vec<Case> {
+    let gather = |dim, x: Input, index: Input| {
+        let op = Gather::of(x.shape().len(), dim, index.shape().len() == 1 && x.shape().len() > 1);
+        Case::new(op, vec![x, index]).exact()
+    };
+    let scatter = |dim, extent, x: Input, index: Input| {
+        let is_shared = index.shape().len() == 1 && x.shape().len() > 1;
+        let op = ScatterAdd::of(x.shape().len(), dim, Dim::whole(extent), is_shared);
+        Case::fixed(op, vec![x, index]).exact()
+    };
+    let (real, index) = (Input::real, Input::index);
+    vec![
+        gather(1, real(&[2, 7, 3]), index(&[5], 7)),
+        gather(0, index(&[7, 3], 9), index(&[5], 7)),
+        gather(1, real(&[5, 3]), index(&[0], 3)),
+        gather(1, real(&[2, 7, 3]), index(&[2, 5, 3], 7)),
+        gather(0, real(&[7]), index(&[5], 7)),
+        scatter(1, 4, real(&[2, 5, 3]), index(&[5], 4)),
+        scatter(0, 3, index(&[5, 2], 9), index(&[5], 3)),
+        scatter(1, 4, real(&[2, 5, 3]), index(&[2, 5, 3], 4)),
+        scatter(0, 2, real(&[0, 3]), index(&[0, 3], 2)),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::indexing::Indexing;
+    use shardgrad_dist::{Mesh, World};
+
+    #[test]
+    fn places_by_hand() {
+        World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[2, 3], &[1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0])?;
+            let list = Tensor::from_host(rank, &[2], &[2i64, 0])?;
+            assert_eq!(x.index_select(1, &list).to_host::<f32>()?, [3.0, 1.0, 6.0, 4.0]);
+            let table = Tensor::from_host(rank, &[1, 3], &[0i64, 1, 0])?;
+            assert_eq!(x.gather(0, &table).to_host::<f32>()?, [1.0, 5.0, 3.0]);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn an_index_that_stands_twice_counts_twice() {
+        World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[1, 3], &[100.0f32, 200.0, 300.0])?;
+            let parts = Tensor::from_host(rank, &[1, 4], &[1.0f32, 2.0, 3.0, 4.0])?;
+            let list = Tensor::from_host(rank, &[4], &[2i64, 0, 2, 2])?;
+            assert_eq!(x.index_add(1, &list, &parts).to_host::<f32>()?, [102.0, 200.0, 308.0]);
+            let table = Tensor::from_host(rank, &[1, 4], &[1i64, 1, 0, 2])?;
+            assert_eq!(x.scatter_add(1, &table, &parts).to_host::<f32>()?, [103.0, 203.0, 304.0]);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn sums_go_into_the_split_of_what_they_are_added_to() {
+        let mesh = Mesh::parse("a=2").unwrap();
+        World::run(mesh.clone(), |rank| {
+            let x = Tensor::zeros(rank, &Layout::parse("f64[5@a, 2]", &mesh)?)?;
+            let parts = Tensor::from_host(rank, &[3, 2], &[1.0f64, 2.0, 3.0, 4.0, 5.0, 6.0])?;
+            let list = Tensor::from_host(rank, &[3], &[4i64, 1, 4])?;
+            let sum = x.index_add(0, &list, &parts);
+            assert_eq!(sum.layout().to_string(), "f64[5@a, 2]");
+            assert_eq!(sum.to_host::<f64>()?, [0.0, 0.0, 3.0, 4.0, 0.0, 0.0, 0.0, 0.0, 6.0, 8.0]);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn an_index_outside_is_an_error_that_names_op_index_and_bound() {
+        let error = World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[3], &[0.0f32; 3])?;
+            let _ = x.gather(0, &Tensor::from_host(rank, &[2], &[0i64, -1])?);
+            Ok(())
+        })
+        .unwrap_err();
+        assert_eq!(error.kind(), Kind::Data);
+        assert!(error.message() == "gather: index -1 at position 1 is outside of 0..3", "{error}");
+        assert!(error.site().is_some_and(|s| s.file().ends_with("gather.rs")), "{error}");
+    }
+}

@@ -1,0 +1,63 @@
+//! y = ln(1 + x), exact near 0.
+
+use super::pointwise::PointwiseBackward;
+use super::{Case, Input};
+use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
+use crate::piece::Piece;
+use shardgrad_dist::Result;
+use shardgrad_kernels::op::elementary::{LOG1P, LOG1P_GRAD};
+use std::rc::Rc;
+
+/// `..m -> ..m`, any float. dx = g / (1 + x). Negative infinity at -1, not a number below.
+#[derive(Debug)]
+pub struct Log1p;
+
+impl Op for Log1p {
+    fn name(&self) -> &'static str {
+        "log1p"
+    }
+
+    fn signature(&self) -> &str {
+        "..m -> ..m"
+    }
+
+    fn keeps(&self) -> Keeps {
+        Keeps { inputs: &[0], outputs: &[] }
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        local.launch(&LOG1P, &[&x[0]], &[])
+    }
+
+    fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
+        cx.each(|_| PointwiseBackward::of(&LOG1P_GRAD, cx.input(0), &cx.grad(0)))
+    }
+}
+
+pub(super) fn cases() -> Vec<Case> {
+    vec![Case::new(Rc::new(Log1p), vec![Input::positive(&[5, 3])])]
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::elementwise::Elementwise;
+    use crate::tensor::Tensor;
+    use shardgrad_dist::{Mesh, World};
+
+    #[test]
+    fn by_hand() {
+        World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[5], &[0.0f64, 1e-9, -1.0, -2.0, f64::INFINITY])?;
+            let y = x.log1p().to_host::<f64>()?;
+            let near = |y: f64, e: f64| y == e || (y.is_nan() && e.is_nan()) || (y - e).abs() < 1e-24;
+            assert!(
+                y.iter()
+                    .zip([0.0, 9.999_999_995e-10, f64::NEG_INFINITY, f64::NAN, f64::INFINITY])
+                    .all(|(&y, e)| near(y, e)),
+                "{y:?}"
+            );
+            Ok(())
+        })
+        .unwrap();
+    }
+}

@@ -1,0 +1,167 @@
+//! y = ln(sum of exp(x)) over some dims, which may be split; finite for every finite x.
+
+use super::amax::Reduced;
+use super::{Case, Input};
+use crate::context::Context;
+use crate::infer::Inference;
+use crate::layout::Layout;
+use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float, infer_by_signature};
+use crate::piece::{Piece, launch};
+use crate::redistribute::combine;
+use crate::refusal::Refusal;
+use crate::tensor::Tensor;
+use shardgrad_dist::{ReduceOp, Result};
+use shardgrad_kernels::DType;
+use shardgrad_kernels::op::reduce::MAX;
+use shardgrad_kernels::op::row_share::{EXP_SHARE, EXP_SUM, JOIN};
+use smallvec::SmallVec;
+use std::rc::Rc;
+
+/// `a b c -> a c, a c`: any float; the second result is the first before it is rounded to the dtype of x, kept for the vjp.
+/// Negative infinity over nothing and where every x is negative infinity; dx is 0 there. Infinity where an x is.
+///
+/// As [`Amax`](super::amax::Amax) the op states its own rule: axes that split the reduced dims end as `=`, by two
+/// all-reduces over all of them inside the op, of the maxima and of the sums. dx = g exp(x - y).
+#[derive(Debug)]
+pub struct LogSumExp {
+    over: Reduced,
+}
+
+/// The cotangent of x from x, y and the cotangent of y, in which it is linear.
+#[derive(Debug)]
+struct LogSumExpBackward {
+    over: Reduced,
+}
+
+impl LogSumExp {
+    /// Over some dims of a tensor of `ndim` dims.
+    ///
+    /// # Errors
+    /// `Kind::Shape` if one of them is no dim, or is named twice.
+    pub fn over(ndim: usize, dims: &[usize]) -> Result<Rc<dyn Op>> {
+        Ok(Rc::new(LogSumExp { over: Reduced::over("log_sum_exp", ndim, dims, 1)? }))
+    }
+}
+
+impl Op for LogSumExp {
+    fn name(&self) -> &'static str {
+        "log_sum_exp"
+    }
+
+    fn signature(&self) -> &str {
+        self.over.forward()
+    }
+
+    fn num_saved(&self) -> usize {
+        1
+    }
+
+    fn keeps(&self) -> Keeps {
+        Keeps { inputs: &[0], outputs: &[1] }
+    }
+
+    fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
+        let dtype = common_float(inputs)?;
+        Ok(SmallVec::from_slice(&[dtype, dtype.accumulator()]))
+    }
+
+    fn infer(
+        &self,
+        context: &Context,
+        args: &[&Layout],
+        dtypes: &[DType],
+        want: &[Option<Layout>],
+    ) -> Result<Rc<Inference>, Refusal> {
+        Ok(self.over.settled(infer_by_signature(self, context, args, dtypes, want)?, args[0]))
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        let (mut max, mut sum, mut wide) = (local.output(1)?, local.output(1)?, local.output(1)?);
+        launch(local.rank, &MAX, &[&self.over.turned(&x[0])], &mut [&mut max], &[self.over.count()])?;
+        let axes = self.over.axes(&local.inputs[0]);
+        let max = combine(local.rank, max, axes, ReduceOp::Max, local.site)?;
+        let (rows, length) = self.over.rows(local, &x[0])?;
+        launch(local.rank, &EXP_SUM, &[&rows, &max], &mut [&mut sum], &[length])?;
+        let sum = combine(local.rank, sum, axes, ReduceOp::Sum, local.site)?;
+        launch(local.rank, &JOIN, &[&max, &sum], &mut [&mut wide], &[])?;
+        let y = if x[0].dtype == wide.dtype { wide.clone() } else { wide.converted(local.rank, x[0].dtype)? };
+        Ok([y, wide].into_iter().collect())
+    }
+
+    fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
+        cx.each(|_| {
+            let op = Rc::new(LogSumExpBackward { over: self.over.clone() });
+            Tensor::result(op, &[cx.input(0), cx.output(1), &cx.grad(0)])
+        })
+    }
+}
+
+impl Op for LogSumExpBackward {
+    fn name(&self) -> &'static str {
+        "log_sum_exp_backward"
+    }
+
+    fn signature(&self) -> &str {
+        self.over.backward()
+    }
+
+    fn linear_in(&self) -> &'static [&'static [usize]] {
+        &[&[2]]
+    }
+
+    fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
+        Ok(SmallVec::from_slice(&inputs[..1]))
+    }
+
+    fn infer(
+        &self,
+        context: &Context,
+        args: &[&Layout],
+        dtypes: &[DType],
+        want: &[Option<Layout>],
+    ) -> Result<Rc<Inference>, Refusal> {
+        Ok(self.over.unsettled(infer_by_signature(self, context, args, dtypes, want)?, args[0]))
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        let (rows, length) = self.over.rows(local, &x[0])?;
+        let values = local.contiguous(&x[1..])?;
+        let mut dx = Piece::alloc(local.rank, rows.dtype, &rows.view.shape)?;
+        launch(local.rank, &EXP_SHARE, &[&rows, &values[0], &values[1]], &mut [&mut dx], &[length])?;
+        Ok([self.over.back(&dx)].into_iter().collect())
+    }
+}
+
+pub(super) fn cases() -> Vec<Case> {
+    let case = |shape: &[usize], dims: &[usize]| {
+        let op = LogSumExp::over(shape.len(), dims).expect("dims of the case");
+        Case::new(op, vec![Input::real(shape)])
+    };
+    vec![case(&[5, 7], &[1]), case(&[5, 4], &[0]), case(&[2, 5, 3], &[1]), case(&[5, 3], &[0, 1])]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::reduction::Reduction;
+    use shardgrad_dist::{Mesh, World};
+
+    #[test]
+    fn by_hand() {
+        World::run(Mesh::single(), |rank| {
+            let (inf, none) = (f64::INFINITY, f64::NEG_INFINITY);
+            let x = [0.0, 3f64.ln(), 800.0, 800.0, none, none, none, inf];
+            let x = Tensor::from_host(rank, &[4, 2], &x)?;
+            let y = x.log_sum_exp(&[1]);
+            let right = [4f64.ln(), 800.0 + 2f64.ln(), none, inf];
+            assert!(y.to_f64()?.iter().zip(right).all(|(y, e)| *y == e || (y - e).abs() < 1e-12), "{y:?}");
+            let over = Reduced::over("log_sum_exp", 2, &[1], 1)?;
+            let ones = Tensor::full(rank, y.layout(), 1.0)?;
+            let dx = Tensor::result(Rc::new(LogSumExpBackward { over }), &[&x, &y, &ones]).to_f64()?;
+            let right = [0.25, 0.75, 0.5, 0.5, 0.0, 0.0];
+            assert!(dx.iter().zip(right).all(|(d, e)| (d - e).abs() < 1e-12), "{dx:?}");
+            Ok(())
+        })
+        .unwrap();
+    }
+}

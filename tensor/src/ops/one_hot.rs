@@ -1,0 +1,111 @@
+//! y_(.., j) = 1 where j is the index, else 0: indices as rows of a unit matrix.
+
+use super::embedding::check_index;
+use super::labels::whole;
+use super::{Case, Input};
+use crate::context::Context;
+use crate::infer::Inference;
+use crate::layout::Layout;
+use crate::op::{DTypes, Local, Op, Pieces, infer_by_signature};
+use crate::piece::Piece;
+use crate::refusal::Refusal;
+use shardgrad_dist::Result;
+use shardgrad_kernels::op::one_hot::ONE_HOT;
+use shardgrad_kernels::{DType, Scalar};
+use std::rc::Rc;
+
+/// `..m -> ..m v`: indices (i64, each in 0..v); the result has any dtype. It has no derivative.
+///
+/// The new dim is whole, unless a layout is wanted ([`Tensor::apply_with`](crate::tensor::Tensor::apply_with)): then
+/// each rank makes its range of it. An index outside of 0..v is an error of kind `Kind::Data`.
+#[derive(Debug)]
+pub struct OneHot {
+    /// The extent of the new dim.
+    pub count: usize,
+    /// The dtype of the result.
+    pub dtype: DType,
+}
+
+impl Op for OneHot {
+    fn name(&self) -> &'static str {
+        "one_hot"
+    }
+
+    fn signature(&self) -> &str {
+        "..m -> ..m v"
+    }
+
+    fn differentiable(&self) -> &'static [bool] {
+        &[false]
+    }
+
+    fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
+        check_index(inputs[0])?;
+        Ok([self.dtype][..].into())
+    }
+
+    fn infer(
+        &self,
+        context: &Context,
+        args: &[&Layout],
+        dtypes: &[DType],
+        want: &[Option<Layout>],
+    ) -> Result<Rc<Inference>, Refusal> {
+        if !want.is_empty() {
+            return infer_by_signature(self, context, args, dtypes, want);
+        }
+        let mut shape = args[0].shape();
+        shape.push(self.count);
+        infer_by_signature(self, context, args, dtypes, &[whole(args[0], dtypes[0], &shape)])
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        let (count, range) = local.label("v");
+        let scalars = [Scalar::Int(range.start as i64), Scalar::Int(count as i64)];
+        local.launch(&ONE_HOT, &[&x[0].contiguous(local.rank)?], &scalars)
+    }
+}
+
+pub(super) fn cases() -> Vec<Case> {
+    let case = |count, dtype, input| Case::fixed(Rc::new(OneHot { count, dtype }), vec![input]).exact();
+    vec![
+        case(7, DType::F32, Input::index(&[5], 7)),
+        case(3, DType::Bool, Input::index(&[2, 5], 3)),
+        case(2, DType::F32, Input::index(&[], 2)),
+        case(1, DType::F32, Input::index(&[1, 1], 1)),
+        case(0, DType::F32, Input::index(&[0], 1)),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::indexing::Indexing;
+    use crate::tensor::Tensor;
+    use shardgrad_dist::{Mesh, World};
+
+    #[test]
+    fn rows_by_hand() {
+        World::run(Mesh::single(), |rank| {
+            let index = Tensor::from_host(rank, &[2], &[2i64, 0])?;
+            assert_eq!(index.one_hot(3, DType::F32).to_host::<f32>()?, [0.0, 0.0, 1.0, 1.0, 0.0, 0.0]);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn a_wanted_split_is_made_range_by_range() {
+        let mesh = Mesh::parse("a=2").unwrap();
+        World::run(mesh.clone(), |rank| {
+            let index = Tensor::from_host(rank, &[2], &[2i64, 0])?;
+            let want = Layout::parse("bool[2, 3@a]", &mesh)?;
+            let op = Rc::new(OneHot { count: 3, dtype: DType::Bool });
+            let y = Tensor::apply_with(op, &[&index], want.clone());
+            assert_eq!(*y.layout(), want);
+            assert_eq!(y.to_host::<u8>()?, [0, 0, 1, 1, 0, 0]);
+            Ok(())
+        })
+        .unwrap();
+    }
+}

@@ -1,0 +1,53 @@
+//! y = the nearest integer, the even one of two.
+
+use super::{Case, Input};
+use crate::op::{Local, Op, Pieces};
+use crate::piece::Piece;
+use shardgrad_dist::Result;
+use shardgrad_kernels::op::elementary::ROUND;
+use std::rc::Rc;
+
+/// `..m -> ..m`, any float. Not differentiable: the slope is 0 wherever there is one.
+#[derive(Debug)]
+pub struct Round;
+
+impl Op for Round {
+    fn name(&self) -> &'static str {
+        "round"
+    }
+
+    fn signature(&self) -> &str {
+        "..m -> ..m"
+    }
+
+    fn differentiable(&self) -> &'static [bool] {
+        &[false]
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        local.launch(&ROUND, &[&x[0]], &[])
+    }
+}
+
+pub(super) fn cases() -> Vec<Case> {
+    vec![Case::new(Rc::new(Round), vec![Input::real(&[5, 3])]).exact()]
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::elementwise::Elementwise;
+    use crate::tensor::Tensor;
+    use shardgrad_dist::{Mesh, World};
+
+    #[test]
+    fn by_hand() {
+        World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[5], &[-1.5f64, 0.5, 2.5, 2.6, f64::NAN])?;
+            let y = x.round().to_host::<f64>()?;
+            let near = |y: f64, e: f64| y == e || (y.is_nan() && e.is_nan()) || (y - e).abs() < 1e-14;
+            assert!(y.iter().zip([-2.0, 0.0, 2.0, 3.0, f64::NAN]).all(|(&y, e)| near(y, e)), "{y:?}");
+            Ok(())
+        })
+        .unwrap();
+    }
+}

@@ -1,0 +1,124 @@
+//! The k largest (or smallest) elements of a dim in order, with the places where they stood.
+
+use super::labels::{check_dim, letters_with, misuse, whole};
+use super::sort::{ordered, unordered};
+use super::{Case, Input};
+use crate::context::Context;
+use crate::infer::Inference;
+use crate::layout::Layout;
+use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, infer_by_signature};
+use crate::piece::Piece;
+use crate::refusal::Refusal;
+use shardgrad_dist::Result;
+use shardgrad_kernels::DType;
+use std::rc::Rc;
+
+/// `a x! c -> a y c, a y c`: values like x (any dtype) and places (i64). dx = g of the values, each at its place, zero
+/// elsewhere.
+///
+/// The largest come in descending order, the smallest in ascending order. Of equal elements (0 and -0 are equal) the ones
+/// with the lowest places are taken, lowest first. Not-a-number is larger than all numbers.
+#[derive(Debug)]
+pub struct TopK {
+    signature: String,
+    dim: usize,
+    k: usize,
+    largest: bool,
+}
+
+impl TopK {
+    /// So many elements of dim `dim`, which has `extent`, of a tensor of `ndim` dims.
+    ///
+    /// # Errors
+    /// Of kind `Kind::Shape` if there is no such dim, or it has fewer elements.
+    pub fn along(ndim: usize, extent: usize, dim: usize, k: usize, largest: bool) -> Result<Rc<dyn Op>> {
+        check_dim("top_k", ndim, dim)?;
+        if k > extent {
+            return misuse(format!("top_k: {k} of the {extent} elements of dim {dim}"));
+        }
+        let picked = letters_with(ndim, dim, "y");
+        let signature = format!("{} -> {picked}, {picked}", letters_with(ndim, dim, "x!"));
+        Ok(Rc::new(TopK { signature, dim, k, largest }))
+    }
+}
+
+impl Op for TopK {
+    fn name(&self) -> &'static str {
+        "top_k"
+    }
+
+    fn signature(&self) -> &str {
+        &self.signature
+    }
+
+    fn keeps(&self) -> Keeps {
+        Keeps { inputs: &[], outputs: &[1] }
+    }
+
+    fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
+        Ok([inputs[0], DType::I64][..].into())
+    }
+
+    fn infer(
+        &self,
+        context: &Context,
+        args: &[&Layout],
+        dtypes: &[DType],
+        _: &[Option<Layout>],
+    ) -> Result<Rc<Inference>, Refusal> {
+        let mut shape = args[0].shape();
+        shape[self.dim] = self.k;
+        let want = [0, 1].map(|i| whole(args[0], dtypes[i], &shape));
+        infer_by_signature(self, context, args, dtypes, &want)
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+        ordered(local, &x[0], self.dim, self.k, self.largest)
+    }
+
+    fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
+        unordered(cx, self.dim)
+    }
+}
+
+pub(super) fn cases() -> Vec<Case> {
+    let case = |dim, k, largest, shape: &[usize]| {
+        let op = TopK::along(shape.len(), shape[dim], dim, k, largest).expect("a dim of the case");
+        Case::fixed(op, vec![Input::distinct(shape)]).exact()
+    };
+    vec![
+        case(1, 3, true, &[5, 7]),
+        case(0, 2, false, &[4, 3]),
+        case(1, 5, true, &[2, 5, 3]),
+        case(1, 1, true, &[1, 1]),
+        case(1, 0, true, &[3, 2]),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::indexing::Indexing;
+    use crate::tensor::Tensor;
+    use shardgrad_dist::{Mesh, World};
+
+    #[test]
+    fn of_ties_the_lowest_place_comes_first() {
+        World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[5], &[1.0f32, 4.0, 2.0, 4.0, 1.0])?;
+            let (values, places) = x.top_k(0, 3, true);
+            assert_eq!(values.to_host::<f32>()?, [4.0, 4.0, 2.0]);
+            assert_eq!(places.to_host::<i64>()?, [1, 3, 2]);
+            let (values, places) = x.top_k(0, 1, false);
+            assert_eq!((values.to_host::<f32>()?, places.to_host::<i64>()?), (vec![1.0], vec![0]));
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn more_than_there_are_is_refused() {
+        assert!(TopK::along(1, 2, 0, 3, true).is_err());
+        assert!(TopK::along(1, 2, 1, 1, true).is_err());
+    }
+}

@@ -1,0 +1,256 @@
+//! Reductions of every [`Value`] beyond its sums and means, and what is made of them.
+
+use crate::elementwise::Elementwise;
+use crate::op::unwind;
+use crate::ops::amax::Amax;
+use crate::ops::argmax::Argmax;
+use crate::ops::cumsum::Cumsum;
+use crate::ops::log_sum_exp::LogSumExp;
+use crate::value::Value;
+use shardgrad_dist::{Error, Kind};
+use shardgrad_kernels::{DType, Dims};
+
+/// Reductions over some dims, which disappear. An axis may split the dims unless the method says that they must be whole;
+/// then a split one is refused with repairs. Where a method is made of several ops, it computes in the accumulator (f32 for
+/// the 16-bit floats) and rounds once. Misuse unwinds with the error that names op, layouts and line.
+pub trait Reduction: Value {
+    /// The largest element over some dims; negative infinity over nothing. Those who tie share the gradient.
+    #[track_caller]
+    #[must_use]
+    fn amax(&self, dims: &[usize]) -> Self {
+        Self::apply_one(unwind(Amax::over(self.layout().ndim(), dims, true)), &[self])
+    }
+
+    /// The smallest element over some dims; infinity over nothing. Those who tie share the gradient.
+    #[track_caller]
+    #[must_use]
+    fn amin(&self, dims: &[usize]) -> Self {
+        Self::apply_one(unwind(Amax::over(self.layout().ndim(), dims, false)), &[self])
+    }
+
+    /// The place (i64) of the largest element along a whole dim: the first of those that tie.
+    #[track_caller]
+    #[must_use]
+    fn argmax(&self, dim: usize) -> Self {
+        Self::apply_one(unwind(Argmax::along(&self.shape(), dim, true)), &[self])
+    }
+
+    /// The place (i64) of the smallest element along a whole dim: the first of those that tie.
+    #[track_caller]
+    #[must_use]
+    fn argmin(&self, dim: usize) -> Self {
+        Self::apply_one(unwind(Argmax::along(&self.shape(), dim, false)), &[self])
+    }
+
+    /// ln(sum of exp(x)) over some dims; negative infinity over nothing.
+    #[track_caller]
+    #[must_use]
+    fn log_sum_exp(&self, dims: &[usize]) -> Self {
+        Self::apply_one(unwind(LogSumExp::over(self.layout().ndim(), dims)), &[self])
+    }
+
+    /// Running sums along a whole dim.
+    #[track_caller]
+    #[must_use]
+    fn cumsum(&self, dim: usize) -> Self {
+        Self::apply_one(unwind(Cumsum::along(self.layout().ndim(), dim)), &[self])
+    }
+
+    /// The sum of (x - mean)^2 over some dims, divided by their number of elements n less `correction` (1 for a sample, 0
+    /// for all there is). Not a number if that is not positive.
+    #[track_caller]
+    #[must_use]
+    fn var(&self, dims: &[usize], correction: f64) -> Self {
+        variance(&wide(self), dims, correction).cast(self.dtype())
+    }
+
+    /// The square root of the variance; its gradient is not finite where the variance is 0.
+    #[track_caller]
+    #[must_use]
+    fn std(&self, dims: &[usize], correction: f64) -> Self {
+        variance(&wide(self), dims, correction).sqrt().cast(self.dtype())
+    }
+
+    /// (sum of |x|^p)^(1/p) over some dims; the largest |x| for an infinite p. For p = 2 the gradient at 0 is 0.
+    #[track_caller]
+    #[must_use]
+    fn norm(&self, dims: &[usize], p: f64) -> Self {
+        let x = wide(self);
+        let norm = if p == 1.0 {
+            x.abs().sum_dims(dims)
+        } else if p == 2.0 {
+            let sum = x.square().sum_dims(dims);
+            let zero = sum.eq_scalar(0.0);
+            sum.masked_fill(&zero, 1.0).sqrt().masked_fill(&zero, 0.0)
+        } else if p == f64::INFINITY {
+            x.abs().amax(dims)
+        } else {
+            if p.is_nan() || p <= 0.0 {
+                let text = format!("norm: there is no {p}-norm; p is positive");
+                unwind(Err(Error::new(Kind::Shape, text)))
+            }
+            x.abs().powf(p).sum_dims(dims).powf(1.0 / p)
+        };
+        norm.cast(self.dtype())
+    }
+
+    /// Whether any of some truth values (bool) is true; false over nothing.
+    #[track_caller]
+    #[must_use]
+    fn any(&self, dims: &[usize]) -> Self {
+        self.cast(DType::F32).amax(dims).gt_scalar(0.5)
+    }
+
+    /// Whether all of some truth values (bool) are true; true over nothing.
+    #[track_caller]
+    #[must_use]
+    fn all(&self, dims: &[usize]) -> Self {
+        self.cast(DType::F32).amin(dims).gt_scalar(0.5)
+    }
+
+    /// exp(x_i) / sum_j exp(x_j) along a whole dim. Along a split one, use the exponential of [`Reduction::log_softmax`].
+    #[track_caller]
+    #[must_use]
+    fn softmax_dim(&self, dim: usize) -> Self {
+        let last = self.layout().ndim().saturating_sub(1);
+        if dim == last {
+            return self.softmax();
+        }
+        self.transpose(dim, last).softmax().transpose(dim, last)
+    }
+
+    /// x_i - ln(sum_j exp(x_j)) along a dim.
+    #[track_caller]
+    #[must_use]
+    fn log_softmax(&self, dim: usize) -> Self {
+        let x = wide(self);
+        x.sub(&beside(&x.log_sum_exp(&[dim]), &x, &[dim])).cast(self.dtype())
+    }
+
+    /// Group norm (Wu and He, arXiv 1803.08494) of `[n, c, ..]`: (x - mean) / sqrt(var + eps) w + b, where mean and variance
+    /// are those of each of `groups` groups of neighbouring channels, and w, b have one element a channel (`[c]`).
+    #[track_caller]
+    #[must_use]
+    fn group_norm(&self, groups: usize, w: &Self, b: &Self, eps: f64) -> Self {
+        let shape = self.shape();
+        if shape.len() < 2 || groups == 0 || !shape[1].is_multiple_of(groups) {
+            let text = format!("group_norm: {groups} groups of the channels of {shape:?}");
+            let help = "dim 1 holds the channels; the number of groups divides it";
+            unwind(Err(Error::new(Kind::Shape, text).detail("help", help)))
+        }
+        let each = shape[1..].iter().product::<usize>() / groups;
+        let x = wide(&self.reshape(&[shape[0], groups, each]));
+        let centred = x.sub(&beside(&x.mean_dims(&[2]), &x, &[2]));
+        let scale = centred.square().mean_dims(&[2]).add_scalar(eps).rsqrt();
+        let normal = centred.mul(&beside(&scale, &x, &[2])).reshape(&shape);
+        let column: Dims = (1..shape.len()).map(|d| if d == 1 { shape[1] } else { 1 }).collect();
+        let [w, b] = [w, b].map(|v| wide(v).reshape(&column));
+        normal.mul(&w).add(&b).cast(self.dtype())
+    }
+}
+
+impl<V: Value> Reduction for V {}
+
+/// x in its accumulator.
+#[track_caller]
+fn wide<V: Value>(x: &V) -> V {
+    x.cast(x.dtype().accumulator())
+}
+
+/// What is left of x without some dims, with an extent of 1 for each of these.
+#[track_caller]
+fn beside<V: Value>(reduced: &V, x: &V, dims: &[usize]) -> V {
+    let shape: Dims =
+        x.shape().iter().enumerate().map(|(d, &n)| if dims.contains(&d) { 1 } else { n }).collect();
+    reduced.reshape(&shape)
+}
+
+#[track_caller]
+fn variance<V: Value>(x: &V, dims: &[usize], correction: f64) -> V {
+    let mean = x.mean_dims(dims);
+    let count: usize = dims.iter().map(|&d| x.shape()[d]).product();
+    let rest = count as f64 - correction;
+    let scale = if rest > 0.0 { 1.0 / rest } else { f64::NAN };
+    x.sub(&beside(&mean, x, dims)).square().sum_dims(dims).scale(scale)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::Layout;
+    use crate::tensor::Tensor;
+    use shardgrad_dist::{Mesh, Result, World};
+
+    const X: [f64; 12] = [1.0, 2.0, 4.0, -1.0, 0.5, 3.0, 2.5, -2.0, 0.0, 7.0, 1.5, -3.0];
+
+    /// Each method on a `[2, 6]` tensor that lies so; all must give what is worked out here.
+    fn known(text: &str) {
+        World::run(Mesh::parse("a=2").unwrap(), |rank| -> Result<()> {
+            let x = Tensor::from_global(rank, &Layout::parse(text, rank.mesh())?, &X)?;
+            let near = |y: Tensor, right: [f64; 2]| {
+                let y = y.to_f64()?;
+                let same = y.len() == 2 && y.iter().zip(right).all(|(y, e)| (y - e).abs() < 1e-12);
+                assert!(same, "{text}: {y:?} instead of {right:?}");
+                Ok::<(), Error>(())
+            };
+            let rows = [&X[..6], &X[6..]];
+            let of = |f: &dyn Fn(&[f64]) -> f64| rows.map(f);
+            let mean = |row: &[f64]| row.iter().sum::<f64>() / 6.0;
+            let var = move |row: &[f64]| row.iter().map(|v| (v - mean(row)).powi(2)).sum::<f64>() / 5.0;
+            near(x.var(&[1], 1.0), of(&var))?;
+            near(x.std(&[1], 1.0), of(&|row| var(row).sqrt()))?;
+            near(x.norm(&[1], 1.0), of(&|row| row.iter().map(|v| v.abs()).sum()))?;
+            near(x.norm(&[1], 2.0), of(&|row| row.iter().map(|v| v * v).sum::<f64>().sqrt()))?;
+            near(x.norm(&[1], 3.0), of(&|row| row.iter().map(|v| v.abs().powi(3)).sum::<f64>().cbrt()))?;
+            near(x.norm(&[1], f64::INFINITY), [4.0, 7.0])?;
+            near(x.gt_scalar(6.5).any(&[1]), [0.0, 1.0])?;
+            near(x.gt_scalar(-1.5).all(&[1]), [1.0, 0.0])?;
+            near(x.log_softmax(1).exp().sum_dims(&[1]), [1.0, 1.0])?;
+            near(x.log_softmax(0).exp().sum_dims(&[0]).sum_dims(&[0]).expand(0, 2), [6.0, 6.0])?;
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn by_hand_whole_and_split() {
+        known("f64[2, 6]");
+        known("f64[2, 6@a]");
+        known("f64[2@a, 6]");
+    }
+
+    #[test]
+    fn softmax_along_any_dim_and_norms_of_groups() {
+        World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[2, 6], &X)?;
+            assert_eq!(x.softmax_dim(0).to_f64()?, x.transpose(0, 1).softmax().transpose(0, 1).to_f64()?);
+            let x = x.reshape(&[1, 4, 3]);
+            let w = Tensor::from_host(rank, &[4], &[1.0f64, 2.0, 1.0, 1.0])?;
+            let b = Tensor::from_host(rank, &[4], &[0.0f64, 0.0, 0.5, 0.0])?;
+            let y = x.group_norm(2, &w, &b, 0.0).to_f64()?;
+            for (group, row) in y.chunks(6).zip(X.chunks(6)) {
+                let mean = row.iter().sum::<f64>() / 6.0;
+                let root = (row.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / 6.0).sqrt();
+                let first = if row == &X[..6] { 0.0 } else { 0.5 };
+                let second = if row == &X[..6] { 2.0 } else { 1.0 };
+                assert!((group[0] - ((row[0] - mean) / root + first)).abs() < 1e-12, "{group:?}");
+                assert!((group[3] - second * (row[3] - mean) / root).abs() < 1e-12, "{group:?}");
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn empty_means_and_small_samples_are_not_numbers() {
+        World::run(Mesh::single(), |rank| {
+            let none = Tensor::from_host::<f64>(rank, &[2, 0], &[])?;
+            assert!(none.mean_dims(&[1]).to_f64()?.iter().all(|y| y.is_nan()));
+            let one = Tensor::from_host(rank, &[1], &[3.0f64])?;
+            assert!(one.var(&[0], 1.0).item()?.is_nan());
+            assert_eq!(one.var(&[0], 0.0).item()?, 0.0);
+            Ok(())
+        })
+        .unwrap();
+    }
+}

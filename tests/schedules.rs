@@ -1,0 +1,227 @@
+//! Orders of passes in training: lists that users write, what is searched or cut by measured times, and what every schedule
+//! keeps to.
+
+use crate::cli::{Folder, shardgrad, told};
+use crate::pipelines::{Run, records, same};
+use shardgrad::autograd::pipeline::{Cut, NAMES, Schedule};
+use shardgrad::dist::Phase;
+use shardgrad::nn::{Gpt2Config, LlamaConfig, LlamaKind};
+use shardgrad::prelude::*;
+use std::fs;
+
+/// 1F1B for two ranks and three microbatches, as a user may write it.
+const LISTS: &str =
+    "schedule: mine\n0: F0.0 F0.1 B0.0 F0.2\n0: B0.1 B0.2\n1: F1.0 B1.0 F1.1 B1.1 F1.2 B1.2\n";
+
+#[test]
+fn lists_of_a_user_are_proved_and_followed() {
+    let run = Run { microbatches: 3, ..Run::new(4) };
+    let one = run.losses("");
+    let lists = Schedule::from_text(LISTS).unwrap();
+    // Its own transfers, of which a model with more links needs more.
+    let meeting = lists.with_meetings(&[(0, 1)]);
+    let saved = Schedule::from_text(&lists.with_transfers(&[(0, 1)]).to_text()).unwrap();
+    for lists in [&lists, &meeting, &saved] {
+        let many = Run { plan: Plan::gpt2().schedule_lists(lists.clone()), ..run.clone() };
+        same(&one, &many.losses("pp=2"), 1e-10, "lists of a user");
+        same(&one, &many.losses("dp=2,pp=2"), 1e-10, "lists of a user");
+    }
+    let refused = |lists: &Schedule, mesh: &str, microbatches: usize| {
+        let plan = Plan::gpt2().schedule_lists(lists.clone());
+        let run = Run { plan, microbatches, ..run.clone() };
+        World::run(Mesh::parse(mesh).unwrap(), |rank| run.trainer(rank).map(drop)).unwrap_err().to_string()
+    };
+    let text = refused(&lists, "pp=2", 2);
+    assert!(text.contains("mine is for 2 ranks and 3 microbatches, the run has 2 and 2"), "{text}");
+    assert!(text.contains("use 3 microbatches on a pipeline axis of 2 ranks"), "{text}");
+    let text = refused(&lists, "pp=3", 3);
+    assert!(text.contains("the run has 3 and 3"), "{text}");
+    let broken = Schedule::from_text(&LISTS.replace("B0.1 B0.2", "B0.2 B0.2")).unwrap();
+    let text = refused(&broken, "pp=2", 3);
+    assert!(text.contains("schedule mine: ") && text.contains("B0.2, comes twice"), "{text}");
+}
+
+#[test]
+fn cuts_and_orders_by_measured_times_change_no_loss() {
+    let run = Run { microbatches: 3, ..Run::new(4) };
+    let one = run.losses("");
+    for (mesh, schedule, cut) in [
+        ("pp=2", "1f1b", Cut::Measured),
+        ("pp=3,dp=2", "searched", Cut::Measured),
+        ("pp=2,tp=2", "searched-1", Cut::Balanced),
+        ("pp=4", "zb-v", Cut::Measured),
+        // Three stages fit one stage a rank only.
+        ("pp=3", "searched", Cut::Layers(vec![1, 2, 1])),
+    ] {
+        let many = Run { plan: Plan::gpt2().schedule(schedule).cut(cut.clone()), ..run.clone() };
+        same(&one, &many.losses(mesh), 1e-10, &format!("{mesh} {schedule} {cut:?}"));
+    }
+    let plan = Plan::gpt2().schedule("searched-2").cut(Cut::Measured);
+    let run = Run { plan, ..run };
+    let told = World::run(Mesh::parse("pp=4").unwrap(), |rank| {
+        let trainer = run.trainer(rank)?;
+        let schedule = trainer.schedule().expect("there is a pipeline").clone();
+        Ok((schedule.to_text(), trainer.stage_starts().len(), schedule.num_stages()))
+    });
+    let told = told.unwrap();
+    // The same lists on every rank; two microbatches at most, of one or of two stages.
+    assert!(told.iter().all(|t| *t == told[0] && t.1 == t.2), "{told:?}");
+    let schedule = Schedule::from_text(&told[0].0).unwrap();
+    for list in &schedule.ranks {
+        let text: Vec<String> = list.iter().map(ToString::to_string).collect();
+        let mut live = 0;
+        for action in &text {
+            live += i32::from(action.starts_with('F')) - i32::from(action.starts_with(['B', 'W']));
+            assert!(live <= 2 * (told[0].2 / 4) as i32, "{text:?}");
+        }
+    }
+}
+
+#[test]
+fn every_schedule_reduces_each_element_of_a_gradient_once_a_step() {
+    for name in NAMES {
+        let run = Run { microbatches: 6, plan: Plan::gpt2().schedule(name), ..Run::new(1) };
+        for rank in 0..4 {
+            let held = World::new(Mesh::parse("pp=2,dp=2").unwrap()).dry_run(rank, |rank| {
+                let trainer = run.trainer(rank)?;
+                Ok(trainer.model().params().iter().filter(|p| p.is_here()).map(|p| p.numel()).sum::<usize>())
+            });
+            let records = records(&run, "pp=2,dp=2", rank);
+            let reduced = records.iter().filter(|r| r.op == "all_reduce" && r.phase == Phase::Backward);
+            let bytes: u64 = reduced.map(|r| r.bytes).sum();
+            assert_eq!(bytes, 8 * held.unwrap() as u64, "{name}, rank {rank}");
+        }
+    }
+}
+
+#[test]
+fn ranks_without_rows_and_narrow_numbers_are_no_matter() {
+    // One row a microbatch: on dp=2 a rank has none.
+    let run = Run { microbatches: 6, ..Run::new(4) };
+    let one = run.losses("");
+    for schedule in ["1f1b", "zb-v"] {
+        let many = Run { plan: Plan::gpt2().schedule(schedule), ..run.clone() };
+        same(&one, &many.losses("pp=2,dp=2"), 1e-10, &format!("{schedule}, a rank without rows"));
+    }
+    let run = Run { dtype: DType::BF16, microbatches: 3, ..Run::new(6) };
+    let one = run.losses("");
+    for (mesh, schedule) in [("pp=2", "1f1b"), ("pp=2,dp=2", "zb-h1"), ("pp=2,tp=2", "dualpipe-v")] {
+        let many = Run { plan: Plan::gpt2().schedule(schedule), ..run.clone() };
+        let what = format!("{schedule} on {mesh} in bf16");
+        // Losses closely, norms and what comes of them loosely.
+        let (one, many) = (one.clone(), many.losses(mesh));
+        same(&one[..1], &many[..1], 5e-3, &what);
+        same(&one, &many, 5e-2, &what);
+    }
+}
+
+#[test]
+fn recomputed_blocks_and_random_ops_go_with_every_shape_of_schedule() {
+    let config = Gpt2Config { attn_pdrop: 0.2, resid_pdrop: 0.2, ..Gpt2Config::new(19, 8, 12, 4, 3) };
+    let run = Run { config: config.into(), microbatches: 6, recompute: true, ..Run::new(3) };
+    let one = run.losses("");
+    for (mesh, schedule) in [
+        ("pp=3", "interleaved"),
+        ("pp=2,tp=2", "zb-v"),
+        ("pp=3,dp=2", "v-min"),
+        ("dp=2,pp=2,tp=3", "dualpipe-v"),
+        ("pp=2,tp=2", "zb-h2"),
+    ] {
+        let many = Run { plan: Plan::gpt2().schedule(schedule), ..run.clone() };
+        same(&one, &many.losses(mesh), 1e-10, &format!("{schedule} on {mesh}"));
+    }
+}
+
+/// Runs of the outer ring: with `PROPTEST_CASES` so many, of every schedule on every mesh in both families.
+#[test]
+fn losses_of_every_schedule_on_more_meshes() {
+    let asked = std::env::var("PROPTEST_CASES").ok().and_then(|text| text.parse().ok());
+    let llama = LlamaConfig::new(LlamaKind::Llama, 19, 8, [12, 20], 4, [3, 3]);
+    let gpt2 = Run { microbatches: 6, ..Run::new(100) };
+    let llama = Run { config: llama.into(), plan: Plan::llama(), ..gpt2.clone() };
+    let mut cases = Vec::new();
+    for mesh in ["pp=2", "pp=3", "pp=2,dp=2", "pp=3,tp=3", "pp=6", "pp=2,dp=2,tp=2", "dp=3,pp=2"] {
+        cases.extend(NAMES.iter().flat_map(|name| [(mesh, *name, true), (mesh, *name, false)]));
+    }
+    let all = cases.len();
+    let count = asked.unwrap_or(2).min(all);
+    let one = [gpt2.losses(""), llama.losses("")];
+    for i in 0..count {
+        // Spread over meshes and schedules; 37 has no divisor in common with the number of cases.
+        let (mesh, name, is_llama) = cases[i * 37 % all];
+        let run = if is_llama { &llama } else { &gpt2 };
+        let many = Run { plan: run.plan.clone().schedule(name), ..run.clone() };
+        let what = format!("{} {name} on {mesh}", if is_llama { "llama" } else { "gpt2" });
+        same(&one[usize::from(is_llama)], &many.losses(mesh), 1e-9, &what);
+    }
+}
+
+#[test]
+fn lists_go_from_a_plan_through_a_file_into_training() {
+    let folder = Folder::new("lists");
+    let lists = folder.path("lists.txt");
+    let given = ["plan", "--schedule", "zb-v", "--stages", "2", "--microbatches", "4", "--save", &lists];
+    assert!(shardgrad(&given).status.success());
+    let text = fs::read_to_string(&lists).unwrap();
+    assert!(text.contains("stages on ranks: 0 1 1 0\n0: F0.0 F0.1 "), "{text}");
+    assert_eq!(Schedule::from_text(&text).unwrap(), Schedule::zb_v(2, 4));
+    let output = shardgrad(&["plan", "--schedule", &lists]);
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(said.starts_with("zb-v: 2 ranks, 4 microbatches, bubble 0.00%"), "{said}");
+    let data = folder.file("text", "The quick brown fox jumps over the lazy dog. ".repeat(40));
+    let out = folder.path("out");
+    let train = |schedule: &str, more: &[&str]| {
+        let given =
+            ["train", "--data", &data, "--out", &out, "--preset", "tiny", "--mesh", "pp=2", "--steps", "2"];
+        let rest = ["--seq", "8", "--batch", "8", "--eval-every", "0", "--json", "--schedule", schedule];
+        shardgrad(&[&given[..], &rest, more].concat())
+    };
+    let losses = |schedule: &str, more: &[&str]| {
+        let output = train(schedule, more);
+        assert!(output.status.success(), "{output:?}");
+        let text = fs::read_to_string(folder.0.join("out/metrics.jsonl")).unwrap();
+        let loss =
+            |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap()["loss"].as_f64().unwrap();
+        text.lines().map(loss).collect::<Vec<f64>>()
+    };
+    let by_name = losses("zb-v", &["--microbatches", "4"]);
+    assert_eq!(by_name, losses(&lists, &[]));
+    // What is searched is kept, and can be repeated.
+    losses("searched", &["--microbatches", "4", "--cut", "measured"]);
+    let kept = fs::read_to_string(folder.0.join("out/schedule.txt")).unwrap();
+    assert_eq!(Schedule::from_text(&kept).unwrap().num_microbatches, 4);
+    // Lists that are wrong are refused where they are wrong.
+    let slip = folder.file("slip.txt", text.replace("0: F0.0 F0.1", "0: F0.0 Q0.1"));
+    let (code, said) = told(&["plan", "--schedule", &slip]);
+    assert!(code == 2 && said.contains("`Q0.1` is no action of a schedule"), "{said}");
+    assert!(said.contains("F0.0 Q0.1") && said.contains("write F0.3, B0.3"), "{said}");
+    let broken = folder.file("broken.txt", text.replace("0: F0.0 F0.1", "0: F0.1 F0.1"));
+    let (code, said) = told(&["plan", "--schedule", &broken]);
+    assert!(code == 2 && said.contains("action 2 of rank 0, F0.1, comes twice"), "{said}");
+    let (code, said) = told(&["plan", "--schedule", &lists, "--stages", "3"]);
+    assert!(code == 2 && said.contains("the file has lists for 2 ranks and 4 microbatches"), "{said}");
+    let nowhere = folder.path("none/lists.txt");
+    let (code, said) = told(&["plan", "--save", &nowhere]);
+    assert!(code == 2 && said.contains("cannot write"), "{said}");
+    let output = train("1f1b", &["--trace", &folder.path("none/trace.json")]);
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.code() == Some(2) && said.contains("cannot write"), "{said}");
+}
+
+#[test]
+fn lists_are_proved_where_sends_wait() {
+    let folder = Folder::new("blocking");
+    let lists = folder.path("lists.txt");
+    let output = shardgrad(&["plan", "--schedule", "1f1b", "--blocking", "--save", &lists]);
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success() && said.contains("held by a rank, sends may wait"), "{said}");
+    let output = shardgrad(&["plan", "--schedule", &lists, "--blocking"]);
+    assert!(output.status.success(), "{output:?}");
+    // Each first hands over: with buffers harmless.
+    let crossed = "0: F0.0 S0>1.0 F0.1 S0>1.1 R1>0.0 B0.0 R1>0.1 B0.1\n\
+                   1: R0>1.0 F1.0 B1.0 S1>0.0 R0>1.1 F1.1 B1.1 S1>0.1\n";
+    let crossed = folder.file("crossed.txt", crossed);
+    assert!(shardgrad(&["plan", "--schedule", &crossed]).status.success());
+    let (code, said) = told(&["plan", "--schedule", &crossed, "--blocking"]);
+    assert!(code == 2 && said.contains("nobody can go on: rank 0 waits for rank 1 in S0>1.1"), "{said}");
+}
