@@ -1,7 +1,7 @@
 //! Models of `transformers`: folders that it wrote, with the logits that it computed, recorded by `tests/hf/make_fixtures.py`.
 
 use shardgrad::nn::hf::{CONFIG_FILE, TensorFile, WEIGHTS_FILE, Weights};
-use shardgrad::nn::{Family, LanguageModel, ModelConfig};
+use shardgrad::nn::{Bert, Family, LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -108,9 +108,10 @@ fn encoded(name: &str, mesh: &str) -> Vec<(&'static str, Vec<f64>)> {
         let mask = tape.constant(table(rank, &plan, |r, t| usize::from(is_real(r, t)))?);
         let types = tape.constant(table(rank, &plan, |r, t| usize::from(t > 3 + r))?);
         let asked = |r, t| (r + t) % 3 == 0 && is_real(r, t);
-        // One less in all places: -1 where nothing is asked for.
-        let labels = table(rank, &plan, |r, t| if asked(r, t) { (t * 11 + r) % vocab + 1 } else { 0 })?;
-        let labels = tape.constant(labels.cast(DType::F64).add_scalar(-1.0).cast(DType::I64));
+        let asked = |r, t| if asked(r, t) { ((t * 11 + r) % vocab) as i64 } else { Bert::IGNORED };
+        let labels: Vec<i64> = (0..ROWS * SEQ).map(|at| asked(at / SEQ, at % SEQ)).collect();
+        let layout = plan.batch_layout(rank.mesh(), DType::I64, &[ROWS, SEQ])?;
+        let labels = tape.constant(Tensor::from_global(rank, &layout, &labels)?);
         let (mask, types) = (Some(&mask), Some(&types));
         let hidden = bert.hidden(&ids, mask, types);
         let mut found = vec![("hidden", real(hidden.tensor().to_f64()?))];

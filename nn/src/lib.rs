@@ -34,7 +34,7 @@ pub use layer::{
     Attention, Block, Dropout, Embedding, GatedMlp, GroupedAttention, LayerNorm, Linear, Mlp, RmsNorm,
     SelfAttention,
 };
-pub use loss::{CrossEntropy, bce_with_logits, cross_entropy, masked_cross_entropy, mse};
+pub use loss::{CrossEntropy, bce_with_logits, cross_entropy, mse};
 pub use model::{Bert, Family, Gpt2, LanguageModel, Llama};
 pub use module::{Leaf, Module};
 pub use optim::{AdamW, Report, Schedule, Sgd, StepArgs};

@@ -2,8 +2,8 @@
 
 use super::batch::Batch;
 use shardgrad::kernels::DType;
-use shardgrad::nn::ModelConfig;
 use shardgrad::nn::hf::TensorFile;
+use shardgrad::nn::{Bert, ModelConfig};
 use shardgrad::{Error, Kind, Result};
 use std::fmt;
 use std::ops::Range;
@@ -11,7 +11,7 @@ use std::path::Path;
 
 /// The tensor that holds the rows.
 const NAME: &str = "input_ids";
-/// What an encoder is asked for: a token, or a negative number where none is hidden.
+/// What an encoder is asked for: a token, or [`Bert::IGNORED`] where none is hidden.
 const LABELS: &str = "labels";
 /// 1 where a token stands, 0 where a row is filled up.
 const MASK: &str = "attention_mask";
@@ -119,7 +119,7 @@ impl TokenFile {
     }
 
     fn labels(&self) -> Column {
-        Column { name: LABELS, legal: i64::MIN..self.vocabulary.tokens as i64 }
+        Column { name: LABELS, legal: 0..self.vocabulary.tokens as i64 }
     }
 
     /// The tensors that a file for an encoder may lack, if it has any of them.
@@ -210,7 +210,8 @@ impl TokenFile {
         self.file.read_at(name, start, bytes).map_err(as_data)?;
         for (i, word) in bytes.as_chunks::<8>().0.iter().enumerate() {
             let id = i64::from_le_bytes(*word);
-            if !column.legal.contains(&id) {
+            let asks_nothing = name == LABELS && id == Bert::IGNORED;
+            if !column.legal.contains(&id) && !asks_nothing {
                 let at = start / 8 + i as u64;
                 let (row, place) = (at / self.width as u64, at % self.width as u64);
                 let (what, from) = match name {
@@ -361,7 +362,7 @@ mod tests {
     #[test]
     fn rows_of_an_encoder_have_labels_and_perhaps_masks_and_types() {
         let dir = Scratch::new();
-        let (ids, labels): (&[i64], &[i64]) = (&[1, 2, 3, 4, 5, 6], &[-100, 7, -1, 0, -100, 9]);
+        let (ids, labels): (&[i64], &[i64]) = (&[1, 2, 3, 4, 5, 6], &[-100, 7, -100, 0, -100, 9]);
         let file = labelled(&dir, &[("input_ids", ids), ("labels", labels)]).unwrap();
         assert!(file.is_labelled() && file.seq() == 3 && file.num_rows() == 2);
         let mut batch = Batch::default();

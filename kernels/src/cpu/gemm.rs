@@ -106,8 +106,12 @@ pub struct StackMut<'a, T> {
 
 /// Below so many operations a task is not worth its hand-over.
 const OPERATIONS_MIN: usize = 1 << 20;
-/// About so many tasks a thread: each packs its operands anew, but threads that are held up hand less on.
-const TASKS_PER_THREAD: usize = 4;
+/// About so many tasks a thread: each packs its operands anew, but a thread that is held up leaves some to others.
+const TASKS_PER_THREAD: usize = 2;
+/// No task has fewer rows of c, where there are more: two of the highest tiles.
+const ROWS_MIN: usize = 28;
+/// No task has fewer columns of c, where there are more: two of the widest tiles.
+const COLS_MIN: usize = 64;
 
 /// How a stack of products is cut into tasks. It may depend on the number of threads, since no sum is cut.
 #[derive(Debug, PartialEq, Eq)]
@@ -121,22 +125,31 @@ struct Split {
 }
 
 impl Split {
-    fn of([g, m, n, k]: [usize; 4], num_threads: usize) -> Split {
+    /// `reading` is what it costs a task to read an element of a, and of b: each is read by all tasks that share its
+    /// rows or its columns, and of the cuts into as many tasks that with the least to read is taken.
+    fn of([g, m, n, k]: [usize; 4], num_threads: usize, reading: [usize; 2]) -> Split {
+        let operations = m.saturating_mul(n).saturating_mul(2 * k);
         let tasks_max = if num_threads == 1 { 1 } else { TASKS_PER_THREAD * num_threads };
-        let (mut rows, mut cols) = (m, n);
-        let operations = |rows: usize, cols: usize| rows.saturating_mul(cols).saturating_mul(2 * k);
-        let tasks = |rows: usize, cols: usize| g * m.div_ceil(rows.max(1)) * n.div_ceil(cols.max(1));
-        while operations(rows, cols) >= 2 * OPERATIONS_MIN && 2 * tasks(rows, cols) <= tasks_max {
-            if cols >= rows && cols >= 128 {
-                cols = (cols / 2).next_multiple_of(64);
-            } else if rows >= 48 {
-                rows = (rows / 2).next_multiple_of(2);
-            } else {
-                break;
-            }
-        }
-        Split { rows, cols, together: (OPERATIONS_MIN / operations(m, n).max(1)).max(1) }
+        let parts = (operations / OPERATIONS_MIN).min(tasks_max / g.max(1)).max(1);
+        let cut = |row_tasks: usize| {
+            let col_tasks = parts.div_ceil(row_tasks);
+            let (rows, cols) = (m.div_ceil(row_tasks), n.div_ceil(col_tasks).next_multiple_of(COLS_MIN / 2));
+            let fits = (row_tasks == 1 || rows >= ROWS_MIN) && (col_tasks == 1 || cols >= COLS_MIN);
+            let read = col_tasks * m * reading[0] + row_tasks * n * reading[1];
+            fits.then_some((read, rows, if col_tasks == 1 { n } else { cols }))
+        };
+        let best = (1..=parts).filter_map(cut).min();
+        let (_, rows, cols) = best.unwrap_or((0, m, n));
+        Split { rows, cols, together: (OPERATIONS_MIN / operations.max(1)).max(1) }
     }
+}
+
+/// What it costs to read an element of a and of b (see [`Split::of`]): about four times as much if it is packed first, as
+/// b always is, and a unless its rows can be read where they lie.
+fn reading<T: Float>(a: &Stack<'_, T>, c_strides: [usize; 3]) -> [usize; 2] {
+    let in_place = T::DTYPE == T::Acc::DTYPE && a.strides[2] == 1;
+    let is_turned = c_strides[1] == 1 && c_strides[2] != 1;
+    [if in_place && !is_turned { 1 } else { 4 }, 4]
 }
 
 /// c = a b for every matrix of a stack; `dims` is (g, m, n, k), a is (g, m, k), b is (g, k, n), c is (g, m, n).
@@ -159,7 +172,7 @@ pub fn products<T: Float>(
     if g * m * n == 0 {
         return;
     }
-    let split = Split::of(dims, pool.num_threads());
+    let split = Split::of(dims, pool.num_threads(), reading(&a, c.strides));
     let (row_tasks, col_tasks) = (m.div_ceil(split.rows), n.div_ceil(split.cols));
     let parts = row_tasks * col_tasks;
     let tiles = Tiles::at(level());

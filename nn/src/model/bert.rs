@@ -3,7 +3,7 @@
 use super::family::{Family, check_ids, through};
 use crate::hf::{BertConfig, BertHead, ModelConfig};
 use crate::layer::{Dropout, Embedding, LayerNorm, Linear, SelfAttention};
-use crate::loss::masked_cross_entropy;
+use crate::loss::CrossEntropy;
 use crate::module;
 use crate::param::{Init, Param};
 use crate::plan::Plan;
@@ -116,6 +116,9 @@ impl BertBlock {
 }
 
 impl Bert {
+    /// The label of a place where no token is asked for.
+    pub const IGNORED: i64 = -100;
+
     /// A model of this shape. Fresh weights are normal with standard deviation `initializer_range`; biases are zero, norms
     /// one.
     ///
@@ -224,15 +227,16 @@ impl Bert {
         table.scores(&x).add(&head.bias.on(&x))
     }
 
-    /// Mean cross-entropy over the places where a token is asked for: labels `[b, t]` (i64), negative where none is; mask and
-    /// types as for [`Bert::hidden`]. A scalar in the accumulator type.
+    /// Mean cross-entropy over the places where a token is asked for: labels `[b, t]` (i64), [`Bert::IGNORED`] where none is;
+    /// mask and types as for [`Bert::hidden`]. A scalar in the accumulator type.
     ///
     /// # Panics
     /// As [`Bert::forward`], and if a label is outside of the vocabulary.
     #[track_caller]
     #[must_use]
     pub fn loss(&self, ids: &Var, labels: &Var, mask: Option<&Var>, types: Option<&Var>) -> Var {
-        masked_cross_entropy(&self.forward(ids, mask, types), labels)
+        let loss = CrossEntropy { ignored: Some(Bert::IGNORED), ..CrossEntropy::default() };
+        loss.mean(&self.forward(ids, mask, types), labels)
     }
 }
 

@@ -101,7 +101,7 @@ impl LanguageModel {
     }
 
     /// Mean cross-entropy over all tokens: ids and targets `[b, t]` (i64), a scalar in the accumulator type. The targets of an
-    /// encoder are those of hidden tokens, negative elsewhere.
+    /// encoder are those of hidden tokens, [`Bert::IGNORED`] elsewhere.
     ///
     /// # Panics
     /// As [`LanguageModel::forward`], and if a target is outside of the vocabulary.

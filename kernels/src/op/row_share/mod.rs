@@ -71,7 +71,7 @@ pub static EXP_SUM: Kernel = Kernel {
             for (i, s) in write::<Acc>(s).iter_mut().enumerate() {
                 let m = m[i].to_f64();
                 let terms = x[i * n..][..n].iter().map(|x| (x.to_f64() - m).exp());
-                *s = Element::from_f64(if m == f64::NEG_INFINITY { 0.0 } else { terms.sum() });
+                *s = Element::from_f64(if m == f64::NEG_INFINITY { 0.0 } else { compensated(terms) });
             }
             Ok(())
         }, else no_float(EXP_SUM.name, x.dtype))
@@ -80,6 +80,16 @@ pub static EXP_SUM: Kernel = Kernel {
     flops: |launch| 3 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 16.0 },
 };
+
+/// The sum of numbers of one sign, with what each addition rounds off kept aside (Kahan 1965): a plain sum of a long
+/// row would be further off than the kernel that it is to judge.
+fn compensated(terms: impl Iterator<Item = f64>) -> f64 {
+    let (sum, lost) = terms.fold((0.0, 0.0), |(sum, lost): (f64, f64), term| {
+        let (large, small) = if sum >= term { (sum, term) } else { (term, sum) };
+        (sum + term, lost + (small - ((sum + term) - large)))
+    });
+    sum + lost
+}
 
 /// y = m + ln s; m where m is infinite.
 ///
