@@ -165,8 +165,11 @@ fn folders_are_written_back_as_they_were_read() {
         World::run(Mesh::parse("dp=2,tp=2").unwrap(), |rank| model(rank, &from, dtype)?.0.save(&to.0))
             .unwrap();
         let [before, after] = [&from, &to.0].map(|dir| TensorFile::open(&dir.join(WEIGHTS_FILE)).unwrap());
-        assert_eq!(before.tensors().len(), after.tensors().len(), "{name}");
-        for tensor in before.tensors() {
+        // Beside an untied weight lies a bias of its own; the other one is added to nothing.
+        let unused = |tensor: &str| name == "bert-untied" && tensor == "cls.predictions.bias";
+        let read: Vec<_> = before.tensors().iter().filter(|t| !unused(&t.name)).collect();
+        assert_eq!(read.len(), after.tensors().len(), "{name}");
+        for tensor in read {
             let found = after.find(&tensor.name).unwrap();
             assert_eq!((&found.shape, found.dtype), (&tensor.shape, tensor.dtype), "{name} {}", tensor.name);
             assert!(

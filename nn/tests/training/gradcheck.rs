@@ -4,8 +4,9 @@
 use crate::support::run;
 use shardgrad_autograd::{Key, Noise, Tape, Var};
 use shardgrad_nn::{
-    Attention, Block, Dropout, Embedding, GatedMlp, Gpt2, Gpt2Config, GroupedAttention, LanguageModel,
-    LayerNorm, Linear, Llama, LlamaConfig, LlamaKind, Mlp, Model, Module, Plan, RmsNorm, cross_entropy,
+    Attention, Bert, BertConfig, Block, Dropout, Embedding, GatedMlp, Gpt2, Gpt2Config, GroupedAttention,
+    LanguageModel, LayerNorm, Linear, Llama, LlamaConfig, LlamaKind, Mlp, Model, Module, Plan, RmsNorm,
+    SelfAttention, cross_entropy,
 };
 use shardgrad_tensor::check::Global;
 use shardgrad_tensor::ops::Input;
@@ -233,6 +234,26 @@ fn llama() {
     }
 }
 
+fn self_attention() {
+    let layer = || SelfAttention::new(6, 2);
+    check("to all", || on(layer(), &[&[2, 3, 6]], |m, x| m.forward(&x[0], None)));
+    check("masked", || on(layer(), &[&[2, 3, 6], &[2, 3]], |m, x| m.forward(&x[0], Some(&x[1]))));
+    check("noisy", || on(layer().dropout(0.3), &[&[2, 3, 6]], |m, x| m.forward(&x[0], None)).noisy());
+}
+
+fn bert() {
+    let tokens = [Input::index(&[2, 3], 5), Input::index(&[2, 3], 5), Input::index(&[2, 3], 2)];
+    for (tied, recompute, p) in [(true, false, 0.0), (false, true, 0.2)] {
+        let config =
+            BertConfig { tie_word_embeddings: tied, ..BertConfig::new(5, 4, [4, 3], 2, 2).with_dropout(p) };
+        let make = || {
+            let module = Bert::new(&config).recompute(recompute);
+            on(module, &[], |m, x| m.loss(&x[0], &x[1], None, Some(&x[2]))).inputs(&tokens).noisy()
+        };
+        check(&format!("tied {tied}, recompute {recompute}, dropout {p}"), make);
+    }
+}
+
 fn language() {
     let tokens = [Input::index(&[2, 3], 5), Input::index(&[2, 3], 5)];
     let (gpt2, llama) =
@@ -255,6 +276,8 @@ const FILES: &[(&str, fn())] = &[
     ("layer/linear", linear),
     ("layer/mlp", mlp),
     ("layer/rms_norm", rms_norm),
+    ("layer/self_attention", self_attention),
+    ("model/bert", bert),
     ("model/gpt2", gpt2),
     ("model/language", language),
     ("model/llama", llama),

@@ -111,7 +111,7 @@ fn contradictions_are_all_told_at_once() {
 fn misuse_is_refused_with_the_nearest_name() {
     assert!(told("trian").contains("a similar subcommand exists: 'train'"));
     assert!(told("train --stesp 3").contains("a similar argument exists: '--steps'"));
-    assert!(told("train --dtype f31").contains("[possible values: f32, f64, bf16]"));
+    assert!(told("train --dtype f31").contains("[possible values: f32, f64, bf16, f16]"));
     assert!(told("train --dtype f31").contains("a similar value exists: 'f32'"));
     assert!(told("train --device cuda").contains("[possible values: cpu]"));
     assert!(told("train --preset tinny").contains("did you mean `tiny`?"));
