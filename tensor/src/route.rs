@@ -9,6 +9,7 @@ use crate::state::State;
 pub use crate::step::Step;
 use crate::step::{moved, moved_back};
 use shardgrad_dist::{Axis, AxisSet, Error, Kind, Result};
+use shardgrad_kernels::DType;
 use smallvec::SmallVec;
 use std::cell::RefCell;
 use std::cmp::{Ordering, Reverse};
@@ -208,6 +209,8 @@ fn steps_from(at: &Layout, moving: AxisSet) -> Vec<Step> {
             continue;
         }
         let states = [State::Invariant, State::Replicate, State::Partial].into_iter();
+        // Truth values have no sum, and so no pending one.
+        let states = states.filter(|s| *s != State::Partial || at.dtype() != DType::Bool);
         let states = states.chain((0..at.ndim()).map(State::Shard)).filter(|s| *s != source);
         steps.extend(states.map(|s| towards(at, axis, s)));
     }

@@ -201,7 +201,8 @@ mod tests {
     fn a_window_without_a_key_is_refused() {
         let error = World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[1, 2, 1, 1], &[0.0, 1.0])?;
-            Ok(drop(x.window_attention(&x, &x, 0)))
+            let _ = x.window_attention(&x, &x, 0);
+            Ok(())
         });
         assert!(error.unwrap_err().message().contains("a window of 0 keys"));
     }
