@@ -88,19 +88,6 @@ pub fn bce_with_logits(logits: &Var, targets: &Var) -> Var {
     yes.add(&targets.neg().add_scalar(1.0).mul(&logits.softplus()))
 }
 
-/// The mean of [`cross_entropy`] over the places where the label is not negative: logits `[..m, v]` (any float), labels
-/// `[..m]` (i64); a scalar in the accumulator type of the logits. Without any such place it is not a number.
-///
-/// # Panics
-/// Unwinds with an error if the shapes do not fit, or a label is `v` or more.
-#[track_caller]
-#[must_use]
-pub fn masked_cross_entropy(logits: &Var, labels: &Var) -> Var {
-    let left_out = labels.lt_scalar(0.0);
-    let each = cross_entropy(logits, &labels.masked_fill(&left_out, 0.0)).masked_fill(&left_out, 0.0);
-    each.sum().div(&labels.ge_scalar(0.0).cast(each.dtype()).sum())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
