@@ -156,7 +156,7 @@ fn dropout_recomputation_cuts_and_microbatches_change_nothing() {
 }
 
 /// The records of one rank's step.
-pub(crate) fn records(run: &Run, mesh: &str, rank: usize) -> Vec<Record> {
+fn records(run: &Run, mesh: &str, rank: usize) -> Vec<Record> {
     let world = World::new(Mesh::parse(mesh).unwrap());
     world
         .dry_run(rank, |rank| {
