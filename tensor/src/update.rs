@@ -98,7 +98,7 @@ impl Moments {
     }
 }
 
-/// The numbers of one step of gradient descent with momentum; see [`sgd::STEP`](shardgrad_kernels::op::sgd::STEP) for the
+/// The numbers of one step of gradient descent with momentum; see [`sgd::STEP`] for the
 /// formula.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SgdRates {

@@ -44,7 +44,7 @@ use smallvec::SmallVec;
 use std::ops::Range;
 use std::rc::Rc;
 
-/// A tensor in the eyes of model code. Misuse unwinds with the [`Error`](shardgrad_dist::Error) that names op, layouts and line.
+/// A tensor in the eyes of model code. Misuse unwinds with the [`Error`] that names op, layouts and line.
 pub trait Value: Clone {
     /// The plain tensor behind the value.
     fn tensor(&self) -> &Tensor;
