@@ -1,6 +1,7 @@
 //! A model folder with a `tokenizer.json`: trained on text, measured and continued in its tokens, on any mesh.
 
 use crate::cli::{Folder, shardgrad};
+use shardgrad::dist::{Mesh, World};
 use std::fs;
 use std::path::Path;
 
@@ -20,7 +21,7 @@ fn folder(name: &str) -> (Folder, String) {
         ..shardgrad::nn::Gpt2Config::new(290, 32, 16, 1, 2)
     };
     let start = folder.0.join("start");
-    shardgrad::World::run(shardgrad::Mesh::single(), |rank| {
+    World::run(Mesh::single(), |rank| {
         use shardgrad::nn::{Gpt2, Model};
         Model::new(rank, Gpt2::new(&config), &Gpt2::plan(&config), 0)?.save(&start)
     })
