@@ -4,6 +4,7 @@ use crate::buffer::Buffer;
 use crate::cpu::Pool;
 use crate::dtype::DType;
 use crate::error::KernelError;
+use crate::gpu::Plan;
 use crate::strides::Strides;
 use std::fmt;
 
@@ -98,6 +99,15 @@ impl Launch<'_> {
 /// Code for the host: the plain reference ignores the pool, a fast path splits its rows over it.
 pub type HostCode = fn(&Pool, &mut Launch<'_>) -> Result<(), KernelError>;
 
+/// Code for GPUs.
+#[derive(Debug)]
+pub struct Gpu {
+    /// CUDA C++ without includes; [`PRELUDE`](crate::gpu::PRELUDE) stands before it. Entries are `extern "C" __global__`.
+    pub source: &'static str,
+    /// Describes a launch. It reads dtypes, views and scalars, never contents, and gives the same plan for the same.
+    pub plan: fn(&Launch<'_>, &mut Plan) -> Result<(), KernelError>,
+}
+
 /// How far a fast path may be from the reference that runs in f64: |fast - reference| is at most
 /// `ulps` units in the last place of the output dtype's accumulator, measured at the scale of the output,
 /// plus one rounding to the output dtype.
@@ -115,6 +125,8 @@ pub struct Kernel {
     pub reference: HostCode,
     /// The fast path on the CPU, where there is one.
     pub cpu: Option<HostCode>,
+    /// The code for GPUs, where there is some.
+    pub gpu: Option<Gpu>,
     /// Floating-point operations of a launch.
     pub flops: fn(&Launch<'_>) -> u64,
     /// How far the fast path may be from the reference.

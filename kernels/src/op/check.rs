@@ -346,7 +346,14 @@ mod tests {
     }
 
     const fn kernel(ulps: f64) -> Kernel {
-        Kernel { name: "double", reference: honest, cpu: Some(double), flops: |_| 0, bound: Bound { ulps } }
+        Kernel {
+            name: "double",
+            reference: honest,
+            cpu: Some(double),
+            gpu: None,
+            flops: |_| 0,
+            bound: Bound { ulps },
+        }
     }
 
     fn verdict(fault: i64) -> Result<(), String> {

@@ -178,6 +178,7 @@ macro_rules! pointwise {
                 name: $text,
                 reference,
                 cpu: Some(cpu),
+                gpu: None,
                 flops: |launch| $flops * launch.outputs[0].view.numel() as u64,
                 bound: Bound { ulps: $ulps },
             }

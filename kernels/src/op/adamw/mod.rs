@@ -25,6 +25,7 @@ pub static STEP: Kernel = Kernel {
     name: "adamw",
     reference: step,
     cpu: Some(cpu::step),
+    gpu: None,
     flops: |launch| 16 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 8.0 },
 };

@@ -26,6 +26,7 @@ pub static ARG_EXTREME: Kernel = Kernel {
         }, else Err(KernelError::DType { kernel: ARG_EXTREME.name, dtype: x.dtype }))
     },
     cpu: Some(arg_extreme),
+    gpu: None,
     flops: |launch| launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 0.0 },
 };

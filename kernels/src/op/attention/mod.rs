@@ -30,6 +30,7 @@ pub static FORWARD: Kernel = Kernel {
     name: "attention",
     reference: forward,
     cpu: Some(forward::forward),
+    gpu: None,
     flops: |launch| 4 * multiply_adds(launch),
     bound: Bound { ulps: 64.0 },
 };
@@ -47,6 +48,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "attention_backward",
     reference: backward,
     cpu: Some(backward::backward),
+    gpu: None,
     flops: |launch| 10 * multiply_adds(launch),
     bound: Bound { ulps: 256.0 },
 };

@@ -97,6 +97,7 @@ pub static ACCUMULATE: Kernel = Kernel {
         }
         Ok(())
     }),
+    gpu: None,
     flops: |launch| launch.outputs[0].view.numel() as u64,
     bound: Bound { ulps: 1.0 },
 };

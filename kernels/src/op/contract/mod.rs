@@ -20,6 +20,7 @@ pub static CONTRACT: Kernel = Kernel {
     name: "contract",
     reference: plain,
     cpu: Some(fast),
+    gpu: None,
     flops: |launch| 2 * launch.inputs[0].view.numel() as u64 * launch.outputs[0].view.shape[2] as u64,
     bound: Bound { ulps: 64.0 },
 };

@@ -17,8 +17,14 @@ use crate::op::walk::place;
 ///
 /// Between equal dtypes bits are moved. Floats round to nearest, ties to even; to integers towards zero, saturating (not
 /// a number becomes 0); to bool everything but 0 is true. i64 to float rounds to f64 first.
-pub static COPY: Kernel =
-    Kernel { name: "copy", reference: plain, cpu: Some(cpu::copy), flops: |_| 0, bound: Bound { ulps: 0.0 } };
+pub static COPY: Kernel = Kernel {
+    name: "copy",
+    reference: plain,
+    cpu: Some(cpu::copy),
+    gpu: None,
+    flops: |_| 0,
+    bound: Bound { ulps: 0.0 },
+};
 
 fn plain(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([x], [y], _) = operands(launch);

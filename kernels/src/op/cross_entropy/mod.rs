@@ -23,6 +23,7 @@ pub static TERMS: Kernel = Kernel {
     name: "cross_entropy",
     reference: terms,
     cpu: Some(cpu::terms),
+    gpu: None,
     flops: |launch| 3 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 16.0 },
 };
@@ -39,6 +40,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "cross_entropy_backward",
     reference: backward,
     cpu: Some(cpu::backward),
+    gpu: None,
     flops: |launch| 3 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 16.0 },
 };

@@ -20,6 +20,7 @@ pub static FORWARD: Kernel = Kernel {
     name: "embedding",
     reference: forward,
     cpu: Some(cpu::forward),
+    gpu: None,
     flops: |_| 0,
     bound: Bound { ulps: 0.0 },
 };
@@ -36,6 +37,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "embedding_backward",
     reference: backward,
     cpu: Some(cpu::backward),
+    gpu: None,
     flops: |launch| launch.inputs[1].view.numel() as u64,
     bound: Bound { ulps: 64.0 },
 };

@@ -13,8 +13,14 @@ use crate::op::walk::{Walk, place};
 ///
 /// - out: y: any dtype, any strides without overlap
 /// - scalars: \[Real v\], rounded to y's dtype (integers towards zero)
-pub static FILL: Kernel =
-    Kernel { name: "fill", reference: plain, cpu: Some(fast), flops: |_| 0, bound: Bound { ulps: 0.0 } };
+pub static FILL: Kernel = Kernel {
+    name: "fill",
+    reference: plain,
+    cpu: Some(fast),
+    gpu: None,
+    flops: |_| 0,
+    bound: Bound { ulps: 0.0 },
+};
 
 fn plain(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([], [y], scalars) = operands(launch);

@@ -20,6 +20,7 @@ pub static GATHER: Kernel = Kernel {
     name: "gather",
     reference: gather,
     cpu: Some(cpu::gather),
+    gpu: None,
     flops: |_| 0,
     bound: Bound { ulps: 0.0 },
 };
@@ -36,6 +37,7 @@ pub static SCATTER_ADD: Kernel = Kernel {
     name: "scatter_add",
     reference: scatter_add,
     cpu: Some(cpu::scatter_add),
+    gpu: None,
     flops: |launch| launch.inputs[1].view.numel() as u64,
     bound: Bound { ulps: 64.0 },
 };

@@ -21,6 +21,7 @@ pub static FORWARD: Kernel = Kernel {
     name: "layer_norm",
     reference: forward,
     cpu: Some(cpu::forward),
+    gpu: None,
     flops: |launch| 8 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 16.0 },
 };
@@ -36,6 +37,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "layer_norm_backward",
     reference: backward,
     cpu: Some(cpu::backward),
+    gpu: None,
     flops: |launch| 14 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 64.0 },
 };

@@ -14,8 +14,14 @@ use crate::op::rows::{check_indices, operands, read, rows_per_task, write};
 /// - scalars: Int v_start, the global number of the first column here; Int v_global, the columns of the whole dim
 ///
 /// An index outside of `0..v_global` is [`KernelError::Index`]. Exact. Counted: no operations.
-pub static ONE_HOT: Kernel =
-    Kernel { name: "one_hot", reference: plain, cpu: Some(fast), flops: |_| 0, bound: Bound { ulps: 0.0 } };
+pub static ONE_HOT: Kernel = Kernel {
+    name: "one_hot",
+    reference: plain,
+    cpu: Some(fast),
+    gpu: None,
+    flops: |_| 0,
+    bound: Bound { ulps: 0.0 },
+};
 
 fn plain(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([index], [y], scalars) = operands(launch);

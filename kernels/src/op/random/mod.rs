@@ -26,6 +26,7 @@ pub static UNIFORM: Kernel = Kernel {
     name: "uniform",
     reference: uniform,
     cpu: Some(cpu::uniform),
+    gpu: None,
     flops: |launch| 2 * launch.outputs[0].view.numel() as u64,
     bound: Bound { ulps: 1.0 },
 };
@@ -42,6 +43,7 @@ pub static NORMAL: Kernel = Kernel {
     name: "normal",
     reference: normal,
     cpu: Some(cpu::normal),
+    gpu: None,
     flops: |launch| 40 * launch.outputs[0].view.numel() as u64,
     bound: Bound { ulps: 8.0 },
 };
@@ -57,6 +59,7 @@ pub static DROPOUT: Kernel = Kernel {
     name: "dropout",
     reference: dropout,
     cpu: Some(cpu::dropout),
+    gpu: None,
     flops: |launch| launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 2.0 },
 };

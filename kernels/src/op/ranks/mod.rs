@@ -35,6 +35,7 @@ macro_rules! joins {
             name: $name,
             reference: |_, launch| plain::<$join>($name, launch),
             cpu: Some(|pool, launch| fast::<$join>($name, pool, launch)),
+            gpu: None,
             flops: |launch| launch.inputs.len().saturating_sub(1) as u64 * launch.outputs[0].view.numel() as u64,
             bound: Bound { ulps: 64.0 },
         };

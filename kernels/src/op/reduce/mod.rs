@@ -38,6 +38,7 @@ pub static SUM: Kernel = Kernel {
         }, else return Err(KernelError::DType { kernel: SUM.name, dtype: x.dtype }));
         Ok(())
     }),
+    gpu: None,
     flops: |launch| launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 16.0 },
 };
@@ -62,6 +63,7 @@ pub static MAX: Kernel = Kernel {
         }, else return Err(KernelError::DType { kernel: MAX.name, dtype: x.dtype }));
         Ok(())
     }),
+    gpu: None,
     flops: |launch| launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 0.0 },
 };
@@ -82,6 +84,7 @@ pub static MIN: Kernel = Kernel {
         }, else return Err(KernelError::DType { kernel: MIN.name, dtype: x.dtype }));
         Ok(())
     }),
+    gpu: None,
     flops: |launch| launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 0.0 },
 };
@@ -107,6 +110,7 @@ pub static SUM_SQUARES: Kernel = Kernel {
             else return Err(KernelError::DType { kernel: SUM_SQUARES.name, dtype: x.dtype }));
         Ok(())
     }),
+    gpu: None,
     flops: |launch| 2 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 16.0 },
 };

@@ -20,6 +20,7 @@ pub static FORWARD: Kernel = Kernel {
     name: "rms_norm",
     reference: forward,
     cpu: Some(cpu::forward),
+    gpu: None,
     flops: |launch| 4 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 16.0 },
 };
@@ -35,6 +36,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "rms_norm_backward",
     reference: backward,
     cpu: Some(cpu::backward),
+    gpu: None,
     flops: |launch| 10 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 64.0 },
 };

@@ -22,6 +22,7 @@ pub static ROTATE: Kernel = Kernel {
     name: "rope",
     reference,
     cpu: Some(cpu::rotate),
+    gpu: None,
     flops: |launch| 3 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 4.0 },
 };

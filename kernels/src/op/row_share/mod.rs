@@ -30,6 +30,7 @@ pub static TIES: Kernel = Kernel {
         }, else no_float(TIES.name, x.dtype))
     },
     cpu: Some(cpu::ties),
+    gpu: None,
     flops: |launch| launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 0.0 },
 };
@@ -53,6 +54,7 @@ pub static TIE_SHARE: Kernel = Kernel {
         }, else no_float(TIE_SHARE.name, x.dtype))
     },
     cpu: Some(cpu::tie_share),
+    gpu: None,
     flops: |launch| 2 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 1.0 },
 };
@@ -77,6 +79,7 @@ pub static EXP_SUM: Kernel = Kernel {
         }, else no_float(EXP_SUM.name, x.dtype))
     },
     cpu: Some(cpu::exp_sum),
+    gpu: None,
     flops: |launch| 3 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 16.0 },
 };
@@ -109,6 +112,7 @@ pub static JOIN: Kernel = Kernel {
         }, else no_float(JOIN.name, m.dtype))
     },
     cpu: None,
+    gpu: None,
     flops: |launch| 2 * launch.outputs[0].view.numel() as u64,
     bound: Bound { ulps: 2.0 },
 };
@@ -133,6 +137,7 @@ pub static EXP_SHARE: Kernel = Kernel {
         }, else no_float(EXP_SHARE.name, x.dtype))
     },
     cpu: Some(cpu::exp_share),
+    gpu: None,
     flops: |launch| 3 * launch.inputs[0].view.numel() as u64,
     // The difference is rounded at the size of y before the exponential.
     bound: Bound { ulps: 16.0 },

@@ -31,6 +31,7 @@ pub static CUMSUM: Kernel = Kernel {
         }, else Err(KernelError::DType { kernel: CUMSUM.name, dtype: x.dtype }))
     },
     cpu: Some(cumsum),
+    gpu: None,
     flops: |launch| launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 64.0 },
 };

@@ -20,6 +20,7 @@ pub static STEP: Kernel = Kernel {
     name: "sgd",
     reference,
     cpu: Some(cpu),
+    gpu: None,
     flops: |launch| 8 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 8.0 },
 };

@@ -20,6 +20,7 @@ pub static FORWARD: Kernel = Kernel {
     name: "softmax",
     reference: forward,
     cpu: Some(cpu::forward),
+    gpu: None,
     flops: |launch| 5 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 8.0 },
 };
@@ -34,6 +35,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "softmax_backward",
     reference: backward,
     cpu: Some(cpu::backward),
+    gpu: None,
     flops: |launch| 4 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 16.0 },
 };

@@ -23,6 +23,7 @@ pub static SORT: Kernel = Kernel {
     name: "sort",
     reference: plain,
     cpu: Some(cpu::sort),
+    gpu: None,
     flops: |launch| {
         let x = launch.inputs[0].view;
         let n = x.shape.last().copied().unwrap_or(1);

@@ -28,6 +28,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "swiglu_backward",
     reference,
     cpu: Some(cpu),
+    gpu: None,
     flops: |launch| 11 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 16.0 },
 };

@@ -15,8 +15,14 @@ use crate::op::rows::{operands, read, rows_per_task, width, write};
 ///   of the first column
 ///
 /// What is not kept is zero even where x is not a number. Exact. Counted: no operations.
-pub static TRIANGLE: Kernel =
-    Kernel { name: "triangle", reference: plain, cpu: Some(fast), flops: |_| 0, bound: Bound { ulps: 0.0 } };
+pub static TRIANGLE: Kernel = Kernel {
+    name: "triangle",
+    reference: plain,
+    cpu: Some(fast),
+    gpu: None,
+    flops: |_| 0,
+    bound: Bound { ulps: 0.0 },
+};
 
 fn plain(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([x], [y], scalars) = operands(launch);

@@ -15,7 +15,7 @@ use crate::op::walk::{Walk, place};
 /// A kernel that rounds nothing and counts one operation an element.
 const fn exact(name: &'static str, reference: HostCode, cpu: HostCode) -> Kernel {
     let flops = |launch: &Launch<'_>| launch.outputs[0].view.numel() as u64;
-    Kernel { name, reference, cpu: Some(cpu), flops, bound: Bound { ulps: 0.0 } }
+    Kernel { name, reference, cpu: Some(cpu), gpu: None, flops, bound: Bound { ulps: 0.0 } }
 }
 
 /// y_i = f(x0_i, x1_i, ..), element by element.

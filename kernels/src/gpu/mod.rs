@@ -1,0 +1,108 @@
+//! What a kernel asks of a GPU, as a value. A launch is described before anything runs: a driver runs the description
+//! on a card, and the tests run the same description on the host.
+
+use std::borrow::Cow;
+
+/// Declarations that stand before the source of every kernel: types, conversions, reductions in a block.
+pub const PRELUDE: &str = include_str!("prelude.cuh");
+
+/// What a launch is made of: steps that run one after another, and memory that lives while they do.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Plan {
+    steps: Vec<Step>,
+    scratch: Vec<usize>,
+}
+
+/// One step of a launch.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Step {
+    /// Blocks of threads that run an entry of the kernel's source.
+    Grid(Grid),
+    /// c = a b for stacks of matrices, by the library of the device.
+    Product(Product),
+}
+
+/// Blocks of threads that run one entry.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Grid {
+    /// The function to run.
+    pub entry: &'static str,
+    /// Macros under which the source is compiled: each set of them is a program of its own.
+    pub defines: Vec<(&'static str, Cow<'static, str>)>,
+    /// Blocks along x, y and z. None is launched if one of them is 0.
+    pub blocks: [u32; 3],
+    /// Threads of a block, along x; a multiple of 32 and at most 1024.
+    pub threads: u32,
+    /// Bytes of shared memory of a block that the launch sizes, beside what the source declares.
+    pub shared_bytes: u32,
+    /// The arguments of the entry.
+    pub args: Vec<GridArg>,
+}
+
+/// One argument of an entry.
+#[derive(Clone, Debug, PartialEq)]
+pub enum GridArg {
+    /// Where the first element of the view of an input lies.
+    Input(usize),
+    /// Where the first element of the view of an output lies.
+    Output(usize),
+    /// Where memory begins that [`Plan::scratch`] gave.
+    Scratch(usize),
+    /// Where a kernel notes an index that points outside (`Fault *` of the prelude).
+    Fault,
+    /// `int`.
+    I32(i32),
+    /// `long long`.
+    I64(i64),
+    /// `float`.
+    F32(f32),
+    /// `double`.
+    F64(f64),
+    /// A struct of `long long`, by value: extents and strides.
+    I64s(Vec<i64>),
+}
+
+/// A stack of products of operands of the launch: a (g, m, k), b (g, k, n), c (g, m, n), of any strides that the kernel's
+/// contract allows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Product {
+    /// The input that is a.
+    pub a: usize,
+    /// The input that is b.
+    pub b: usize,
+    /// The output that is c.
+    pub c: usize,
+}
+
+impl Plan {
+    /// Adds a grid; none without blocks.
+    pub fn grid(&mut self, grid: Grid) {
+        debug_assert!(grid.threads.is_multiple_of(32) && (1..=1024).contains(&grid.threads), "{grid:?}");
+        if !grid.blocks.contains(&0) {
+            self.steps.push(Step::Grid(grid));
+        }
+    }
+
+    /// Adds a stack of products.
+    pub fn product(&mut self, product: Product) {
+        self.steps.push(Step::Product(product));
+    }
+
+    /// Memory with arbitrary contents that all steps of the launch share, aligned to 256 bytes.
+    pub fn scratch(&mut self, bytes: usize) -> GridArg {
+        self.scratch.push(bytes);
+        GridArg::Scratch(self.scratch.len() - 1)
+    }
+
+    /// The steps, in order.
+    #[must_use]
+    pub fn steps(&self) -> &[Step] {
+        &self.steps
+    }
+
+    /// Bytes of each piece of scratch memory.
+    #[must_use]
+    pub fn scratch_bytes(&self) -> &[usize] {
+        &self.scratch
+    }
+}
