@@ -215,6 +215,43 @@ fn threads_together_form_the_same_bits() {
 }
 
 #[test]
+fn one_row_has_the_bits_that_it_has_among_others() {
+    for [g, n, k] in
+        [[1, 1, 7], [2, 31, 300], [1, 1500, 513], [3, 70, 256], [1, 2600, 700], [2, 5, 0], [1, 32, 31]]
+    {
+        let (a, b) = (numbers::<f32>(1, g * 2 * k + 9), numbers::<f32>(4, g * k * n));
+        let (narrow_a, narrow_b) = (numbers::<bf16>(1, g * 2 * k + 9), numbers::<bf16>(4, g * k * n));
+        for b_strides in [[k * n, n, 1], [k * n, 1, k], [0, n, 1]] {
+            one_row([g, n, k], &a, &b, b_strides);
+            one_row([g, n, k], &narrow_a, &narrow_b, b_strides);
+        }
+    }
+}
+
+/// Compares the first of two rows with itself alone, on several pools.
+fn one_row<T: Float>([g, n, k]: [usize; 3], a: &[T], b: &[T], b_strides: [usize; 3]) {
+    let form = |m: usize, threads: usize| {
+        let mut c = vec![T::from_f64(9.0); g * m * n];
+        let (x, y) = (Stack { data: a, strides: [2 * k, k, 1] }, Stack { data: b, strides: b_strides });
+        products(
+            &Pool::new(threads),
+            [g, m, n, k],
+            x,
+            y,
+            StackMut { data: &mut c[..], strides: [m * n, n, 1] },
+        );
+        c
+    };
+    let two = form(2, 1);
+    for threads in [1, 2, 3] {
+        let one = form(1, threads);
+        for p in 0..g {
+            assert!(one[p * n..][..n] == two[2 * p * n..][..n], "{g} {n} {k} {b_strides:?} {threads}");
+        }
+    }
+}
+
+#[test]
 fn large_tasks_are_cut_and_small_products_gathered() {
     let (packed, in_place) = ([4, 4], [1, 4]);
     let cut = |dims, num_threads, reading| Split::of(dims, num_threads, reading);

@@ -9,6 +9,7 @@ pub(crate) mod turn;
 pub(crate) mod tile;
 pub(crate) mod pack;
 pub(crate) mod blocks;
+pub(crate) mod thin;
 
 /// The instruction sets that a body is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
