@@ -1,0 +1,11 @@
+//! The back end for NVIDIA cards (feature `cuda`): libraries found at run time, kernels compiled at first use, and the
+//! driver behind types that keep its rules. Nothing of it has run on a card yet (`docs/gpu.md`).
+
+pub mod library;
+pub mod usage;
+mod cache;
+pub mod compile;
+
+pub use compile::{Compiled, Compiler, Program};
+pub use library::Places;
+pub use usage::Usage;
