@@ -20,11 +20,13 @@ pub mod null;
 pub mod op;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+pub mod open;
 
-pub use backend::{Backend, Cpu, Device, upload};
+pub use backend::{Backend, Cpu, Device, Host, Machine, Mark, download, upload};
 pub use buffer::{Allocator, Buffer};
 pub use dtype::{DType, Element, Float, Real};
 pub use error::{KernelError, MemoryStats};
 pub use kernel::{Arg, ArgMut, Bound, Cost, Gpu, HostCode, Kernel, Launch, Scalar};
 pub use null::Null;
+pub use open::open;
 pub use strides::{Dims, Strides};
