@@ -5,15 +5,12 @@ use super::cache::{Cache, Entry};
 use super::library::{NVRTC, Places, foreign};
 use super::usage::{self, Usage};
 use crate::error::KernelError;
-use crate::gpu::PRELUDE;
 use cudarc::nvrtc::sys::nvrtcProgram;
-use std::borrow::Cow;
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::Path;
 use std::ptr;
 
 foreign!(Table, NVRTC, cudarc::nvrtc::sys, nvrtcResult {
-    fn nvrtcVersion(major: *mut c_int, minor: *mut c_int);
     fn nvrtcCreateProgram(program: *mut nvrtcProgram, source: *const c_char, name: *const c_char,
         num_headers: c_int, headers: *const *const c_char, names: *const *const c_char);
     fn nvrtcCompileProgram(program: nvrtcProgram, num_options: c_int, options: *const *const c_char);
@@ -35,10 +32,8 @@ impl Table {
 pub struct Program<'a> {
     /// Whose source this is, for messages.
     pub kernel: &'a str,
-    /// CUDA C++; [`PRELUDE`] is put before it.
-    pub source: &'a str,
-    /// Macros.
-    pub defines: &'a [(&'static str, Cow<'static, str>)],
+    /// CUDA C++ without includes.
+    pub text: &'a str,
 }
 
 /// Machine code.
@@ -70,12 +65,16 @@ impl Compiler {
         let library = places.open(&NVRTC)?;
         // The compiler asks the loader for this one by name, and its folder need not be on the loader's path.
         let builtins = library.open_beside("libnvrtc-builtins.so");
-        let table = Table::load(library)?;
         let (mut major, mut minor) = (0, 0);
-        // SAFETY: two places that outlive the call.
-        unsafe { table.nvrtcVersion(&mut major, &mut minor) }?;
+        // SAFETY: the type is that of the bindings; two places that outlive the call.
+        unsafe {
+            let version: unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int =
+                library.function(&NVRTC, "nvrtcVersion")?;
+            version(&mut major, &mut minor);
+        }
         let number = usize::try_from(major * 1000 + minor * 10).unwrap_or(0);
-        NVRTC.check(number, &format!("{major}.{minor}"), table.library.file())?;
+        NVRTC.check(number, &format!("{major}.{minor}"), library.file())?;
+        let table = Table::load(library)?;
         let cache = places.cache.as_deref().map(Cache::new);
         Ok(Compiler { table, version: (major, minor), cache, _builtins: builtins })
     }
@@ -98,21 +97,16 @@ impl Compiler {
     /// # Errors
     /// [`KernelError::Compile`] with the compiler's log.
     pub fn compile(&self, program: &Program<'_>, architecture: &str) -> Result<Compiled, KernelError> {
-        let mut options = vec![
-            format!("--gpu-architecture={architecture}"),
-            "--std=c++17".into(),
-            "--ptxas-options=-v".into(),
-        ];
-        options.extend(program.defines.iter().map(|(name, value)| format!("-D{name}={value}")));
-        let source = format!("{PRELUDE}\n#line 1 \"{}\"\n{}", program.kernel, program.source);
+        let architecture = format!("--gpu-architecture={architecture}");
+        let options = [&*architecture, "--std=c++17", "--ptxas-options=-v"];
         let (major, minor) = self.version;
-        let key = format!("nvrtc {major}.{minor}\n{}\n{source}", options.join("\n"));
+        let key = format!("nvrtc {major}.{minor}\n{}\n{}", options.join("\n"), program.text);
         let found = self.cache.as_ref().and_then(|cache| cache.read(&key));
         let kept = found.is_some();
         let entry = match found {
             Some(entry) => entry,
             None => {
-                let entry = self.run(program.kernel, &source, &options)?;
+                let entry = self.run(program, &options)?;
                 if let Some(cache) = &self.cache {
                     cache.write(&key, &entry);
                 }
@@ -122,10 +116,10 @@ impl Compiler {
         Ok(Compiled { usage: usage::read(&entry.log), cubin: entry.cubin, kept })
     }
 
-    fn run(&self, kernel: &str, source: &str, options: &[String]) -> Result<Entry, KernelError> {
-        let refuse = |log: String| KernelError::Compile { kernel: kernel.into(), log };
+    fn run(&self, program: &Program<'_>, options: &[&str]) -> Result<Entry, KernelError> {
+        let refuse = |log: String| KernelError::Compile { kernel: program.kernel.into(), log };
         let text = |t: &str| CString::new(t).map_err(|_| refuse("a text with a zero byte".into()));
-        let (source, name) = (text(source)?, text(&format!("{kernel}.cu"))?);
+        let (source, name) = (text(program.text)?, text(&format!("{}.cu", program.kernel))?);
         let options = options.iter().map(|o| text(o)).collect::<Result<Vec<CString>, KernelError>>()?;
         let options: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
         let mut handle = ptr::null_mut();
@@ -195,8 +189,12 @@ mod tests {
     use super::*;
     use std::fs;
 
-    const SOURCE: &str = "extern \"C\" __global__ void twice(float *x, int n) { int i = blockIdx.x * blockDim.x + threadIdx.x; \
-         if (i < n) x[i] = FACTOR * x[i]; }";
+    fn twice(factor: &str) -> String {
+        format!(
+            "extern \"C\" __global__ void twice(float *x, int n) {{ int i = blockIdx.x * blockDim.x + threadIdx.x; \
+             if (i < n) x[i] = {factor} * x[i]; }}"
+        )
+    }
 
     /// The compiler of this machine, with a cache of its own; `None`, with a line that says so, where there is none.
     fn compiler(name: &str) -> Option<(Compiler, std::path::PathBuf)> {
@@ -215,8 +213,8 @@ mod tests {
     #[test]
     fn a_program_is_compiled_once_and_a_damaged_file_anew() {
         let Some((compiler, folder)) = compiler("cubins") else { return };
-        let two = [("FACTOR", Cow::Borrowed("2.0f"))];
-        let program = Program { kernel: "twice", source: SOURCE, defines: &two };
+        let (two, three) = (twice("2.0f"), twice("3.0f"));
+        let program = Program { kernel: "twice", text: &two };
         for architecture in ["sm_80", "sm_90a"] {
             let first = compiler.compile(&program, architecture).unwrap();
             assert!(!first.kept && first.cubin.starts_with(b"\x7fELF"));
@@ -228,8 +226,7 @@ mod tests {
             let second = compiler.compile(&program, architecture).unwrap();
             assert!(second.kept && second.cubin == first.cubin && second.usage == first.usage);
         }
-        let three = [("FACTOR", Cow::Borrowed("3.0f"))];
-        assert!(!compiler.compile(&Program { defines: &three, ..program }, "sm_80").unwrap().kept);
+        assert!(!compiler.compile(&Program { text: &three, ..program }, "sm_80").unwrap().kept);
         for file in fs::read_dir(folder.join("cubin")).unwrap().flatten() {
             let mut bytes = fs::read(file.path()).unwrap();
             *bytes.last_mut().unwrap() ^= 1;
@@ -243,15 +240,12 @@ mod tests {
     #[test]
     fn a_refused_source_is_an_error_with_the_log() {
         let Some((compiler, _)) = compiler("refused") else { return };
-        let program =
-            Program { kernel: "wrong", source: "extern \"C\" __global__ void f() { x = 1; }", defines: &[] };
+        let text = "extern \"C\" __global__ void f() { x = 1; }";
+        let program = Program { kernel: "wrong", text };
         let error = compiler.compile(&program, "sm_80").unwrap_err();
         assert!(
             matches!(&error, KernelError::Compile { kernel, log } if kernel == "wrong" && log.contains("\"x\""))
         );
-        assert!(
-            compiler.compile(&Program { source: "", ..program }, "sm_1").is_err(),
-            "no such architecture"
-        );
+        assert!(compiler.compile(&Program { text: "", ..program }, "sm_1").is_err(), "no such architecture");
     }
 }

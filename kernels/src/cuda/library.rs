@@ -255,7 +255,7 @@ macro_rules! foreign {
                 ///
                 /// # Safety
                 /// What the library's documentation asks of its arguments.
-                unsafe fn $name(&self, $($arg: $type),*) -> Result<(), $crate::error::KernelError> {
+                pub(super) unsafe fn $name(&self, $($arg: $type),*) -> Result<(), $crate::error::KernelError> {
                     // SAFETY: the caller keeps the function's rules.
                     let answer = unsafe { (self.$name)($($arg),*) };
                     if answer == 0 { Ok(()) } else { Err(self.failed(stringify!($name), answer)) }

@@ -5,7 +5,14 @@ pub mod library;
 pub mod usage;
 mod cache;
 pub mod compile;
+pub mod driver;
+mod memory;
+mod launch;
+mod blas;
+pub mod backend;
 
+pub use backend::Card;
 pub use compile::{Compiled, Compiler, Program};
+pub use driver::{Description, Driver};
 pub use library::Places;
 pub use usage::Usage;
