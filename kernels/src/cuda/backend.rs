@@ -15,7 +15,6 @@ use crate::op::copy::COPY;
 use crate::op::fill::FILL;
 use crate::strides::Strides;
 use smallvec::SmallVec;
-use std::fmt::Write as _;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// An NVIDIA card that is open: its context, its compiled kernels and the libraries, which all ranks on it share.
@@ -23,7 +22,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub struct Card {
     number: usize,
     description: Description,
-    driver: Arc<Driver>,
     context: Arc<Context>,
     programs: Arc<Programs>,
     products: Arc<Products>,
@@ -47,31 +45,13 @@ impl Card {
         context.bound()?;
         let products = Products::open(places)?;
         let programs = Arc::new(Programs::new(compiler, description.architecture()));
-        Ok(Arc::new(Card { number, description, driver, context, programs, products }))
+        Ok(Arc::new(Card { number, description, context, programs, products }))
     }
 
     /// What the card is.
     #[must_use]
     pub fn description(&self) -> &Description {
         &self.description
-    }
-
-    /// Which files are used, a line each.
-    #[must_use]
-    pub fn files(&self) -> String {
-        let (mut text, (major, minor)) = (String::new(), self.programs.compiler().version());
-        let driver = self.driver.version();
-        let (blas, version) = self.products.describe();
-        let _ = writeln!(
-            text,
-            "{} (CUDA {}.{})",
-            self.driver.file().display(),
-            driver / 1000,
-            driver % 1000 / 10
-        );
-        let _ = writeln!(text, "{} ({major}.{minor})", self.programs.compiler().file().display());
-        let _ = writeln!(text, "{} ({version})", blas.display());
-        text
     }
 }
 
@@ -334,8 +314,9 @@ impl Backend for Cuda {
     }
 
     fn launch(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+        self.run(kernel, launch)?;
         *locked(&self.cost) += kernel.cost(launch);
-        self.run(kernel, launch)
+        Ok(())
     }
 
     fn memory(&self) -> MemoryStats {

@@ -2,7 +2,7 @@
 //! (once), and the call. Sums are formed in f32 for f32 and narrower, never in TF32, and in f64 for f64.
 
 use super::driver::Stream;
-use super::library::{Answer, BLAS, Places, foreign};
+use super::library::{Answer, BLAS, Library, Places, foreign};
 use crate::buffer::Buffer;
 use crate::dtype::DType;
 use crate::error::KernelError;
@@ -16,7 +16,6 @@ use cudarc::cublaslt::sys::{
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
 use std::mem::MaybeUninit;
-use std::path::Path;
 use std::ptr;
 use std::sync::Arc;
 
@@ -119,13 +118,12 @@ impl Task {
 #[derive(Debug)]
 pub(super) struct Products {
     table: Table,
-    version: usize,
     handle: usize,
 }
 
 impl Products {
-    /// Finds the library. A context must be current on this thread.
-    pub(super) fn open(places: &Places) -> Result<Arc<Products>, KernelError> {
+    /// Finds the library, and asks for its version.
+    fn find(places: &Places) -> Result<(Library, usize), KernelError> {
         let library = places.open(&BLAS)?;
         // SAFETY: the bindings state this type; it takes nothing.
         let version = unsafe {
@@ -133,16 +131,23 @@ impl Products {
             ask()
         };
         BLAS.check(version, &shown(version), library.file())?;
+        Ok((library, version))
+    }
+
+    /// The file that would be opened, and its version.
+    pub(super) fn look(places: &Places) -> Result<String, KernelError> {
+        let (library, version) = Products::find(places)?;
+        Ok(format!("{} ({})", library.file().display(), shown(version)))
+    }
+
+    /// Opens the library. A context must be current on this thread.
+    pub(super) fn open(places: &Places) -> Result<Arc<Products>, KernelError> {
+        let (library, _) = Products::find(places)?;
         let table = Table::load(library)?;
         let mut handle = ptr::null_mut();
         // SAFETY: the place outlives the call; destroyed once, when this is dropped.
         unsafe { table.cublasLtCreate(&mut handle) }?;
-        Ok(Arc::new(Products { table, version, handle: handle.expose_provenance() }))
-    }
-
-    /// The file that it came from, and its version.
-    pub(super) fn describe(&self) -> (&Path, String) {
-        (self.table.library.file(), shown(self.version))
+        Ok(Arc::new(Products { table, handle: handle.expose_provenance() }))
     }
 
     fn handle(&self) -> cublasLtHandle_t {

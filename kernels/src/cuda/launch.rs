@@ -85,10 +85,6 @@ impl Programs {
         Programs { compiler, architecture, loaded: Mutex::default() }
     }
 
-    pub(super) fn compiler(&self) -> &Compiler {
-        &self.compiler
-    }
-
     /// The entry of a grid. Whoever asks for one that is not there compiles it, and the others wait for that.
     fn entry(
         &self,

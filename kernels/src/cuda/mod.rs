@@ -10,9 +10,15 @@ mod memory;
 mod launch;
 mod blas;
 pub mod backend;
+pub mod report;
+#[cfg(test)]
+mod fake;
+#[cfg(test)]
+mod tests;
 
 pub use backend::Card;
 pub use compile::{Compiled, Compiler, Program};
 pub use driver::{Description, Driver};
 pub use library::Places;
+pub use report::Report;
 pub use usage::Usage;
