@@ -3,6 +3,7 @@
 use crate::error::KernelError;
 use std::ffi::c_int;
 use std::fmt;
+use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 use std::{env, fs};
 
@@ -162,9 +163,9 @@ fn file_in(folder: &Path, stem: &str) -> Option<PathBuf> {
     fits.map(|e| e.path()).max_by_key(|p| p.as_os_str().len())
 }
 
-/// An open library. It stays open for as long as anything may call it.
+/// An open library. It is never closed: such libraries have threads of their own, which would be left without code.
 pub(super) struct Library {
-    open: libloading::Library,
+    open: ManuallyDrop<libloading::Library>,
     file: PathBuf,
 }
 
@@ -173,7 +174,10 @@ impl Library {
     fn open(file: &Path) -> Result<Library, String> {
         // SAFETY: opening runs the library's initialisers; these are libraries of NVIDIA, or files that the user named.
         let open = unsafe { libloading::Library::new(file) }.map_err(|e| e.to_string())?;
-        Ok(Library { open, file: mapped(file).unwrap_or_else(|| file.to_path_buf()) })
+        Ok(Library {
+            open: ManuallyDrop::new(open),
+            file: mapped(file).unwrap_or_else(|| file.to_path_buf()),
+        })
     }
 
     /// Opens the file beside this one whose name begins so, if there is one: libraries that this one will ask the loader
@@ -190,7 +194,7 @@ impl Library {
     /// A function of the library.
     ///
     /// # Safety
-    /// `F` is the type of a function pointer, and that of the function; the library outlives the result.
+    /// `F` is the type of a function pointer, and that of the function.
     pub(super) unsafe fn function<F: Copy>(&self, wanted: &Wanted, name: &str) -> Result<F, KernelError> {
         // SAFETY: the caller promises that this is the function's type.
         let found = unsafe { self.open.get::<F>(name.as_bytes()) };
@@ -243,8 +247,7 @@ macro_rules! foreign {
                 $({
                     let _: unsafe fn($($type),*) -> bindings::$status = bindings::$name;
                 })*
-                // SAFETY: the bindings, which are generated from the headers, state these types; the table keeps the
-                // library open.
+                // SAFETY: the bindings, which are generated from the headers, state these types.
                 Ok(unsafe {
                     $table { $($name: library.function(&$wanted, stringify!($name))?,)* library }
                 })

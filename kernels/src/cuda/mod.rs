@@ -12,7 +12,7 @@ mod blas;
 pub mod backend;
 pub mod report;
 #[cfg(test)]
-mod fake;
+pub(crate) mod fake;
 #[cfg(test)]
 mod tests;
 

@@ -1,5 +1,7 @@
 //! A card for tests: `fake.cc`, compiled by g++ and found by the back end as it finds NVIDIA's libraries.
 
+pub(crate) mod beside;
+
 use super::library::Places;
 use crate::gpu::shim::compiler_is_found;
 use std::fs;
