@@ -1,10 +1,39 @@
 //! What a kernel asks of a GPU, as a value. A launch is described before anything runs: a driver runs the description
 //! on a card, and the tests run the same description on the host.
 
+#[cfg(all(test, feature = "cuda"))]
+pub(crate) mod shim;
+
+use crate::dtype::DType;
 use std::borrow::Cow;
+use std::fmt::Write as _;
 
 /// Declarations that stand before the source of every kernel: types, conversions, reductions in a block.
 pub const PRELUDE: &str = include_str!("prelude.cuh");
+
+/// What elements of a dtype are in CUDA C++; truth values are bytes.
+#[must_use]
+pub fn type_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F64 => "double",
+        DType::F32 => "float",
+        DType::BF16 => "bf16",
+        DType::F16 => "f16",
+        DType::I64 => "i64",
+        DType::U8 | DType::Bool => "u8",
+    }
+}
+
+/// What elements of a dtype are where bits are moved: an unsigned integer of the same size.
+#[must_use]
+pub fn bits_name(dtype: DType) -> &'static str {
+    match dtype.size() {
+        1 => "u8",
+        2 => "u16",
+        4 => "u32",
+        _ => "u64",
+    }
+}
 
 /// What a launch is made of: steps that run one after another, and memory that lives while they do.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -37,6 +66,25 @@ pub struct Grid {
     pub shared_bytes: u32,
     /// The arguments of the entry.
     pub args: Vec<GridArg>,
+}
+
+impl Grid {
+    /// What is compiled: [`PRELUDE`], then what [`Grid::body`] gives. The macros stand behind the prelude, so that they
+    /// cannot change it.
+    #[must_use]
+    pub fn program(&self, source: &str) -> String {
+        format!("{PRELUDE}{}", self.body(source))
+    }
+
+    /// The macros, then the kernel's source.
+    #[must_use]
+    pub fn body(&self, source: &str) -> String {
+        let mut text = String::new();
+        for (name, value) in &self.defines {
+            writeln!(text, "#define {name} {value}").expect("a string takes everything");
+        }
+        text + source
+    }
 }
 
 /// One argument of an entry.

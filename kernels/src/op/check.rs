@@ -1,5 +1,6 @@
 //! The proof that every kernel owes: its fast path agrees with its reference in f64, for every float dtype and on
-//! pools of 1, 2 and 3 threads bit for bit.
+//! pools of 1, 2 and 3 threads bit for bit. So does its GPU source, run on the host with the threads of a block in several
+//! orders, bit for bit (feature `cuda`, where there is a g++).
 //!
 //! ```text
 //! Case::new(&KERNEL).input(&[2, 3], &values(1, 6)).output(&[2]).scalars(&[Scalar::Int(1)]).strided().run();
@@ -8,6 +9,8 @@
 use crate::buffer::{Allocator, Buffer};
 use crate::cpu::Pool;
 use crate::dtype::{DType, Element};
+#[cfg(feature = "cuda")]
+use crate::gpu::shim;
 use crate::kernel::{Arg, ArgMut, HostCode, Kernel, Launch, Scalar};
 use crate::match_dtype;
 use crate::strides::Strides;
@@ -147,7 +150,13 @@ impl<'a> Case<'a> {
         let wide = if tested.is_float() { DType::F64 } else { tested };
         let rounded: Vec<Operand> = self.inputs.iter().map(|o| o.rounded(tested)).collect();
         let written: Vec<Operand> = self.outputs.iter().map(|o| o.rounded(tested)).collect();
-        let exact = self.launch(&pools[0], self.kernel.reference, wide, &rounded, &written)?;
+        let exact = match self.launch(&pools[0], self.kernel.reference, wide, &rounded, &written) {
+            Ok(exact) => exact,
+            Err(refusal) => {
+                self.refused_on_gpu(tested, &rounded, &written, &refusal)?;
+                return Err(refusal);
+            }
+        };
         let fast = self.kernel.cpu.unwrap_or(self.kernel.reference);
         let mut first = None;
         for pool in pools {
@@ -159,7 +168,68 @@ impl<'a> Case<'a> {
             }
         }
         let plain = self.launch(&pools[0], self.kernel.reference, tested, &rounded, &written)?;
-        self.compare("reference", tested, &plain, &exact)
+        self.compare("reference", tested, &plain, &exact)?;
+        self.verify_on_gpu(tested, &rounded, &written, &exact)
+    }
+
+    /// The GPU source agrees, whatever the order of threads, and gives the same bits in all of them.
+    #[cfg(feature = "cuda")]
+    fn verify_on_gpu(
+        &self,
+        tested: DType,
+        inputs: &[Operand],
+        outputs: &[Operand],
+        exact: &[Vec<f64>],
+    ) -> Result<(), String> {
+        if self.kernel.gpu.is_none() || !shim::compiler_is_found() {
+            return Ok(());
+        }
+        let mut first = None;
+        for order in shim::ORDERS {
+            let code = |launch: &mut Launch<'_>| shim::run(self.kernel, launch, order);
+            let got =
+                self.launch_by(&code, tested, inputs, outputs).map_err(|e| format!("GPU source: {e}"))?;
+            self.compare("GPU source", tested, &got, exact)?;
+            let bits: Vec<Vec<u64>> = got.iter().map(|o| o.iter().map(|x| x.to_bits()).collect()).collect();
+            if *first.get_or_insert_with(|| bits.clone()) != bits {
+                return Err("GPU source: other bits in another order of threads".to_string());
+            }
+        }
+        Ok(())
+    }
+
+    /// The GPU source refuses what the reference refuses, with the same words.
+    #[cfg(feature = "cuda")]
+    fn refused_on_gpu(
+        &self,
+        tested: DType,
+        inputs: &[Operand],
+        outputs: &[Operand],
+        refusal: &str,
+    ) -> Result<(), String> {
+        if self.kernel.gpu.is_none() || !shim::compiler_is_found() {
+            return Ok(());
+        }
+        for order in shim::ORDERS {
+            let code = |launch: &mut Launch<'_>| shim::run(self.kernel, launch, order);
+            match self.launch_by(&code, tested, inputs, outputs) {
+                Err(same) if same == refusal => {}
+                other => return Err(format!("GPU source: {other:?} instead of {refusal}")),
+            }
+        }
+        Ok(())
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    #[expect(clippy::unused_self, clippy::unnecessary_wraps, reason = "there is no GPU source to run")]
+    fn verify_on_gpu(&self, _: DType, _: &[Operand], _: &[Operand], _: &[Vec<f64>]) -> Result<(), String> {
+        Ok(())
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    #[expect(clippy::unused_self, clippy::unnecessary_wraps, reason = "there is no GPU source to run")]
+    fn refused_on_gpu(&self, _: DType, _: &[Operand], _: &[Operand], _: &str) -> Result<(), String> {
+        Ok(())
     }
 
     /// Runs the code on fresh buffers; the contents of the outputs' memory afterwards.
@@ -167,6 +237,17 @@ impl<'a> Case<'a> {
         &self,
         pool: &Pool,
         code: HostCode,
+        tested: DType,
+        inputs: &[Operand],
+        outputs: &[Operand],
+    ) -> Result<Vec<Vec<f64>>, String> {
+        let code = |launch: &mut Launch<'_>| code(pool, launch).map_err(|e| e.to_string());
+        self.launch_by(&code, tested, inputs, outputs)
+    }
+
+    fn launch_by(
+        &self,
+        code: &dyn Fn(&mut Launch<'_>) -> Result<(), String>,
         tested: DType,
         inputs: &[Operand],
         outputs: &[Operand],
@@ -182,7 +263,7 @@ impl<'a> Case<'a> {
             .map(|(o, buffer)| ArgMut { buffer, dtype: o.kind.dtype(tested), view: &o.view })
             .collect();
         let mut launch = Launch { inputs: &args, outputs: &mut outs, scalars: &self.scalars };
-        code(pool, &mut launch).map_err(|e| e.to_string())?;
+        code(&mut launch)?;
         Ok(outputs.iter().zip(&written).map(|(o, buffer)| load(buffer, o.kind.dtype(tested))).collect())
     }
 

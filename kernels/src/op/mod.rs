@@ -1,7 +1,7 @@
 //! The kernels: one folder each, with the contract, the plain reference, the fast path and the tests.
 
 #[cfg(test)]
-mod check;
+pub(crate) mod check;
 #[cfg(test)]
 mod differences;
 mod rows;
