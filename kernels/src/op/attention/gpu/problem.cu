@@ -1,13 +1,15 @@
 // What all kernels of attention know of a launch. The rows of a key head are its queries times its query heads: row
 // n is query n / r, head n % r, so that heads that share keys share a tile.
 
+typedef acc_t<T> ACC;
+
 struct Problem {
     i64 t, g, r, c, s, causal, t_start, window;
     // Strides in elements: b, t, g, r, c of q, o and d_out; b, s, g, c of k and v; b, t, g, r of lse.
     i64 q[5], k[4], v[4], o[5], lse[4], d_out[5];
 };
 
-// Query heads of a key head. GROUPED says that they may be more than one.
+// Query heads of a key head. Without GROUPED there is one.
 __device__ __forceinline__ int group(const Problem &p) {
     return GROUPED ? (int)p.r : 1;
 }

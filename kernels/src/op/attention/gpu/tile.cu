@@ -20,27 +20,32 @@ __device__ __forceinline__ unsigned place(int row, int chunk) {
 
 #ifdef SHARDGRAD_SHIM
 __device__ inline void copy16(unsigned to, const void *from, bool there) {
+    shim::aligned(shared() + to, 16);
+    if (there) shim::aligned(from, 16);
     for (int i = 0; i < 16; i++) shared()[to + i] = there ? ((const unsigned char *)from)[i] : 0;
 }
-__device__ inline void copies_end() {}
-__device__ inline void arrive() {}
+inline void copies_end() {}
+inline void arrive() {}
 template <bool TURNED> __device__ inline void load4(unsigned (&to)[4], unsigned from) {
-    struct Lanes { unsigned from; };
-    const Lanes *lanes = (const Lanes *)shim_warp_gather(&from, sizeof from);
+    unsigned lanes[32];
+    shim::exchange(ALL_LANES, &from, sizeof from, lanes);
     int lane = threadIdx.x % 32;
     for (int m = 0; m < 4; m++) {
         unsigned short pair[2];
+        shim::aligned(shared() + lanes[8 * m], 16);
         for (int e = 0; e < 2; e++) {
             int row = TURNED ? lane % 4 * 2 + e : lane / 4, column = TURNED ? lane / 4 : lane % 4 * 2 + e;
-            pair[e] = *(const unsigned short *)(shared() + lanes[8 * m + row].from + 2 * column);
+            pair[e] = *(const unsigned short *)(shared() + lanes[8 * m + row] + 2 * column);
         }
         to[m] = pair[0] | (unsigned)pair[1] << 16;
     }
 }
+inline float half_of(unsigned pair, int high) { return widen(T{u16(pair >> 16 * high)}); }
 __device__ inline void multiply(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    struct Lanes { unsigned a[4], b[2]; };
-    Lanes mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
-    const Lanes *lanes = (const Lanes *)shim_warp_gather(&mine, sizeof mine);
+    struct Factors {
+        unsigned a[4], b[2];
+    } mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}}, lanes[32];
+    shim::exchange(ALL_LANES, &mine, sizeof mine, lanes);
     int lane = threadIdx.x % 32;
     for (int e = 0; e < 4; e++) {
         int row = lane / 4, column = lane % 4 * 2 + e % 2;
