@@ -37,6 +37,8 @@ pub enum Kind {
     Config,
     /// Data that cannot be used.
     Data,
+    /// Ranks that hold or were told different things where they should be alike.
+    Diverged,
     /// A number that is not finite where it has to be.
     NotFinite,
     /// A stop that was asked for from outside (SIGINT).

@@ -34,6 +34,17 @@ impl Tensor {
         Ok(Tensor::assemble(rank, layout.clone(), part))
     }
 
+    /// The bytes of this rank's part, row-major. No communication; none on the null back end.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn own_bytes(&self) -> Result<Vec<u8>> {
+        let flat = self.piece().flat(self.rank())?;
+        let bytes = flat.buffer.as_slice::<u8>();
+        let len = bytes.len().min(flat.numel() * self.dtype().size());
+        Ok(bytes[..len].to_vec())
+    }
+
     /// The bytes of the whole tensor, on every rank: completes and gathers what is split, so every rank calls this
     /// together.
     ///

@@ -1,10 +1,12 @@
 //! The gated unit y = silu(g) u with silu(g) = g / (1 + e^-g), and its cotangents. Shazeer, arXiv 2002.05202.
 
+mod gpu;
+
 use crate::cpu::math::Maths;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Kernel, Launch};
+use crate::kernel::{Bound, Gpu, Kernel, Launch};
 use crate::match_float;
 use crate::op::pointwise::{TASK, map, plain, pointwise, two_reals};
 use crate::op::rows::{operands, read, write};
@@ -28,7 +30,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "swiglu_backward",
     reference,
     cpu: Some(cpu),
-    gpu: None,
+    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::backward }),
     flops: |launch| 11 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 16.0 },
 };
