@@ -4,18 +4,19 @@ use crate::cpu::math::Maths;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Kernel, Launch};
+use crate::gpu::Plan;
+use crate::kernel::{Bound, Gpu, Kernel, Launch};
 use crate::match_float;
-use crate::op::pointwise::{TASK, map, plain, pointwise, two_reals};
+use crate::op::formula::{gate_slope, sigmoid};
+use crate::op::pointwise::{TASK, gpu, map, names, plain, pointwise, two_reals};
 use crate::op::rows::{operands, read, write};
-use crate::op::unary::{gate_slope, sigmoid};
 
 pointwise! {
     /// y = g u / (1 + e^-g).
     ///
     /// - in: g, u: one float dtype and shape, any strides
     /// - out: y, same dtype and shape, contiguous
-    FORWARD "swiglu" 5 8.0 |[g, u], _| g * sigmoid(g) * u, None;
+    FORWARD "swiglu" 5 8.0 |[g, u], _| g * sigmoid(g) * u;
 }
 
 /// With s = 1 / (1 + e^-g): dg = dy u s (1 + g (1 - s)), du = dy g s.
