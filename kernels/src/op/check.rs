@@ -6,18 +6,14 @@
 //! Case::new(&KERNEL).input(&[2, 3], &values(1, 6)).output(&[2]).scalars(&[Scalar::Int(1)]).strided().run();
 //! ```
 
+mod gpu;
+
 use crate::buffer::{Allocator, Buffer};
 use crate::cpu::Pool;
-#[cfg(feature = "cuda")]
-use crate::cuda::fake::beside;
 use crate::dtype::{DType, Element};
-#[cfg(feature = "cuda")]
-use crate::gpu::shim;
 use crate::kernel::{Arg, ArgMut, HostCode, Kernel, Launch, Scalar};
 use crate::match_dtype;
 use crate::strides::Strides;
-#[cfg(feature = "cuda")]
-use std::cell::Cell;
 
 /// How the dtype of an operand follows from the dtype under test.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -174,100 +170,6 @@ impl<'a> Case<'a> {
         let plain = self.launch(&pools[0], self.kernel.reference, tested, &rounded, &written)?;
         self.compare("reference", tested, &plain, &exact, 0.0)?;
         self.verify_on_gpu(tested, &rounded, &written, &exact)
-    }
-
-    /// The GPU source agrees, whatever the order of threads, and gives the same bits in all of them.
-    #[cfg(feature = "cuda")]
-    fn verify_on_gpu(
-        &self,
-        tested: DType,
-        inputs: &[Operand],
-        outputs: &[Operand],
-        exact: &[Vec<f64>],
-    ) -> Result<(), String> {
-        if self.kernel.gpu.is_none() || !shim::compiler_is_found() {
-            return Ok(());
-        }
-        let mut first = None;
-        let mut allowed = 0.0;
-        for order in shim::ORDERS {
-            let allowance = Cell::new(0.0);
-            let code = |launch: &mut Launch<'_>| {
-                allowance.set(shim::run(self.kernel, launch, order)?);
-                Ok(())
-            };
-            let got =
-                self.launch_by(&code, tested, inputs, outputs).map_err(|e| format!("GPU source: {e}"))?;
-            allowed = allowance.get();
-            self.compare("GPU source", tested, &got, exact, allowed)?;
-            let bits: Vec<Vec<u64>> = got.iter().map(|o| o.iter().map(|x| x.to_bits()).collect()).collect();
-            if *first.get_or_insert_with(|| bits.clone()) != bits {
-                return Err("GPU source: other bits in another order of threads".to_string());
-            }
-        }
-        self.verify_on_card(tested, inputs, outputs, exact, allowed)
-    }
-
-    /// A card agrees too, where one was asked for.
-    #[cfg(feature = "cuda")]
-    fn verify_on_card(
-        &self,
-        tested: DType,
-        inputs: &[Operand],
-        outputs: &[Operand],
-        exact: &[Vec<f64>],
-        allowance: f64,
-    ) -> Result<(), String> {
-        let ran = std::cell::Cell::new(false);
-        let code = |launch: &mut Launch<'_>| {
-            let Some(done) = beside::run(self.kernel, launch) else { return Ok(()) };
-            ran.set(true);
-            done.map_err(|e| e.to_string())
-        };
-        let got = self.launch_by(&code, tested, inputs, outputs).map_err(|e| format!("card: {e}"))?;
-        if ran.get() { self.compare("card", tested, &got, exact, allowance) } else { Ok(()) }
-    }
-
-    /// The GPU source refuses what the reference refuses, with the same words.
-    #[cfg(feature = "cuda")]
-    fn refused_on_gpu(
-        &self,
-        tested: DType,
-        inputs: &[Operand],
-        outputs: &[Operand],
-        refusal: &str,
-    ) -> Result<(), String> {
-        if self.kernel.gpu.is_none() || !shim::compiler_is_found() {
-            return Ok(());
-        }
-        for order in shim::ORDERS {
-            let code = |launch: &mut Launch<'_>| shim::run(self.kernel, launch, order).map(|_| ());
-            match self.launch_by(&code, tested, inputs, outputs) {
-                Err(same) if same == refusal => {}
-                other => return Err(format!("GPU source: {other:?} instead of {refusal}")),
-            }
-        }
-        let code = |launch: &mut Launch<'_>| match beside::run(self.kernel, launch) {
-            Some(done) => done.map_err(|e| e.to_string()),
-            None => Err(refusal.to_string()),
-        };
-        match self.launch_by(&code, tested, inputs, outputs) {
-            Err(same) if same == refusal => {}
-            other => return Err(format!("card: {other:?} instead of {refusal}")),
-        }
-        Ok(())
-    }
-
-    #[cfg(not(feature = "cuda"))]
-    #[expect(clippy::unused_self, clippy::unnecessary_wraps, reason = "there is no GPU source to run")]
-    fn verify_on_gpu(&self, _: DType, _: &[Operand], _: &[Operand], _: &[Vec<f64>]) -> Result<(), String> {
-        Ok(())
-    }
-
-    #[cfg(not(feature = "cuda"))]
-    #[expect(clippy::unused_self, clippy::unnecessary_wraps, reason = "there is no GPU source to run")]
-    fn refused_on_gpu(&self, _: DType, _: &[Operand], _: &[Operand], _: &str) -> Result<(), String> {
-        Ok(())
     }
 
     /// Runs the code on fresh buffers; the contents of the outputs' memory afterwards.

@@ -8,9 +8,12 @@ use crate::error::KernelError;
 use crate::kernel::{Arg, ArgMut, Kernel, Launch};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// The card that was asked for; nobody else uses it meanwhile, since faults are reported to whoever looks next.
-fn card() -> Option<&'static Mutex<Arc<dyn Backend>>> {
-    static CARD: OnceLock<Option<Mutex<Arc<dyn Backend>>>> = OnceLock::new();
+/// A card of which one test has the turn, since faults are reported to whoever looks next.
+struct Turns(Mutex<Arc<dyn Backend>>);
+
+/// The card that was asked for.
+fn card() -> Option<&'static Turns> {
+    static CARD: OnceLock<Option<Turns>> = OnceLock::new();
     let open = || {
         let places = match &*std::env::var("SHARDGRAD_KERNELS_ON").unwrap_or_default() {
             "" => return None,
@@ -23,14 +26,16 @@ fn card() -> Option<&'static Mutex<Arc<dyn Backend>>> {
             other => panic!("SHARDGRAD_KERNELS_ON={other}; it may be cuda or fake"),
         };
         let machine = Card::open(&places, 0).unwrap_or_else(|e| panic!("{e}"));
-        Some(Mutex::new(crate::backend::Machine::backend(&*machine, 1, 0).unwrap_or_else(|e| panic!("{e}"))))
+        Some(Turns(Mutex::new(
+            crate::backend::Machine::backend(&*machine, 1, 0).unwrap_or_else(|e| panic!("{e}")),
+        )))
     };
     CARD.get_or_init(open).as_ref()
 }
 
 /// Runs a launch on copies of its operands on the card, if one was asked for.
 pub(crate) fn run(kernel: &Kernel, launch: &mut Launch<'_>) -> Option<Result<(), KernelError>> {
-    let card = card()?.lock().unwrap_or_else(PoisonError::into_inner);
+    let card = card()?.0.lock().unwrap_or_else(PoisonError::into_inner);
     Some(copied(&**card, kernel, launch))
 }
 

@@ -9,7 +9,6 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 const FAKE: &str = include_str!("fake.cc");
 const SHIM: [(&str, &str); 2] =
@@ -30,10 +29,8 @@ pub(super) struct Folder(pub(super) PathBuf);
 
 impl Folder {
     pub(super) fn new() -> Folder {
-        static MADE: AtomicU64 = AtomicU64::new(0);
-        let number = MADE.fetch_add(1, Ordering::Relaxed);
-        let folder = std::env::temp_dir().join(format!("shardgrad-fake-{}-{number}", std::process::id()));
-        fs::create_dir_all(&folder).unwrap();
+        let name = |n: usize| std::env::temp_dir().join(format!("shardgrad-fake-{}-{n}", std::process::id()));
+        let folder = (0..).map(name).find(|f| fs::create_dir(f).is_ok()).expect("a folder can be made");
         Folder(folder)
     }
 
