@@ -6,7 +6,7 @@
 use crate::state::State;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Axis, Call, Error, Kind, Phase, Rank, Result};
-use shardgrad_kernels::{Buffer, DType, upload};
+use shardgrad_kernels::{Buffer, DType, download, upload};
 use std::panic::Location;
 
 /// How many names an error lists.
@@ -79,9 +79,10 @@ pub fn check_alike(
     let counts: Vec<usize> = everyone.iter().map(|m| m[2 * number + 1] as usize).collect();
     let own = upload(&**rank.backend(), text.as_bytes())?;
     let joined = all_gather(rank, DType::U8, &own, &counts, site)?;
+    let joined = download::<u8>(&**rank.backend(), &joined, counts.iter().sum())?;
     let of = |r: usize| {
         let start: usize = counts[..r].iter().sum();
-        String::from_utf8_lossy(&joined.as_slice::<u8>()[start..start + counts[r]]).into_owned()
+        String::from_utf8_lossy(&joined[start..start + counts[r]]).into_owned()
     };
     let mesh = rank.mesh();
     let line = |r: usize| format!("{}: {}", mesh.describe(r), of(r));
@@ -103,7 +104,7 @@ fn gathered(rank: &Rank, words: &[i64], site: &'static Location<'static>) -> Res
     }
     let own = upload(&**rank.backend(), words)?;
     let all = all_gather(rank, DType::I64, &own, &vec![words.len(); num_ranks], site)?;
-    let all = all.as_slice::<i64>();
+    let all = download::<i64>(&**rank.backend(), &all, words.len() * num_ranks)?;
     Ok((!rank.is_dry()).then(|| all.chunks(words.len()).take(num_ranks).map(<[i64]>::to_vec).collect()))
 }
 

@@ -40,9 +40,7 @@ impl Tensor {
     /// `Kind::OutOfMemory`.
     pub fn own_bytes(&self) -> Result<Vec<u8>> {
         let flat = self.piece().flat(self.rank())?;
-        let bytes = flat.buffer.as_slice::<u8>();
-        let len = bytes.len().min(flat.numel() * self.dtype().size());
-        Ok(bytes[..len].to_vec())
+        flat.front(self.rank(), flat.numel() * self.dtype().size())
     }
 
     /// The bytes of the whole tensor, on every rank: completes and gathers what is split, so every rank calls this
@@ -55,9 +53,7 @@ impl Tensor {
         let site = std::panic::Location::caller();
         let whole = Layout::invariant(self.layout().mesh(), self.dtype(), &self.shape());
         let flat = self.to_layout_at(&whole, site)?.piece().flat(self.rank())?;
-        let bytes = flat.buffer.as_slice::<u8>();
-        let len = bytes.len().min(whole.numel() * self.dtype().size());
-        Ok(bytes[..len].to_vec())
+        flat.front(self.rank(), whole.numel() * self.dtype().size())
     }
 }
 

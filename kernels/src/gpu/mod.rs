@@ -1,16 +1,96 @@
 //! What a kernel asks of a GPU, as a value. A launch is described before anything runs: a driver runs the description
 //! on a card, and the tests run the same description on the host.
 
+#[cfg(all(test, feature = "cuda"))]
+pub(crate) mod shim;
+
+use crate::dtype::{DType, Element};
+use half::{bf16, f16};
 use std::borrow::Cow;
+use std::fmt::Write as _;
 
 /// Declarations that stand before the source of every kernel: types, conversions, reductions in a block.
 pub const PRELUDE: &str = include_str!("prelude.cuh");
+
+/// What elements of a dtype are in CUDA C++; truth values are bytes.
+#[must_use]
+pub fn type_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F64 => "double",
+        DType::F32 => "float",
+        DType::BF16 => "bf16",
+        DType::F16 => "f16",
+        DType::I64 => "i64",
+        DType::U8 | DType::Bool => "u8",
+    }
+}
+
+/// What elements of a dtype are where bits are moved: an unsigned integer of the same size.
+#[must_use]
+pub fn bits_name(dtype: DType) -> &'static str {
+    match dtype.size() {
+        1 => "u8",
+        2 => "u16",
+        4 => "u32",
+        _ => "u64",
+    }
+}
+
+/// The bits of an element with the given value, rounded as elements are, as a [`GridArg::I64`] carries them.
+#[must_use]
+pub fn bits_of(dtype: DType, value: f64) -> i64 {
+    match dtype {
+        DType::F64 => value.to_bits().cast_signed(),
+        DType::F32 => i64::from((value as f32).to_bits()),
+        DType::BF16 => i64::from(<bf16 as Element>::from_f64(value).to_bits()),
+        DType::F16 => i64::from(<f16 as Element>::from_f64(value).to_bits()),
+        DType::I64 => value as i64,
+        DType::U8 | DType::Bool => i64::from(value as u8),
+    }
+}
+
+/// Dims of a walk over N operands in front of which dims of extent 1 stand, so that programs know few numbers of dims:
+/// 1, 4, 8, 16, ..
+#[derive(Clone, Debug)]
+pub(crate) struct PaddedDims<const N: usize> {
+    /// Outermost first.
+    pub(crate) extents: Vec<i64>,
+    /// Distances in elements, by operand.
+    pub(crate) steps: [Vec<i64>; N],
+}
+
+impl<const N: usize> PaddedDims<N> {
+    /// The same with the innermost extent counted in vectors, the last of which may be part of one.
+    pub(crate) fn in_vectors(mut self, vector: usize) -> PaddedDims<N> {
+        if let Some(inner) = self.extents.last_mut() {
+            *inner = (*inner as usize).div_ceil(vector) as i64;
+        }
+        self
+    }
+
+    /// Extents, then the distances of one operand after the other, as a [`GridArg::I64s`] carries them.
+    pub(crate) fn numbers(&self) -> Vec<i64> {
+        self.extents.iter().chain(self.steps.iter().flatten()).copied().collect()
+    }
+}
+
+/// Pads dims: extent and distance per operand.
+pub(crate) fn padded_dims<const N: usize>(dims: &[(usize, [usize; N])]) -> PaddedDims<N> {
+    let count = if dims.len() <= 1 { 1 } else { dims.len().next_power_of_two().max(4) };
+    let padding = count - dims.len();
+    let pad = |with: i64| std::iter::repeat_n(with, padding);
+    PaddedDims {
+        extents: pad(1).chain(dims.iter().map(|(extent, _)| *extent as i64)).collect(),
+        steps: std::array::from_fn(|n| pad(0).chain(dims.iter().map(|(_, steps)| steps[n] as i64)).collect()),
+    }
+}
 
 /// What a launch is made of: steps that run one after another, and memory that lives while they do.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Plan {
     steps: Vec<Step>,
     scratch: Vec<usize>,
+    allowance: f64,
 }
 
 /// One step of a launch.
@@ -33,10 +113,32 @@ pub struct Grid {
     pub blocks: [u32; 3],
     /// Threads of a block, along x; a multiple of 32 and at most 1024.
     pub threads: u32,
-    /// Bytes of shared memory of a block that the launch sizes, beside what the source declares.
+    /// Bytes of shared memory of a block that the launch sizes, beside what the source declares. More than 48 KiB needs the
+    /// entry's attribute for the most dynamic shared memory, which the driver sets from this field.
     pub shared_bytes: u32,
     /// The arguments of the entry.
     pub args: Vec<GridArg>,
+}
+
+impl Grid {
+    /// What is compiled: [`PRELUDE`], then what [`Grid::body`] gives. The macros stand behind the prelude, so that they
+    /// cannot change it.
+    #[must_use]
+    pub fn program(&self, source: &str) -> String {
+        format!("{PRELUDE}{}", self.body(source))
+    }
+
+    /// The macros, then the kernel's source.
+    #[must_use]
+    pub fn body(&self, source: &str) -> String {
+        let mut text = String::new();
+        for (name, value) in &self.defines {
+            // The text of a long formula comes in several lines.
+            let value = value.replace('\n', " ");
+            writeln!(text, "#define {name} {value}").expect("a string takes everything");
+        }
+        text + source
+    }
 }
 
 /// One argument of an entry.
@@ -92,6 +194,18 @@ impl Plan {
     pub fn scratch(&mut self, bytes: usize) -> GridArg {
         self.scratch.push(bytes);
         GridArg::Scratch(self.scratch.len() - 1)
+    }
+
+    /// Lets results be off, beyond the bound of the kernel, by so many units in the last place of their own dtype at the
+    /// largest magnitude of the output: what is rounded to 16 bits on the way to tensor cores.
+    pub fn allow(&mut self, units: f64) {
+        self.allowance = units;
+    }
+
+    /// What [`Plan::allow`] was told, or 0.
+    #[must_use]
+    pub fn allowance(&self) -> f64 {
+        self.allowance
     }
 
     /// The steps, in order.

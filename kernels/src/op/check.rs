@@ -1,9 +1,12 @@
 //! The proof that every kernel owes: its fast path agrees with its reference in f64, for every float dtype and on
-//! pools of 1, 2 and 3 threads bit for bit.
+//! pools of 1, 2 and 3 threads bit for bit. So does its GPU source, run on the host with the threads of a block in several
+//! orders, bit for bit (feature `cuda`, where there is a g++).
 //!
 //! ```text
 //! Case::new(&KERNEL).input(&[2, 3], &values(1, 6)).output(&[2]).scalars(&[Scalar::Int(1)]).strided().run();
 //! ```
+
+mod gpu;
 
 use crate::buffer::{Allocator, Buffer};
 use crate::cpu::Pool;
@@ -147,19 +150,26 @@ impl<'a> Case<'a> {
         let wide = if tested.is_float() { DType::F64 } else { tested };
         let rounded: Vec<Operand> = self.inputs.iter().map(|o| o.rounded(tested)).collect();
         let written: Vec<Operand> = self.outputs.iter().map(|o| o.rounded(tested)).collect();
-        let exact = self.launch(&pools[0], self.kernel.reference, wide, &rounded, &written)?;
+        let exact = match self.launch(&pools[0], self.kernel.reference, wide, &rounded, &written) {
+            Ok(exact) => exact,
+            Err(refusal) => {
+                self.refused_on_gpu(tested, &rounded, &written, &refusal)?;
+                return Err(refusal);
+            }
+        };
         let fast = self.kernel.cpu.unwrap_or(self.kernel.reference);
         let mut first = None;
         for pool in pools {
             let got = self.launch(pool, fast, tested, &rounded, &written)?;
-            self.compare("fast path", tested, &got, &exact)?;
+            self.compare("fast path", tested, &got, &exact, 0.0)?;
             let bits: Vec<Vec<u64>> = got.iter().map(|o| o.iter().map(|x| x.to_bits()).collect()).collect();
             if *first.get_or_insert_with(|| bits.clone()) != bits {
                 return Err(format!("{} threads give other bits than one", pool.num_threads()));
             }
         }
         let plain = self.launch(&pools[0], self.kernel.reference, tested, &rounded, &written)?;
-        self.compare("reference", tested, &plain, &exact)
+        self.compare("reference", tested, &plain, &exact, 0.0)?;
+        self.verify_on_gpu(tested, &rounded, &written, &exact)
     }
 
     /// Runs the code on fresh buffers; the contents of the outputs' memory afterwards.
@@ -167,6 +177,17 @@ impl<'a> Case<'a> {
         &self,
         pool: &Pool,
         code: HostCode,
+        tested: DType,
+        inputs: &[Operand],
+        outputs: &[Operand],
+    ) -> Result<Vec<Vec<f64>>, String> {
+        let code = |launch: &mut Launch<'_>| code(pool, launch).map_err(|e| e.to_string());
+        self.launch_by(&code, tested, inputs, outputs)
+    }
+
+    fn launch_by(
+        &self,
+        code: &dyn Fn(&mut Launch<'_>) -> Result<(), String>,
         tested: DType,
         inputs: &[Operand],
         outputs: &[Operand],
@@ -182,11 +203,19 @@ impl<'a> Case<'a> {
             .map(|(o, buffer)| ArgMut { buffer, dtype: o.kind.dtype(tested), view: &o.view })
             .collect();
         let mut launch = Launch { inputs: &args, outputs: &mut outs, scalars: &self.scalars };
-        code(pool, &mut launch).map_err(|e| e.to_string())?;
+        code(&mut launch)?;
         Ok(outputs.iter().zip(&written).map(|(o, buffer)| load(buffer, o.kind.dtype(tested))).collect())
     }
 
-    fn compare(&self, who: &str, tested: DType, got: &[Vec<f64>], exact: &[Vec<f64>]) -> Result<(), String> {
+    /// `allowance`: see [`Plan::allow`](crate::gpu::Plan::allow).
+    fn compare(
+        &self,
+        who: &str,
+        tested: DType,
+        got: &[Vec<f64>],
+        exact: &[Vec<f64>],
+        allowance: f64,
+    ) -> Result<(), String> {
         for (number, operand) in self.outputs.iter().enumerate() {
             let dtype = operand.kind.dtype(tested);
             let inside = places(&operand.view);
@@ -197,8 +226,9 @@ impl<'a> Case<'a> {
             for &place in &inside {
                 touched[place] = true;
                 let (g, e) = (got[number][place], exact[number][place]);
-                let allowed =
-                    self.kernel.bound.ulps * unit(dtype.accumulator(), scale) + 0.5 * unit(dtype, e);
+                let allowed = self.kernel.bound.ulps * unit(dtype.accumulator(), scale)
+                    + 0.5 * unit(dtype, e)
+                    + allowance * unit(dtype, scale);
                 if !agrees(dtype, g, e, allowed) {
                     return Err(format!(
                         "{who}, output {number}, element {place}: {g} instead of {e} (+- {allowed:e})"

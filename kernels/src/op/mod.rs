@@ -1,11 +1,13 @@
 //! The kernels: one folder each, with the contract, the plain reference, the fast path and the tests.
 
 #[cfg(test)]
-mod check;
+pub(crate) mod check;
 #[cfg(test)]
 mod differences;
 mod rows;
+mod gpu_rows;
 mod walk;
+mod formula;
 mod pointwise;
 pub mod copy;
 pub mod fill;
@@ -24,8 +26,8 @@ pub mod layer_norm;
 pub mod rms_norm;
 pub mod attention;
 pub mod cross_entropy;
-pub mod embedding;
 pub mod index;
+pub mod embedding;
 pub mod one_hot;
 pub mod triangle;
 pub mod sort;

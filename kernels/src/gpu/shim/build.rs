@@ -1,0 +1,97 @@
+//! Compiles programs for the host, once each: the results are kept beside the test binary, named by a hash of their text.
+
+use std::collections::hash_map::DefaultHasher;
+use std::hash::{Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const HEADER: &str = include_str!("shim.h");
+const RUNTIME: &str = include_str!("shim.cc");
+/// Contraction is off: what a kernel fuses it fuses by name.
+const FLAGS: [&str; 10] = [
+    "-std=c++17",
+    "-O1",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-gnu-unique",
+    "-ffp-contract=off",
+    "-fwrapv",
+    "-fno-strict-aliasing",
+    "-fno-exceptions",
+    "-w",
+];
+
+/// Whether there is a compiler for the host.
+pub(crate) fn compiler_is_found() -> bool {
+    Command::new("g++").arg("--version").output().is_ok_and(|o| o.status.success())
+}
+
+/// The library of a program (macros and source, without the prelude) with doors to some of its entries.
+pub(super) fn library(body: &str, entries: &[&str]) -> Result<PathBuf, String> {
+    let folder = folder()?;
+    let header = made(&folder, &[HEADER, crate::gpu::PRELUDE], "hpp.gch", |to| {
+        // The compiler looks for `x.hpp.gch` where a text includes `x.hpp`.
+        let text = to.with_extension("txt");
+        write(&text, &format!("{HEADER}\n#line 1 \"prelude.cuh\"\n{}", crate::gpu::PRELUDE))?;
+        compile(&folder, &["-x", "c++-header", name(&text)?, "-o", name(to)?])
+    })?;
+    let runtime = made(&folder, &[HEADER, RUNTIME], "o", |to| {
+        write(&folder.join("shim.h"), HEADER)?;
+        let text = to.with_extension("cc");
+        write(&text, RUNTIME)?;
+        compile(&folder, &["-c", name(&text)?, "-o", name(to)?])
+    })?;
+    let mut text = format!("#include \"{}\"\n{body}\n", name(&header.with_extension(""))?);
+    entries.iter().for_each(|entry| text += &format!("SHIM_ENTRY({entry})\n"));
+    made(&folder, &[&text], "so", |to| {
+        let source = to.with_extension("cc");
+        write(&source, &text)?;
+        compile(&folder, &["-shared", name(&source)?, name(&runtime)?, "-o", name(to)?])
+    })
+}
+
+/// Where compiled programs are kept.
+fn folder() -> Result<PathBuf, String> {
+    let binary = std::env::current_exe().map_err(|e| e.to_string())?;
+    let folder = binary.parent().expect("a binary lies in a folder").join("shim");
+    std::fs::create_dir_all(&folder).map_err(|e| e.to_string())?;
+    Ok(folder)
+}
+
+/// The file that belongs to these texts; `make` makes it under another name first, so that nobody sees half of it.
+fn made(
+    folder: &Path,
+    texts: &[&str],
+    extension: &str,
+    make: impl FnOnce(&Path) -> Result<(), String>,
+) -> Result<PathBuf, String> {
+    let mut hasher = DefaultHasher::new();
+    (texts, FLAGS).hash(&mut hasher);
+    let stem = format!("{:016x}", hasher.finish());
+    let path = folder.join(format!("{stem}.{extension}"));
+    if !path.exists() {
+        let own = format!("{stem}-{}-{:?}", std::process::id(), std::thread::current().id());
+        let draft = folder.join(format!("{}.{extension}", own.replace(['(', ')'], "")));
+        make(&draft)?;
+        std::fs::rename(&draft, &path).map_err(|e| e.to_string())?;
+    }
+    Ok(path)
+}
+
+fn compile(folder: &Path, args: &[&str]) -> Result<(), String> {
+    let output = Command::new("g++").args(FLAGS).args(args).current_dir(folder).output();
+    let output = output.map_err(|e| e.to_string())?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let text = String::from_utf8_lossy(&output.stderr);
+    Err(text.lines().filter(|l| l.contains("error")).take(8).collect::<Vec<_>>().join("\n"))
+}
+
+fn write(path: &Path, text: &str) -> Result<(), String> {
+    std::fs::write(path, text).map_err(|e| e.to_string())
+}
+
+fn name(path: &Path) -> Result<&str, String> {
+    path.to_str().ok_or_else(|| format!("{} is no text", path.display()))
+}

@@ -1,0 +1,197 @@
+//! Runs plans on the host, for tests: each program is compiled by g++ against `shim.h`, where the threads of a block are
+//! fibers, and works on copies of the operands between guards.
+
+mod build;
+mod load;
+
+pub(crate) use build::compiler_is_found;
+
+use super::{Grid, GridArg, Plan, Product, Step};
+use crate::cpu::Pool;
+use crate::error::KernelError;
+use crate::kernel::{Arg, ArgMut, Kernel, Launch};
+use crate::op::contract::CONTRACT;
+use load::{RawArg, RawGrid};
+use std::collections::BTreeMap;
+
+/// In which order threads run between waits; every order must give the same bits.
+pub(crate) const ORDERS: [u64; 3] = [0, 1, 7];
+
+/// Bytes before and behind each piece of memory that no kernel may change.
+const GUARD: usize = 4096;
+/// As on a device.
+const ALIGNMENT: usize = 256;
+/// As not-a-number and as an index that points far outside: what is read beyond a piece of memory shows in results.
+const STALE: u8 = 0xff;
+
+/// A copy of some memory between guards.
+struct Guarded {
+    memory: Vec<u8>,
+    start: usize,
+    bytes: usize,
+}
+
+impl Guarded {
+    fn stale(bytes: usize) -> Guarded {
+        let memory = vec![STALE; bytes + 2 * GUARD + ALIGNMENT];
+        let start = GUARD + (memory.as_ptr() as usize + GUARD).wrapping_neg() % ALIGNMENT;
+        Guarded { memory, start, bytes }
+    }
+
+    fn copy_of(contents: &[u8]) -> Guarded {
+        let mut guarded = Guarded::stale(contents.len());
+        guarded.contents_mut().copy_from_slice(contents);
+        guarded
+    }
+
+    fn contents(&self) -> &[u8] {
+        &self.memory[self.start..][..self.bytes]
+    }
+
+    fn contents_mut(&mut self) -> &mut [u8] {
+        &mut self.memory[self.start..][..self.bytes]
+    }
+
+    fn address(&mut self, offset: usize) -> RawArg {
+        RawArg::Pointer(self.memory[self.start..].as_mut_ptr().wrapping_add(offset))
+    }
+
+    fn is_whole(&self) -> bool {
+        let guards = [&self.memory[..self.start], &self.memory[self.start + self.bytes..]];
+        guards.iter().all(|guard| guard.iter().all(|&byte| byte == STALE))
+    }
+}
+
+/// The memory of one launch.
+struct Memory {
+    inputs: Vec<Guarded>,
+    outputs: Vec<Guarded>,
+    scratch: Vec<Guarded>,
+    fault: Guarded,
+}
+
+/// Words of `Fault` of the prelude: lock and found, index, position, rows.
+const FAULT_BYTES: usize = 32;
+
+/// Makes the plan of a launch and runs it. The error is what the plan, the compiler, the shim or the guards say, or that
+/// an index points outside. Gives the allowance of the plan.
+pub(crate) fn run(kernel: &Kernel, launch: &mut Launch<'_>, order: u64) -> Result<f64, String> {
+    let gpu = kernel.gpu.as_ref().expect("only kernels with a plan are run");
+    let mut plan = Plan::default();
+    (gpu.plan)(launch, &mut plan).map_err(|e| e.to_string())?;
+    let mut memory = Memory {
+        inputs: launch.inputs.iter().map(|x| Guarded::copy_of(x.buffer.as_slice::<u8>())).collect(),
+        outputs: launch.outputs.iter().map(|y| Guarded::copy_of(y.buffer.as_slice::<u8>())).collect(),
+        scratch: plan.scratch_bytes().iter().map(|&bytes| Guarded::stale(bytes)).collect(),
+        fault: Guarded::copy_of(&[0; FAULT_BYTES]),
+    };
+    let entries = entries(&plan, gpu.source);
+    for step in plan.steps() {
+        match step {
+            Step::Grid(grid) => {
+                let body = grid.body(gpu.source);
+                let library = build::library(&body, &entries[&body])?;
+                run_grid(grid, launch, &mut memory, &library, order)
+                    .map_err(|e| format!("{} {:?}: {e}", grid.entry, grid.defines))?;
+            }
+            Step::Product(product) => run_product(*product, launch, &mut memory)?,
+        }
+    }
+    finish(kernel, launch, &memory)?;
+    Ok(plan.allowance())
+}
+
+/// The entries that a plan runs, by the text of the program.
+fn entries<'a>(plan: &'a Plan, source: &str) -> BTreeMap<String, Vec<&'a str>> {
+    let mut entries = BTreeMap::<String, Vec<&str>>::new();
+    for step in plan.steps() {
+        if let Step::Grid(grid) = step {
+            let of_program = entries.entry(grid.body(source)).or_default();
+            of_program.push(grid.entry);
+            of_program.sort_unstable();
+            of_program.dedup();
+        }
+    }
+    entries
+}
+
+fn run_grid(
+    grid: &Grid,
+    launch: &Launch<'_>,
+    memory: &mut Memory,
+    library: &std::path::Path,
+    order: u64,
+) -> Result<(), String> {
+    let [x, y, z] = grid.blocks;
+    if x > i32::MAX as u32 || y.max(z) > 65_535 {
+        return Err(format!("a device has no grid of {x} x {y} x {z} blocks"));
+    }
+    let args: Vec<RawArg> = (grid.args.iter())
+        .map(|arg| match arg {
+            GridArg::Input(i) => {
+                let x = &launch.inputs[*i];
+                memory.inputs[*i].address(x.view.offset * x.dtype.size())
+            }
+            GridArg::Output(i) => {
+                let y = &launch.outputs[*i];
+                memory.outputs[*i].address(y.view.offset * y.dtype.size())
+            }
+            GridArg::Scratch(i) => memory.scratch[*i].address(0),
+            GridArg::Fault => memory.fault.address(0),
+            GridArg::I32(x) => RawArg::I32(*x),
+            GridArg::I64(x) => RawArg::I64(*x),
+            GridArg::F32(x) => RawArg::F32(*x),
+            GridArg::F64(x) => RawArg::F64(*x),
+            GridArg::I64s(x) => RawArg::I64s(x.clone()),
+        })
+        .collect();
+    let raw = RawGrid { blocks: grid.blocks, threads: grid.threads, shared_bytes: grid.shared_bytes, order };
+    load::run(library, grid.entry, &args, &raw)
+}
+
+/// A product by the reference of the kernel that is one.
+fn run_product(product: Product, launch: &mut Launch<'_>, memory: &mut Memory) -> Result<(), String> {
+    let inputs: [Arg<'_>; 2] = [product.a, product.b].map(|i| launch.inputs[i]);
+    let c = &mut launch.outputs[product.c];
+    c.buffer
+        .as_mut::<u8>()
+        .expect("an output buffer has one handle")
+        .copy_from_slice(memory.outputs[product.c].contents());
+    let output = ArgMut { buffer: &mut *c.buffer, dtype: c.dtype, view: c.view };
+    let mut step = Launch { inputs: &inputs, outputs: &mut [output], scalars: &[] };
+    (CONTRACT.reference)(&Pool::new(1), &mut step).map_err(|e| e.to_string())?;
+    memory.outputs[product.c].contents_mut().copy_from_slice(c.buffer.as_slice::<u8>());
+    Ok(())
+}
+
+/// Looks at the guards and at the note of faults, and hands the results out.
+fn finish(kernel: &Kernel, launch: &mut Launch<'_>, memory: &Memory) -> Result<(), String> {
+    for (what, all) in
+        [("input", &memory.inputs), ("output", &memory.outputs), ("scratch memory", &memory.scratch)]
+    {
+        if let Some(i) = all.iter().position(|guarded| !guarded.is_whole()) {
+            return Err(format!("wrote outside of the memory of {what} {i}"));
+        }
+    }
+    let same = |(x, copy): (&Arg<'_>, &Guarded)| x.buffer.as_slice::<u8>() == copy.contents();
+    if let Some(i) = launch.inputs.iter().zip(&memory.inputs).position(|pair| !same(pair)) {
+        return Err(format!("wrote to input {i}"));
+    }
+    let words: Vec<i64> = memory
+        .fault
+        .contents()
+        .chunks_exact(8)
+        .map(|w| i64::from_ne_bytes(w.try_into().expect("eight bytes")))
+        .collect();
+    if words[0] != 0 {
+        let (index, position, rows) = (words[1], words[2] as usize, words[3] as usize);
+        return Err(KernelError::Index { kernel: kernel.name, index, position, rows }.to_string());
+    }
+    for (y, copy) in launch.outputs.iter_mut().zip(&memory.outputs) {
+        y.buffer.as_mut::<u8>().expect("an output buffer has one handle").copy_from_slice(copy.contents());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

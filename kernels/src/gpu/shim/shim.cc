@@ -1,0 +1,375 @@
+// Runs blocks on a host: one fiber for each thread that waits, in an order that the launch chooses. A thread runs until it
+// waits, so a missing barrier shows in one order or another.
+#include "shim.h"
+
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+__thread uint3 threadIdx, blockIdx;
+__thread dim3 blockDim, gridDim;
+
+namespace {
+
+constexpr size_t STACK_BYTES = 128 << 10;
+constexpr size_t GUARD_BYTES = 256;
+constexpr unsigned SHARED_BYTES_MAX = 227 << 10;
+constexpr unsigned char STALE = 0xff;
+
+enum class State { Fresh, Ready, AtBarrier, InWarp, Ended };
+
+struct Thread {
+    State state;
+    int line;
+    int fiber;
+    // Where the bytes of the warp are wanted.
+    void *all;
+};
+
+// What lanes of a warp that wait for each other have given so far.
+struct Meeting {
+    unsigned mask, arrived, size;
+    unsigned char given[32][64];
+};
+constexpr int MEETINGS = 8;
+
+struct Fiber {
+    void *stack_pointer;
+    char *stack;
+};
+
+struct Block {
+    std::vector<Thread> threads;
+    std::vector<Meeting> meetings;
+    std::vector<Fiber> fibers;
+    std::vector<int> idle;
+    std::vector<unsigned> order;
+    size_t next_fresh;
+    unsigned current, num_waiting, num_ended;
+    void *scheduler;
+    shim::Body body;
+    void *const *args;
+    std::vector<unsigned char> shared;
+    size_t shared_at;
+    bool failed;
+    char message[512];
+
+    ~Block() {
+        for (Fiber &fiber : fibers) free(fiber.stack);
+    }
+};
+thread_local Block block;
+
+}  // namespace
+
+// Saves the registers that a call keeps and the stack pointer, and takes those that `to` left.
+extern "C" void shim_switch(void **from, void *to);
+#if defined(__x86_64__)
+asm(R"(
+.text
+.hidden shim_switch
+.globl shim_switch
+shim_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+)");
+constexpr int SAVED_WORDS = 6, RETURN_WORD = 6;
+#elif defined(__aarch64__)
+asm(R"(
+.text
+.hidden shim_switch
+.globl shim_switch
+shim_switch:
+    sub sp, sp, #160
+    stp x19, x20, [sp, #0]
+    stp x21, x22, [sp, #16]
+    stp x23, x24, [sp, #32]
+    stp x25, x26, [sp, #48]
+    stp x27, x28, [sp, #64]
+    stp x29, x30, [sp, #80]
+    stp d8, d9, [sp, #96]
+    stp d10, d11, [sp, #112]
+    stp d12, d13, [sp, #128]
+    stp d14, d15, [sp, #144]
+    mov x9, sp
+    str x9, [x0]
+    mov sp, x1
+    ldp x19, x20, [sp, #0]
+    ldp x21, x22, [sp, #16]
+    ldp x23, x24, [sp, #32]
+    ldp x25, x26, [sp, #48]
+    ldp x27, x28, [sp, #64]
+    ldp x29, x30, [sp, #80]
+    ldp d8, d9, [sp, #96]
+    ldp d10, d11, [sp, #112]
+    ldp d12, d13, [sp, #128]
+    ldp d14, d15, [sp, #144]
+    add sp, sp, #160
+    ret
+)");
+constexpr int SAVED_WORDS = 20, RETURN_WORD = 11;
+#else
+#error "fibers are written for x86-64 and aarch64"
+#endif
+
+namespace {
+
+void to_scheduler(Fiber &fiber) { shim_switch(&fiber.stack_pointer, block.scheduler); }
+
+Fiber &own_fiber() { return block.fibers[block.threads[block.current].fiber]; }
+
+void release_barrier_if_all_wait() {
+    if (block.num_waiting == 0 || block.num_waiting + block.num_ended < block.threads.size()) return;
+    int line = 0;
+    for (Thread &thread : block.threads) {
+        if (thread.state != State::AtBarrier) continue;
+        if (line != 0 && line != thread.line)
+            shim::fail("threads wait at the barriers of lines %d and %d at once", line, thread.line);
+        line = thread.line;
+        thread.state = State::Ready;
+    }
+    block.num_waiting = 0;
+}
+
+void take(unsigned number) {
+    block.current = number;
+    threadIdx = {number, 0, 0};
+}
+
+// The life of a fiber: one thread after another, until one of them waits or none is left that has not begun.
+void live() {
+    for (;;) {
+        const int own = block.threads[block.current].fiber;
+        block.body(block.args);
+        block.threads[block.current].state = State::Ended;
+        block.threads[block.current].fiber = -1;
+        block.num_ended += 1;
+        release_barrier_if_all_wait();
+        if (block.next_fresh < block.order.size()) {
+            take(block.order[block.next_fresh++]);
+            block.threads[block.current].fiber = own;
+            block.threads[block.current].state = State::Ready;
+        } else {
+            block.idle.push_back(own);
+            to_scheduler(block.fibers[own]);
+        }
+    }
+}
+
+void prepare(Fiber &fiber) {
+    char *top = fiber.stack + STACK_BYTES - 64;
+    void **words = reinterpret_cast<void **>(top - reinterpret_cast<uintptr_t>(top) % 64) - SAVED_WORDS - 2;
+#if defined(__x86_64__)
+    // At the entry of a function the stack is 8 bytes off a multiple of 16.
+    words -= 1;
+    if ((reinterpret_cast<uintptr_t>(words + RETURN_WORD + 1) & 15) != 8) words -= 1;
+#endif
+    for (int i = 0; i <= SAVED_WORDS; ++i) words[i] = nullptr;
+    words[RETURN_WORD] = reinterpret_cast<void *>(&live);
+    fiber.stack_pointer = words;
+}
+
+void resume(Fiber &fiber) { shim_switch(&block.scheduler, fiber.stack_pointer); }
+
+int free_fiber() {
+    if (!block.idle.empty()) {
+        const int own = block.idle.back();
+        block.idle.pop_back();
+        return own;
+    }
+    Fiber fiber = {nullptr, static_cast<char *>(malloc(STACK_BYTES))};
+    prepare(fiber);
+    block.fibers.push_back(fiber);
+    return int(block.fibers.size()) - 1;
+}
+
+uint64_t next_random(uint64_t &state) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    return state ^= state << 17;
+}
+
+void arrange(uint64_t order, uint64_t &state) {
+    const unsigned count = unsigned(block.order.size());
+    for (unsigned i = 0; i < count; ++i) block.order[i] = order == 1 ? count - 1 - i : i;
+    if (order < 2) return;
+    for (unsigned i = count; i > 1; --i) std::swap(block.order[i - 1], block.order[next_random(state) % i]);
+}
+
+// Runs the threads of one block to their ends.
+void run_block(const shim::Grid &grid, uint64_t &random) {
+    block.threads.assign(grid.threads, Thread{State::Fresh, 0, -1, nullptr});
+    block.meetings.assign((grid.threads + 31) / 32 * MEETINGS, Meeting{});
+    block.order.resize(grid.threads);
+    block.next_fresh = block.num_waiting = block.num_ended = 0;
+    arrange(grid.order, random);
+    while (block.next_fresh < grid.threads && !block.failed) {
+        const int fiber = free_fiber();
+        take(block.order[block.next_fresh++]);
+        block.threads[block.current].fiber = fiber;
+        block.threads[block.current].state = State::Ready;
+        resume(block.fibers[fiber]);
+    }
+    while (block.num_ended < grid.threads && !block.failed) {
+        bool moved = false;
+        if (grid.order >= 2) arrange(grid.order, random);
+        for (size_t i = 0; i < block.order.size() && !block.failed; ++i) {
+            Thread &thread = block.threads[block.order[i]];
+            if (thread.state != State::Ready) continue;
+            moved = true;
+            take(block.order[i]);
+            resume(block.fibers[thread.fiber]);
+        }
+        if (!moved && !block.failed) {
+            for (unsigned i = 0; i < grid.threads; ++i) {
+                const Thread &thread = block.threads[i];
+                if (thread.state == State::Ended) continue;
+                snprintf(block.message, sizeof block.message, "thread %u waits at line %d for threads that never come (%s)", i,
+                         thread.line, thread.state == State::AtBarrier ? "__syncthreads" : "lanes of its warp");
+                block.failed = true;
+                break;
+            }
+        }
+    }
+}
+
+bool is_stale(size_t from, size_t to) {
+    for (size_t i = from; i < to; ++i)
+        if (block.shared[i] != STALE) return false;
+    return true;
+}
+
+}  // namespace
+
+namespace shim {
+
+void fail(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    char text[384];
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    snprintf(block.message, sizeof block.message, "block (%u, %u, %u), thread %u: %s", blockIdx.x, blockIdx.y, blockIdx.z,
+             threadIdx.x, text);
+    block.failed = true;
+    void *forgotten;
+    shim_switch(&forgotten, block.scheduler);
+    abort();
+}
+
+void barrier(int line) {
+    Thread &thread = block.threads[block.current];
+    thread.state = State::AtBarrier;
+    thread.line = line;
+    block.num_waiting += 1;
+    release_barrier_if_all_wait();
+    // The last one waits for a turn too: else it would always be the first behind a barrier.
+    to_scheduler(own_fiber());
+}
+
+void exchange(unsigned mask, const void *mine, unsigned size, void *all) {
+    const unsigned own = lane(), warp = block.current / 32;
+    if (!(mask >> own & 1)) fail("lane %u is not in the mask %#x that it gives", own, mask);
+    if (size > 64) fail("a lane gives %u bytes, at most 64", size);
+    Meeting *meeting = nullptr;
+    for (int i = 0; i < MEETINGS; ++i) {
+        Meeting &candidate = block.meetings[warp * MEETINGS + i];
+        if (candidate.arrived != 0 && candidate.mask == mask) meeting = &candidate;
+    }
+    for (int i = 0; i < MEETINGS && !meeting; ++i) {
+        Meeting &candidate = block.meetings[warp * MEETINGS + i];
+        if (candidate.arrived == 0) meeting = &candidate;
+    }
+    if (!meeting) fail("lanes of one warp wait for each other under more than %d masks", MEETINGS);
+    if (meeting->arrived == 0) {
+        meeting->mask = mask;
+        meeting->size = size;
+        memset(meeting->given, 0, sizeof meeting->given);
+    }
+    if (meeting->arrived >> own & 1) fail("lane %u is at two places at once", own);
+    if (meeting->size != size) fail("lanes of one warp exchange %u and %u bytes at once", meeting->size, size);
+    memcpy(meeting->given[own], mine, size);
+    meeting->arrived |= 1u << own;
+    Thread &thread = block.threads[block.current];
+    thread.all = all;
+    thread.line = 0;
+    if (meeting->arrived == mask) {
+        for (unsigned i = 0; i < 32; ++i) {
+            if (!(mask >> i & 1)) continue;
+            Thread &other = block.threads[warp * 32 + i];
+            for (unsigned j = 0; j < 32; ++j) memcpy(static_cast<char *>(other.all) + j * size, meeting->given[j], size);
+            other.state = State::Ready;
+        }
+        meeting->arrived = 0;
+    } else {
+        thread.state = State::InWarp;
+    }
+    to_scheduler(own_fiber());
+}
+
+void *dynamic_shared() { return block.shared.data() + block.shared_at; }
+
+const char *compare(const char *kinds, const unsigned *sizes, unsigned count, const char *given_kinds,
+                    const unsigned *given_sizes, unsigned given_count) {
+    if (count != given_count) {
+        snprintf(block.message, sizeof block.message, "the entry takes %u arguments, the plan gives %u", count, given_count);
+        return block.message;
+    }
+    for (unsigned i = 0; i < count; ++i) {
+        if (kinds[i] == given_kinds[i] && sizes[i] == given_sizes[i]) continue;
+        snprintf(block.message, sizeof block.message, "argument %u is '%c' of %u bytes, the plan gives '%c' of %u", i, kinds[i],
+                 sizes[i], given_kinds[i], given_sizes[i]);
+        return block.message;
+    }
+    return nullptr;
+}
+
+const char *run(Body body, void *const *args, const Grid &grid) {
+    if (grid.shared_bytes > SHARED_BYTES_MAX) return "more shared memory than a block can have";
+    uint64_t random = grid.order * 0x9e3779b97f4a7c15ull + 1;
+    block.body = body;
+    block.args = args;
+    block.failed = false;
+    blockDim = {grid.threads, 1, 1};
+    gridDim = {grid.blocks[0], grid.blocks[1], grid.blocks[2]};
+    const uint64_t count = uint64_t(grid.blocks[0]) * grid.blocks[1] * grid.blocks[2];
+    for (uint64_t i = 0; i < count && !block.failed; ++i) {
+        const uint64_t at = grid.order == 1 ? count - 1 - i : i;
+        blockIdx = {unsigned(at % grid.blocks[0]), unsigned(at / grid.blocks[0] % grid.blocks[1]),
+                    unsigned(at / grid.blocks[0] / grid.blocks[1])};
+        block.shared.assign(grid.shared_bytes + 2 * GUARD_BYTES + 128, STALE);
+        const uintptr_t start = reinterpret_cast<uintptr_t>(block.shared.data());
+        block.shared_at = (start + GUARD_BYTES + 127) / 128 * 128 - start;
+        run_block(grid, random);
+        const size_t end = block.shared_at + grid.shared_bytes;
+        if (!block.failed && !(is_stale(0, block.shared_at) && is_stale(end, block.shared.size()))) {
+            snprintf(block.message, sizeof block.message, "block (%u, %u, %u) wrote outside of its shared memory", blockIdx.x,
+                     blockIdx.y, blockIdx.z);
+            block.failed = true;
+        }
+    }
+    if (!block.failed) return nullptr;
+    // Fibers that were left in the middle begin anew.
+    block.idle.clear();
+    for (size_t i = 0; i < block.fibers.size(); ++i) {
+        prepare(block.fibers[i]);
+        block.idle.push_back(int(i));
+    }
+    return block.message;
+}
+
+}  // namespace shim

@@ -1,0 +1,120 @@
+//! The same cases on GPUs: the source through the shim, and on a card where one was asked for.
+
+use super::{Case, Operand};
+#[cfg(feature = "cuda")]
+use crate::cuda::fake::beside;
+use crate::dtype::DType;
+#[cfg(feature = "cuda")]
+use crate::gpu::shim;
+#[cfg(feature = "cuda")]
+use crate::kernel::Launch;
+#[cfg(feature = "cuda")]
+use std::cell::Cell;
+
+impl Case<'_> {
+    /// The GPU source agrees, whatever the order of threads, and gives the same bits in all of them.
+    #[cfg(feature = "cuda")]
+    pub(super) fn verify_on_gpu(
+        &self,
+        tested: DType,
+        inputs: &[Operand],
+        outputs: &[Operand],
+        exact: &[Vec<f64>],
+    ) -> Result<(), String> {
+        if self.kernel.gpu.is_none() || !shim::compiler_is_found() {
+            return Ok(());
+        }
+        let mut first = None;
+        let mut allowed = 0.0;
+        for order in shim::ORDERS {
+            let allowance = Cell::new(0.0);
+            let code = |launch: &mut Launch<'_>| {
+                allowance.set(shim::run(self.kernel, launch, order)?);
+                Ok(())
+            };
+            let got =
+                self.launch_by(&code, tested, inputs, outputs).map_err(|e| format!("GPU source: {e}"))?;
+            allowed = allowance.get();
+            self.compare("GPU source", tested, &got, exact, allowed)?;
+            let bits: Vec<Vec<u64>> = got.iter().map(|o| o.iter().map(|x| x.to_bits()).collect()).collect();
+            if *first.get_or_insert_with(|| bits.clone()) != bits {
+                return Err("GPU source: other bits in another order of threads".to_string());
+            }
+        }
+        self.verify_on_card(tested, inputs, outputs, exact, allowed)
+    }
+
+    /// A card agrees too, where one was asked for.
+    #[cfg(feature = "cuda")]
+    fn verify_on_card(
+        &self,
+        tested: DType,
+        inputs: &[Operand],
+        outputs: &[Operand],
+        exact: &[Vec<f64>],
+        allowance: f64,
+    ) -> Result<(), String> {
+        let ran = Cell::new(false);
+        let code = |launch: &mut Launch<'_>| {
+            let Some(done) = beside::run(self.kernel, launch) else { return Ok(()) };
+            ran.set(true);
+            done.map_err(|e| e.to_string())
+        };
+        let got = self.launch_by(&code, tested, inputs, outputs).map_err(|e| format!("card: {e}"))?;
+        if ran.get() { self.compare("card", tested, &got, exact, allowance) } else { Ok(()) }
+    }
+
+    /// The GPU source refuses what the reference refuses, with the same words.
+    #[cfg(feature = "cuda")]
+    pub(super) fn refused_on_gpu(
+        &self,
+        tested: DType,
+        inputs: &[Operand],
+        outputs: &[Operand],
+        refusal: &str,
+    ) -> Result<(), String> {
+        if self.kernel.gpu.is_none() || !shim::compiler_is_found() {
+            return Ok(());
+        }
+        for order in shim::ORDERS {
+            let code = |launch: &mut Launch<'_>| shim::run(self.kernel, launch, order).map(|_| ());
+            match self.launch_by(&code, tested, inputs, outputs) {
+                Err(same) if same == refusal => {}
+                other => return Err(format!("GPU source: {other:?} instead of {refusal}")),
+            }
+        }
+        let code = |launch: &mut Launch<'_>| match beside::run(self.kernel, launch) {
+            Some(done) => done.map_err(|e| e.to_string()),
+            None => Err(refusal.to_string()),
+        };
+        match self.launch_by(&code, tested, inputs, outputs) {
+            Err(same) if same == refusal => {}
+            other => return Err(format!("card: {other:?} instead of {refusal}")),
+        }
+        Ok(())
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    #[expect(clippy::unused_self, clippy::unnecessary_wraps, reason = "there is no GPU source to run")]
+    pub(super) fn verify_on_gpu(
+        &self,
+        _: DType,
+        _: &[Operand],
+        _: &[Operand],
+        _: &[Vec<f64>],
+    ) -> Result<(), String> {
+        Ok(())
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    #[expect(clippy::unused_self, clippy::unnecessary_wraps, reason = "there is no GPU source to run")]
+    pub(super) fn refused_on_gpu(
+        &self,
+        _: DType,
+        _: &[Operand],
+        _: &[Operand],
+        _: &str,
+    ) -> Result<(), String> {
+        Ok(())
+    }
+}
