@@ -24,7 +24,7 @@ template <class R> __device__ __forceinline__ ACC element(const R &from, int row
 }
 
 // Products of the rows that the warp owns with the row of the other side that the lane has.
-template <class A, class B> __device__ inline void score(ACC (&sums)[W], const A &own, int first, const B &other, int start, int c) {
+template <class A, class B> __device__ __forceinline__ void score(ACC (&sums)[W], const A &own, int first, const B &other, int start, int c) {
     Pieces &s = pieces();
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
@@ -46,7 +46,7 @@ template <class A, class B> __device__ inline void score(ACC (&sums)[W], const A
 }
 
 // sums += weights other: the lane has one channel of each piece.
-template <class B> __device__ inline void gather(ACC (&sums)[W][N], const ACC (&weights)[W], const B &other, int start, int c) {
+template <class B> __device__ __forceinline__ void gather(ACC (&sums)[W][N], const ACC (&weights)[W], const B &other, int start, int c) {
     Pieces &s = pieces();
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     __syncwarp();
