@@ -40,6 +40,16 @@ pub trait Maths: Real {
     fn erf(self) -> Self;
     /// The upper tail Q(x) of the normal distribution, 1 - Phi(x), and exp(-x^2 / 2).
     fn normal(self) -> (Self, Self);
+    /// The first of [`Maths::normal`].
+    #[inline(always)]
+    fn tail(self) -> Self {
+        self.normal().0
+    }
+    /// The second of [`Maths::normal`].
+    #[inline(always)]
+    fn bell(self) -> Self {
+        self.normal().1
+    }
 }
 
 /// The normal tail for x in 0..end: Q(x) = exp(-x^2 / 2) g(t) / (x + centre), where t = (x - centre) / (x + centre) and

@@ -4,7 +4,8 @@
 #[cfg(all(test, feature = "cuda"))]
 pub(crate) mod shim;
 
-use crate::dtype::DType;
+use crate::dtype::{DType, Element};
+use half::{bf16, f16};
 use std::borrow::Cow;
 use std::fmt::Write as _;
 
@@ -32,6 +33,55 @@ pub fn bits_name(dtype: DType) -> &'static str {
         2 => "u16",
         4 => "u32",
         _ => "u64",
+    }
+}
+
+/// The bits of an element with the given value, rounded as elements are, as a [`GridArg::I64`] carries them.
+#[must_use]
+pub fn bits_of(dtype: DType, value: f64) -> i64 {
+    match dtype {
+        DType::F64 => value.to_bits().cast_signed(),
+        DType::F32 => i64::from((value as f32).to_bits()),
+        DType::BF16 => i64::from(<bf16 as Element>::from_f64(value).to_bits()),
+        DType::F16 => i64::from(<f16 as Element>::from_f64(value).to_bits()),
+        DType::I64 => value as i64,
+        DType::U8 | DType::Bool => i64::from(value as u8),
+    }
+}
+
+/// Dims of a walk over N operands in front of which dims of extent 1 stand, so that programs know few numbers of dims:
+/// 1, 4, 8, 16, ..
+#[derive(Clone, Debug)]
+pub(crate) struct PaddedDims<const N: usize> {
+    /// Outermost first.
+    pub(crate) extents: Vec<i64>,
+    /// Distances in elements, by operand.
+    pub(crate) steps: [Vec<i64>; N],
+}
+
+impl<const N: usize> PaddedDims<N> {
+    /// The same with the innermost extent counted in vectors, the last of which may be part of one.
+    pub(crate) fn in_vectors(mut self, vector: usize) -> PaddedDims<N> {
+        if let Some(inner) = self.extents.last_mut() {
+            *inner = (*inner as usize).div_ceil(vector) as i64;
+        }
+        self
+    }
+
+    /// Extents, then the distances of one operand after the other, as a [`GridArg::I64s`] carries them.
+    pub(crate) fn numbers(&self) -> Vec<i64> {
+        self.extents.iter().chain(self.steps.iter().flatten()).copied().collect()
+    }
+}
+
+/// Pads dims: extent and distance per operand.
+pub(crate) fn padded_dims<const N: usize>(dims: &[(usize, [usize; N])]) -> PaddedDims<N> {
+    let count = if dims.len() <= 1 { 1 } else { dims.len().next_power_of_two().max(4) };
+    let padding = count - dims.len();
+    let pad = |with: i64| std::iter::repeat_n(with, padding);
+    PaddedDims {
+        extents: pad(1).chain(dims.iter().map(|(extent, _)| *extent as i64)).collect(),
+        steps: std::array::from_fn(|n| pad(0).chain(dims.iter().map(|(_, steps)| steps[n] as i64)).collect()),
     }
 }
 
@@ -83,6 +133,8 @@ impl Grid {
     pub fn body(&self, source: &str) -> String {
         let mut text = String::new();
         for (name, value) in &self.defines {
+            // The text of a long formula comes in several lines.
+            let value = value.replace('\n', " ");
             writeln!(text, "#define {name} {value}").expect("a string takes everything");
         }
         text + source

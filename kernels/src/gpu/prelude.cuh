@@ -120,6 +120,25 @@ template <int N, class S> __device__ __forceinline__ void store(S *to, const Vec
     *reinterpret_cast<Vec<S, N> *>(to) = x;
 }
 
+// ---- walks over operands with strides ----
+
+// The indices of element `number`, the last one fastest; what is left over goes to the first.
+template <class I, int N> __device__ __forceinline__ void split(I number, const i64 (&extent)[N], I (&at)[N]) {
+#pragma unroll
+    for (int d = N - 1; d > 0; --d) {
+        at[d] = number % I(extent[d]);
+        number /= I(extent[d]);
+    }
+    at[0] = number;
+}
+// Where the element with these indices lies.
+template <class I, int N> __device__ __forceinline__ i64 place_of(const I (&at)[N], const i64 (&step)[N]) {
+    i64 place = 0;
+#pragma unroll
+    for (int d = 0; d < N; ++d) place += i64(at[d]) * step[d];
+    return place;
+}
+
 // ---- shared memory that the launch sizes (`Grid::shared_bytes`), aligned to 128 bytes ----
 
 #ifdef SHARDGRAD_SHIM

@@ -1,5 +1,7 @@
 //! What the elementwise kernels share: one loop for any strides, one plain loop that says what is right.
 
+pub(crate) mod gpu;
+
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::Element;
 use crate::kernel::{Arg, ArgMut, Scalar};
@@ -131,24 +133,38 @@ pub(crate) fn two_reals(scalars: &[Scalar]) -> [f64; 2] {
     std::array::from_fn(|i| scalars.get(i).map_or(0.0, |c| c.real()))
 }
 
+/// How many names a pattern such as `[x, dy]` holds.
+pub(crate) const fn names(pattern: &str) -> usize {
+    let (mut commas, mut at) = (0, 0);
+    while at < pattern.len() {
+        commas += (pattern.as_bytes()[at] == b',') as usize;
+        at += 1;
+    }
+    commas + 1
+}
+
 /// A table of elementwise kernels, one a line: name, name in messages, operations an element, bound in units of the
-/// last place, inputs and two scalars (0 where a launch has fewer), formula, and the formula for i64 where there is one. The float formula is compiled
-/// for f32 and f64; the reference evaluates it in f64.
+/// last place, inputs and two scalars (0 where a launch has fewer), formula, and the formula for i64 where there is one. The
+/// float formula is compiled for f32 and f64; the reference evaluates it in f64. The text of both is CUDA C++ too (see
+/// [`crate::op::formula`]).
 macro_rules! pointwise {
+    (@integers $x:tt) => { (None, "") };
+    (@integers $x:tt $integers:expr) => { (Some(|$x| $integers), stringify!($integers)) };
     ($($(#[$doc:meta])* $name:ident $text:literal $flops:literal $ulps:literal
-        |[$($x:ident),+], $c:pat_param| $formula:expr, $integers:expr;)*) => {$(
+        |$x:tt, $c:tt| $formula:expr $(, $integers:expr)?;)*) => {$(
         $(#[$doc])*
         pub static $name: Kernel = {
-            const INPUTS: usize = [$(stringify!($x)),+].len();
-            const INTEGERS: Option<fn([i64; INPUTS]) -> i64> = $integers;
+            const INPUTS: usize = names(stringify!($x));
+            const INTEGERS: (Option<fn([i64; INPUTS]) -> i64>, &str) =
+                pointwise!(@integers $x $($integers)?);
             #[inline(always)]
-            fn formula<R: Maths>([$($x),+]: [R; INPUTS], $c: [R; 2]) -> R {
+            fn formula<R: Maths>($x: [R; INPUTS], $c: [R; 2]) -> R {
                 $formula
             }
             fn reference(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
                 let (inputs, [y], scalars) = operands::<INPUTS, 1>(launch);
                 let (inputs, c) = (inputs.each_ref(), two_reals(scalars));
-                match (y.dtype, INTEGERS) {
+                match (y.dtype, INTEGERS.0) {
                     (DType::I64, Some(formula)) => plain::<INPUTS, i64>(inputs, y, formula),
                     (dtype, _) => match_float!(dtype, T => plain::<INPUTS, T>(inputs, y, |x| {
                         T::from_f64(formula(x.map(Element::to_f64), c))
@@ -159,7 +175,7 @@ macro_rules! pointwise {
             fn cpu(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
                 let (inputs, [y], scalars) = operands::<INPUTS, 1>(launch);
                 let (inputs, c) = (inputs.each_ref(), two_reals(scalars));
-                match (y.dtype, INTEGERS) {
+                match (y.dtype, INTEGERS.0) {
                     (DType::I64, Some(formula)) => map::<INPUTS, i64, i64>(pool, inputs, y, formula),
                     (dtype, _) => match_float!(dtype, T => {
                         let c = c.map(<T as Float>::Acc::lit);
@@ -174,11 +190,22 @@ macro_rules! pointwise {
                 }
                 Ok(())
             }
+            fn plan(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+                let dtype = launch.outputs[0].dtype;
+                let [args, scalars] = [stringify!($x), stringify!($c)];
+                let text = match dtype {
+                    DType::I64 if INTEGERS.0.is_some() => INTEGERS.1,
+                    dtype if dtype.is_float() => stringify!($formula),
+                    dtype => return Err(KernelError::DType { kernel: $text, dtype }),
+                };
+                gpu::numbers(plan, launch, gpu::Formula { args, scalars, text });
+                Ok(())
+            }
             Kernel {
                 name: $text,
                 reference,
                 cpu: Some(cpu),
-                gpu: None,
+                gpu: Some(Gpu { source: gpu::SOURCE, plan }),
                 flops: |launch| $flops * launch.outputs[0].view.numel() as u64,
                 bound: Bound { ulps: $ulps },
             }

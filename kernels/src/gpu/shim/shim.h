@@ -240,6 +240,7 @@ template <class... P, void (*F)(P...)> struct Entry<F> {
 // The door to one entry of a program.
 #define SHIM_ENTRY(name)                                                                                \
     extern "C" __attribute__((visibility("default"))) const char *shim_##name(                          \
-        void *const *args, const char *kinds, const unsigned *sizes, unsigned count, const shim::Grid *grid) { \
-        return shim::Entry<&name>::run(args, kinds, sizes, count, grid);                                \
+        void *const *shim_args, const char *shim_kinds, const unsigned *shim_sizes, unsigned shim_count, \
+        const shim::Grid *shim_grid) {                                                                  \
+        return shim::Entry<&name>::run(shim_args, shim_kinds, shim_sizes, shim_count, shim_grid);       \
     }

@@ -4,10 +4,11 @@ use crate::cpu::Pool;
 use crate::cpu::math::Maths;
 use crate::dtype::{DType, Element, Float, Real};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Kernel, Launch};
+use crate::gpu::Plan;
+use crate::kernel::{Bound, Gpu, Kernel, Launch};
 use crate::match_float;
-use crate::op::elementary::pow_slope;
-use crate::op::pointwise::{map, plain, pointwise, two_reals, update};
+use crate::op::formula::{choose, is_nan, pow_exponent_slope, pow_slope};
+use crate::op::pointwise::{gpu, map, names, plain, pointwise, two_reals, update};
 use crate::op::rows::{operands, write};
 use crate::op::walk::place;
 
@@ -18,47 +19,28 @@ pointwise! {
     /// - out: y, same dtype and shape, contiguous
     ///
     /// Integers wrap around; 16-bit floats are computed in f32 and rounded once.
-    ADD "add" 1 1.0 |[a, b], _| a + b, Some(|[a, b]| a.wrapping_add(b));
+    ADD "add" 1 1.0 |[a, b], _| a + b, a.wrapping_add(b);
     /// y = a - b. Operands as in [`ADD`].
-    SUB "sub" 1 1.0 |[a, b], _| a - b, Some(|[a, b]| a.wrapping_sub(b));
+    SUB "sub" 1 1.0 |[a, b], _| a - b, a.wrapping_sub(b);
     /// y = a b. Operands as in [`ADD`].
-    MUL "mul" 1 1.0 |[a, b], _| a * b, Some(|[a, b]| a.wrapping_mul(b));
+    MUL "mul" 1 1.0 |[a, b], _| a * b, a.wrapping_mul(b);
     /// y = a / b. Operands as in [`ADD`], floats only.
-    DIV "div" 1 1.0 |[a, b], _| a / b, None;
+    DIV "div" 1 1.0 |[a, b], _| a / b;
     /// y = a^b as IEEE 754 `pow`: 1 where b is 0 or a is 1, not a number for a < 0 and fractions b. Floats only.
-    POW "pow" 1 2.0 |[a, b], _| a.pow(b), None;
+    POW "pow" 1 2.0 |[a, b], _| a.pow(b);
     /// y = the larger of a and b; not-a-number wins. Operands as in [`ADD`].
-    MAXIMUM "maximum" 1 0.0 |[a, b], _| beyond(a, b, a > b), Some(|[a, b]| a.max(b));
+    MAXIMUM "maximum" 1 0.0 |[a, b], _| choose(a > b || is_nan(a), a, b), a.max(b);
     /// y = the smaller of a and b; not-a-number wins. Operands as in [`ADD`].
-    MINIMUM "minimum" 1 0.0 |[a, b], _| beyond(a, b, a < b), Some(|[a, b]| a.min(b));
+    MINIMUM "minimum" 1 0.0 |[a, b], _| choose(a < b || is_nan(a), a, b), a.min(b);
 
     /// da = dy b a^(b - 1), 0 where b is 0. In: a, b, dy, floats.
-    POW_BASE_GRAD "pow_base_grad" 3 8.0 |[a, b, dy], _| pow_slope(a, b) * dy, None;
+    POW_BASE_GRAD "pow_base_grad" 3 8.0 |[a, b, dy], _| pow_slope(a, b) * dy;
     /// db = dy a^b ln a, 0 where a is 0 and b is not negative. In: a, b, dy, floats.
-    POW_EXPONENT_GRAD "pow_exponent_grad" 4 8.0 |[a, b, dy], _| dy * pow_exponent_slope(a, b), None;
+    POW_EXPONENT_GRAD "pow_exponent_grad" 4 8.0 |[a, b, dy], _| dy * pow_exponent_slope(a, b);
     /// da = dy where a > b, dy / 2 where a = b, else 0; that of b is the same with a and b exchanged. In: a, b, dy.
-    MAXIMUM_GRAD "maximum_grad" 2 0.0 |[a, b, dy], _| share(a == b, a > b, dy), None;
+    MAXIMUM_GRAD "maximum_grad" 2 0.0 |[a, b, dy], _| choose(a == b, R::lit(0.5) * dy, choose(a > b, dy, R::ZERO));
     /// da = dy where a < b, dy / 2 where a = b, else 0; that of b is the same with a and b exchanged. In: a, b, dy.
-    MINIMUM_GRAD "minimum_grad" 2 0.0 |[a, b, dy], _| share(a == b, a < b, dy), None;
-}
-
-/// a if it `wins` or is not a number, else b.
-#[inline(always)]
-#[expect(clippy::eq_op, reason = "only not-a-number differs from itself")]
-fn beyond<R: Real>(a: R, b: R, wins: bool) -> R {
-    if wins || a != a { a } else { b }
-}
-
-/// All of dy, half of it where two tie, or nothing.
-#[inline(always)]
-fn share<R: Real>(ties: bool, wins: bool, dy: R) -> R {
-    let alone = if wins { dy } else { R::ZERO };
-    if ties { R::lit(0.5) * dy } else { alone }
-}
-
-#[inline(always)]
-fn pow_exponent_slope<R: Maths>(a: R, b: R) -> R {
-    if a == R::ZERO && b >= R::ZERO { R::ZERO } else { a.pow(b) * a.ln() }
+    MINIMUM_GRAD "minimum_grad" 2 0.0 |[a, b, dy], _| choose(a == b, R::lit(0.5) * dy, choose(a < b, dy, R::ZERO));
 }
 
 /// y = y + x.
@@ -97,7 +79,19 @@ pub static ACCUMULATE: Kernel = Kernel {
         }
         Ok(())
     }),
-    gpu: None,
+    gpu: Some(Gpu {
+        source: gpu::SOURCE,
+        plan: |launch, plan| {
+            let dtype = launch.inputs[0].dtype;
+            let text = match dtype {
+                DType::I64 => "y.wrapping_add(x)",
+                dtype if dtype.is_float() => "y + x",
+                dtype => return Err(KernelError::DType { kernel: ACCUMULATE.name, dtype }),
+            };
+            gpu::update(plan, launch, gpu::Formula { args: "[y, x]", scalars: "_", text });
+            Ok(())
+        },
+    }),
     flops: |launch| launch.outputs[0].view.numel() as u64,
     bound: Bound { ulps: 1.0 },
 };

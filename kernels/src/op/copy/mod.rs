@@ -1,11 +1,12 @@
 //! The same elements in another place, another order or another dtype.
 
 mod cpu;
+mod gpu;
 
 use crate::cpu::Pool;
 use crate::dtype::{DType, Element};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Kernel, Launch};
+use crate::kernel::{Bound, Gpu, Kernel, Launch};
 use crate::match_dtype;
 use crate::op::rows::operands;
 use crate::op::walk::place;
@@ -21,7 +22,7 @@ pub static COPY: Kernel = Kernel {
     name: "copy",
     reference: plain,
     cpu: Some(cpu::copy),
-    gpu: None,
+    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |_| 0,
     bound: Bound { ulps: 0.0 },
 };

@@ -10,91 +10,67 @@ use crate::cpu::Pool;
 use crate::cpu::math::Maths;
 use crate::dtype::{DType, Element, Float, Real};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Kernel, Launch};
+use crate::gpu::Plan;
+use crate::kernel::{Bound, Gpu, Kernel, Launch};
 use crate::match_float;
-use crate::op::pointwise::{map, plain, pointwise, two_reals};
+use crate::op::formula::{by_sign, choose, pow_slope, sigmoid, sign, softplus};
+use crate::op::pointwise::{gpu, map, names, plain, pointwise, two_reals};
 use crate::op::rows::operands;
-use crate::op::unary::sigmoid;
 
 pointwise! {
     /// y = |x|, of i64 too (the smallest stays).
-    ABS "abs" 1 0.0 |[x], _| x.abs(), Some(|[x]| x.wrapping_abs());
+    ABS "abs" 1 0.0 |[x], _| x.abs(), x.wrapping_abs();
     /// y = -1, 0 or 1; a zero keeps its sign.
-    SIGN "sign" 1 0.0 |[x], _| sign(x), Some(|[x]| x.signum());
+    SIGN "sign" 1 0.0 |[x], _| sign(x), x.signum();
     /// y = 1 / sqrt x: infinity at 0, not a number below.
-    RSQRT "rsqrt" 2 2.0 |[x], _| R::ONE / x.root(), None;
+    RSQRT "rsqrt" 2 2.0 |[x], _| R::ONE / x.root();
     /// y = sin x, x in radians.
-    SIN "sin" 1 1.0 |[x], _| x.sin(), None;
+    SIN "sin" 1 1.0 |[x], _| x.sin();
     /// y = cos x, x in radians.
-    COS "cos" 1 1.0 |[x], _| x.cos(), None;
+    COS "cos" 1 1.0 |[x], _| x.cos();
     /// y = e^x - 1.
-    EXPM1 "expm1" 1 2.0 |[x], _| x.expm1(), None;
+    EXPM1 "expm1" 1 2.0 |[x], _| x.expm1();
     /// y = ln(1 + x): negative infinity at -1, not a number below.
-    LOG1P "log1p" 1 2.0 |[x], _| x.ln_1p(), None;
+    LOG1P "log1p" 1 2.0 |[x], _| x.ln_1p();
     /// y = ln(1 + e^x) = max(x, 0) + ln(1 + e^-|x|).
-    SOFTPLUS "softplus" 4 4.0 |[x], _| softplus(x), None;
+    SOFTPLUS "softplus" 4 4.0 |[x], _| softplus(x);
     /// y = x where x > 0, else c (e^x - 1); scalars: \[Real c\].
-    ELU "elu" 3 4.0 |[x], [c, _]| if x > R::ZERO { x } else { c * x.expm1() }, None;
+    ELU "elu" 3 4.0 |[x], [c, _]| choose(x > R::ZERO, x, c * x.expm1());
     /// y = x where x > 0, else c x; scalars: \[Real c\].
-    LEAKY_RELU "leaky_relu" 1 2.0 |[x], [c, _]| if x > R::ZERO { x } else { c * x }, None;
+    LEAKY_RELU "leaky_relu" 1 2.0 |[x], [c, _]| choose(x > R::ZERO, x, c * x);
     /// y = the largest integer that is not above x.
-    FLOOR "floor" 1 0.0 |[x], _| x.floor(), None;
+    FLOOR "floor" 1 0.0 |[x], _| x.floor();
     /// y = the smallest integer that is not below x.
-    CEIL "ceil" 1 0.0 |[x], _| x.ceil(), None;
+    CEIL "ceil" 1 0.0 |[x], _| x.ceil();
     /// y = the nearest integer, the even one of two.
-    ROUND "round" 1 0.0 |[x], _| x.round_even(), None;
+    ROUND "round" 1 0.0 |[x], _| x.round_even();
     /// y = x^c: 1 for c = 0, not a number for x < 0 and fractions c; scalars: \[Real c\].
-    POW_SCALAR "pow_scalar" 1 8.0 |[x], [c, _]| x.pow(c), None;
+    POW_SCALAR "pow_scalar" 1 8.0 |[x], [c, _]| x.pow(c);
     /// y = a where x < a, b where x > b, else x; scalars: \[Real a, Real b\], a <= b.
-    CLAMP "clamp" 2 1.0 |[x], [a, b]| if x < a { a } else if x > b { b } else { x }, None;
+    CLAMP "clamp" 2 1.0 |[x], [a, b]| choose(x < a, a, choose(x > b, b, x));
 
     /// dx = dy times the sign of x, 0 where x is 0. In: x, dy.
-    ABS_GRAD "abs_grad" 1 0.0 |[x, dy], _| by_sign(x, dy), None;
+    ABS_GRAD "abs_grad" 1 0.0 |[x, dy], _| by_sign(x, dy);
     /// dx = -dy y^3 / 2 for y = 1 / sqrt x. In: y, dy.
-    RSQRT_GRAD "rsqrt_grad" 4 4.0 |[y, dy], _| dy * (R::lit(-0.5) * (y * y * y)), None;
+    RSQRT_GRAD "rsqrt_grad" 4 4.0 |[y, dy], _| dy * (R::lit(-0.5) * (y * y * y));
     /// dx = dy cos x. In: x, dy.
-    SIN_GRAD "sin_grad" 2 2.0 |[x, dy], _| dy * x.cos(), None;
+    SIN_GRAD "sin_grad" 2 2.0 |[x, dy], _| dy * x.cos();
     /// dx = -dy sin x. In: x, dy.
-    COS_GRAD "cos_grad" 2 2.0 |[x, dy], _| -(dy * x.sin()), None;
+    COS_GRAD "cos_grad" 2 2.0 |[x, dy], _| -(dy * x.sin());
     /// dx = dy (y + 1) for y = e^x - 1. In: y, dy.
-    EXPM1_GRAD "expm1_grad" 2 2.0 |[y, dy], _| dy * (y + R::ONE), None;
+    EXPM1_GRAD "expm1_grad" 2 2.0 |[y, dy], _| dy * (y + R::ONE);
     /// dx = dy / (1 + x). In: x, dy.
-    LOG1P_GRAD "log1p_grad" 2 2.0 |[x, dy], _| dy / (R::ONE + x), None;
+    LOG1P_GRAD "log1p_grad" 2 2.0 |[x, dy], _| dy / (R::ONE + x);
     /// dx = dy / (1 + e^-x). In: x, dy.
-    SOFTPLUS_GRAD "softplus_grad" 4 4.0 |[x, dy], _| dy * sigmoid(x), None;
+    SOFTPLUS_GRAD "softplus_grad" 4 4.0 |[x, dy], _| dy * sigmoid(x);
     /// dx = dy where x > 0, else c e^x dy. In: x, dy; scalars: \[Real c\].
-    ELU_GRAD "elu_grad" 3 4.0 |[x, dy], [c, _]| if x > R::ZERO { dy } else { dy * (c * x.exp()) }, None;
+    ELU_GRAD "elu_grad" 3 4.0 |[x, dy], [c, _]| choose(x > R::ZERO, dy, dy * (c * x.exp()));
     /// dx = dy where x > 0, else c dy. In: x, dy; scalars: \[Real c\].
-    LEAKY_RELU_GRAD "leaky_relu_grad" 1 2.0 |[x, dy], [c, _]| if x > R::ZERO { dy } else { c * dy }, None;
+    LEAKY_RELU_GRAD "leaky_relu_grad" 1 2.0 |[x, dy], [c, _]| choose(x > R::ZERO, dy, c * dy);
     /// dx = dy c x^(c - 1), 0 for c = 0. In: x, dy; scalars: \[Real c\].
-    POW_SCALAR_GRAD "pow_scalar_grad" 3 8.0 |[x, dy], [c, _]| pow_slope(x, c) * dy, None;
+    POW_SCALAR_GRAD "pow_scalar_grad" 3 8.0 |[x, dy], [c, _]| pow_slope(x, c) * dy;
     /// dx = dy where a <= x <= b, else 0. In: x, dy; scalars: \[Real a, Real b\].
-    CLAMP_GRAD "clamp_grad" 2 0.0 |[x, dy], [a, b]| if x < a || x > b { R::ZERO } else { dy }, None;
-}
-
-#[inline(always)]
-fn sign<R: Maths>(x: R) -> R {
-    // Zeros and not-a-number are their own sign.
-    let y = if x > R::ZERO { R::ONE } else { x };
-    if x < R::ZERO { -R::ONE } else { y }
-}
-
-#[inline(always)]
-fn by_sign<R: Maths>(x: R, dy: R) -> R {
-    let y = if x > R::ZERO { dy } else { R::ZERO };
-    if x < R::ZERO { -dy } else { y }
-}
-
-#[inline(always)]
-fn softplus<R: Maths>(x: R) -> R {
-    let positive = if x > R::ZERO { x } else { R::ZERO };
-    positive + (-x.abs()).exp().ln_1p()
-}
-
-/// y x^(y - 1), 0 for y = 0 whatever x is.
-#[inline(always)]
-pub(in crate::op) fn pow_slope<R: Maths>(x: R, y: R) -> R {
-    if y == R::ZERO { R::ZERO } else { y * x.pow(y - R::ONE) }
+    CLAMP_GRAD "clamp_grad" 2 0.0 |[x, dy], [a, b]| choose(x < a || x > b, R::ZERO, dy);
 }
 
 #[cfg(test)]

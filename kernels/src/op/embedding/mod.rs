@@ -1,11 +1,12 @@
 //! Rows of a (possibly split) table picked by index, and the sum of cotangents into such rows.
 
 mod cpu;
+mod gpu;
 
 use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::kernel::{Bound, Kernel, Launch};
+use crate::kernel::{Bound, Gpu, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{check_indices, operands, read, width, write};
 
@@ -20,7 +21,7 @@ pub static FORWARD: Kernel = Kernel {
     name: "embedding",
     reference: forward,
     cpu: Some(cpu::forward),
-    gpu: None,
+    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::forward }),
     flops: |_| 0,
     bound: Bound { ulps: 0.0 },
 };
@@ -37,7 +38,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "embedding_backward",
     reference: backward,
     cpu: Some(cpu::backward),
-    gpu: None,
+    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::backward }),
     flops: |launch| launch.inputs[1].view.numel() as u64,
     bound: Bound { ulps: 64.0 },
 };

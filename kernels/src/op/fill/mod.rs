@@ -1,9 +1,11 @@
 //! One value everywhere.
 
+mod gpu;
+
 use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::kernel::{Bound, Kernel, Launch};
+use crate::kernel::{Bound, Gpu, Kernel, Launch};
 use crate::match_dtype;
 use crate::op::pointwise::scatter;
 use crate::op::rows::operands;
@@ -17,7 +19,7 @@ pub static FILL: Kernel = Kernel {
     name: "fill",
     reference: plain,
     cpu: Some(fast),
-    gpu: None,
+    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |_| 0,
     bound: Bound { ulps: 0.0 },
 };

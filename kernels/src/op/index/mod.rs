@@ -1,12 +1,14 @@
 //! Elements of a (possibly split) dim picked by index, and the sum of cotangents into such places.
 
 mod cpu;
+pub(in crate::op) mod gpu;
 
 use crate::cpu::Pool;
 use crate::dtype::{DType, Element};
 use crate::error::KernelError;
-use crate::kernel::{Arg, Bound, Kernel, Launch};
+use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch};
 use crate::op::rows::{check_indices, operands, read, write};
+use crate::strides::Strides;
 use crate::{match_dtype, match_float};
 
 /// y_(a, n, c) = x_(a, i - v_start, c) with i = index_n or index_(a, n, c); zero where this rank lacks place i.
@@ -20,7 +22,14 @@ pub static GATHER: Kernel = Kernel {
     name: "gather",
     reference: gather,
     cpu: Some(cpu::gather),
-    gpu: None,
+    gpu: Some(Gpu {
+        source: gpu::SOURCE,
+        plan: |launch, plan| {
+            let (x, index) = (&launch.inputs[0], &launch.inputs[1]);
+            indexed(launch, index, (launch.outputs[0].view, x.view), x.dtype).gather(plan, 0, 1);
+            Ok(())
+        },
+    }),
     flops: |_| 0,
     bound: Bound { ulps: 0.0 },
 };
@@ -37,10 +46,37 @@ pub static SCATTER_ADD: Kernel = Kernel {
     name: "scatter_add",
     reference: scatter_add,
     cpu: Some(cpu::scatter_add),
-    gpu: None,
+    gpu: Some(Gpu {
+        source: gpu::SOURCE,
+        plan: |launch, plan| {
+            let (index, dy, dx) = (&launch.inputs[0], &launch.inputs[1], &launch.outputs[0]);
+            if !dy.dtype.is_float() && dy.dtype != DType::I64 {
+                return Err(KernelError::DType { kernel: SCATTER_ADD.name, dtype: dy.dtype });
+            }
+            indexed(launch, index, (dy.view, dx.view), dy.dtype).scatter_add(plan, 0, 1);
+            Ok(())
+        },
+    }),
     flops: |launch| launch.inputs[1].view.numel() as u64,
     bound: Bound { ulps: 64.0 },
 };
+
+/// What the code for GPUs needs of a launch: the views of the picked and of the whole operand.
+fn indexed(
+    launch: &Launch<'_>,
+    index: &Arg<'_>,
+    (picked, whole): (&Strides, &Strides),
+    dtype: DType,
+) -> gpu::Indexed {
+    let [a, n, c] = picked.shape[..] else { panic!("the contract asks for three dims") };
+    gpu::Indexed {
+        dtype,
+        extents: [a, n, whole.shape[1], c],
+        is_shared: index.view.ndim() == 1,
+        starts: [launch.scalars[0].int(), launch.scalars[1].int()],
+        offsets: [whole.offset, picked.offset],
+    }
+}
 
 /// Extents of a launch, and the indices.
 struct Plan<'a> {

@@ -4,13 +4,14 @@
 mod philox;
 mod normal;
 mod cpu;
+mod gpu;
 
 pub use philox::{bits_at, philox, uniform_at};
 
 use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::kernel::{Bound, Kernel, Launch, Scalar};
+use crate::kernel::{Bound, Gpu, Kernel, Launch, Scalar};
 use crate::match_float;
 use crate::op::rows::{operands, read, write};
 use smallvec::SmallVec;
@@ -26,7 +27,7 @@ pub static UNIFORM: Kernel = Kernel {
     name: "uniform",
     reference: uniform,
     cpu: Some(cpu::uniform),
-    gpu: None,
+    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::uniform }),
     flops: |launch| 2 * launch.outputs[0].view.numel() as u64,
     bound: Bound { ulps: 1.0 },
 };
@@ -43,7 +44,7 @@ pub static NORMAL: Kernel = Kernel {
     name: "normal",
     reference: normal,
     cpu: Some(cpu::normal),
-    gpu: None,
+    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::normal }),
     flops: |launch| 40 * launch.outputs[0].view.numel() as u64,
     bound: Bound { ulps: 8.0 },
 };
@@ -59,7 +60,7 @@ pub static DROPOUT: Kernel = Kernel {
     name: "dropout",
     reference: dropout,
     cpu: Some(cpu::dropout),
-    gpu: None,
+    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::dropout }),
     flops: |launch| launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 2.0 },
 };

@@ -1,9 +1,11 @@
 //! One result from the operands of several ranks, combined in a fixed balanced tree over the operand number.
 
+mod gpu;
+
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Kernel, Launch};
+use crate::kernel::{Bound, Gpu, Kernel, Launch};
 use crate::match_float;
 use crate::op::pointwise::TASK;
 use crate::op::rows::{read, write};
@@ -18,7 +20,7 @@ trait Join: Sync {
 }
 
 macro_rules! joins {
-    ($($(#[$doc:meta])* $kernel:ident $join:ident $name:literal |$a:ident, $b:ident| $float:expr, $integer:expr;)*) => {$(
+    ($($(#[$doc:meta])* $kernel:ident $join:ident $device_join:literal $name:literal |$a:ident, $b:ident| $float:expr, $integer:expr;)*) => {$(
         struct $join;
         impl Join for $join {
             #[inline(always)]
@@ -35,7 +37,13 @@ macro_rules! joins {
             name: $name,
             reference: |_, launch| plain::<$join>($name, launch),
             cpu: Some(|pool, launch| fast::<$join>($name, pool, launch)),
-            gpu: None,
+            gpu: Some(Gpu {
+                source: gpu::SOURCE,
+                plan: |launch, plan| {
+                    gpu::plan(launch, plan, $device_join);
+                    Ok(())
+                },
+            }),
             flops: |launch| launch.inputs.len().saturating_sub(1) as u64 * launch.outputs[0].view.numel() as u64,
             bound: Bound { ulps: 64.0 },
         };
@@ -50,11 +58,11 @@ joins! {
     /// - out: y, same shape and dtype, contiguous, at any offset
     ///
     /// 16-bit floats are combined in f32 and rounded once; integers wrap around.
-    SUM Sum "ranks_sum" |a, b| a + b, a.wrapping_add(b);
+    SUM Sum "Sum" "ranks_sum" |a, b| a + b, a.wrapping_add(b);
     /// y = the largest of x_0, x_1, ...; not-a-number wins. Operands as in [`SUM`].
-    MAX Max "ranks_max" |a, b| nan_or(a, b, a > b), a.max(b);
+    MAX Max "Larger" "ranks_max" |a, b| nan_or(a, b, a > b), a.max(b);
     /// y = the smallest of x_0, x_1, ...; not-a-number wins. Operands as in [`SUM`].
-    MIN Min "ranks_min" |a, b| nan_or(a, b, a < b), a.min(b);
+    MIN Min "Smaller" "ranks_min" |a, b| nan_or(a, b, a < b), a.min(b);
 }
 
 /// a if it `wins` or is not a number, else b.

@@ -6,10 +6,12 @@
 //! holds the largest power of two of blocks that leaves some for the right.
 
 mod cpu;
+mod gpu;
 
 use crate::dtype::{Element, Float, Real};
 use crate::error::KernelError;
-use crate::kernel::{Arg, ArgMut, Bound, Kernel, Launch};
+use crate::gpu::Plan;
+use crate::kernel::{Arg, ArgMut, Bound, Gpu, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{operands, write};
 use crate::op::walk::place;
@@ -38,7 +40,18 @@ pub static SUM: Kernel = Kernel {
         }, else return Err(KernelError::DType { kernel: SUM.name, dtype: x.dtype }));
         Ok(())
     }),
-    gpu: None,
+    gpu: Some(Gpu {
+        source: gpu::SOURCE,
+        plan: |launch, plan| {
+            described(
+                "sum",
+                launch,
+                plan,
+                launch.scalars[0].int() as usize,
+                gpu::Fold::Sum(launch.scalars[1].real()),
+            )
+        },
+    }),
     flops: |launch| launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 16.0 },
 };
@@ -63,7 +76,10 @@ pub static MAX: Kernel = Kernel {
         }, else return Err(KernelError::DType { kernel: MAX.name, dtype: x.dtype }));
         Ok(())
     }),
-    gpu: None,
+    gpu: Some(Gpu {
+        source: gpu::SOURCE,
+        plan: |launch, plan| described("max", launch, plan, launch.scalars[0].int() as usize, gpu::Fold::Max),
+    }),
     flops: |launch| launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 0.0 },
 };
@@ -84,7 +100,10 @@ pub static MIN: Kernel = Kernel {
         }, else return Err(KernelError::DType { kernel: MIN.name, dtype: x.dtype }));
         Ok(())
     }),
-    gpu: None,
+    gpu: Some(Gpu {
+        source: gpu::SOURCE,
+        plan: |launch, plan| described("min", launch, plan, launch.scalars[0].int() as usize, gpu::Fold::Min),
+    }),
     flops: |launch| launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 0.0 },
 };
@@ -110,10 +129,30 @@ pub static SUM_SQUARES: Kernel = Kernel {
             else return Err(KernelError::DType { kernel: SUM_SQUARES.name, dtype: x.dtype }));
         Ok(())
     }),
-    gpu: None,
+    gpu: Some(Gpu {
+        source: gpu::SOURCE,
+        plan: |launch, plan| {
+            described("sum_squares", launch, plan, launch.inputs[0].view.ndim(), gpu::Fold::Squares)
+        },
+    }),
     flops: |launch| 2 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 16.0 },
 };
+
+fn described(
+    kernel: &'static str,
+    launch: &Launch<'_>,
+    plan: &mut Plan,
+    num_reduced: usize,
+    fold: gpu::Fold,
+) -> Result<(), KernelError> {
+    let (x, y) = (&launch.inputs[0], &launch.outputs[0]);
+    if !x.dtype.is_float() {
+        return Err(KernelError::DType { kernel, dtype: x.dtype });
+    }
+    gpu::plan(plan, x, num_reduced, y, fold);
+    Ok(())
+}
 
 /// Straight through, keeping what each addition rounds away, so that the order does not matter (Neumaier).
 fn total(terms: &mut dyn Iterator<Item = f64>) -> f64 {

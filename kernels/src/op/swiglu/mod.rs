@@ -1,23 +1,24 @@
 //! The gated unit y = silu(g) u with silu(g) = g / (1 + e^-g), and its cotangents. Shazeer, arXiv 2002.05202.
 
-mod gpu;
+mod gpu_backward;
 
 use crate::cpu::math::Maths;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
 use crate::error::KernelError;
+use crate::gpu::Plan;
 use crate::kernel::{Bound, Gpu, Kernel, Launch};
 use crate::match_float;
-use crate::op::pointwise::{TASK, map, plain, pointwise, two_reals};
+use crate::op::formula::{gate_slope, sigmoid};
+use crate::op::pointwise::{TASK, gpu, map, names, plain, pointwise, two_reals};
 use crate::op::rows::{operands, read, write};
-use crate::op::unary::{gate_slope, sigmoid};
 
 pointwise! {
     /// y = g u / (1 + e^-g).
     ///
     /// - in: g, u: one float dtype and shape, any strides
     /// - out: y, same dtype and shape, contiguous
-    FORWARD "swiglu" 5 8.0 |[g, u], _| g * sigmoid(g) * u, None;
+    FORWARD "swiglu" 5 8.0 |[g, u], _| g * sigmoid(g) * u;
 }
 
 /// With s = 1 / (1 + e^-g): dg = dy u s (1 + g (1 - s)), du = dy g s.
@@ -30,7 +31,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "swiglu_backward",
     reference,
     cpu: Some(cpu),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::backward }),
+    gpu: Some(Gpu { source: gpu_backward::SOURCE, plan: gpu_backward::backward }),
     flops: |launch| 11 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 16.0 },
 };

@@ -1,8 +1,10 @@
 //! One side of a diagonal of (possibly split) matrices, zeros on the other.
 
+mod gpu;
+
 use crate::cpu::Pool;
 use crate::error::KernelError;
-use crate::kernel::{Bound, Kernel, Launch};
+use crate::kernel::{Bound, Gpu, Kernel, Launch};
 use crate::match_dtype;
 use crate::op::rows::{operands, read, rows_per_task, width, write};
 
@@ -19,7 +21,7 @@ pub static TRIANGLE: Kernel = Kernel {
     name: "triangle",
     reference: plain,
     cpu: Some(fast),
-    gpu: None,
+    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |_| 0,
     bound: Bound { ulps: 0.0 },
 };

@@ -3,19 +3,25 @@
 //! Truth values are bytes (bool or u8): 0 is false, anything else is true; results are 0 or 1. Operands have one shape
 //! and any strides, results are contiguous.
 
+mod gpu;
+
 use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::kernel::{Arg, ArgMut, Bound, HostCode, Kernel, Launch};
+use crate::gpu::Plan;
+use crate::kernel::{Arg, ArgMut, Bound, Gpu, HostCode, Kernel, Launch};
 use crate::match_dtype;
-use crate::op::pointwise::{TASK, map};
+use crate::op::pointwise::{TASK, gpu::SOURCE, map, names};
 use crate::op::rows::{holds, operands, write};
 use crate::op::walk::{Walk, place};
 
+type PlanCode = fn(&Launch<'_>, &mut Plan) -> Result<(), KernelError>;
+
 /// A kernel that rounds nothing and counts one operation an element.
-const fn exact(name: &'static str, reference: HostCode, cpu: HostCode) -> Kernel {
+const fn exact(name: &'static str, reference: HostCode, cpu: HostCode, plan: PlanCode) -> Kernel {
     let flops = |launch: &Launch<'_>| launch.outputs[0].view.numel() as u64;
-    Kernel { name, reference, cpu: Some(cpu), gpu: None, flops, bound: Bound { ulps: 0.0 } }
+    let gpu = Some(Gpu { source: SOURCE, plan });
+    Kernel { name, reference, cpu: Some(cpu), gpu, flops, bound: Bound { ulps: 0.0 } }
 }
 
 /// y_i = f(x0_i, x1_i, ..), element by element.
@@ -47,6 +53,10 @@ macro_rules! comparisons {
                 ));
                 Ok(())
             },
+            |launch, plan| {
+                gpu::compare(plan, launch, concat!("a ", stringify!($sign), " b"));
+                Ok(())
+            },
         );
     )*};
 }
@@ -67,13 +77,13 @@ comparisons! {
 }
 
 macro_rules! tables {
-    ($($(#[$doc:meta])* $name:ident $text:literal |[$($x:ident),+]| $formula:expr;)*) => {$(
+    ($($(#[$doc:meta])* $name:ident $text:literal |$x:tt| $formula:expr;)*) => {$(
         $(#[$doc])*
         pub static $name: Kernel = {
-            const INPUTS: usize = [$(stringify!($x)),+].len();
+            const INPUTS: usize = names(stringify!($x));
             #[inline(always)]
             fn formula(x: [u8; INPUTS]) -> bool {
-                let [$($x),+] = x.map(|x| x != 0);
+                let $x = x.map(|x| x != 0);
                 $formula
             }
             exact(
@@ -88,6 +98,11 @@ macro_rules! tables {
                     let (inputs, [y], _) = operands::<INPUTS, 1>(launch);
                     check($text, inputs.each_ref())?;
                     map::<INPUTS, u8, u8>(pool, inputs.each_ref(), y, #[inline(always)] |x| u8::from(formula(x)));
+                    Ok(())
+                },
+                |launch, plan| {
+                    launch.inputs.iter().try_for_each(|x| check($text, [x]))?;
+                    gpu::table(plan, launch, stringify!($x), stringify!($formula));
                     Ok(())
                 },
             )
@@ -138,6 +153,11 @@ pub static CHOOSE: Kernel = exact(
         match_dtype!(a.dtype, T => choose::<T>(pool, [m, a, b], y));
         Ok(())
     },
+    |launch, plan| {
+        check("where", [&launch.inputs[0]])?;
+        gpu::choose(plan, launch);
+        Ok(())
+    },
 );
 
 fn choose<T: Element>(pool: &Pool, [m, a, b]: [&Arg<'_>; 3], y: &mut ArgMut<'_>) {
@@ -182,6 +202,11 @@ pub static MASKED_FILL: Kernel = exact(
         match_dtype!(x.dtype, T => {
             masked_fill::<T>(pool, [x, m], y, T::from_f64(scalars[0].real()), scalars[1].int() != 0);
         });
+        Ok(())
+    },
+    |launch, plan| {
+        check("masked_fill", [&launch.inputs[1]])?;
+        gpu::masked_fill(plan, launch);
         Ok(())
     },
 );

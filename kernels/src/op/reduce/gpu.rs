@@ -1,0 +1,203 @@
+//! Reductions on GPUs, in the order that the module states. How many blocks of elements a thread block takes follows from
+//! the extents, and changes nothing about the order.
+
+use crate::dtype::DType;
+use crate::gpu::{Grid, GridArg, PaddedDims, Plan, padded_dims, type_name};
+use crate::kernel::{Arg, ArgMut};
+use crate::op::walk::Walk;
+use std::borrow::Cow;
+
+pub(super) const SOURCE: &str = include_str!("gpu.cu");
+
+/// As in the source.
+const THREADS: usize = 256;
+const LANES: usize = 16;
+const BLOCK: usize = 256;
+const COLUMNS: usize = 32;
+/// The groups of 16 threads of a block.
+const GROUPS: usize = THREADS / LANES;
+/// Thread blocks that keep a large card busy: with fewer, each of them takes less.
+const BUSY: usize = 1024;
+
+/// What is formed of the elements.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Fold {
+    /// The sum, times the factor.
+    Sum(f64),
+    /// The largest.
+    Max,
+    /// The smallest.
+    Min,
+    /// The sum of squares in f64.
+    Squares,
+}
+
+type Defines = Vec<(&'static str, Cow<'static, str>)>;
+
+/// What all grids of a launch share.
+struct Reduction {
+    defines: Defines,
+    walk: Vec<i64>,
+    factor: GridArg,
+    accumulator: DType,
+    results: usize,
+    count: usize,
+}
+
+pub(super) fn plan(plan: &mut Plan, x: &Arg<'_>, num_reduced: usize, y: &ArgMut<'_>, fold: Fold) {
+    let num_kept = x.view.ndim() - num_reduced;
+    let kept = Walk::over([x.view], 0..num_kept, [0]);
+    let reduced = Walk::over([x.view], num_kept..x.view.ndim(), [0]);
+    let (results, count) = (kept.numel(), reduced.numel());
+    if results == 0 {
+        return;
+    }
+    let accumulator = if fold == Fold::Squares { DType::F64 } else { x.dtype.accumulator() };
+    let (kept_dims, reduced_dims) = (padded_dims(kept.dims()), padded_dims(reduced.dims()));
+    let reduction = Reduction {
+        defines: defines(x, y, accumulator, fold, &kept_dims, &reduced_dims),
+        walk: [kept_dims.numbers(), reduced_dims.numbers()].concat(),
+        factor: match (fold, accumulator) {
+            (Fold::Sum(c), DType::F64) => GridArg::F64(c),
+            (Fold::Sum(c), _) => GridArg::F32(c as f32),
+            (_, DType::F64) => GridArg::F64(1.0),
+            _ => GridArg::F32(1.0),
+        },
+        accumulator,
+        results,
+        count,
+    };
+    let (neighbours, step) = kept.dims()[kept.dims().len() - 1];
+    if step == [1] && neighbours >= LANES && reduced.steps() != [1] {
+        reduction.across(plan, neighbours);
+    } else {
+        reduction.along(plan);
+    }
+}
+
+fn defines(
+    x: &Arg<'_>,
+    y: &ArgMut<'_>,
+    accumulator: DType,
+    fold: Fold,
+    kept: &PaddedDims<1>,
+    reduced: &PaddedDims<1>,
+) -> Defines {
+    let (join, empty) = match fold {
+        Fold::Sum(_) | Fold::Squares => ("Sum", "A(0)"),
+        Fold::Max => ("Larger", "(-infinity<A>())"),
+        Fold::Min => ("Smaller", "infinity<A>()"),
+    };
+    let flag = |is_set: bool| if is_set { "1".into() } else { "0".into() };
+    let is_small = u32::try_from(x.view.numel()).is_ok();
+    vec![
+        ("S", type_name(x.dtype).into()),
+        ("A", type_name(accumulator).into()),
+        ("JOIN", join.into()),
+        ("EMPTY", empty.into()),
+        ("SQUARES", flag(fold == Fold::Squares)),
+        ("FACTOR", flag(matches!(fold, Fold::Sum(_)))),
+        ("Y", type_name(y.dtype).into()),
+        ("KEPT", kept.extents.len().to_string().into()),
+        ("REDUCED", reduced.extents.len().to_string().into()),
+        ("INDEX", if is_small { "u32".into() } else { "u64".into() }),
+    ]
+}
+
+impl Reduction {
+    /// Each result on its own; long rows are cut into branches of the tree.
+    fn along(&self, plan: &mut Plan) {
+        let blocks = self.count.div_ceil(BLOCK).max(1);
+        let groups = blocks.next_power_of_two().min(GROUPS);
+        let each = each(blocks.div_ceil(groups), |each| {
+            self.results * blocks.div_ceil(groups * each) / (GROUPS / groups)
+        });
+        let branches = blocks.div_ceil(groups * each);
+        let parts = self.parts(plan, branches);
+        let args = vec![
+            GridArg::Input(0),
+            GridArg::Output(0),
+            parts.clone(),
+            GridArg::I64s(self.walk.clone()),
+            GridArg::I64(self.results as i64),
+            GridArg::I64(self.count as i64),
+            GridArg::I32(groups as i32),
+            GridArg::I32(each as i32),
+            GridArg::I64(branches as i64),
+            self.factor.clone(),
+        ];
+        self.grid(plan, "along", (self.results * branches).div_ceil(GROUPS / groups), args);
+        self.join(plan, parts, branches);
+    }
+
+    /// Results that are neighbours in memory.
+    fn across(&self, plan: &mut Plan, neighbours: usize) {
+        let blocks = self.count.div_ceil(BLOCK).max(1);
+        let outer = self.results / neighbours;
+        let tiles = outer * neighbours.div_ceil(COLUMNS);
+        let each = each(blocks, |each| tiles * blocks.div_ceil(each));
+        let branches = blocks.div_ceil(each);
+        let parts = self.parts(plan, branches);
+        let args = vec![
+            GridArg::Input(0),
+            GridArg::Output(0),
+            parts.clone(),
+            GridArg::I64s(self.walk.clone()),
+            GridArg::I64(neighbours as i64),
+            GridArg::I64(outer as i64),
+            GridArg::I64(self.count as i64),
+            GridArg::I32(each as i32),
+            GridArg::I64(branches as i64),
+            self.factor.clone(),
+        ];
+        self.grid(plan, "across", tiles * branches, args);
+        self.join(plan, parts, branches);
+    }
+
+    /// Joins parts until one is left for each result.
+    fn join(&self, plan: &mut Plan, mut parts: GridArg, mut count: usize) {
+        while count > 1 {
+            let columns = if self.results < COLUMNS { 1 } else { COLUMNS };
+            let groups = count.next_power_of_two().min(THREADS / columns);
+            let each = count.div_ceil(groups).next_power_of_two().min(4);
+            let branches = count.div_ceil(groups * each);
+            let to = self.parts(plan, branches);
+            let args = vec![
+                parts,
+                GridArg::Output(0),
+                to.clone(),
+                GridArg::I64(self.results as i64),
+                GridArg::I64(count as i64),
+                GridArg::I32(columns as i32),
+                GridArg::I32(groups as i32),
+                GridArg::I32(each as i32),
+                GridArg::I64(branches as i64),
+                self.factor.clone(),
+            ];
+            self.grid(plan, "join_parts", self.results.div_ceil(columns) * branches, args);
+            (parts, count) = (to, branches);
+        }
+    }
+
+    /// Memory for so many parts of each result; none where results are finished at once.
+    fn parts(&self, plan: &mut Plan, branches: usize) -> GridArg {
+        let count = if branches == 1 { 0 } else { branches * self.results };
+        plan.scratch(count * self.accumulator.size())
+    }
+
+    fn grid(&self, plan: &mut Plan, entry: &'static str, blocks: usize, args: Vec<GridArg>) {
+        plan.grid(Grid {
+            entry,
+            defines: self.defines.clone(),
+            blocks: [u32::try_from(blocks).expect("fewer than 2^31 blocks cover what a device holds"), 1, 1],
+            threads: THREADS as u32,
+            shared_bytes: 0,
+            args,
+        });
+    }
+}
+
+/// How many of at most `most` blocks of elements one group takes: as many as leave the card busy.
+fn each(most: usize, blocks_if: impl Fn(usize) -> usize) -> usize {
+    [4, 2].into_iter().find(|&each| each < 2 * most && blocks_if(each) >= BUSY).unwrap_or(1)
+}
