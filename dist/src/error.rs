@@ -37,6 +37,8 @@ pub enum Kind {
     Config,
     /// Data that cannot be used.
     Data,
+    /// Ranks that hold or were told different things where they should be alike.
+    Diverged,
     /// A number that is not finite where it has to be.
     NotFinite,
     /// A stop that was asked for from outside (SIGINT).
@@ -142,9 +144,15 @@ impl From<shardgrad_kernels::KernelError> for Error {
             shardgrad_kernels::KernelError::OutOfMemory { .. } => Kind::OutOfMemory,
             shardgrad_kernels::KernelError::DType { .. } => Kind::DType,
             shardgrad_kernels::KernelError::Index { .. } => Kind::Data,
+            shardgrad_kernels::KernelError::Library { .. }
+            | shardgrad_kernels::KernelError::Unsupported { .. } => Kind::Unsupported,
             _ => Kind::Device,
         };
-        Error::new(kind, e.to_string())
+        let error = Error::new(kind, e.to_string());
+        match e {
+            shardgrad_kernels::KernelError::Library { help, .. } => error.detail("help", help),
+            _ => error,
+        }
     }
 }
 

@@ -7,6 +7,7 @@ use crate::module::Module;
 use crate::name::matches;
 use crate::param::{Param, check_dtype};
 use crate::placed::Model;
+use shardgrad_tensor::agreement::check_copies;
 use shardgrad_tensor::control::{pass_bytes, world_sum};
 use shardgrad_tensor::{DType, Error, Kind, Rank, Result, Tensor, Value};
 use std::collections::HashSet;
@@ -66,11 +67,22 @@ impl<M: Family> Model<M> {
     }
 }
 
-/// Writes the parameters of a model, rounded to a dtype, into safetensors files of a folder, in the order of traversal, under the names that
-/// `name_in_file` gives. Every rank calls this together; the first rank writes.
+/// Compares the copies of all parameters of this rank's stage, bit for bit. Every rank calls this together.
 ///
 /// # Errors
-/// `Kind::Io` if the system refuses; `Kind::Checkpoint` for names that no file can hold; what the collectives report.
+/// `Kind::Diverged` on every rank, naming parameters and ranks; what the collective reports.
+pub fn check_parameters<M: Module>(model: &Model<M>, site: &'static Location<'static>) -> Result<()> {
+    let tensors: Vec<(String, Tensor)> =
+        model.params().iter().filter(|p| p.is_here()).map(|p| (p.name(), p.tensor())).collect();
+    let tensors: Vec<(&str, &Tensor)> = tensors.iter().map(|(name, tensor)| (&**name, tensor)).collect();
+    check_copies(model.rank(), &tensors, site)
+}
+
+/// Writes the parameters of a model, rounded to a dtype, into safetensors files of a folder, in the order of traversal, under the names that
+/// `name_in_file` gives. Every rank calls this together; the first rank writes. Nothing is written if copies of a parameter differ.
+///
+/// # Errors
+/// `Kind::Diverged` as [`check_parameters`]; `Kind::Io` if the system refuses; `Kind::Checkpoint` for names that no file can hold; what the collectives report.
 #[track_caller]
 pub fn save_weights<M: Module>(
     model: &Model<M>,
@@ -79,6 +91,7 @@ pub fn save_weights<M: Module>(
     dtype: DType,
     name_in_file: &dyn Fn(&str) -> String,
 ) -> Result<()> {
+    check_parameters(model, Location::caller())?;
     let entry = |p: &Param| (name_in_file(&p.name()), dtype, p.shape_in_files());
     let entries: Vec<_> = model.params().iter().map(entry).collect();
     let writes = model.rank().world().index() == 0;

@@ -1,5 +1,6 @@
 //! The training loop's body: microbatches, stages, gradient norm, update.
 
+use crate::checkpoint::check_parameters;
 use crate::module::Module;
 use crate::optim::{AdamW, Schedule, StepArgs};
 use crate::placed::Model;
@@ -7,11 +8,13 @@ use crate::plan::Plan;
 use crate::staged::{self, Staged};
 use shardgrad_autograd::pipeline::{self, Action, Passed};
 use shardgrad_autograd::{Gradients, Noise, OpRecord, Program, Var};
+use shardgrad_tensor::agreement::{check_alike, check_copies};
 use shardgrad_tensor::control::first_not_finite;
 use shardgrad_tensor::{DType, Error, Kind, Layout, Rank, Result, Tensor, Value};
 use std::cell::RefCell;
 use std::fmt;
 use std::ops::Range;
+use std::panic::Location;
 use std::rc::Rc;
 use std::time::Instant;
 
@@ -169,6 +172,28 @@ impl<'t, M: Module> Trainer<'t, M> {
         }
         self.step += 1;
         Ok(StepReport { step, loss, grad_norm: report.grad_norm, lr, control })
+    }
+
+    /// Compares what the ranks were told (settings, optimizer, step), bit for bit the copies of parameters and of the
+    /// arguments of the next step, and the names of this stage's parameters. Three small collectives; every rank calls this
+    /// together: at the start, and now and then, since no collective of a step sees what is in a tensor.
+    ///
+    /// # Errors
+    /// `Kind::Diverged` on every rank, naming what differs; what `read` and the collectives report.
+    #[track_caller]
+    pub fn check_alike(&self) -> Result<()> {
+        let site = Location::caller();
+        let told = [
+            ("settings", format!("{:?}", self.settings)),
+            ("optimizer", self.optim.describe()),
+            ("step", self.step.to_string()),
+        ];
+        check_alike(self.rank(), &told, site)?;
+        check_parameters(&self.model, site)?;
+        let arguments = (self.read)(self.model.rank(), self.step, self.rows(0))?;
+        let names: Vec<String> = (0..arguments.len()).map(|i| format!("argument {i} of the loss")).collect();
+        let arguments: Vec<_> = names.iter().map(String::as_str).zip(&arguments).collect();
+        check_copies(self.rank(), &arguments, site)
     }
 
     /// This rank's part of the loss on some arguments, on which [`Trainer::rank`] they lie; the parts of all ranks add up to

@@ -37,6 +37,7 @@ struct Job {
     /// What a loss is measured by.
     unit: &'static str,
     eval_every: Option<usize>,
+    check_every: usize,
     start: Option<PathBuf>,
     out: PathBuf,
     shard_bytes_max: u64,
@@ -138,6 +139,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         held_out,
         unit,
         eval_every: args.eval_every(),
+        check_every: args.check_every,
         start: args.model.dir().map(Path::to_path_buf),
         out: args.out.clone(),
         shard_bytes_max: args.shard_size,
@@ -164,6 +166,9 @@ fn train(rank: &Rank, job: &Job) -> Result<bool> {
     let began = Instant::now();
     let mut stopped = false;
     for step in 0..recipe.steps {
+        if step == 0 || job.check_every > 0 && step % job.check_every == 0 {
+            trainer.check_alike()?;
+        }
         let started = Instant::now();
         let report = trainer.step(&[f64::from(u8::from(job.interrupt.requested()))])?;
         let seconds = started.elapsed().as_secs_f64();

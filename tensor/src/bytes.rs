@@ -34,6 +34,17 @@ impl Tensor {
         Ok(Tensor::assemble(rank, layout.clone(), part))
     }
 
+    /// The bytes of this rank's part, row-major. No communication; none on the null back end.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn own_bytes(&self) -> Result<Vec<u8>> {
+        let flat = self.piece().flat(self.rank())?;
+        let bytes = flat.buffer.as_slice::<u8>();
+        let len = bytes.len().min(flat.numel() * self.dtype().size());
+        Ok(bytes[..len].to_vec())
+    }
+
     /// The bytes of the whole tensor, on every rank: completes and gathers what is split, so every rank calls this
     /// together.
     ///
@@ -44,9 +55,7 @@ impl Tensor {
         let site = std::panic::Location::caller();
         let whole = Layout::invariant(self.layout().mesh(), self.dtype(), &self.shape());
         let flat = self.to_layout_at(&whole, site)?.piece().flat(self.rank())?;
-        let bytes = flat.buffer.as_slice::<u8>();
-        let len = bytes.len().min(whole.numel() * self.dtype().size());
-        Ok(bytes[..len].to_vec())
+        flat.front(self.rank(), whole.numel() * self.dtype().size())
     }
 }
 

@@ -32,6 +32,7 @@ pub mod interchange;
 pub mod fill;
 pub mod bytes;
 pub mod control;
+pub mod agreement;
 pub mod update;
 pub mod growing;
 pub mod op;

@@ -6,7 +6,7 @@
 //! the rows around it.
 
 use crate::cpu::Pool;
-use crate::cpu::simd::blocks::{Target, multiply};
+use crate::cpu::simd::blocks::{Blocked, STRIPS, Target};
 use crate::cpu::simd::pack::{DEPTH_MAX, Source};
 use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::simd::tile::Tiles;
@@ -82,7 +82,7 @@ fn product_at<A, B, R>(
     let c = Target { start: c.data.as_mut_ptr(), row: c.row_stride, col: c.col_stride };
     // SAFETY: the reaches and the level were checked above; strides of c that let two elements share memory make
     // the result arbitrary, on this one thread no worse.
-    unsafe { multiply(&Tiles::at(at), scratch, dims, a, b, accumulate, c) }
+    unsafe { Blocked::new(&Tiles::at(at), dims, a, b, accumulate, c).run(scratch) }
 }
 
 /// Matrices of one shape that are read: element (i, j) of matrix p is at `p * strides[0] + i * strides[1] + j *
@@ -108,6 +108,11 @@ pub struct StackMut<'a, T> {
 const OPERATIONS_MIN: usize = 1 << 20;
 /// About so many tasks a thread: each packs its operands anew, but a thread that is held up leaves some to others.
 const TASKS_PER_THREAD: usize = 2;
+/// A product is formed by all threads together where each has at least so many strips of rows: fewer would leave one
+/// waiting for the other at the end of each block.
+const STRIPS_PER_THREAD: usize = 4;
+/// And where it has at least so many multiply-adds, so that two meetings a block are little beside them.
+const TOGETHER_MIN: usize = 1 << 22;
 /// No task has fewer rows of c, where there are more: two of the highest tiles.
 const ROWS_MIN: usize = 28;
 /// No task has fewer columns of c, where there are more: two of the widest tiles.
@@ -172,13 +177,22 @@ pub fn products<T: Float>(
     if g * m * n == 0 {
         return;
     }
-    let split = Split::of(dims, pool.num_threads(), reading(&a, c.strides));
-    let (row_tasks, col_tasks) = (m.div_ceil(split.rows), n.div_ceil(split.cols));
-    let parts = row_tasks * col_tasks;
     let tiles = Tiles::at(level());
     let source = |x: Stack<'_, T>| Source::new(x.data, x.strides[1], x.strides[2]);
     let (sa, sb) = (source(a), source(b));
     let sc = Target { start: c.data.as_mut_ptr(), row: c.strides[1], col: c.strides[2] };
+    if T::DTYPE == T::Acc::DTYPE && g == 1 && pool.num_threads() > 1 {
+        let sc = Target { start: sc.start.cast::<T::Acc>(), row: sc.row, col: sc.col };
+        // SAFETY: the reaches were checked above; T is its own accumulator; `tiles` fit this CPU.
+        let blocked = unsafe { Blocked::new(&tiles, [m, n, k], sa, sb, false, sc) };
+        if blocked.num_strips() >= STRIPS_PER_THREAD * pool.num_threads() && m * n * k >= TOGETHER_MIN {
+            together(pool, &blocked);
+            return;
+        }
+    }
+    let split = Split::of(dims, pool.num_threads(), reading(&a, c.strides));
+    let (row_tasks, col_tasks) = (m.div_ceil(split.rows), n.div_ceil(split.cols));
+    let parts = row_tasks * col_tasks;
     pool.run((g * parts).div_ceil(split.together), &|task| {
         let mut scratch = pool.scratch();
         for part in task * split.together..((task + 1) * split.together).min(g * parts) {
@@ -197,10 +211,45 @@ pub fn products<T: Float>(
     });
 }
 
+/// One product by all threads: each packs a part of a block of b, which all then read, and takes rows of c as it gets to
+/// them, so that a thread that is held up leaves more to the others.
+fn together<R: Real>(pool: &Pool, blocked: &Blocked<'_, R>) {
+    let (strips, threads) = (blocked.num_strips(), pool.num_threads());
+    let some = (strips / (STRIPS_PER_THREAD * threads)).clamp(1, STRIPS);
+    let mut shared = pool.scratch();
+    let packed_b = Shared(shared.room::<R>(blocked.room_b()));
+    for block in blocked.blocks() {
+        let columns = blocked.num_columns(block);
+        let part = columns.div_ceil(2 * threads);
+        pool.run(columns.div_ceil(part), &|i| {
+            // SAFETY: there is room for the block, and no two tasks pack the same strips.
+            unsafe { blocked.pack(block, i * part..columns.min((i + 1) * part), packed_b.get()) }
+        });
+        pool.run(strips.div_ceil(some), &|i| {
+            let mut own = pool.scratch();
+            let packed_a = own.room::<R>(blocked.room_a(some));
+            // SAFETY: the block is packed; there is room for `some` strips of a; no two tasks have the same rows of c.
+            unsafe { blocked.multiply(block, i * some..strips.min((i + 1) * some), packed_b.get(), packed_a) }
+        });
+    }
+}
+
+/// Memory that tasks fill in parts.
+struct Shared<R>(*mut R);
+
+impl<R> Shared<R> {
+    fn get(&self) -> *mut R {
+        self.0
+    }
+}
+
+// SAFETY: tasks write disjoint parts, and read only what was written by tasks that have ended.
+unsafe impl<R: Send> Sync for Shared<R> {}
+
 /// One product, rounded to the type of its operands.
 ///
 /// # Safety
-/// As for [`multiply`].
+/// As for [`Blocked::new`].
 unsafe fn rounded<T: Float>(
     tiles: &Tiles<T::Acc>,
     scratch: &mut Scratch,
@@ -213,13 +262,13 @@ unsafe fn rounded<T: Float>(
     if T::DTYPE == T::Acc::DTYPE {
         let c = Target { start: c.start.cast::<T::Acc>(), row: c.row, col: c.col };
         // SAFETY: as promised by the caller; T is its own accumulator.
-        unsafe { multiply(tiles, scratch, dims, a, b, false, c) };
+        unsafe { Blocked::new(tiles, dims, a, b, false, c).run(scratch) };
         return;
     }
     let mut wide = vec![T::Acc::ZERO; m * n];
     let to = Target { start: wide.as_mut_ptr(), row: n, col: 1 };
     // SAFETY: as promised by the caller; `wide` is m by n.
-    unsafe { multiply(tiles, scratch, dims, a, b, false, to) };
+    unsafe { Blocked::new(tiles, dims, a, b, false, to).run(scratch) };
     vectorized(
         #[inline(always)]
         || {

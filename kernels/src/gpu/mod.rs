@@ -90,6 +90,7 @@ pub(crate) fn padded_dims<const N: usize>(dims: &[(usize, [usize; N])]) -> Padde
 pub struct Plan {
     steps: Vec<Step>,
     scratch: Vec<usize>,
+    allowance: f64,
 }
 
 /// One step of a launch.
@@ -112,7 +113,8 @@ pub struct Grid {
     pub blocks: [u32; 3],
     /// Threads of a block, along x; a multiple of 32 and at most 1024.
     pub threads: u32,
-    /// Bytes of shared memory of a block that the launch sizes, beside what the source declares.
+    /// Bytes of shared memory of a block that the launch sizes, beside what the source declares. More than 48 KiB needs the
+    /// entry's attribute for the most dynamic shared memory, which the driver sets from this field.
     pub shared_bytes: u32,
     /// The arguments of the entry.
     pub args: Vec<GridArg>,
@@ -192,6 +194,18 @@ impl Plan {
     pub fn scratch(&mut self, bytes: usize) -> GridArg {
         self.scratch.push(bytes);
         GridArg::Scratch(self.scratch.len() - 1)
+    }
+
+    /// Lets results be off, beyond the bound of the kernel, by so many units in the last place of their own dtype at the
+    /// largest magnitude of the output: what is rounded to 16 bits on the way to tensor cores.
+    pub fn allow(&mut self, units: f64) {
+        self.allowance = units;
+    }
+
+    /// What [`Plan::allow`] was told, or 0.
+    #[must_use]
+    pub fn allowance(&self) -> f64 {
+        self.allowance
     }
 
     /// The steps, in order.

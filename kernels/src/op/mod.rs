@@ -5,6 +5,7 @@ pub(crate) mod check;
 #[cfg(test)]
 mod differences;
 mod rows;
+mod gpu_rows;
 mod walk;
 mod formula;
 mod pointwise;

@@ -78,6 +78,15 @@ impl AdamW {
         self.lr
     }
 
+    /// All that decides its steps beside its averages, in one line.
+    #[must_use]
+    pub fn describe(&self) -> String {
+        let AdamW { lr, betas, eps, weight_decay, groups, num_steps, .. } = self;
+        format!(
+            "AdamW lr {lr}, betas {betas:?}, eps {eps}, weight decay {weight_decay}, groups {groups:?}, after {num_steps} steps"
+        )
+    }
+
     /// How slowly the two averages forget.
     #[must_use]
     pub fn betas(self, beta1: f64, beta2: f64) -> AdamW {

@@ -18,6 +18,7 @@ pub(super) const BETA2: &str = "0.99";
 pub(super) const EPS: &str = "1e-8";
 pub(super) const GRAD_CLIP: &str = "1";
 pub(super) const EVAL_EVERY: usize = 100;
+pub(super) const CHECK_EVERY: &str = "100";
 pub(super) const EVAL_BATCH: &str = "16";
 pub(super) const TIMEOUT_SECONDS: &str = "60";
 pub(super) const SHARD_SIZE: &str = "5GB";

@@ -52,6 +52,9 @@ pub(crate) struct TrainArgs {
     /// Steps between measurements of the loss on the held-out tenth of the text; 0 for none [default: 100]
     #[arg(long, value_name = "N", help_heading = "Output", value_parser = values::count_or_none)]
     eval_every: Option<usize>,
+    /// Steps between comparisons of what the ranks hold and were told; 0 for none but those at the start and before saving
+    #[arg(long, value_name = "N", help_heading = "Output", value_parser = values::count_or_none, default_value = defaults::CHECK_EVERY)]
+    pub(crate) check_every: usize,
     /// Write what each rank did and when, for chrome://tracing or Perfetto
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub(crate) trace: Option<PathBuf>,

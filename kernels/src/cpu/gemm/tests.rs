@@ -204,6 +204,17 @@ fn stacks_are_the_products_one_by_one() {
 }
 
 #[test]
+fn threads_together_form_the_same_bits() {
+    // More columns and a greater depth than a block has; a last strip of each kind that is not whole.
+    let [m, n, k] = [181, 811, 300];
+    for a in [[m * k, k, 1], [m * k, 1, m]] {
+        examine_stack::<f32>([1, m, n, k], a, [m * n, n, 1]);
+        examine_stack::<f64>([1, m, n, k], a, [m * n, n, 1]);
+        examine_stack::<f32>([1, m, n, k], a, [m * n, 1, m]);
+    }
+}
+
+#[test]
 fn large_tasks_are_cut_and_small_products_gathered() {
     let (packed, in_place) = ([4, 4], [1, 4]);
     let cut = |dims, num_threads, reading| Split::of(dims, num_threads, reading);

@@ -11,7 +11,7 @@ use crate::dtype::Real;
 use std::ops::Range;
 
 /// Strips of a that are packed at a time: its rows, if they lie apart, are then read in runs that are worth it.
-const STRIPS: usize = 8;
+pub(crate) const STRIPS: usize = 8;
 /// Columns of b that are packed at a time: with [`DEPTH_MAX`] rows they stay in the second-level cache, from which they
 /// are read once for each strip of a.
 const COLS: usize = 768;
@@ -59,27 +59,6 @@ impl<T> Target<T> {
 // SAFETY: tasks on several threads write disjoint parts of c only.
 unsafe impl<T: Send> Sync for Target<T> {}
 
-/// c = a b or c += a b; `dims` is (m, n, k). Vectors run along the columns of c; a product is also that of the turned
-/// matrices.
-///
-/// # Safety
-/// The matrices lie inside of their memories; c overlaps neither a nor b, nor itself; the CPU has the tiles.
-pub(crate) unsafe fn multiply<R: Real>(
-    tiles: &Tiles<R>,
-    scratch: &mut Scratch,
-    [m, n, k]: [usize; 3],
-    a: Source<R>,
-    b: Source<R>,
-    accumulate: bool,
-    c: Target<R>,
-) {
-    let turn = if m.min(n) < tiles.lanes { n < m } else { c.row == 1 && c.col != 1 };
-    let (dims, a, b, c) =
-        if turn { ([n, m, k], b.turned(), a.turned(), c.turned()) } else { ([m, n, k], a, b, c) };
-    // SAFETY: as promised by the caller; turning keeps what a matrix reaches.
-    unsafe { blocks(tiles, scratch, dims, a, b, accumulate, c) }
-}
-
 /// `len` elements cut into parts of at most `max`, as even as can be: how many, and the length of the first ones,
 /// which may be one more than that of the others.
 #[derive(Clone, Copy)]
@@ -104,54 +83,174 @@ impl Cut {
     }
 }
 
-/// See [`multiply`].
-///
-/// # Safety
-/// As for [`multiply`].
-unsafe fn blocks<R: Real>(
-    tiles: &Tiles<R>,
-    scratch: &mut Scratch,
-    [m, n, k]: [usize; 3],
+/// A product that is taken block by block, by one thread or by several.
+pub(crate) struct Blocked<'t, R: 'static> {
+    tiles: &'t Tiles<R>,
+    n: usize,
+    k: usize,
     a: Source<R>,
     b: Source<R>,
-    accumulate: bool,
     c: Target<R>,
-) {
-    let wide = 2 * tiles.lanes;
-    let strips = Cut::new(m, tiles.table.len());
-    // What is packed for few rows is used at once, and should not leave the first-level cache before.
-    let cols_max = if strips.count <= FEW { wide } else { COLS };
-    let col_step = n.div_ceil(n.div_ceil(cols_max).max(1)).next_multiple_of(wide);
-    let in_place_a = a.direct && (a.col == 1 || a.row == 1 && n <= FEW * wide);
-    let in_place_b = b.direct && b.col == 1 && strips.count <= FEW;
-    let depth_max = k.min(DEPTH_MAX);
-    let room_b = col_step.min(n.next_multiple_of(tiles.lanes)) * depth_max;
-    let room_a = if in_place_a { 0 } else { m.min(STRIPS * tiles.table.len()) * depth_max };
-    let packed_b = scratch.room::<R>(room_b + room_a);
-    // SAFETY: the room was asked for just above.
-    let packed_a = unsafe { packed_b.add(room_b) };
-    if k == 0 && !accumulate {
-        for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
-            // SAFETY: (i, j) lies inside of c.
-            unsafe { *c.at(i, j) = R::ZERO };
+    accumulate: bool,
+    strips: Cut,
+    /// Columns of a block.
+    col_step: usize,
+    in_place_a: bool,
+    in_place_b: bool,
+}
+
+/// Some columns of b and some steps of the depth.
+#[derive(Clone, Copy)]
+pub(crate) struct Block {
+    first_col: usize,
+    cols: usize,
+    first_depth: usize,
+    depth: usize,
+}
+
+impl<'t, R: Real> Blocked<'t, R> {
+    /// c = a b or c += a b; `dims` is (m, n, k). Vectors run along the columns of c; a product is also that of the turned
+    /// matrices.
+    ///
+    /// # Safety
+    /// The matrices lie inside of their memories; c overlaps neither a nor b, nor itself; the CPU has the tiles. That
+    /// holds for as long as the value is used.
+    pub(crate) unsafe fn new(
+        tiles: &'t Tiles<R>,
+        [m, n, k]: [usize; 3],
+        a: Source<R>,
+        b: Source<R>,
+        accumulate: bool,
+        c: Target<R>,
+    ) -> Blocked<'t, R> {
+        let turn = if m.min(n) < tiles.lanes { n < m } else { c.row == 1 && c.col != 1 };
+        let (m, n, a, b, c) = if turn { (n, m, b.turned(), a.turned(), c.turned()) } else { (m, n, a, b, c) };
+        let wide = 2 * tiles.lanes;
+        let strips = Cut::new(m, tiles.table.len());
+        // What is packed for few rows is used at once, and should not leave the first-level cache before.
+        let cols_max = if strips.count <= FEW { wide } else { COLS };
+        let col_step = n.div_ceil(n.div_ceil(cols_max).max(1)).next_multiple_of(wide);
+        let in_place_a = a.direct && (a.col == 1 || a.row == 1 && n <= FEW * wide);
+        let in_place_b = b.direct && b.col == 1 && strips.count <= FEW;
+        if k == 0 && !accumulate {
+            for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
+                // SAFETY: (i, j) lies inside of c.
+                unsafe { *c.at(i, j) = R::ZERO };
+            }
+        }
+        Blocked { tiles, n, k, a, b, c, accumulate, strips, col_step, in_place_a, in_place_b }
+    }
+
+    /// Strips of rows, of which each is some tiles high.
+    pub(crate) fn num_strips(&self) -> usize {
+        self.strips.count
+    }
+
+    /// Elements of a packed block of b.
+    pub(crate) fn room_b(&self) -> usize {
+        self.col_step.min(self.n.next_multiple_of(self.tiles.lanes)) * self.k.min(DEPTH_MAX)
+    }
+
+    /// Elements of so many packed strips of a.
+    pub(crate) fn room_a(&self, strips: usize) -> usize {
+        if self.in_place_a { 0 } else { strips * self.tiles.table.len() * self.k.min(DEPTH_MAX) }
+    }
+
+    /// The blocks, in the order in which sums take them up.
+    pub(crate) fn blocks(&self) -> impl Iterator<Item = Block> + use<R> {
+        let (n, k, col_step) = (self.n, self.k, self.col_step);
+        (0..n).step_by(col_step.max(1)).flat_map(move |first_col| {
+            (0..k).step_by(DEPTH_MAX).map(move |first_depth| Block {
+                first_col,
+                cols: col_step.min(n - first_col),
+                first_depth,
+                depth: DEPTH_MAX.min(k - first_depth),
+            })
+        })
+    }
+
+    /// How many strips of columns a block has.
+    pub(crate) fn num_columns(&self, block: Block) -> usize {
+        block.cols.div_ceil(2 * self.tiles.lanes)
+    }
+
+    /// Packs some strips of columns of a block of b, or only the last if the rest can stay where it is.
+    ///
+    /// # Safety
+    /// `to` has room for [`Blocked::room_b`] elements, and nobody else touches those of these strips.
+    pub(crate) unsafe fn pack(&self, block: Block, columns: Range<usize>, to: *mut R) {
+        let (wide, depth, whole) = (2 * self.tiles.lanes, block.depth, block.cols / (2 * self.tiles.lanes));
+        let from = self.b.from(block.first_depth, block.first_col);
+        let place = |strip: usize| to.wrapping_add((strip * wide - self.packed_from(block)) * depth);
+        let rest = block.cols - whole * wide;
+        if !self.in_place_b {
+            let (first, end) = (columns.start.min(whole), columns.end.min(whole));
+            let strips = Strips { depth, count: end - first, used: wide, width: wide };
+            // SAFETY: as promised by the caller.
+            unsafe { from.from(0, first * wide).pack(self.tiles, strips, place(first)) };
+        }
+        if columns.end > whole {
+            let width = rest.next_multiple_of(self.tiles.lanes);
+            let last = Strips { depth, count: rest.min(1), used: rest, width };
+            // SAFETY: as promised by the caller.
+            unsafe { from.from(0, whole * wide).pack(self.tiles, last, place(whole)) };
         }
     }
-    for first_col in (0..n).step_by(col_step.max(1)) {
-        let cols = col_step.min(n - first_col);
-        for first_depth in (0..k).step_by(DEPTH_MAX) {
-            let depth = DEPTH_MAX.min(k - first_depth);
-            let add = accumulate || first_depth > 0;
-            let (a, b, c) = (a.from(0, first_depth), b.from(first_depth, first_col), c.from(0, first_col));
-            // SAFETY: the blocks lie inside of a, b and c; there is room for those of a and b.
+
+    /// Columns before this one stay in b itself.
+    fn packed_from(&self, block: Block) -> usize {
+        let wide = 2 * self.tiles.lanes;
+        if self.in_place_b { block.cols / wide * wide } else { 0 }
+    }
+
+    /// Brings a packed block into some strips of rows of c.
+    ///
+    /// # Safety
+    /// `packed_b` holds all strips of the block; `packed_a` has room for these strips of a ([`Blocked::room_a`]); nobody
+    /// else writes these rows of c meanwhile.
+    pub(crate) unsafe fn multiply(
+        &self,
+        block: Block,
+        rows: Range<usize>,
+        packed_b: *const R,
+        packed_a: *mut R,
+    ) {
+        let (strips, depth) = (self.strips, block.depth);
+        let a = self.a.from(0, block.first_depth);
+        let from = self.b.from(block.first_depth, block.first_col);
+        let panel = Panel {
+            depth,
+            cols: block.cols,
+            packed: packed_b,
+            packed_from: self.packed_from(block),
+            in_place: from.start.cast(),
+            row: from.row,
+        };
+        let add = self.accumulate || block.first_depth > 0;
+        // SAFETY: the strips lie inside of a, b and c; there is room for those of a.
+        unsafe {
+            let heights = match self.in_place_a {
+                true => Heights::InPlace(a),
+                false => pack_rows(self.tiles, a, (strips, rows.clone()), depth, packed_a),
+            };
+            tiles_of(self.tiles, (strips, rows), heights, panel, add, self.c.from(0, block.first_col));
+        }
+    }
+
+    /// The whole product, on this thread.
+    ///
+    /// # Safety
+    /// As for [`Blocked::new`].
+    pub(crate) unsafe fn run(&self, scratch: &mut Scratch) {
+        let count = self.num_strips();
+        let packed_b = scratch.room::<R>(self.room_b() + self.room_a(count.min(STRIPS)));
+        let packed_a = packed_b.wrapping_add(self.room_b());
+        for block in self.blocks() {
+            // SAFETY: there is room for both, and only this thread works on c.
             unsafe {
-                let panel = panel_of(tiles, b, [depth, cols], in_place_b, packed_b);
-                for first in (0..strips.count).step_by(STRIPS) {
-                    let some = first..strips.count.min(first + STRIPS);
-                    let rows = match in_place_a {
-                        true => Heights::InPlace(a),
-                        false => pack_rows(tiles, a, (strips, some.clone()), depth, packed_a),
-                    };
-                    tiles_of(tiles, (strips, some), rows, panel, add, c);
+                self.pack(block, 0..self.num_columns(block), packed_b);
+                for first in (0..count).step_by(STRIPS) {
+                    self.multiply(block, first..count.min(first + STRIPS), packed_b, packed_a);
                 }
             }
         }
@@ -168,31 +267,6 @@ struct Panel<R> {
     packed_from: usize,
     in_place: *const R,
     row: usize,
-}
-
-/// Packs the strips of a block of b, or only the last if the rest can stay where it is.
-///
-/// # Safety
-/// The block lies inside of its memory, and `to` has room for it.
-unsafe fn panel_of<R: Real>(
-    tiles: &Tiles<R>,
-    from: Source<R>,
-    [depth, cols]: [usize; 2],
-    in_place: bool,
-    to: *mut R,
-) -> Panel<R> {
-    let wide = 2 * tiles.lanes;
-    let whole = cols / wide * wide;
-    let packed_from = if in_place { whole } else { 0 };
-    let strips = Strips { depth, count: (whole - packed_from) / wide, used: wide, width: wide };
-    let rest = cols - whole;
-    let last = Strips { depth, count: rest.min(1), used: rest, width: rest.next_multiple_of(tiles.lanes) };
-    // SAFETY: as promised by the caller.
-    unsafe {
-        from.from(0, packed_from).pack(tiles, strips, to);
-        from.from(0, whole).pack(tiles, last, to.add((whole - packed_from) * depth));
-    }
-    Panel { depth, cols, packed: to, packed_from, in_place: from.start.cast(), row: from.row }
 }
 
 /// Strips of a: where they lie, or packed from row `first` on.

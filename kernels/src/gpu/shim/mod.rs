@@ -74,8 +74,8 @@ struct Memory {
 const FAULT_BYTES: usize = 32;
 
 /// Makes the plan of a launch and runs it. The error is what the plan, the compiler, the shim or the guards say, or that
-/// an index points outside.
-pub(crate) fn run(kernel: &Kernel, launch: &mut Launch<'_>, order: u64) -> Result<(), String> {
+/// an index points outside. Gives the allowance of the plan.
+pub(crate) fn run(kernel: &Kernel, launch: &mut Launch<'_>, order: u64) -> Result<f64, String> {
     let gpu = kernel.gpu.as_ref().expect("only kernels with a plan are run");
     let mut plan = Plan::default();
     (gpu.plan)(launch, &mut plan).map_err(|e| e.to_string())?;
@@ -97,7 +97,8 @@ pub(crate) fn run(kernel: &Kernel, launch: &mut Launch<'_>, order: u64) -> Resul
             Step::Product(product) => run_product(*product, launch, &mut memory)?,
         }
     }
-    finish(kernel, launch, &memory)
+    finish(kernel, launch, &memory)?;
+    Ok(plan.allowance())
 }
 
 /// The entries that a plan runs, by the text of the program.

@@ -1,11 +1,12 @@
 //! One AdamW step (decoupled weight decay) on a flat run of parameters.
 
 mod cpu;
+mod gpu;
 
 use crate::cpu::Pool;
 use crate::dtype::{Element, Float};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Kernel, Launch, Scalar};
+use crate::kernel::{Bound, Gpu, Kernel, Launch, Scalar};
 use crate::match_float;
 use crate::op::rows::{operands, read, write};
 
@@ -25,7 +26,7 @@ pub static STEP: Kernel = Kernel {
     name: "adamw",
     reference: step,
     cpu: Some(cpu::step),
-    gpu: None,
+    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::step }),
     flops: |launch| 16 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 8.0 },
 };

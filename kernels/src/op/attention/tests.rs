@@ -92,6 +92,17 @@ fn the_fast_path_agrees() {
 }
 
 #[test]
+fn heads_of_real_models_agree() {
+    agree([1, 70, 150, 1, 2, 64], &scalars(0.125, true, 80), &[DType::BF16]);
+    agree([1, 130, 70, 1, 1, 128], &scalars(0.09, false, 0), &[DType::BF16]);
+    agree([1, 150, 150, 1, 1, 128], &windowed(0.09, 0, 90), &[DType::F16]);
+    agree([1, 33, 140, 1, 3, 80], &scalars(0.1, true, 107), &[DType::F16]);
+    // What no tile takes: long heads, and scales that turn maxima around.
+    agree([1, 9, 20, 1, 2, 136], &scalars(0.1, true, 11), &[DType::F32, DType::BF16]);
+    agree([1, 9, 20, 1, 2, 24], &scalars(-0.2, true, 11), &[DType::BF16, DType::F16]);
+}
+
+#[test]
 fn the_fast_path_agrees_within_windows() {
     // Windows shorter and longer than a tile of keys, over borders of tiles of both kinds, and whole tiles before them.
     for window in [1, 2, 3, 63, 64, 65, 130, 1000] {

@@ -1,10 +1,12 @@
 //! Products of stacks of matrices.
 
+mod gpu;
+
 use crate::cpu::Pool;
 use crate::cpu::gemm::{Stack, StackMut, products};
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::kernel::{Arg, Bound, Kernel, Launch};
+use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::operands;
 use crate::strides::Strides;
@@ -20,7 +22,7 @@ pub static CONTRACT: Kernel = Kernel {
     name: "contract",
     reference: plain,
     cpu: Some(fast),
-    gpu: None,
+    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::contract }),
     flops: |launch| 2 * launch.inputs[0].view.numel() as u64 * launch.outputs[0].view.shape[2] as u64,
     bound: Bound { ulps: 64.0 },
 };

@@ -2,11 +2,12 @@
 //! loss = max + ln(sum_exp) - picked, once sum_exp and picked are added up over the shards of the vocabulary.
 
 mod cpu;
+mod gpu;
 
 use crate::cpu::Pool;
 use crate::dtype::{Element, Float};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Kernel, Launch};
+use crate::kernel::{Bound, Gpu, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{check_indices, operands, read, width, write};
 
@@ -23,7 +24,7 @@ pub static TERMS: Kernel = Kernel {
     name: "cross_entropy",
     reference: terms,
     cpu: Some(cpu::terms),
-    gpu: None,
+    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::terms }),
     flops: |launch| 3 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 16.0 },
 };
@@ -40,7 +41,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "cross_entropy_backward",
     reference: backward,
     cpu: Some(cpu::backward),
-    gpu: None,
+    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::backward }),
     flops: |launch| 3 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 16.0 },
 };

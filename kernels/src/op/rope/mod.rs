@@ -1,11 +1,12 @@
 //! Rotary positions: channels i and i + c/2 of a row are turned by the angle that belongs to position and pair.
 
 mod cpu;
+mod gpu;
 
 use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::kernel::{Arg, Bound, Kernel, Launch, Scalar};
+use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch, Scalar};
 use crate::match_float;
 use crate::op::rows::{operands, read, width, write};
 
@@ -22,7 +23,7 @@ pub static ROTATE: Kernel = Kernel {
     name: "rope",
     reference,
     cpu: Some(cpu::rotate),
-    gpu: None,
+    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::rotate }),
     flops: |launch| 3 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 4.0 },
 };

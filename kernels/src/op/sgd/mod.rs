@@ -1,9 +1,11 @@
 //! One step of stochastic gradient descent with momentum on a flat run of parameters.
 
+mod gpu;
+
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Element, Float, Real};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Kernel, Launch, Scalar};
+use crate::kernel::{Bound, Gpu, Kernel, Launch, Scalar};
 use crate::match_float;
 use crate::op::rows::{operands, read, rows_per_task, write};
 
@@ -20,7 +22,7 @@ pub static STEP: Kernel = Kernel {
     name: "sgd",
     reference,
     cpu: Some(cpu),
-    gpu: None,
+    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::step }),
     flops: |launch| 8 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 8.0 },
 };

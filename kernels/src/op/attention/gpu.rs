@@ -1,0 +1,244 @@
+//! Attention on GPUs. 16-bit heads of up to 128 channels go through tensor cores in tiles (`gpu/tile.cu`), all others
+//! through plain arithmetic (`gpu/plain.cu`).
+
+use super::{BACKWARD, FORWARD, Problem};
+use crate::dtype::DType;
+use crate::error::KernelError;
+use crate::gpu::{Grid, GridArg, Plan, type_name};
+use crate::kernel::{Arg, Launch};
+use std::borrow::Cow;
+
+/// Tensor cores where HEAD is defined, plain arithmetic elsewhere.
+pub(super) const FORWARD_SOURCE: &str = concat!(
+    include_str!("gpu/problem.cu"),
+    "#ifdef HEAD\n",
+    include_str!("gpu/tile.cu"),
+    include_str!("gpu/forward.cu"),
+    "#else\n",
+    include_str!("gpu/plain.cu"),
+    "#endif\n",
+);
+/// The same.
+pub(super) const BACKWARD_SOURCE: &str = concat!(
+    include_str!("gpu/problem.cu"),
+    include_str!("gpu/deltas.cu"),
+    "#ifdef HEAD\n",
+    include_str!("gpu/tile.cu"),
+    include_str!("gpu/backward.cu"),
+    "#else\n",
+    include_str!("gpu/plain.cu"),
+    "#endif\n",
+);
+
+/// Rows, or keys, that a block of the tiles has.
+const BLOCK: usize = 128;
+/// Rows of a head are filled up to a multiple of this in scratch memory: the longest step over rows.
+const PADDING: usize = 64;
+/// What probabilities cost that are rounded to 16 bits, in units of the output at its largest magnitude.
+const ALLOWANCE: f64 = 4.0;
+
+/// How a launch is done.
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    /// In tiles with rows of so many channels.
+    Tiles(usize),
+    /// With so many rows a warp and pieces of 32 channels a row.
+    Plain([usize; 2]),
+}
+
+impl Way {
+    fn new(dtype: DType, problem: &Problem) -> Way {
+        let (pieces, is_narrow) = (problem.c.div_ceil(32).max(1), dtype.size() == 2);
+        match problem.c {
+            // Maxima are those of scores before they are scaled.
+            1..=128 if is_narrow && problem.scale > 0.0 => Way::Tiles(if pieces > 2 { 128 } else { 64 }),
+            _ => Way::Plain([(16 / pieces).clamp(1, 8), pieces]),
+        }
+    }
+
+    /// Rows, or keys, of a block.
+    fn block(self) -> usize {
+        match self {
+            Way::Tiles(_) => BLOCK,
+            Way::Plain([rows, _]) => 4 * rows,
+        }
+    }
+
+    /// Shared memory of a block: `of_tiles` bytes for each channel of a row, and `more`.
+    fn shared_bytes(self, dtype: DType, of_tiles: usize, more: usize) -> u32 {
+        let bytes = match self {
+            Way::Tiles(head) => of_tiles * head + more,
+            Way::Plain([rows, _]) => (8 * rows + 33) * 32 * dtype.accumulator().size(),
+        };
+        bytes as u32
+    }
+}
+
+/// A launch that is being described.
+struct Description<'a> {
+    problem: Problem,
+    dtype: DType,
+    way: Way,
+    defines: Vec<(&'static str, Cow<'static, str>)>,
+    shape: &'a GridArg,
+}
+
+/// Whether 16 bytes of a row can be read at once: channels side by side, rows and heads at multiples of 8.
+fn is_vector(arg: &Arg<'_>) -> bool {
+    let (&inner, outer) = arg.view.strides.split_last().expect("heads have channels");
+    let extents = &arg.view.shape;
+    let apart = outer.iter().zip(extents).all(|(step, &extent)| extent <= 1 || step.is_multiple_of(8));
+    inner == 1 && apart && arg.view.offset.is_multiple_of(8) && extents[outer.len()].is_multiple_of(8)
+}
+
+/// `Problem` of the source: extents, then the strides of the operands, 0 for those that a launch lacks.
+fn shape(problem: &Problem, args: &[Arg<'_>]) -> GridArg {
+    let Problem { t, g, r, c, s, causal, t_start, window, .. } = *problem;
+    let extents = [t, g, r, c, s].map(|n| n as i64);
+    let mut words = [&extents[..], &[i64::from(causal), t_start, window as i64]].concat();
+    // q, k, v, o, lse, d_out.
+    for (i, dims) in [5, 4, 4, 5, 4, 5].into_iter().enumerate() {
+        match args.get(i) {
+            Some(arg) => words.extend(arg.view.strides.iter().map(|&step| step as i64)),
+            None => words.extend(std::iter::repeat_n(0, dims)),
+        }
+    }
+    GridArg::I64s(words)
+}
+
+/// A number in the accumulator.
+fn real(dtype: DType, x: f64) -> GridArg {
+    if dtype == DType::F64 { GridArg::F64(x) } else { GridArg::F32(x as f32) }
+}
+
+fn defines(way: Way, problem: &Problem, launch: &Launch<'_>) -> Vec<(&'static str, Cow<'static, str>)> {
+    let dtype = launch.inputs[0].dtype;
+    let number = |n: usize| Cow::from(n.to_string());
+    let mut defines = vec![("T", type_name(dtype).into()), ("GROUPED", number(usize::from(problem.r != 1)))];
+    match way {
+        Way::Tiles(head) => {
+            // Statistics, the fifth operand, are read one by one.
+            let vectors = launch.inputs.iter().enumerate().all(|(i, arg)| i == 4 || is_vector(arg))
+                && launch.outputs.iter().all(|out| out.view.offset.is_multiple_of(8));
+            defines.push(("HEAD", number(head)));
+            defines.push(("BRAIN", number(usize::from(dtype == DType::BF16))));
+            defines.push(("VEC", number(usize::from(vectors))));
+        }
+        Way::Plain([rows, pieces]) => {
+            defines.extend([("W", number(rows)), ("N", number(pieces))]);
+        }
+    }
+    defines
+}
+
+impl Description<'_> {
+    /// A grid of blocks for so many rows, or keys, of each head.
+    fn grid(&self, entry: &'static str, rows: usize, threads: usize, shared_bytes: u32) -> Grid {
+        self.grid_of(entry, rows.div_ceil(self.way.block()), threads, shared_bytes)
+    }
+
+    fn grid_of(&self, entry: &'static str, blocks: usize, threads: usize, shared_bytes: u32) -> Grid {
+        let blocks = [blocks, self.problem.g, self.problem.b].map(|n| n as u32);
+        let (defines, args) = (self.defines.clone(), vec![self.shape.clone()]);
+        Grid { entry, defines, blocks, threads: threads as u32, shared_bytes, args }
+    }
+}
+
+pub(super) fn forward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+    let (args, dtype) = (launch.inputs, launch.inputs[0].dtype);
+    if !dtype.is_float() {
+        return Err(KernelError::DType { kernel: FORWARD.name, dtype });
+    }
+    let problem = Problem::new(&args[0], &args[1], launch.scalars);
+    let (way, shape) = (Way::new(dtype, &problem), shape(&problem, args));
+    let defines = defines(way, &problem, launch);
+    let it = Description { problem, dtype, way, defines, shape: &shape };
+    // 128 rows of q, 64 of k and 64 of v; four totals for each of 128 threads.
+    let shared_bytes = way.shared_bytes(dtype, 512, 2048);
+    let (entry, scale) = match way {
+        Way::Tiles(_) => ("attend", problem.scale * std::f64::consts::LOG2_E),
+        Way::Plain(_) => ("attend_plain", problem.scale),
+    };
+    let mut grid = it.grid(entry, problem.t * problem.r, 128, shared_bytes);
+    grid.args.extend([0, 1, 2].map(GridArg::Input));
+    grid.args.extend([GridArg::Output(0), GridArg::Output(1), real(dtype, scale)]);
+    plan.grid(grid);
+    if matches!(way, Way::Tiles(_)) {
+        plan.allow(ALLOWANCE);
+    }
+    Ok(())
+}
+
+pub(super) fn backward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+    let (args, dtype) = (launch.inputs, launch.inputs[0].dtype);
+    if !dtype.is_float() {
+        return Err(KernelError::DType { kernel: BACKWARD.name, dtype });
+    }
+    let problem = Problem::new(&args[0], &args[1], launch.scalars);
+    if problem.c == 0 {
+        return Ok(());
+    }
+    let (way, shape) = (Way::new(dtype, &problem), shape(&problem, args));
+    let defines = defines(way, &problem, launch);
+    let it = Description { problem, dtype, way, defines, shape: &shape };
+    let rows = problem.t * problem.r;
+    let padded = rows.next_multiple_of(PADDING);
+    let bytes = problem.b * problem.g * padded * dtype.accumulator().size();
+    let numbers = [plan.scratch(bytes), plan.scratch(bytes)];
+    plan.grid(it.deltas(&numbers, padded));
+    plan.grid(it.keys_back(&numbers, padded));
+    plan.grid(it.queries_back(&numbers, padded));
+    if matches!(way, Way::Tiles(_)) {
+        plan.allow(ALLOWANCE);
+    }
+    Ok(())
+}
+
+impl Description<'_> {
+    /// delta and lse of each row, in the order (b, g, t, r), into `numbers`.
+    fn deltas(&self, [lse, delta]: &[GridArg; 2], padded: usize) -> Grid {
+        let factor = if matches!(self.way, Way::Tiles(_)) { std::f64::consts::LOG2_E } else { 1.0 };
+        let mut grid = self.grid_of("row_deltas", padded / 4, 128, 0);
+        grid.args.extend([3, 4, 5].map(GridArg::Input));
+        grid.args.extend([delta.clone(), lse.clone(), real(self.dtype, factor), GridArg::I32(padded as i32)]);
+        grid
+    }
+
+    /// q, k, v, d_out and what [`Description::deltas`] found.
+    fn operands(&self, grid: &mut Grid, numbers: &[GridArg; 2], outputs: &[usize], padded: usize) {
+        grid.args.extend([0, 1, 2, 5].map(GridArg::Input));
+        grid.args.extend(numbers.iter().cloned());
+        grid.args.extend(outputs.iter().map(|&i| GridArg::Output(i)));
+        grid.args.push(real(self.dtype, self.problem.scale));
+        if matches!(self.way, Way::Tiles(_)) {
+            grid.args.push(real(self.dtype, self.problem.scale * std::f64::consts::LOG2_E));
+        }
+        grid.args.push(GridArg::I32(padded as i32));
+    }
+
+    fn keys_back(&self, numbers: &[GridArg; 2], padded: usize) -> Grid {
+        // 128 keys of k and v, two tiles of q and d_out, two of lse and delta.
+        let (entry, threads, step) = match self.way {
+            Way::Tiles(64) => ("keys_back", 128, 32),
+            Way::Tiles(_) => ("keys_back", 256, 64),
+            Way::Plain(_) => ("keys_back_plain", 128, 0),
+        };
+        let shared_bytes = self.way.shared_bytes(self.dtype, 4 * BLOCK + 8 * step, 16 * step);
+        let mut grid = self.grid(entry, self.problem.s, threads, shared_bytes);
+        self.operands(&mut grid, numbers, &[1, 2], padded);
+        grid
+    }
+
+    fn queries_back(&self, numbers: &[GridArg; 2], padded: usize) -> Grid {
+        // 128 rows of q and d_out, two tiles of k and v.
+        let (entry, step) = match self.way {
+            Way::Tiles(64) => ("queries_back", 64),
+            Way::Tiles(_) => ("queries_back", 32),
+            Way::Plain(_) => ("queries_back_plain", 0),
+        };
+        let shared_bytes = self.way.shared_bytes(self.dtype, 4 * BLOCK + 8 * step, 0);
+        let mut grid = self.grid(entry, self.problem.t * self.problem.r, 128, shared_bytes);
+        self.operands(&mut grid, numbers, &[0], padded);
+        grid
+    }
+}

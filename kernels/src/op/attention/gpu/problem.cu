@@ -1,0 +1,79 @@
+// What all kernels of attention know of a launch. The rows of a key head are its queries times its query heads: row
+// n is query n / r, head n % r, so that heads that share keys share a tile.
+
+typedef acc_t<T> ACC;
+
+struct Problem {
+    i64 t, g, r, c, s, causal, t_start, window;
+    // Strides in elements: b, t, g, r, c of q, o and d_out; b, s, g, c of k and v; b, t, g, r of lse.
+    i64 q[5], k[4], v[4], o[5], lse[4], d_out[5];
+};
+
+// Query heads of a key head. Without GROUPED there is one.
+__device__ __forceinline__ int group(const Problem &p) {
+    return GROUPED ? (int)p.r : 1;
+}
+__device__ __forceinline__ int rows_of(const Problem &p) {
+    return (int)p.t * group(p);
+}
+
+// The rows of one operand that belong to key head (b, g) = (blockIdx.z, blockIdx.y): row n, channel i lies at
+// (n / r) step + (n % r) step_r + i inner.
+template <class E> struct QueryRows {
+    E *data;
+    i64 step, step_r, inner;
+    int r, count;
+
+    __device__ __forceinline__ i64 place(int n) const {
+        return GROUPED ? n / r * step + n % r * step_r : n * step;
+    }
+};
+// The same of keys, which are alone.
+template <class E> struct KeyRows {
+    E *data;
+    i64 step, inner;
+    int count;
+
+    __device__ __forceinline__ i64 place(int n) const {
+        return n * step;
+    }
+};
+
+template <class E> __device__ __forceinline__ QueryRows<E> of_queries(const Problem &p, E *data, const i64 *strides) {
+    data += blockIdx.z * strides[0] + blockIdx.y * strides[2];
+    return {data, strides[1], strides[3], strides[4], group(p), rows_of(p)};
+}
+template <class E> __device__ __forceinline__ KeyRows<E> of_keys(const Problem &p, E *data, const i64 *strides) {
+    data += blockIdx.z * strides[0] + blockIdx.y * strides[2];
+    return {data, strides[1], strides[3], (int)p.s};
+}
+
+// The same for contiguous outputs (b, t, g, r, c) and (b, s, g, c).
+template <class E> __device__ __forceinline__ QueryRows<E> to_queries(const Problem &p, E *data, i64 c) {
+    data += (blockIdx.z * p.t * p.g + blockIdx.y) * group(p) * c;
+    return {data, p.g * group(p) * c, c, 1, group(p), rows_of(p)};
+}
+template <class E> __device__ __forceinline__ KeyRows<E> to_keys(const Problem &p, E *data, i64 c) {
+    data += (blockIdx.z * p.s * p.g + blockIdx.y) * c;
+    return {data, p.g * c, 1, (int)p.s};
+}
+
+__device__ __forceinline__ int clamped(i64 x, i64 most) {
+    return (int)(x < 0 ? 0 : x > most ? most : x);
+}
+
+// The keys from begin(i) up to end(i) are those that query i sees.
+__device__ __forceinline__ int begin(const Problem &p, i64 i) {
+    return p.causal ? clamped(p.t_start + i + 1 - p.window, p.s) : 0;
+}
+__device__ __forceinline__ int end(const Problem &p, i64 i) {
+    return p.causal ? clamped(p.t_start + i + 1, p.s) : (int)p.s;
+}
+
+// The queries from first_seeing(j) up to past_seeing(j) are those that see key j.
+__device__ __forceinline__ int first_seeing(const Problem &p, i64 j) {
+    return p.causal ? clamped(j - p.t_start, p.t) : 0;
+}
+__device__ __forceinline__ int past_seeing(const Problem &p, i64 j) {
+    return p.causal ? clamped(j - p.t_start + p.window, p.t) : (int)p.t;
+}

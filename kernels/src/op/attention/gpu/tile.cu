@@ -1,0 +1,257 @@
+// Tiles of 16-bit numbers in shared memory, and their products on tensor cores. A row of a tile is HEAD numbers, in
+// chunks of 16 bytes; chunk x of row n lies at place x ^ (n & 7), so that 8 rows of one chunk, or 8 chunks of one
+// row, meet all 32 banks. A place in shared memory is a number of bytes from its beginning.
+//
+// In a product of 16 by 16 and 16 by 8 numbers lane l holds, with i = l / 4 and j = 2 (l % 4): of the left factor
+// (i, j..), (i + 8, j..), (i, j + 8..), (i + 8, j + 8..), two numbers each; of the right one (j.., i), (j + 8.., i);
+// of the sums (i, j), (i, j + 1), (i + 8, j), (i + 8, j + 1).
+
+#define WIDE (HEAD * 2)
+#define CHUNKS (HEAD / 8)
+
+__device__ __forceinline__ unsigned char *shared() {
+    DYNAMIC_SHARED(unsigned char, bytes);
+    return bytes;
+}
+
+__device__ __forceinline__ unsigned place(int row, int chunk) {
+    return row * WIDE + ((chunk ^ (row & 7)) << 4);
+}
+
+#ifdef SHARDGRAD_SHIM
+__device__ inline void copy16(unsigned to, const void *from, bool there) {
+    shim::aligned(shared() + to, 16);
+    if (there) shim::aligned(from, 16);
+    for (int i = 0; i < 16; i++) shared()[to + i] = there ? ((const unsigned char *)from)[i] : 0;
+}
+inline void copies_end() {}
+inline void arrive() {}
+template <bool TURNED> __device__ inline void load4(unsigned (&to)[4], unsigned from) {
+    unsigned lanes[32];
+    shim::exchange(ALL_LANES, &from, sizeof from, lanes);
+    int lane = threadIdx.x % 32;
+    for (int m = 0; m < 4; m++) {
+        unsigned short pair[2];
+        shim::aligned(shared() + lanes[8 * m], 16);
+        for (int e = 0; e < 2; e++) {
+            int row = TURNED ? lane % 4 * 2 + e : lane / 4, column = TURNED ? lane / 4 : lane % 4 * 2 + e;
+            pair[e] = *(const unsigned short *)(shared() + lanes[8 * m + row] + 2 * column);
+        }
+        to[m] = pair[0] | (unsigned)pair[1] << 16;
+    }
+}
+inline float half_of(unsigned pair, int high) { return widen(T{u16(pair >> 16 * high)}); }
+__device__ inline void multiply(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    struct Factors {
+        unsigned a[4], b[2];
+    } mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}}, lanes[32];
+    shim::exchange(ALL_LANES, &mine, sizeof mine, lanes);
+    int lane = threadIdx.x % 32;
+    for (int e = 0; e < 4; e++) {
+        int row = lane / 4, column = lane % 4 * 2 + e % 2;
+        for (int k = 0; k < 16; k++) {
+            unsigned x = lanes[row * 4 + k % 8 / 2].a[e / 2 + k / 8 * 2];
+            unsigned y = lanes[column * 4 + k % 8 / 2].b[k / 8];
+            sums[e] += half_of(x, k % 2) * half_of(y, k % 2);
+        }
+    }
+}
+#else
+// 16 bytes from memory, or zeros; they are there after copies_end and arrive.
+__device__ __forceinline__ void copy16(unsigned to, const void *from, bool there) {
+    unsigned at = (unsigned)__cvta_generic_to_shared(shared()) + to;
+    int bytes = there ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copies_end() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Waits for all copies of this thread.
+__device__ __forceinline__ void arrive() {
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+}
+// Four matrices of 8 by 8 numbers; lane l says where row l % 8 of matrix l / 8 begins.
+template <bool TURNED> __device__ __forceinline__ void load4(unsigned (&to)[4], unsigned from) {
+    unsigned at = (unsigned)__cvta_generic_to_shared(shared()) + from;
+    if (TURNED) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                     : "r"(at)
+                     : "memory");
+    } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                     : "r"(at)
+                     : "memory");
+    }
+}
+#if BRAIN
+#define MULTIPLY "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+#else
+#define MULTIPLY "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#endif
+__device__ __forceinline__ void multiply(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm(MULTIPLY " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+#endif
+
+// Two numbers, rounded, the first one in the lower half.
+__device__ __forceinline__ unsigned pack(float low, float high) {
+#ifdef SHARDGRAD_SHIM
+    T pair[2] = {narrow<T>(low), narrow<T>(high)};
+    unsigned bits;
+    __builtin_memcpy(&bits, pair, 4);
+    return bits;
+#else
+    unsigned bits;
+#if BRAIN
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+#endif
+    return bits;
+#endif
+}
+
+__device__ __forceinline__ float exp2_of(float x) {
+#ifdef SHARDGRAD_SHIM
+    return exp2f(x);
+#else
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
+// What lane l of a warp hands to load4. Left factors: rows l % 16, chunk l / 16. Right factors whose columns are rows of
+// the tile: rows l / 16 * 8 + l % 8, chunk l / 8 % 2; whose columns are channels: as left factors, TURNED. 16 rows on
+// are 16 * WIDE more.
+__device__ __forceinline__ unsigned left_place(int lane) {
+    return place(lane % 16, lane / 16);
+}
+__device__ __forceinline__ unsigned right_place(int lane) {
+    return place(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+}
+
+// Such a place, 16 channels a step further on. Four steps turn bits over, which the compiler keeps in four registers; beyond
+// them it is 128 bytes more.
+__device__ __forceinline__ unsigned at_step(unsigned place, int step) {
+    return (place ^ (32 * (step % 4))) + step / 4 * 128;
+}
+
+// Begins to load COUNT rows from `first` on; rows and channels that are not there are 0.
+template <int COUNT, int THREADS, class R>
+__device__ __forceinline__ void fetch(unsigned to, const R &from, int first, int c) {
+#if VEC
+#pragma unroll 2
+    for (int i = 0; i < COUNT * CHUNKS / THREADS; i++) {
+        int row = (threadIdx.x + i * THREADS) / CHUNKS, chunk = threadIdx.x % CHUNKS;
+        bool there = first + row < from.count && chunk * 8 < c;
+        copy16(to + place(row, chunk), from.data + (there ? from.place(first + row) + chunk * 8 : 0), there);
+    }
+#else
+#pragma unroll 1
+    for (int at = threadIdx.x; at < COUNT * HEAD; at += THREADS) {
+        int row = at / HEAD, channel = at % HEAD;
+        bool there = first + row < from.count && channel < c;
+        T x = there ? from.data[from.place(first + row) + channel * from.inner] : narrow<T>(0.0f);
+        *(T *)(shared() + to + place(row, channel / 8) + channel % 8 * 2) = x;
+    }
+#endif
+}
+
+// sums += left right^T over all channels: 16 M rows of one tile, 16 N rows of another. The places are those of the lane.
+template <int M, int N>
+__device__ __forceinline__ void score(float (&sums)[M][2 * N][4], unsigned left, unsigned right) {
+#pragma unroll 4
+    for (int step = 0; step < HEAD / 16; step++) {
+        unsigned a[M][4];
+#pragma unroll
+        for (int m = 0; m < M; m++) load4<false>(a[m], at_step(left, step) + m * 16 * WIDE);
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            unsigned b[4];
+            load4<false>(b, at_step(right, step) + n * 16 * WIDE);
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                multiply(sums[m][2 * n], a[m], b[0], b[1]);
+                multiply(sums[m][2 * n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// Rounds what `score` leaves: pairs of neighbours, which are a left factor.
+template <int M, int N> __device__ __forceinline__ void round_pairs(const float (&x)[M][N][4], unsigned (&to)[M][N][2]) {
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            to[m][n][0] = pack(x[m][n][0], x[m][n][1]);
+            to[m][n][1] = pack(x[m][n][2], x[m][n][3]);
+        }
+    }
+}
+
+// sums += weights right over 16 N rows of a tile.
+template <int M, int N>
+__device__ __forceinline__ void gather(float (&sums)[M][CHUNKS][4], const unsigned (&weights)[M][2 * N][2], unsigned right) {
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        unsigned a[M][4];
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) a[m][e] = weights[m][2 * n + e / 2][e % 2];
+        }
+#pragma unroll
+        for (int step = 0; step < HEAD / 16; step++) {
+            unsigned b[4];
+            load4<true>(b, at_step(right, step) + n * 16 * WIDE);
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                multiply(sums[m][2 * step], a[m], b[0], b[1]);
+                multiply(sums[m][2 * step + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// Rounds 16 M rows of a warp, row i times factors[i / 16][i / 8 % 2], and writes those that are there: row n of the warp
+// goes to the row `first + n` of `to`. They pass through `at`, where the warp alone reads and writes.
+template <int M, class R>
+__device__ __forceinline__ void deliver(const float (&sums)[M][CHUNKS][4], const float (&factors)[M][2], unsigned at, const R &to, int first, int c) {
+    int lane = threadIdx.x % 32;
+    __syncwarp();
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+#pragma unroll
+        for (int n = 0; n < CHUNKS; n++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                unsigned two = pack(sums[m][n][2 * e] * factors[m][e], sums[m][n][2 * e + 1] * factors[m][e]);
+                *(unsigned *)(shared() + at + place(m * 16 + e * 8 + lane / 4, n) + lane % 4 * 4) = two;
+            }
+        }
+    }
+    __syncwarp();
+#if VEC
+    for (int i = lane; i < 16 * M * CHUNKS; i += 32) {
+        int row = i / CHUNKS, chunk = i % CHUNKS;
+        if (first + row < to.count && chunk * 8 < c) {
+            uint4 *out = (uint4 *)(to.data + to.place(first + row) + chunk * 8);
+            *out = *(const uint4 *)(shared() + at + place(row, chunk));
+        }
+    }
+#else
+#pragma unroll 1
+    for (int i = lane; i < 16 * M * HEAD; i += 32) {
+        int row = i / HEAD, channel = i % HEAD;
+        if (first + row < to.count && channel < c) {
+            to.data[to.place(first + row) + channel] = *(const T *)(shared() + at + place(row, channel / 8) + channel % 8 * 2);
+        }
+    }
+#endif
+}

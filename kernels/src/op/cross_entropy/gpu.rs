@@ -1,0 +1,33 @@
+//! The terms of a cross-entropy on GPUs: a block a row, one pass.
+
+use super::{BACKWARD, TERMS};
+use crate::error::KernelError;
+use crate::gpu::{GridArg, Plan};
+use crate::kernel::Launch;
+use crate::op::gpu_rows::{Rows, float, ints};
+use crate::op::rows::width;
+
+/// The kernels of this folder.
+pub(super) const SOURCE: &str = concat!(include_str!("../gpu_rows.cu"), include_str!("gpu.cu"));
+
+pub(super) fn terms(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+    float(TERMS.name, launch)?;
+    by_rows("cross_entropy", launch, plan);
+    Ok(())
+}
+
+pub(super) fn backward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+    float(BACKWARD.name, launch)?;
+    by_rows("cross_entropy_backward", launch, plan);
+    Ok(())
+}
+
+fn by_rows(entry: &'static str, launch: &Launch<'_>, plan: &mut Plan) {
+    let (z, rows) = (&launch.inputs[0], launch.inputs[2].view.numel());
+    let n = width(z);
+    let mut args: Vec<GridArg> = (0..launch.inputs.len()).map(GridArg::Input).collect();
+    args.extend((0..launch.outputs.len()).map(GridArg::Output));
+    args.extend([GridArg::Fault, GridArg::I64(rows as i64), GridArg::I32(n as i32)]);
+    args.extend(ints(launch.scalars));
+    plan.grid(Rows::new(launch, z.dtype, n, 0).grid(entry, rows, args));
+}

@@ -1,0 +1,79 @@
+// Rows of neighbours in chunks of 16 bytes. THREADS threads share a row: 32, then a block of four warps has four rows, or a
+// block. Chunk x of a row belongs to thread x mod THREADS, whether it can be loaded at once (ALIGNED) or not, so orders of
+// sums depend on the dtype and the length alone. HELD chunks a thread stay in registers, as they lie in memory; 0: rows
+// are read anew in each pass. Registers: 4 for each chunk of each operand that is held.
+
+typedef acc_t<T> ACC;
+constexpr int WIDTH = 16 / sizeof(T);
+
+#if HELD
+#define SLOTS HELD
+#define EACH_CHUNK(i, at) _Pragma("unroll") for (int i = 0, at = place_in_row(); i < HELD; i++, at += THREADS * WIDTH)
+#else
+#define SLOTS 1
+#define EACH_CHUNK(i, at) _Pragma("unroll 4") for (int i = 0, at = place_in_row(); at < n; at += THREADS * WIDTH)
+#endif
+#define EACH(e) _Pragma("unroll") for (int e = 0; e < WIDTH; e++)
+
+__device__ __forceinline__ int place_in_row() {
+    return (THREADS == 32 ? threadIdx.x % 32 : threadIdx.x) * WIDTH;
+}
+__device__ __forceinline__ i64 own_row() {
+    return THREADS == 32 ? (i64)blockIdx.x * 4 + threadIdx.x / 32 : blockIdx.x;
+}
+__device__ __forceinline__ bool is_first() {
+    return place_in_row() == 0;
+}
+
+// A chunk from place `at` of n elements; what is not there is 0.
+template <class S, class I> __device__ __forceinline__ Vec<S, WIDTH> take(const S *from, I at, I n) {
+    Vec<S, WIDTH> x;
+#if ALIGNED
+    if (at < n) return load<WIDTH>(from + at);
+    EACH(e) x.at[e] = S{};
+#else
+    EACH(e) x.at[e] = at + e < n ? from[at + e] : S{};
+#endif
+    return x;
+}
+template <class S, class I> __device__ __forceinline__ void put(S *to, I at, I n, const ACC (&x)[WIDTH]) {
+#if ALIGNED
+    Vec<S, WIDTH> rounded;
+    EACH(e) rounded.at[e] = narrow<S>(x[e]);
+    if (at < n) store<WIDTH>(to + at, rounded);
+#else
+    EACH(e) if (at + e < n) to[at + e] = narrow<S>(x[e]);
+#endif
+}
+
+// One row, as the thread sees it.
+struct Row {
+    const T *from;
+    int n;
+    Vec<T, WIDTH> held[SLOTS];
+
+    __device__ __forceinline__ Row(const T *from, int n) : from(from), n(n) {
+#if HELD
+        EACH_CHUNK(i, at) held[i] = take(from, at, n);
+#endif
+    }
+    __device__ __forceinline__ Vec<T, WIDTH> chunk(int i, int at) const {
+#if HELD
+        return held[i];
+#else
+        return take(from, at, n);
+#endif
+    }
+};
+
+// Joins what the threads of a row have.
+template <class J> __device__ __forceinline__ ACC row_reduce(ACC x, J join, ACC empty) {
+    return THREADS == 32 ? warp_reduce(x, join) : block_reduce(x, join, empty);
+}
+
+__device__ __forceinline__ float natural_exp(float x) { return expf(x); }
+__device__ __forceinline__ double natural_exp(double x) { return exp(x); }
+__device__ __forceinline__ float fused(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ __forceinline__ double fused(double a, double b, double c) { return fma(a, b, c); }
+__device__ __forceinline__ float root(float x) { return sqrtf(x); }
+__device__ __forceinline__ double root(double x) { return sqrt(x); }

@@ -1,0 +1,140 @@
+// Layer normalisation (CENTRED) and root-mean-square normalisation. Sums over rows: a block (a warp, for short rows) adds up
+// RUN rows, each thread its own columns; `add_parts` adds up what they found.
+
+#if CENTRED
+#define CENTRE(...) __VA_ARGS__
+#else
+#define CENTRE(...)
+#endif
+
+extern "C" __global__ void __launch_bounds__(BLOCK)
+    normalize(const T *x, const T *w, CENTRE(const T *b, ) T *y, CENTRE(ACC *mean_out, ) ACC *rstd_out, i64 rows, int n, ACC eps) {
+    i64 row = own_row();
+    if (row >= rows) return;
+    Row in(x + row * n, n);
+    ACC mean = 0, sum = 0;
+#if CENTRED
+    EACH_CHUNK(i, at) {
+        auto x = in.chunk(i, at);
+        EACH(e) sum += widen(x.at[e]);
+    }
+    mean = row_reduce(sum, Sum(), ACC(0)) / ACC(n);
+    sum = 0;
+#endif
+    EACH_CHUNK(i, at) {
+        auto x = in.chunk(i, at);
+        EACH(e) {
+            ACC apart = widen(x.at[e]) - mean;
+            if (at + e < n) sum += apart * apart;
+        }
+    }
+    ACC rstd = ACC(1) / root(row_reduce(sum, Sum(), ACC(0)) / ACC(n) + eps);
+    EACH_CHUNK(i, at) {
+        auto x = in.chunk(i, at), factor = take(w, at, n);
+        ACC out[WIDTH];
+#if CENTRED
+        auto shift = take(b, at, n);
+        EACH(e) out[e] = fused((widen(x.at[e]) - mean) * rstd, widen(factor.at[e]), widen(shift.at[e]));
+#else
+        EACH(e) out[e] = widen(x.at[e]) * rstd * widen(factor.at[e]);
+#endif
+        put(y + row * n, at, n, out);
+    }
+    if (is_first()) {
+#if CENTRED
+        mean_out[row] = mean;
+#endif
+        rstd_out[row] = rstd;
+    }
+}
+
+// Sums of a run of rows, one for each column: in registers where rows are held, else in the memory that the next kernel reads.
+struct Parts {
+    ACC *to;
+    ACC held[SLOTS][WIDTH];
+
+    __device__ __forceinline__ void add(int i, int at, int n, bool is_new, const ACC (&x)[WIDTH]) {
+#if HELD
+        EACH(e) held[i][e] = is_new ? x[e] : held[i][e] + x[e];
+#else
+        EACH(e) if (at + e < n) to[at + e] = is_new ? x[e] : to[at + e] + x[e];
+#endif
+    }
+    __device__ __forceinline__ void finish(int n) const {
+#if HELD
+        EACH_CHUNK(i, at) EACH(e) if (at + e < n) to[at + e] = held[i][e];
+#endif
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(BLOCK)
+    normalize_backward(const T *x, const T *w, CENTRE(const ACC *means, ) const ACC *rstds, const T *dy, T *dx, ACC *dw, CENTRE(ACC *db, ) i64 rows, int n, int run) {
+    i64 part = own_row(), first = part * run;
+    if (first >= rows) return;
+    i64 end = first + run < rows ? first + run : rows;
+    Parts dw_parts = {dw + part * n};
+#if CENTRED
+    Parts db_parts = {db + part * n};
+#endif
+    for (i64 row = first; row < end; row++) {
+        Row in(x + row * n, n), slope(dy + row * n, n);
+        ACC mean = 0, rstd = rstds[row], g_sum = 0, gh_sum = 0;
+#if CENTRED
+        mean = means[row];
+#endif
+        EACH_CHUNK(i, at) {
+            auto x = in.chunk(i, at), dy = slope.chunk(i, at), factor = take(w, at, n);
+            ACC wide[WIDTH], product[WIDTH];
+            EACH(e) {
+                ACC h = (widen(x.at[e]) - mean) * rstd, g = widen(dy.at[e]) * widen(factor.at[e]);
+                wide[e] = widen(dy.at[e]);
+                product[e] = wide[e] * h;
+                g_sum += g;
+                gh_sum += g * h;
+            }
+            dw_parts.add(i, at, n, row == first, product);
+#if CENTRED
+            db_parts.add(i, at, n, row == first, wide);
+#endif
+        }
+        gh_sum = row_reduce(gh_sum, Sum(), ACC(0)) / ACC(n);
+#if CENTRED
+        g_sum = row_reduce(g_sum, Sum(), ACC(0)) / ACC(n);
+#else
+        g_sum = 0;
+#endif
+        EACH_CHUNK(i, at) {
+            auto x = in.chunk(i, at), dy = slope.chunk(i, at), factor = take(w, at, n);
+            ACC found[WIDTH];
+            EACH(e) {
+                ACC h = (widen(x.at[e]) - mean) * rstd;
+                found[e] = rstd * (widen(dy.at[e]) * widen(factor.at[e]) - g_sum - h * gh_sum);
+            }
+            put(dx + row * n, at, n, found);
+        }
+    }
+    dw_parts.finish(n);
+#if CENTRED
+    db_parts.finish(n);
+#endif
+}
+
+// The sum of `count` parts for each of 32 columns a block: 32 warps take equal runs of parts in order, then the first one
+// adds up theirs.
+extern "C" __global__ void __launch_bounds__(1024) add_parts(const ACC *parts, T *out, int n, int count) {
+    __shared__ ACC sums[32][32];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
+    int each = (count + 31) / 32, end = min((warp + 1) * each, count);
+    ACC sum = 0;
+    if (column < n) {
+#pragma unroll 4
+        for (int part = warp * each; part < end; part++) sum += parts[(i64)part * n + column];
+    }
+    sums[warp][lane] = sum;
+    __syncthreads();
+    if (warp == 0 && column < n) {
+        sum = 0;
+        for (int i = 0; i < 32; i++) sum += sums[i][lane];
+        out[column] = narrow<T>(sum);
+    }
+}

@@ -1,0 +1,42 @@
+// A row is read once where it is held; exponentials are formed twice rather than kept.
+
+extern "C" __global__ void __launch_bounds__(BLOCK) softmax(const T *x, T *y, i64 rows, int n) {
+    i64 row = own_row();
+    if (row >= rows) return;
+    Row in(x + row * n, n);
+    ACC most = -infinity<ACC>(), sum = 0;
+    EACH_CHUNK(i, at) {
+        auto x = in.chunk(i, at);
+        EACH(e) if (at + e < n) most = Larger()(most, widen(x.at[e]));
+    }
+    most = row_reduce(most, Larger(), -infinity<ACC>());
+    EACH_CHUNK(i, at) {
+        auto x = in.chunk(i, at);
+        EACH(e) if (at + e < n) sum += natural_exp(widen(x.at[e]) - most);
+    }
+    ACC scale = ACC(1) / row_reduce(sum, Sum(), ACC(0));
+    EACH_CHUNK(i, at) {
+        auto x = in.chunk(i, at);
+        ACC out[WIDTH];
+        EACH(e) out[e] = natural_exp(widen(x.at[e]) - most) * scale;
+        put(y + row * n, at, n, out);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK) softmax_backward(const T *y, const T *dy, T *dx, i64 rows, int n) {
+    i64 row = own_row();
+    if (row >= rows) return;
+    Row out(y + row * n, n), slope(dy + row * n, n);
+    ACC dot = 0;
+    EACH_CHUNK(i, at) {
+        auto y = out.chunk(i, at), dy = slope.chunk(i, at);
+        EACH(e) dot += widen(y.at[e]) * widen(dy.at[e]);
+    }
+    dot = row_reduce(dot, Sum(), ACC(0));
+    EACH_CHUNK(i, at) {
+        auto y = out.chunk(i, at), dy = slope.chunk(i, at);
+        ACC found[WIDTH];
+        EACH(e) found[e] = widen(y.at[e]) * (widen(dy.at[e]) - dot);
+        put(dx + row * n, at, n, found);
+    }
+}

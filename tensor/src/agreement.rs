@@ -1,0 +1,227 @@
+//! Whether ranks hold and were told what they should hold and be told alike.
+//!
+//! A collective compares what is called, never what is in it: a copy in which a bit was flipped, or a rank that trains at
+//! another rate, would go unnoticed for ever. These checks are made now and then, and before anything is kept.
+
+use crate::state::State;
+use crate::tensor::Tensor;
+use shardgrad_dist::{Axis, Call, Error, Kind, Phase, Rank, Result};
+use shardgrad_kernels::{Buffer, DType, upload};
+use std::panic::Location;
+
+/// How many names an error lists.
+const NAMES_MAX: usize = 8;
+
+/// Compares the copies of tensors, bit for bit: those of ranks that stand at the same place on every axis that splits
+/// the tensor. Pending sums have no copies. One all_gather of a word a tensor over the mesh; every rank of it calls this
+/// together, with the same tensors in the same order. Nothing is compared on the null back end.
+///
+/// # Errors
+/// `Kind::Diverged`, on every rank, naming the tensors and the ranks whose copies are not those of the first rank that
+/// holds the same part; what the collective reports.
+pub fn check_copies(
+    rank: &Rank,
+    tensors: &[(&str, &Tensor)],
+    site: &'static Location<'static>,
+) -> Result<()> {
+    let mesh = rank.mesh();
+    let marks: Vec<i64> =
+        tensors.iter().map(|(_, t)| Ok(fingerprint(&t.own_bytes()?) as i64)).collect::<Result<_>>()?;
+    let Some(everyone) = gathered(rank, &marks, site)? else { return Ok(()) };
+    let mut differing = Vec::new();
+    for (number, (name, tensor)) in tensors.iter().enumerate() {
+        let layout = tensor.layout();
+        if !layout.partial().is_empty() {
+            continue;
+        }
+        let splits: Vec<Axis> = mesh.axes().filter(|a| matches!(layout.state(*a), State::Shard(_))).collect();
+        let part = |r: usize| splits.iter().map(|a| mesh.coordinate(r)[a.0 as usize]).collect::<Vec<_>>();
+        let first = |r: usize| (0..r).find(|q| part(*q) == part(r)).unwrap_or(r);
+        let other = (0..mesh.num_ranks()).find(|r| everyone[*r][number] != everyone[first(*r)][number]);
+        differing.extend(other.map(|r| (*name, layout, first(r), r)));
+    }
+    let Some((name, layout, first, other)) = differing.first() else { return Ok(()) };
+    let mut names: Vec<&str> = differing.iter().take(NAMES_MAX).map(|(name, ..)| *name).collect();
+    if differing.len() > NAMES_MAX {
+        names.push("...");
+    }
+    let text = format!(
+        "copies of {} of {} tensors differ between ranks, `{name}` first",
+        differing.len(),
+        tensors.len()
+    );
+    Err(Error::new(Kind::Diverged, text)
+        .detail("tensors", names.join(", "))
+        .detail("layout", layout.to_string())
+        .detail("rank", format!("{} holds other bits than rank {}", mesh.describe(*other), mesh.describe(*first)))
+        .detail("help", "go on from the last model that was saved; if it happens again, suspect memory, or code that a rank runs alone")
+        .at(site))
+}
+
+/// Compares labelled texts over the whole world: what ranks were told. One all_gather of a word a text; one more of a text
+/// that differs. Every rank calls this together, with the same labels in the same order.
+///
+/// # Errors
+/// `Kind::Diverged`, on every rank, with the first text that differs as two ranks have it; what the collectives report.
+pub fn check_alike(
+    rank: &Rank,
+    told: &[(&'static str, String)],
+    site: &'static Location<'static>,
+) -> Result<()> {
+    let rank = rank.world();
+    let word = |text: &String| [fingerprint(text.as_bytes()) as i64, text.len() as i64];
+    let marks: Vec<i64> = told.iter().flat_map(|(_, text)| word(text)).collect();
+    let Some(everyone) = gathered(rank, &marks, site)? else { return Ok(()) };
+    let differs =
+        |i: &usize| everyone.iter().position(|m| m[2 * i..2 * i + 2] != everyone[0][2 * i..2 * i + 2]);
+    let Some((number, other)) = (0..told.len()).find_map(|i| Some((i, differs(&i)?))) else { return Ok(()) };
+    let (label, text) = &told[number];
+    let counts: Vec<usize> = everyone.iter().map(|m| m[2 * number + 1] as usize).collect();
+    let own = upload(&**rank.backend(), text.as_bytes())?;
+    let joined = all_gather(rank, DType::U8, &own, &counts, site)?;
+    let of = |r: usize| {
+        let start: usize = counts[..r].iter().sum();
+        String::from_utf8_lossy(&joined.as_slice::<u8>()[start..start + counts[r]]).into_owned()
+    };
+    let mesh = rank.mesh();
+    let line = |r: usize| format!("{}: {}", mesh.describe(r), of(r));
+    Err(Error::new(
+        Kind::Diverged,
+        format!("ranks were told different things: `{label}` is not the same everywhere"),
+    )
+    .detail("rank", line(0))
+    .detail("rank", line(other))
+    .detail("help", "give every rank the same options, files and seed")
+    .at(site))
+}
+
+/// The words of every rank of a mesh; `None` where there is nobody to compare with.
+fn gathered(rank: &Rank, words: &[i64], site: &'static Location<'static>) -> Result<Option<Vec<Vec<i64>>>> {
+    let num_ranks = rank.mesh().num_ranks();
+    if num_ranks == 1 || words.is_empty() {
+        return Ok(None);
+    }
+    let own = upload(&**rank.backend(), words)?;
+    let all = all_gather(rank, DType::I64, &own, &vec![words.len(); num_ranks], site)?;
+    let all = all.as_slice::<i64>();
+    Ok((!rank.is_dry()).then(|| all.chunks(words.len()).take(num_ranks).map(<[i64]>::to_vec).collect()))
+}
+
+fn all_gather(
+    rank: &Rank,
+    dtype: DType,
+    own: &Buffer,
+    counts: &[usize],
+    site: &'static Location<'static>,
+) -> Result<Buffer> {
+    let mesh = rank.mesh();
+    let axes = mesh.axes().filter(|a| mesh.size(*a) > 1).collect();
+    rank.all_gather(&Call { axes, dtype, phase: Phase::Control, path: "", site }, own, counts)
+}
+
+/// 64 bits that any change of one word changes: every word is mixed in by steps that can be undone. Four runs side by
+/// side, since one would wait for its multiplications.
+fn fingerprint(bytes: &[u8]) -> u64 {
+    const ODD: u64 = 0x9E37_79B9_7F4A_7C15;
+    let mix = |state: u64, word: u64| (state ^ word).wrapping_mul(ODD).rotate_left(29);
+    let word = |bytes: &[u8]| bytes.iter().rev().fold(0, |word, &byte| word << 8 | u64::from(byte));
+    let (blocks, rest) = bytes.as_chunks::<32>();
+    let mut states = [1u64, 2, 3, 4];
+    for block in blocks {
+        let (words, _) = block.as_chunks::<8>();
+        for (state, bytes) in states.iter_mut().zip(words) {
+            *state = mix(*state, u64::from_le_bytes(*bytes));
+        }
+    }
+    let tail = rest.chunks(8).fold(bytes.len() as u64, |state, bytes| mix(state, word(bytes)));
+    let joined = states.into_iter().fold(tail, mix);
+    // The last bits mixed in would otherwise touch few of the result.
+    (joined ^ (joined >> 32)).wrapping_mul(ODD) ^ (joined >> 29)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::Layout;
+    use shardgrad_dist::{Mesh, World};
+
+    #[test]
+    fn a_flipped_bit_is_found_wherever_it_is() {
+        let bytes: Vec<u8> = (0..203).map(|i| (i * 7) as u8).collect();
+        for len in [0, 1, 8, 31, 32, 33, 64, 203] {
+            let (same, mut other) = (fingerprint(&bytes[..len]), bytes[..len].to_vec());
+            for bit in 0..8 * len {
+                other[bit / 8] ^= 1 << (bit % 8);
+                assert_ne!(fingerprint(&other), same, "bit {bit} of {len} bytes");
+                other[bit / 8] ^= 1 << (bit % 8);
+            }
+            assert_eq!(fingerprint(&other), same);
+        }
+        assert_ne!(fingerprint(&[0; 8]), fingerprint(&[0; 16]));
+    }
+
+    /// Checks a tensor of zeros of a layout, in which one rank has a one.
+    fn one_flipped(mesh: &str, layout: &str, flipped: usize) -> Result<()> {
+        let mesh = Mesh::parse(mesh).unwrap();
+        let layout = Layout::parse(layout, &mesh).unwrap();
+        let ended = World::run(mesh, |rank| {
+            let numel = layout.local_shape(rank.coordinates()).iter().product();
+            let mut data = vec![0f32; numel];
+            if rank.index() == flipped {
+                *data.last_mut().expect("no piece is empty here") = f32::from_bits(1);
+            }
+            let (whole, x) =
+                (Tensor::from_host(rank, &[2], &[1f32, 2.0])?, Tensor::from_local(rank, &layout, &data)?);
+            check_copies(rank, &[("whole", &whole), ("x", &x)], Location::caller())
+        });
+        ended.map(drop)
+    }
+
+    #[test]
+    fn copies_are_compared_where_there_are_copies() {
+        for flipped in 0..4 {
+            for (layout, is_copy) in [
+                ("f32[4, 6]", true),
+                ("f32[4@a, 6]", true),
+                ("f32[4, 6@b] ~a", true),
+                ("f32[4@a, 6@b]", false),
+                ("f32[4@b@a, 6]", false),
+                ("f32[4, 6] +a", false),
+            ] {
+                let ended = one_flipped("a=2,b=2", layout, flipped);
+                assert_eq!(ended.is_err(), is_copy, "{layout} {flipped}: {ended:?}");
+                if let Err(error) = ended {
+                    assert_eq!(error.kind(), Kind::Diverged);
+                    assert!(
+                        error.to_string().contains("1 of 2 tensors differ between ranks, `x` first"),
+                        "{error}"
+                    );
+                }
+            }
+            one_flipped("a=2,b=2", "f32[4, 6]", 9).unwrap();
+        }
+    }
+
+    #[test]
+    fn what_ranks_were_told_is_compared() {
+        let mesh = Mesh::parse("a=3").unwrap();
+        let tell = |other: &'static str| {
+            World::run(mesh.clone(), |rank| {
+                let rate = if rank.index() == 2 { other } else { "lr 1e-3" };
+                let told = [("model", "wide".to_string()), ("optimizer", rate.to_string())];
+                check_alike(rank, &told, Location::caller())
+            })
+        };
+        tell("lr 1e-3").unwrap();
+        let error = tell("lr 1e-3, decayed").unwrap_err();
+        let text = error.to_string();
+        assert_eq!(error.kind(), Kind::Diverged);
+        for part in
+            ["`optimizer`", "0 (a=0) of mesh(a=3): lr 1e-3\n", "2 (a=2) of mesh(a=3): lr 1e-3, decayed"]
+        {
+            assert!(text.contains(part), "{text}");
+        }
+        World::run(Mesh::single(), |rank| check_alike(rank, &[("x", "y".into())], Location::caller()))
+            .unwrap();
+    }
+}
