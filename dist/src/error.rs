@@ -144,9 +144,15 @@ impl From<shardgrad_kernels::KernelError> for Error {
             shardgrad_kernels::KernelError::OutOfMemory { .. } => Kind::OutOfMemory,
             shardgrad_kernels::KernelError::DType { .. } => Kind::DType,
             shardgrad_kernels::KernelError::Index { .. } => Kind::Data,
+            shardgrad_kernels::KernelError::Library { .. }
+            | shardgrad_kernels::KernelError::Unsupported { .. } => Kind::Unsupported,
             _ => Kind::Device,
         };
-        Error::new(kind, e.to_string())
+        let error = Error::new(kind, e.to_string());
+        match e {
+            shardgrad_kernels::KernelError::Library { help, .. } => error.detail("help", help),
+            _ => error,
+        }
     }
 }
 

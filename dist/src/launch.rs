@@ -7,7 +7,7 @@ use crate::report;
 use crate::table::{Failure, State, Table};
 use crate::transport::record::Recording;
 use crate::transport::thread::{Shared, Threads};
-use shardgrad_kernels::{Allocator, Cpu, Null};
+use shardgrad_kernels::{Host, Machine, Null};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -35,13 +35,21 @@ pub struct World {
     timeout: Duration,
     memory_bytes_max: usize,
     jitter: Option<u64>,
+    machine: Arc<dyn Machine>,
 }
 
 impl World {
     /// A world of the ranks of a mesh, with the defaults that each method here names.
     #[must_use]
     pub fn new(mesh: Mesh) -> World {
-        World { mesh, num_threads: None, timeout: Duration::from_secs(60), memory_bytes_max: 0, jitter: None }
+        World {
+            mesh,
+            num_threads: None,
+            timeout: Duration::from_secs(60),
+            memory_bytes_max: 0,
+            jitter: None,
+            machine: Arc::new(Host),
+        }
     }
 
     /// [`World::new`] and [`World::launch`].
@@ -74,6 +82,14 @@ impl World {
         self
     }
 
+    /// Where the ranks compute ([`open`](shardgrad_kernels::open()) gives a device by its name). All of them share it.
+    /// Default: the processor of this machine.
+    #[must_use]
+    pub fn on(mut self, machine: Arc<dyn Machine>) -> World {
+        self.machine = machine;
+        self
+    }
+
     /// Lets ranks stumble at random moments around and inside collectives. No result may depend on it: a tool
     /// for tests of that. Default: off.
     #[must_use]
@@ -98,10 +114,10 @@ impl World {
         let table = Table::new(self.mesh.clone());
         let shared = Arc::new(Shared::new(table, self.timeout, spin, self.jitter));
         let one = |index: usize| {
-            let allocator = Allocator::with_limit(self.memory_bytes_max);
-            let backend = || Cpu::with_allocator(num_threads, allocator);
             let rank = || {
-                Rank::new(self.mesh.clone(), index, backend(), Box::new(Threads::new(shared.clone(), index)))
+                let backend = self.machine.backend(num_threads, self.memory_bytes_max)?;
+                let transport = Box::new(Threads::new(shared.clone(), index));
+                Ok(Rank::new(self.mesh.clone(), index, backend, transport))
             };
             live(&shared.table, index, rank, &f)
         };
@@ -149,7 +165,7 @@ impl World {
 fn live<T>(
     table: &Table,
     index: usize,
-    rank: impl FnOnce() -> Rank,
+    rank: impl FnOnce() -> Result<Rank>,
     f: impl Fn(&Rank) -> Result<T>,
 ) -> Option<T> {
     let tell = |end: Result<T>| match end {
@@ -163,8 +179,10 @@ fn live<T>(
             None
         }
     };
-    match caught(&table.mesh, index, || Ok(rank())) {
-        Ok(rank) => tell(caught(&table.mesh, index, || f(&rank))),
+    // What a device has yet to report counts as the rank's end.
+    let whole = |rank: &Rank| f(rank).and_then(|result| Ok(rank.backend().finish().map(|()| result)?));
+    match caught(&table.mesh, index, rank) {
+        Ok(rank) => tell(caught(&table.mesh, index, || whole(&rank))),
         Err(error) => tell(Err(error)),
     }
 }

@@ -6,7 +6,7 @@ use crate::error::Error;
 use crate::mesh::{AxisSet, Mesh};
 use crate::park::Parking;
 use crate::sync::{AtomicBool, AtomicU64, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
-use shardgrad_kernels::Buffer;
+use shardgrad_kernels::{Buffer, Mark};
 use std::collections::VecDeque;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
@@ -25,6 +25,8 @@ pub(crate) struct Posted {
     pub(crate) state: State,
     pub(crate) issued: Issued,
     pub(crate) x: Option<Buffer>,
+    /// Behind what fills the buffer.
+    pub(crate) ready: Mark,
 }
 
 /// A message under way: what was called, by whom, and a copy of the contents.
@@ -33,6 +35,8 @@ pub(crate) struct Letter {
     pub(crate) from: usize,
     pub(crate) issued: Issued,
     pub(crate) x: Buffer,
+    /// Behind what fills the buffer.
+    pub(crate) ready: Mark,
 }
 
 /// One rank's line in the table. Lines lie on cache lines of their own.
@@ -40,8 +44,12 @@ pub(crate) struct Letter {
 #[repr(align(128))]
 pub(crate) struct Entry {
     posted: RwLock<Posted>,
-    /// A reduced chunk that the others gather in the second half of an all-reduce.
-    part: RwLock<Option<Buffer>>,
+    /// A reduced chunk that the others gather in the second half of an all-reduce, with the point behind what fills it.
+    part: RwLock<Option<(Buffer, Mark)>>,
+    /// Behind this rank's last reading of buffers that others show.
+    read: RwLock<Mark>,
+    /// Contents of letters from this rank, each with the point behind its reading: memory of its back end.
+    returned: Mutex<Vec<(Buffer, Mark)>>,
     /// Odd from the post until every member of the group has arrived (or the message is there), even
     /// otherwise.
     ticket: AtomicU64,
@@ -52,10 +60,13 @@ pub(crate) struct Entry {
 
 impl Entry {
     pub(crate) fn new() -> Entry {
-        let posted = Posted { state: State::Running, issued: Issued::nothing(), x: None };
+        let posted =
+            Posted { state: State::Running, issued: Issued::nothing(), x: None, ready: Mark::default() };
         Entry {
             posted: RwLock::new(posted),
             part: RwLock::new(None),
+            read: RwLock::new(Mark::default()),
+            returned: Mutex::default(),
             ticket: AtomicU64::new(0),
             inbox: Mutex::default(),
             parking: Parking::default(),
@@ -73,23 +84,45 @@ impl Entry {
         self.posted.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn part(&self) -> RwLockReadGuard<'_, Option<Buffer>> {
+    pub(crate) fn part(&self) -> RwLockReadGuard<'_, Option<(Buffer, Mark)>> {
         self.part.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn set_part(&self, part: Option<Buffer>) {
+    pub(crate) fn set_part(&self, part: Option<(Buffer, Mark)>) {
         *self.part.write().unwrap_or_else(PoisonError::into_inner) = part;
+    }
+
+    /// Behind this rank's last reading; a later one than was asked for does no harm, since it lies behind work that was
+    /// given already.
+    pub(crate) fn read(&self) -> Mark {
+        self.read.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(crate) fn set_read(&self, mark: Mark) {
+        *self.read.write().unwrap_or_else(PoisonError::into_inner) = mark;
+    }
+
+    /// Hands back the contents of a letter from this rank, which may be freed behind a point.
+    pub(crate) fn give_back(&self, x: Buffer, mark: Mark) {
+        self.returned.lock().unwrap_or_else(PoisonError::into_inner).push((x, mark));
+    }
+
+    /// What was handed back since.
+    pub(crate) fn take_returned(&self) -> Vec<(Buffer, Mark)> {
+        std::mem::take(&mut *self.returned.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn inbox(&self) -> MutexGuard<'_, VecDeque<Letter>> {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Shows a call to the others. One that waits must be ended by [`Entry::met`] when all have come.
-    pub(crate) fn post(&self, request: &Request<'_>, waits: bool) {
+    /// Shows a call to the others, with a buffer that is filled at `ready`. One that waits must be ended by [`Entry::met`]
+    /// when all have come.
+    pub(crate) fn post(&self, request: &Request<'_>, waits: bool, ready: Mark) {
         let mut posted = self.posted_mut();
         posted.issued.set(request);
         posted.x = request.x.filter(|_| waits).cloned();
+        posted.ready = ready;
         drop(posted);
         if waits {
             self.ticket.fetch_add(1, Ordering::AcqRel);

@@ -1,10 +1,11 @@
-//! Where kernels run: the object-safe trait, the CPU and the null back end.
+//! Where kernels run: the object-safe traits, and the CPU.
 
-use crate::buffer::{Allocator, Buffer};
+use crate::buffer::{Allocator, Buffer, bytes_of, bytes_of_mut};
 use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::{KernelError, MemoryStats};
 use crate::kernel::{Cost, Kernel, Launch};
+use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -13,16 +14,61 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub enum Device {
     /// Host memory, host threads.
     Cpu,
+    /// An NVIDIA card, by the number that its driver gives it.
+    Cuda(usize),
     /// No memory and no arithmetic: shapes, bytes and costs only.
     Null,
 }
 
+impl Device {
+    /// Reads `cpu`, `null`, `cuda:1`, and `cuda` for the first card.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Device> {
+        match text {
+            "cpu" => Some(Device::Cpu),
+            "null" => Some(Device::Null),
+            "cuda" => Some(Device::Cuda(0)),
+            _ => {
+                let card = text.strip_prefix("cuda:")?;
+                let plain = card.bytes().all(|b| b.is_ascii_digit());
+                card.parse().ok().filter(|_| plain).map(Device::Cuda)
+            }
+        }
+    }
+}
+
 impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Device::Cpu => "cpu",
-            Device::Null => "null",
-        })
+        match self {
+            Device::Cpu => f.write_str("cpu"),
+            Device::Cuda(card) => write!(f, "cuda:{card}"),
+            Device::Null => f.write_str("null"),
+        }
+    }
+}
+
+/// A point in the work that was given to a back end. The default is a point that is always behind: a back end that has
+/// done its work when a call returns knows no other.
+#[derive(Clone, Debug, Default)]
+pub struct Mark(Option<Arc<dyn Any + Send + Sync>>);
+
+impl Mark {
+    /// A point as its back end knows it.
+    #[must_use]
+    pub fn new<T: Any + Send + Sync>(point: Arc<T>) -> Mark {
+        Mark(Some(point))
+    }
+
+    /// Whether nobody needs to wait for it.
+    #[must_use]
+    pub fn is_behind(&self) -> bool {
+        self.0.is_none()
+    }
+
+    /// The point, if it is of this type.
+    #[must_use]
+    pub fn point<T: Any>(&self) -> Option<&T> {
+        self.0.as_ref()?.downcast_ref()
     }
 }
 
@@ -51,6 +97,83 @@ pub trait Backend: fmt::Debug + Send + Sync {
 
     /// How many threads a kernel may use.
     fn num_threads(&self) -> usize;
+
+    /// Copies bytes from the host to the start of a buffer that has one handle. The bytes may change when it returns.
+    ///
+    /// # Errors
+    /// What the device reports.
+    fn upload(&self, from: &[u8], to: &mut Buffer) -> Result<(), KernelError> {
+        let memory = to.as_mut::<u8>().expect("a buffer that is written has one handle");
+        if !memory.is_empty() {
+            memory[..from.len()].copy_from_slice(from);
+        }
+        Ok(())
+    }
+
+    /// Copies bytes from the start of a buffer to the host, after all work that was given before. Leaves them as they are
+    /// where there is no memory.
+    ///
+    /// # Errors
+    /// What the device reports, errors of earlier launches among it.
+    fn download(&self, from: &Buffer, to: &mut [u8]) -> Result<(), KernelError> {
+        let memory = from.as_slice::<u8>();
+        if !memory.is_empty() {
+            to.copy_from_slice(&memory[..to.len()]);
+        }
+        Ok(())
+    }
+
+    /// The point behind all work that was given so far, for [`Backend::wait`] of others on the same device.
+    ///
+    /// # Errors
+    /// What the device reports.
+    fn mark(&self) -> Result<Mark, KernelError> {
+        Ok(Mark::default())
+    }
+
+    /// Lets all work that is given from now on begin after a point in the work of another back end. The caller does not
+    /// wait.
+    ///
+    /// # Errors
+    /// What the device reports.
+    fn wait(&self, mark: &Mark) -> Result<(), KernelError> {
+        debug_assert!(mark.is_behind(), "a mark belongs to back ends of one kind");
+        Ok(())
+    }
+
+    /// Waits until all work is done.
+    ///
+    /// # Errors
+    /// What launches have reported since.
+    fn finish(&self) -> Result<(), KernelError> {
+        Ok(())
+    }
+}
+
+/// What gives each rank of a world a back end of its own.
+pub trait Machine: fmt::Debug + Send + Sync {
+    /// Which device its back ends are on.
+    fn device(&self) -> Device;
+
+    /// A back end of `num_threads` host threads that takes at most `memory_bytes_max` bytes from the system (0: no limit).
+    ///
+    /// # Errors
+    /// What the device reports.
+    fn backend(&self, num_threads: usize, memory_bytes_max: usize) -> Result<Arc<dyn Backend>, KernelError>;
+}
+
+/// The processor of this machine.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Host;
+
+impl Machine for Host {
+    fn device(&self) -> Device {
+        Device::Cpu
+    }
+
+    fn backend(&self, num_threads: usize, memory_bytes_max: usize) -> Result<Arc<dyn Backend>, KernelError> {
+        Ok(Cpu::with_allocator(num_threads, Allocator::with_limit(memory_bytes_max)))
+    }
 }
 
 /// Copies elements from the host into new memory (without contents on the null back end).
@@ -59,12 +182,25 @@ pub trait Backend: fmt::Debug + Send + Sync {
 /// [`KernelError::OutOfMemory`].
 pub fn upload<T: Element>(backend: &dyn Backend, data: &[T]) -> Result<Buffer, KernelError> {
     let mut buffer = backend.alloc(size_of_val(data))?;
-    if let Some(memory) = buffer.as_mut::<T>()
-        && !memory.is_empty()
-    {
-        memory.copy_from_slice(data);
-    }
+    backend.upload(bytes_of(data), &mut buffer)?;
     Ok(buffer)
+}
+
+/// The first `numel` elements of a buffer on the host (none on the null back end).
+///
+/// # Errors
+/// What the device reports.
+pub fn download<T: Element>(
+    backend: &dyn Backend,
+    buffer: &Buffer,
+    numel: usize,
+) -> Result<Vec<T>, KernelError> {
+    if !buffer.has_memory() {
+        return Ok(Vec::new());
+    }
+    let mut data = vec![T::default(); numel];
+    backend.download(buffer, bytes_of_mut(&mut data))?;
+    Ok(data)
 }
 
 /// The embedded default: host memory, a pool of threads, run-time SIMD detection.
@@ -119,5 +255,30 @@ impl Backend for Cpu {
 
     fn num_threads(&self) -> usize {
         self.pool.num_threads()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_shown_and_read() {
+        for (text, device) in [("cpu", Device::Cpu), ("null", Device::Null), ("cuda:3", Device::Cuda(3))] {
+            assert_eq!((Device::parse(text), &*device.to_string()), (Some(device), text));
+        }
+        assert_eq!(Device::parse("cuda"), Some(Device::Cuda(0)));
+        for text in ["", "gpu", "cuda:", "cuda:x", "cuda:+1", "cuda1", "CPU"] {
+            assert_eq!(Device::parse(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn elements_go_in_and_out() {
+        let cpu = Cpu::backend(1);
+        let buffer = upload(&*cpu, &[1.5f32, -2.0, 7.0]).unwrap();
+        assert_eq!(download::<f32>(&*cpu, &buffer, 2).unwrap(), [1.5, -2.0]);
+        assert_eq!(download::<f32>(&*cpu, &Buffer::without_memory(8), 2).unwrap(), []);
+        assert!(cpu.mark().unwrap().is_behind());
     }
 }

@@ -1,7 +1,9 @@
 //! Ref-counted memory on one device, and the caching allocator it comes from.
 //!
-//! A buffer is immutable while it is shared: [`Buffer::as_mut`] gives `None` unless the caller holds the only
-//! handle. Memory is never uninitialised: new blocks are zeroed by the system, reused blocks hold old values.
+//! A buffer is immutable while it is shared: it can be written by who holds the only handle. Host memory is never
+//! uninitialised: new blocks are zeroed by the system, reused blocks hold old values. Memory of a device is an address
+//! here; contents come and go by [`Backend::upload`](crate::Backend::upload) and
+//! [`Backend::download`](crate::Backend::download).
 
 use crate::dtype::Element;
 use crate::error::{KernelError, MemoryStats};
@@ -116,7 +118,7 @@ impl Allocator {
         let counters = &self.0.counters;
         let now = counters.in_use.fetch_add(class, Ordering::Relaxed) + class;
         counters.peak.fetch_max(now, Ordering::Relaxed);
-        Ok(Buffer(Arc::new(Block { raw: Some(raw), bytes, home: Some(self.clone()) })))
+        Ok(Buffer(Arc::new(Block { memory: Memory::Host { raw, home: self.clone() }, bytes })))
     }
 
     /// A buffer that only has a size, which is counted as if it were memory.
@@ -125,7 +127,7 @@ impl Allocator {
         let counters = &self.0.counters;
         let now = counters.in_use.fetch_add(bytes, Ordering::Relaxed) + bytes;
         counters.peak.fetch_max(now, Ordering::Relaxed);
-        Buffer(Arc::new(Block { raw: None, bytes, home: Some(self.clone()) }))
+        Buffer(Arc::new(Block { memory: Memory::Outline { home: Some(self.clone()) }, bytes }))
     }
 
     fn recycled(&self, class: usize) -> Option<Raw> {
@@ -181,20 +183,42 @@ impl fmt::Debug for Allocator {
     }
 }
 
+/// What takes memory of a device back.
+pub trait Keeper: fmt::Debug + Send + Sync {
+    /// The last handle of the memory at an address is gone. Work that the device has yet to do may still use it.
+    fn give_back(&self, address: u64);
+}
+
+/// What is behind a buffer.
+enum Memory {
+    Host {
+        raw: Raw,
+        home: Allocator,
+    },
+    Device {
+        address: u64,
+        home: Arc<dyn Keeper>,
+    },
+    /// Nothing but a size.
+    Outline {
+        home: Option<Allocator>,
+    },
+}
+
 struct Block {
-    raw: Option<Raw>,
+    memory: Memory,
     bytes: usize,
-    home: Option<Allocator>,
 }
 
 impl Drop for Block {
     fn drop(&mut self) {
-        match (self.raw.take(), &self.home) {
-            (Some(raw), Some(home)) => home.give_back(raw),
-            (None, Some(home)) => {
+        match std::mem::replace(&mut self.memory, Memory::Outline { home: None }) {
+            Memory::Host { raw, home } => home.give_back(raw),
+            Memory::Device { address, home } => home.give_back(address),
+            Memory::Outline { home: Some(home) } => {
                 home.0.counters.in_use.fetch_sub(self.bytes, Ordering::Relaxed);
             }
-            (_, None) => {}
+            Memory::Outline { home: None } => {}
         }
     }
 }
@@ -210,7 +234,22 @@ impl Buffer {
     /// A buffer that only has a size, and is counted nowhere.
     #[must_use]
     pub fn without_memory(bytes: usize) -> Buffer {
-        Buffer(Arc::new(Block { raw: None, bytes, home: None }))
+        Buffer(Arc::new(Block { memory: Memory::Outline { home: None }, bytes }))
+    }
+
+    /// A buffer of memory that only a device reaches, which `home` gets back.
+    #[must_use]
+    pub fn on_device(address: u64, bytes: usize, home: Arc<dyn Keeper>) -> Buffer {
+        Buffer(Arc::new(Block { memory: Memory::Device { address, home }, bytes }))
+    }
+
+    /// Where the memory of a device begins; `None` for every other buffer.
+    #[must_use]
+    pub fn device_address(&self) -> Option<u64> {
+        match self.0.memory {
+            Memory::Device { address, .. } => Some(address),
+            Memory::Host { .. } | Memory::Outline { .. } => None,
+        }
     }
 
     /// The size that was asked for.
@@ -222,7 +261,7 @@ impl Buffer {
     /// Whether there is memory behind this buffer (not on the null back end).
     #[must_use]
     pub fn has_memory(&self) -> bool {
-        self.0.raw.is_some()
+        !matches!(self.0.memory, Memory::Outline { .. })
     }
 
     /// Whether this is the only handle.
@@ -244,29 +283,49 @@ impl Buffer {
     }
 
     /// The contents as elements; empty without memory. A tail shorter than an element is left out.
+    ///
+    /// # Panics
+    /// On memory of a device: kernels for the host are never given any.
     #[must_use]
-    pub fn as_slice<T: Element>(&self) -> &[T] {
-        match &self.0.raw {
+    pub(crate) fn as_slice<T: Element>(&self) -> &[T] {
+        match &self.0.memory {
             // SAFETY: the block is initialised, 64-byte aligned and at least `bytes` long; every bit pattern
             // is a valid `T` (Element is sealed); no `&mut` exists while this shared borrow of a handle does.
-            Some(raw) => unsafe {
+            Memory::Host { raw, .. } => unsafe {
                 std::slice::from_raw_parts(raw.start.as_ptr().cast::<T>(), self.0.bytes / size_of::<T>())
             },
-            None => &[],
+            Memory::Device { .. } => panic!("bug: memory of a device is read as if it were the host's"),
+            Memory::Outline { .. } => &[],
         }
     }
 
     /// The contents for writing; `None` if another handle exists, empty without memory.
-    pub fn as_mut<T: Element>(&mut self) -> Option<&mut [T]> {
+    ///
+    /// # Panics
+    /// On memory of a device.
+    pub(crate) fn as_mut<T: Element>(&mut self) -> Option<&mut [T]> {
         let block = Arc::get_mut(&mut self.0)?;
-        Some(match &block.raw {
+        Some(match &block.memory {
             // SAFETY: as in `as_slice`; `get_mut` has shown that this is the only handle, and it is borrowed mutably.
-            Some(raw) => unsafe {
+            Memory::Host { raw, .. } => unsafe {
                 std::slice::from_raw_parts_mut(raw.start.as_ptr().cast::<T>(), block.bytes / size_of::<T>())
             },
-            None => &mut [],
+            Memory::Device { .. } => panic!("bug: memory of a device is written as if it were the host's"),
+            Memory::Outline { .. } => &mut [],
         })
     }
+}
+
+/// The bytes of some elements.
+pub(crate) fn bytes_of<T: Element>(data: &[T]) -> &[u8] {
+    // SAFETY: elements have no padding (Element is sealed), and any memory may be read as bytes.
+    unsafe { std::slice::from_raw_parts(data.as_ptr().cast(), size_of_val(data)) }
+}
+
+/// The bytes of some elements, for writing.
+pub(crate) fn bytes_of_mut<T: Element>(data: &mut [T]) -> &mut [u8] {
+    // SAFETY: as in `bytes_of`; every bit pattern is a valid element.
+    unsafe { std::slice::from_raw_parts_mut(data.as_mut_ptr().cast(), size_of_val(data)) }
 }
 
 impl fmt::Debug for Buffer {
@@ -310,6 +369,30 @@ mod tests {
         assert!(error.to_string().contains("1048576 bytes"), "{error}");
         drop(held);
         a.alloc(1 << 20).unwrap();
+    }
+
+    #[derive(Debug, Default)]
+    struct Returned(Mutex<Vec<u64>>);
+
+    impl Keeper for Returned {
+        fn give_back(&self, address: u64) {
+            self.0.lock().unwrap().push(address);
+        }
+    }
+
+    #[test]
+    fn memory_of_a_device_is_an_address_and_goes_home() {
+        let home = Arc::new(Returned::default());
+        let buffer = Buffer::on_device(4096, 12, home.clone());
+        assert_eq!((buffer.device_address(), buffer.bytes(), buffer.has_memory()), (Some(4096), 12, true));
+        let read = std::panic::AssertUnwindSafe(|| buffer.as_slice::<f32>().len());
+        let read = std::panic::catch_unwind(read);
+        assert!(read.is_err());
+        let other = buffer.clone();
+        drop(buffer);
+        assert!(home.0.lock().unwrap().is_empty());
+        drop(other);
+        assert_eq!(*home.0.lock().unwrap(), [4096]);
     }
 
     #[test]

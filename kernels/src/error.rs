@@ -45,6 +45,38 @@ pub enum KernelError {
         /// The number of rows of the table.
         rows: usize,
     },
+    /// A library that is needed is missing, or cannot be used.
+    Library {
+        /// What it is called.
+        library: &'static str,
+        /// What is wrong with it.
+        why: String,
+        /// What to do about it.
+        help: String,
+    },
+    /// A kernel has no code for a device.
+    Unsupported {
+        /// The kernel.
+        kernel: &'static str,
+        /// The device.
+        device: &'static str,
+    },
+    /// The compiler refused the source of a kernel.
+    Compile {
+        /// The kernel.
+        kernel: String,
+        /// What the compiler said.
+        log: String,
+    },
+    /// A device refused or failed.
+    Device {
+        /// The function of its library that said so.
+        call: &'static str,
+        /// What it said.
+        why: String,
+        /// Whether every later call fails too, until the process ends.
+        lasting: bool,
+    },
 }
 
 impl fmt::Display for KernelError {
@@ -58,6 +90,13 @@ impl fmt::Display for KernelError {
             KernelError::DType { kernel, dtype } => write!(f, "{kernel}: no kernel for dtype {dtype}"),
             KernelError::Index { kernel, index, position, rows } => {
                 write!(f, "{kernel}: index {index} at position {position} is outside of 0..{rows}")
+            }
+            KernelError::Library { library, why, .. } => write!(f, "{library}: {why}"),
+            KernelError::Unsupported { kernel, device } => write!(f, "{kernel}: no kernel for {device}"),
+            KernelError::Compile { kernel, log } => write!(f, "{kernel}: the compiler refused it: {log}"),
+            KernelError::Device { call, why, lasting: false } => write!(f, "{call}: {why}"),
+            KernelError::Device { call, why, lasting: true } => {
+                write!(f, "{call}: {why}; the device answers nothing more to this process")
             }
         }
     }

@@ -1,7 +1,7 @@
 //! The machine room of shardgrad: bytes and speed.
 //!
 //! This crate knows devices, buffers, strides and kernels. It knows no ranks, no layouts and no gradients.
-//! `unsafe` is allowed here in `buffer.rs`, `cpu/pool.rs`, `cpu/simd/` and `cpu/gemm.rs` only.
+//! `unsafe` is allowed here in `buffer.rs`, `cpu/pool.rs`, `cpu/simd/`, `cpu/gemm.rs` and some files of `cuda/` only.
 
 #[cfg(panic = "abort")]
 compile_error!(
@@ -18,11 +18,15 @@ pub mod kernel;
 pub mod backend;
 pub mod null;
 pub mod op;
+#[cfg(feature = "cuda")]
+pub mod cuda;
+pub mod open;
 
-pub use backend::{Backend, Cpu, Device, upload};
+pub use backend::{Backend, Cpu, Device, Host, Machine, Mark, download, upload};
 pub use buffer::{Allocator, Buffer};
 pub use dtype::{DType, Element, Float, Real};
 pub use error::{KernelError, MemoryStats};
 pub use kernel::{Arg, ArgMut, Bound, Cost, Gpu, HostCode, Kernel, Launch, Scalar};
 pub use null::Null;
+pub use open::open;
 pub use strides::{Dims, Strides};

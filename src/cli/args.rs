@@ -16,9 +16,9 @@ pub(crate) use train::TrainArgs;
 
 use crate::data::{How, Split, Width};
 use clap::builder::{NonEmptyStringValueParser, PossibleValuesParser, TypedValueParser};
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, Parser, Subcommand};
 use shardgrad::dist::{Mesh, World};
-use shardgrad::kernels::DType;
+use shardgrad::kernels::{DType, Device, open};
 use shardgrad::nn::ModelConfig;
 use shardgrad::{Error, Kind, Result};
 use std::path::{Path, PathBuf};
@@ -153,8 +153,8 @@ pub(crate) struct RunArgs {
         value_parser = values::seconds
     )]
     timeout: Duration,
-    /// Where tensors live
-    #[arg(long, value_name = "NAME", value_enum, default_value_t = Device::Cpu)]
+    /// Where tensors live: cpu, or cuda or cuda:N for an NVIDIA card, which all ranks share
+    #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = values::device)]
     device: Device,
     /// Numbers of weights and activations
     #[arg(long, value_name = "NAME", default_value = "f32", value_parser = dtypes())]
@@ -162,10 +162,10 @@ pub(crate) struct RunArgs {
 }
 
 impl RunArgs {
-    /// The mesh of a training run: as asked for, else a rank for each of two cores.
+    /// The mesh of a training run: as asked for, else, on the processor, a rank for each of two cores.
     pub(crate) fn train_mesh(&self) -> Mesh {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        if self.mesh.num_axes() > 0 || cores < 2 {
+        if self.mesh.num_axes() > 0 || cores < 2 || self.device != Device::Cpu {
             return self.mesh.clone();
         }
         Mesh::new(&[("dp", 2)]).unwrap_or_else(|_| self.mesh.clone())
@@ -182,7 +182,8 @@ impl RunArgs {
     /// The world to launch.
     ///
     /// # Errors
-    /// `Kind::Config` for more ranks than one process should have, and for axes that no plan splits anything over.
+    /// `Kind::Config` for more ranks than one process should have, and for axes that no plan splits anything over;
+    /// `Kind::Unsupported` for a device that this machine or this build does not have.
     pub(crate) fn world(&self) -> Result<World> {
         check_axes(&self.mesh)?;
         let num_ranks = self.mesh.num_ranks();
@@ -195,14 +196,10 @@ impl RunArgs {
                 Error::new(Kind::Config, why).detail("help", "`explain` takes any mesh and computes nothing")
             );
         }
-        let world = match self.device {
-            Device::Cpu => World::new(self.mesh.clone()).timeout(self.timeout),
-        };
+        let world = World::new(self.mesh.clone()).timeout(self.timeout).on(open(self.device)?);
         Ok(self.threads.map_or(world.clone(), |n| world.threads(n)))
     }
 }
-
-// No doc comment on the variant: clap would take it for help and print each option over four lines.
 
 /// Refuses axes over which no plan splits anything: their ranks would all do the same work.
 pub(crate) fn check_axes(mesh: &Mesh) -> Result<()> {
@@ -212,12 +209,6 @@ pub(crate) fn check_axes(mesh: &Mesh) -> Result<()> {
     let Some(axis) = mesh.axes().find(idle) else { return Ok(()) };
     let why = format!("nothing is split over {}={} yet", mesh.name(axis), mesh.size(axis));
     Err(Error::new(Kind::Unsupported, why).detail("help", "use the axes pp, dp and tp"))
-}
-
-/// Where tensors live.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Device {
-    Cpu,
 }
 
 fn dtypes() -> impl TypedValueParser<Value = DType> {

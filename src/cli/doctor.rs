@@ -1,7 +1,10 @@
-//! `doctor`: what this machine has for us. It looks at files and asks the processor; it loads nothing and never fails.
+//! `doctor`: what this machine has for us. It looks at files and asks the processor, and, built with the feature `cuda`, the
+//! libraries that the back end would use. It never fails.
 
 use super::args::DoctorArgs;
 use serde_json::json;
+#[cfg(feature = "cuda")]
+use shardgrad::Error;
 use shardgrad::Result;
 use shardgrad::kernels::cpu::simd::{Level, level};
 use std::collections::BTreeSet;
@@ -15,7 +18,7 @@ const LIBRARIES: [(&str, &str); 6] = [
     ("NVIDIA driver", "libcuda.so"),
     ("NVIDIA management", "libnvidia-ml.so"),
     ("run-time compiler", "libnvrtc.so"),
-    ("cuBLAS", "libcublas.so"),
+    ("cuBLASLt", "libcublasLt.so"),
     ("NCCL", "libnccl.so"),
     ("MPI", "libmpi.so"),
 ];
@@ -103,7 +106,41 @@ fn simd() -> &'static str {
     }
 }
 
-const NO_GPU: &str = "this build has no CUDA back end yet; tensors live on the CPU";
+/// The back end for NVIDIA cards: a line for the heading, and lines below it with their labels.
+#[cfg(not(feature = "cuda"))]
+fn cuda() -> (String, Vec<(String, String)>) {
+    ("this build has no CUDA back end (feature `cuda`); tensors live on the CPU".into(), Vec::new())
+}
+
+/// The back end for NVIDIA cards: a line for the heading, and lines below it with their labels.
+#[cfg(feature = "cuda")]
+fn cuda() -> (String, Vec<(String, String)>) {
+    use shardgrad::kernels::cuda::{Places, Report};
+    let report = Report::new(&Places::from_env());
+    let ready = report.libraries.iter().all(|(_, found)| found.is_ok()) && !report.cards.is_empty();
+    let told = |error| Error::from(error).to_string();
+    let mut lines: Vec<(String, String)> = Vec::new();
+    for (name, found) in report.libraries {
+        lines.push((format!("  {name}"), found.unwrap_or_else(told)));
+    }
+    for (number, card) in report.cards.into_iter().enumerate() {
+        let described = card.map(|c| {
+            let (architecture, gib) = (c.architecture(), c.memory_bytes as f64 / (1u64 << 30) as f64);
+            format!("{}, {gib:.1} GiB, {architecture}, {} multiprocessors", c.name, c.processors)
+        });
+        lines.push((format!("  cuda:{number}"), described.unwrap_or_else(told)));
+    }
+    (if ready { "ready" } else { "not ready" }.into(), lines)
+}
+
+/// False without the back end, else its lines by label.
+fn cuda_as_json() -> serde_json::Value {
+    if cfg!(not(feature = "cuda")) {
+        return json!(false);
+    }
+    let lines = cuda().1.into_iter().map(|(label, line)| (label.trim().to_string(), json!(line)));
+    lines.collect::<serde_json::Map<String, serde_json::Value>>().into()
+}
 
 fn as_json(found: &Findings) -> serde_json::Value {
     let libraries = LIBRARIES.iter().zip(&found.libraries);
@@ -114,7 +151,7 @@ fn as_json(found: &Findings) -> serde_json::Value {
         "os": env::consts::OS, "arch": env::consts::ARCH,
         "processor": found.processor, "cores": found.cores, "simd": simd(),
         "memory_bytes": found.memory_bytes.map(|m| m[0]), "memory_bytes_free": found.memory_bytes.map(|m| m[1]),
-        "back_ends": ["cpu", "null"], "cuda": false, "driver": found.driver, "libraries": libraries,
+        "back_ends": ["cpu", "null"], "cuda": cuda_as_json(), "driver": found.driver, "libraries": libraries,
     })
 }
 
@@ -137,7 +174,9 @@ fn text(found: &Findings) -> String {
     let each = [1, 2, 4].map(|n: usize| format!("{n} x {}", (found.cores / n).max(1)));
     row("ranks x threads", format!("{}, unless --threads says otherwise", each.join(", ")));
     row("back ends", "cpu, null (shapes, bytes and costs only)".into());
-    row("CUDA", NO_GPU.into());
+    let (heading, lines) = cuda();
+    row("CUDA", heading);
+    lines.into_iter().for_each(|(label, line)| row(&label, line.replace('\n', "\n                    ")));
     row("  kernel module", found.driver.clone().unwrap_or_else(|| "not found".into()));
     for ((what, file), paths) in LIBRARIES.iter().zip(&found.libraries) {
         let paths: Vec<String> = paths.iter().map(|p| p.display().to_string()).collect();

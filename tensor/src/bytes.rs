@@ -55,9 +55,7 @@ impl Tensor {
         let site = std::panic::Location::caller();
         let whole = Layout::invariant(self.layout().mesh(), self.dtype(), &self.shape());
         let flat = self.to_layout_at(&whole, site)?.piece().flat(self.rank())?;
-        let bytes = flat.buffer.as_slice::<u8>();
-        let len = bytes.len().min(whole.numel() * self.dtype().size());
-        Ok(bytes[..len].to_vec())
+        flat.front(self.rank(), whole.numel() * self.dtype().size())
     }
 }
 

@@ -6,8 +6,8 @@ use crate::state::State;
 use crate::tensor::Tensor;
 use crate::watch::Watch;
 use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Phase, Rank, ReduceOp, Result};
-use shardgrad_kernels::DType;
 use shardgrad_kernels::op::reduce::SUM_SQUARES;
+use shardgrad_kernels::{DType, download};
 use std::panic::Location;
 
 /// The sums of each number over all ranks of the world (of a slice: of the world it is cut from), the same bits on every rank: one all_reduce over all axes, none
@@ -28,7 +28,7 @@ pub fn world_sum(rank: &Rank, values: &[f64], site: &'static Location<'static>) 
     let path = context.path();
     let call = Call { axes, dtype: DType::F64, phase: Phase::Control, path: &path, site };
     let sums = rank.all_reduce(&call, &own.buffer, values.len(), ReduceOp::Sum)?;
-    Ok(if sums.has_memory() { sums.as_slice::<f64>()[..values.len()].to_vec() } else { values.to_vec() })
+    Ok(if sums.has_memory() { download(&**rank.backend(), &sums, values.len())? } else { values.to_vec() })
 }
 
 /// Hands `len` bytes on along an axis, from the rank at place `from` to the one at place `to`; `bytes` is read on the first of
@@ -57,7 +57,7 @@ pub fn pass_bytes(
         return Ok(None);
     }
     let received = rank.recv(&call, len, from)?;
-    Ok(Some(received.as_slice::<u8>()[..len].to_vec()))
+    Ok(Some(download(&**rank.backend(), &received, len)?))
 }
 
 /// Runs a piece of the program, such as a step again that went wrong, with every op watched. Gives the labelled lines of
@@ -133,7 +133,7 @@ impl Tensor {
         }
         let mut sum = Piece::alloc(rank, DType::F64, &[])?;
         launch(rank, &SUM_SQUARES, &[self.piece()], &mut [&mut sum], &[])?;
-        Ok(sum.buffer.as_slice::<f64>().first().copied().unwrap_or(0.0))
+        Ok(sum.front(rank, 1)?.first().copied().unwrap_or(0.0))
     }
 }
 

@@ -85,7 +85,7 @@ impl Tensor {
         }
         let flat = self.to_layout_at(&self.gathered_layout(), site)?.piece().flat(self.rank())?;
         // A view at the front of its buffer is flat, and shorter.
-        Ok(flat.buffer.as_slice::<T>()[..flat.numel()].to_vec())
+        flat.front(self.rank(), flat.numel())
     }
 
     /// The whole tensor on the host as f64, as [`Tensor::to_host`].

@@ -4,7 +4,9 @@ use crate::context::Context;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::copy::COPY;
 use shardgrad_kernels::op::fill::FILL;
-use shardgrad_kernels::{Arg, ArgMut, Buffer, DType, Element, Kernel, Launch, Scalar, Strides, upload};
+use shardgrad_kernels::{
+    Arg, ArgMut, Buffer, DType, Element, Kernel, Launch, Scalar, Strides, download, upload,
+};
 use smallvec::SmallVec;
 
 /// A local tensor: memory, dtype and view. Cloning shares the memory.
@@ -103,12 +105,21 @@ impl Piece {
         done
     }
 
+    /// The first `numel` elements of the memory on the host, whatever the view (none on the null back end).
+    ///
+    /// # Errors
+    /// What the device reports.
+    pub fn front<T: Element>(&self, rank: &Rank, numel: usize) -> Result<Vec<T>> {
+        Ok(download(&**rank.backend(), &self.buffer, numel)?)
+    }
+
     /// The elements on the host, row-major, as f64 (empty on the null back end).
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
     pub fn to_f64(&self, rank: &Rank) -> Result<Vec<f64>> {
-        Ok(self.converted(rank, DType::F64)?.buffer.as_slice::<f64>().to_vec())
+        let copy = self.converted(rank, DType::F64)?;
+        copy.front(rank, copy.numel())
     }
 }
 

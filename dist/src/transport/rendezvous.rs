@@ -8,7 +8,7 @@ use crate::sync::RwLock;
 use crate::table::{Entry, Letter};
 use loom::sync::Arc;
 use loom::thread;
-use shardgrad_kernels::Buffer;
+use shardgrad_kernels::{Buffer, Mark};
 use std::time::Duration;
 
 /// Members write, come, read what all have written, and come again before they write anew: nobody waits for ever and
@@ -57,7 +57,12 @@ fn loom_a_letter_wakes_who_waits_for_it() {
         let to = entry.clone();
         let sender = thread::spawn(move || {
             for _ in 0..2 {
-                let letter = Letter { from: 1, issued: Issued::nothing(), x: Buffer::without_memory(4) };
+                let letter = Letter {
+                    from: 1,
+                    issued: Issued::nothing(),
+                    x: Buffer::without_memory(4),
+                    ready: Mark::default(),
+                };
                 to.deliver(letter);
             }
         });

@@ -5,6 +5,10 @@
 //! everyone has finished reading. A large all-reduce has a third one between them: every member combines one
 //! chunk, then gathers the chunks of the others. Elements are combined by one kernel either way, in the order
 //! of the group, so both ways give the same bits.
+//!
+//! Work that was given to a device may not be done yet when a meeting is over. So whoever shows a buffer shows the point
+//! behind what fills it, at which readers let their work begin; and whoever has read shows the point behind that, at
+//! which the owners let what comes next begin. Nobody waits for the device. On the CPU there are no such points.
 
 use super::{Transport, local};
 use crate::call::{Op, ReduceOp, Request, chunk};
@@ -13,7 +17,7 @@ use crate::park::Parking;
 use crate::report;
 use crate::sync::{AtomicU64, Mutex, RwLockReadGuard};
 use crate::table::{Entry, Failure, Finding, Letter, Posted, Table, examine};
-use shardgrad_kernels::{Backend, Buffer};
+use shardgrad_kernels::{Backend, Buffer, Mark};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -118,11 +122,11 @@ impl Transport for Threads {
     fn run(&self, backend: &dyn Backend, request: &Request<'_>) -> Result<Option<Buffer>> {
         self.check()?;
         self.shake();
-        let outcome = match request.op {
+        let outcome = self.collect_returned(backend).and_then(|()| match request.op {
             Op::Send { to } => self.send(backend, request, to).map(|()| None),
             Op::Recv { from } => self.recv(backend, request, from).map(Some),
             _ => self.collective(backend, request),
-        };
+        });
         outcome.map_err(|error| {
             let table = &self.shared.table;
             if table.has_failed() {
@@ -180,12 +184,15 @@ impl Threads {
             None => None,
         };
         let group = self.group(request);
-        self.entry(self.rank).post(request, true);
+        self.entry(self.rank).post(request, true, backend.mark()?);
         self.meet(&group, &group.arrived, request, true)?;
         self.entry(self.rank).met();
         {
             let peers: Peers<'_> = request.seat.members.iter().map(|&r| self.entry(r).posted()).collect();
             self.compare(request, &peers)?;
+            for peer in &peers {
+                backend.wait(&peer.ready)?;
+            }
             match (request.op, &mut y) {
                 (Op::AllReduce(how), Some(y)) if is_large(request) => {
                     self.all_reduce_in_chunks(backend, request, how, &group, peers, y)?;
@@ -195,7 +202,11 @@ impl Threads {
             }
         }
         self.shake();
+        self.entry(self.rank).set_read(backend.mark()?);
         self.meet(&group, &group.left, request, false)?;
+        for &peer in &request.seat.members {
+            backend.wait(&self.entry(peer).read())?;
+        }
         self.entry(self.rank).clear();
         if matches!(request.op, Op::AllReduce(_)) && is_large(request) {
             self.entry(self.rank).set_part(None);
@@ -231,12 +242,13 @@ impl Threads {
         let mut part = backend.alloc(mine.len() * dtype.size())?;
         local::combine(backend, dtype, how, buffers(&peers), &mine, &mut part)?;
         drop(peers);
-        self.entry(self.rank).set_part(Some(part));
+        self.entry(self.rank).set_part(Some((part, backend.mark()?)));
         self.shake();
         self.meet(group, &group.combined, request, false)?;
         for (i, &rank) in seat.members.iter().enumerate() {
             let part = self.entry(rank).part();
-            let part = part.as_ref().expect("every member has shown its chunk");
+            let (part, ready) = part.as_ref().expect("every member has shown its chunk");
+            backend.wait(ready)?;
             local::copy(backend, dtype, part, 0..range(i).len(), y, range(i).start)?;
         }
         Ok(())
@@ -286,6 +298,15 @@ impl Threads {
         Ok(())
     }
 
+    /// Frees the contents of letters that were read since, behind their reading.
+    fn collect_returned(&self, backend: &dyn Backend) -> Result<()> {
+        for (x, read) in self.entry(self.rank).take_returned() {
+            backend.wait(&read)?;
+            drop(x);
+        }
+        Ok(())
+    }
+
     /// Leaves a copy with the receiver and waits for nobody.
     fn send(&self, backend: &dyn Backend, request: &Request<'_>, to: usize) -> Result<()> {
         let (dtype, numel) = (request.call.dtype, request.counts[0]);
@@ -294,9 +315,11 @@ impl Threads {
             local::copy(backend, dtype, x, 0..numel, &mut copied, 0)?;
         }
         let me = self.entry(self.rank);
-        me.post(request, false);
+        let ready = backend.mark()?;
+        me.post(request, false, Mark::default());
         let issued = me.posted().issued.clone();
-        self.entry(request.seat.members[to]).deliver(Letter { from: self.rank, issued, x: copied });
+        let letter = Letter { from: self.rank, issued, x: copied, ready };
+        self.entry(request.seat.members[to]).deliver(letter);
         Ok(())
     }
 
@@ -304,7 +327,7 @@ impl Threads {
         let (dtype, numel, axes) = (request.call.dtype, request.counts[0], request.call.axes);
         let mut y = backend.alloc(numel * dtype.size())?;
         let (me, from) = (self.entry(self.rank), request.seat.members[from]);
-        me.post(request, true);
+        me.post(request, true, Mark::default());
         let mut watch = Watch::default();
         let there = || me.has_letter(axes, from);
         me.parking.wait(self.shared.spin, there, || self.look_around(request, &mut watch, true))?;
@@ -315,7 +338,12 @@ impl Threads {
             self.fail(Failure { error: error.clone(), origin: self.rank, told: vec![self.rank, from] });
             return Err(error);
         }
+        backend.wait(&letter.ready)?;
         local::copy(backend, dtype, &letter.x, 0..numel, &mut y, 0)?;
+        let read = backend.mark()?;
+        if !read.is_behind() {
+            self.entry(from).give_back(letter.x, read);
+        }
         Ok(y)
     }
 

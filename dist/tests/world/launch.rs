@@ -1,6 +1,6 @@
 //! What a launch promises besides collectives.
 
-use crate::support::{mesh, on, over, up};
+use crate::support::{down, mesh, on, over, up};
 use shardgrad_dist::{Error, Kind, Rank, ReduceOp, Result, World};
 use shardgrad_kernels::DType;
 use std::cell::Cell;
@@ -72,10 +72,10 @@ fn worlds_can_be_nested_and_follow_each_other() {
         let sums = World::run(mesh("tp=2"), |outer| {
             let inner = World::run(mesh("tp=3"), |rank| {
                 let y = rank.all_reduce(&on(rank, "tp"), &up(rank, &[1f32]), 1, ReduceOp::Sum)?;
-                Ok(y.as_slice::<f32>()[0])
+                Ok(down::<f32>(&y, 1)[0])
             })?;
             let y = outer.all_reduce(&on(outer, "tp"), &up(outer, &inner), 3, ReduceOp::Sum)?;
-            Ok(y.as_slice::<f32>().to_vec())
+            Ok(down::<f32>(&y, 3))
         });
         assert_eq!(sums.unwrap(), [[6.0; 3], [6.0; 3]]);
     }
@@ -111,7 +111,7 @@ fn calls_that_cannot_be_are_refused_with_their_line() {
         let error = rank.all_reduce(&truths, &x, 4, ReduceOp::Sum).unwrap_err();
         assert_eq!(error.kind(), Kind::DType);
         let any = up(rank, &[rank.index() as u8, 0]);
-        assert_eq!(rank.all_reduce(&truths, &any, 2, ReduceOp::Max)?.as_slice::<u8>(), [1, 0]);
+        assert_eq!(down::<u8>(&rank.all_reduce(&truths, &any, 2, ReduceOp::Max)?, 2), [1, 0]);
         let elsewhere = shardgrad_dist::AxisSet::one(shardgrad_dist::Axis(3));
         let error = rank.barrier(&shardgrad_dist::Call { axes: elsewhere, ..call }).unwrap_err();
         assert_eq!(error.kind(), Kind::Mesh);

@@ -5,6 +5,7 @@ mod collectives;
 mod dry;
 mod faults;
 mod launch;
+mod marks;
 mod messages;
 mod programs;
 mod random;

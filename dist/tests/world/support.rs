@@ -1,7 +1,7 @@
 //! Calls and buffers in few words.
 
 use shardgrad_dist::{AxisSet, Call, Mesh, Phase, Rank};
-use shardgrad_kernels::{Buffer, DType, Element, upload};
+use shardgrad_kernels::{Buffer, Cpu, DType, Element, download, upload};
 use std::panic::Location;
 
 /// A mesh from its text form.
@@ -31,9 +31,9 @@ pub(crate) fn up<T: Element>(rank: &Rank, data: &[T]) -> Buffer {
     upload(&**rank.backend(), data).unwrap()
 }
 
-/// The first `len` elements of a buffer.
+/// The first `len` elements of a buffer of the host.
 pub(crate) fn down<T: Element>(buffer: &Buffer, len: usize) -> Vec<T> {
-    buffer.as_slice::<T>()[..len].to_vec()
+    download(&*Cpu::backend(1), buffer, len).unwrap()
 }
 
 /// A pseudo-random number from a number.

@@ -113,7 +113,7 @@ fn misuse_is_refused_with_the_nearest_name() {
     assert!(told("train --stesp 3").contains("a similar argument exists: '--steps'"));
     assert!(told("train --dtype f31").contains("[possible values: f32, f64, bf16, f16]"));
     assert!(told("train --dtype f31").contains("a similar value exists: 'f32'"));
-    assert!(told("train --device cuda").contains("[possible values: cpu]"));
+    assert!(told("train --device gpu").contains("devices are cpu, cuda and cuda:N, N from 0"));
     assert!(told("train --preset tinny").contains("did you mean `tiny`?"));
     let mesh = told("train --mesh dp=2,tq=2");
     assert!(

@@ -3,6 +3,7 @@
 use super::nearest::nearest;
 use shardgrad::autograd::pipeline::{Cut, NAMES, Schedule, Times};
 use shardgrad::dist::Mesh;
+use shardgrad::kernels::Device;
 use shardgrad::nn::ModelConfig;
 use shardgrad::nn::plan::PassOrder;
 use shardgrad::{Error, Kind, Result};
@@ -34,6 +35,12 @@ pub(super) fn mesh(text: &str) -> Result<Mesh> {
     let axes: Vec<(&str, usize)> =
         AXES.iter().filter_map(|name| read.axis(name).map(|axis| (*name, read.size(axis)))).collect();
     Mesh::new(&axes)
+}
+
+/// A device on which ranks run.
+pub(super) fn device(text: &str) -> Result<Device, String> {
+    let runs = |device: &Device| *device != Device::Null;
+    Device::parse(text).filter(runs).ok_or_else(|| "devices are cpu, cuda and cuda:N, N from 0".into())
 }
 
 /// The name of a preset.

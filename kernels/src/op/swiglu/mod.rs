@@ -1,6 +1,6 @@
 //! The gated unit y = silu(g) u with silu(g) = g / (1 + e^-g), and its cotangents. Shazeer, arXiv 2002.05202.
 
-mod gpu_backward;
+mod cotangents;
 
 use crate::cpu::math::Maths;
 use crate::cpu::{Pool, vectorized};
@@ -31,7 +31,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "swiglu_backward",
     reference,
     cpu: Some(cpu),
-    gpu: Some(Gpu { source: gpu_backward::SOURCE, plan: gpu_backward::backward }),
+    gpu: Some(Gpu { source: cotangents::SOURCE, plan: cotangents::backward }),
     flops: |launch| 11 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 16.0 },
 };

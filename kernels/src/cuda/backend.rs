@@ -1,0 +1,394 @@
+//! Cards as machines for ranks, and the back end of one rank: a stream, its memory, and what it launches.
+
+use super::blas::{Operand, Planner, Products, Task, WORKSPACE_BYTES};
+use super::compile::Compiler;
+use super::driver::{Context, Description, Driver, Event, Pinned, Stream};
+use super::launch::{Operands, Programs, place};
+use super::library::{DRIVER, Places};
+use super::memory::{Chunks, Memory};
+use crate::backend::{Backend, Device, Machine, Mark};
+use crate::buffer::Buffer;
+use crate::error::{KernelError, MemoryStats};
+use crate::gpu::{Plan, Product, Step};
+use crate::kernel::{Arg, ArgMut, Cost, Kernel, Launch, Scalar};
+use crate::op::copy::COPY;
+use crate::op::fill::FILL;
+use crate::strides::Strides;
+use smallvec::SmallVec;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// An NVIDIA card that is open: its context, its compiled kernels and the libraries, which all ranks on it share.
+#[derive(Debug)]
+pub struct Card {
+    number: usize,
+    description: Description,
+    context: Arc<Context>,
+    programs: Arc<Programs>,
+    products: Arc<Products>,
+}
+
+impl Card {
+    /// Finds driver, compiler and library of products, and opens a card by its number.
+    ///
+    /// # Errors
+    /// [`KernelError::Library`] for whatever is missing or too old, with what to install; what the driver reports.
+    pub fn open(places: &Places, number: usize) -> Result<Arc<Card>, KernelError> {
+        let driver = Driver::open(places)?;
+        let description = driver.describe(number)?;
+        if description.capability < (8, 0) {
+            let (major, minor) = description.capability;
+            let why = format!("{} has compute capability {major}.{minor}; 8.0 is needed", description.name);
+            return Err(DRIVER.error(why));
+        }
+        let compiler = Compiler::open(places)?;
+        let context = Context::open(&driver, number)?;
+        context.bound()?;
+        let products = Products::open(places)?;
+        let programs = Arc::new(Programs::new(compiler, description.architecture()));
+        Ok(Arc::new(Card { number, description, context, programs, products }))
+    }
+
+    /// What the card is.
+    #[must_use]
+    pub fn description(&self) -> &Description {
+        &self.description
+    }
+}
+
+impl Machine for Card {
+    fn device(&self) -> Device {
+        Device::Cuda(self.number)
+    }
+
+    fn backend(&self, num_threads: usize, memory_bytes_max: usize) -> Result<Arc<dyn Backend>, KernelError> {
+        Ok(Arc::new(Cuda::new(self, num_threads, memory_bytes_max)?))
+    }
+}
+
+/// Bytes of each piece of staging memory.
+const STAGE_BYTES: usize = 4 << 20;
+
+/// Host memory through which contents come and go: two pieces, so that one is filled while the other is copied.
+#[derive(Debug)]
+struct Staging {
+    pieces: [(Pinned, Option<Event>); 2],
+    next: usize,
+}
+
+impl Staging {
+    fn new(context: &Arc<Context>) -> Result<Staging, KernelError> {
+        let piece = || Ok::<_, KernelError>((Pinned::new(context, STAGE_BYTES)?, None));
+        Ok(Staging { pieces: [piece()?, piece()?], next: 0 })
+    }
+
+    /// A piece of which no copy is under way.
+    fn turn(&mut self) -> Result<&mut (Pinned, Option<Event>), KernelError> {
+        self.next = 1 - self.next;
+        let piece = &mut self.pieces[self.next];
+        if let Some(event) = piece.1.take() {
+            event.wait()?;
+        }
+        Ok(piece)
+    }
+}
+
+/// Words of `Fault` of the prelude: lock and found, index, position, rows.
+const FAULT_BYTES: usize = 32;
+/// More than there are kernels that look at indices.
+const FAULTS_MAX: usize = 64;
+
+/// Where kernels note indices that point outside: a place for each kernel that was launched with one.
+#[derive(Debug)]
+struct Faults {
+    noted: Buffer,
+    kernels: Vec<&'static str>,
+}
+
+impl Faults {
+    /// The place of a kernel.
+    fn address(&mut self, kernel: &'static str) -> u64 {
+        let at = self.kernels.iter().position(|k| *k == kernel).unwrap_or_else(|| {
+            self.kernels.push(kernel);
+            assert!(self.kernels.len() <= FAULTS_MAX, "bug: more kernels with faults than places for them");
+            self.kernels.len() - 1
+        });
+        self.noted.device_address().expect("faults are noted on the card") + (at * FAULT_BYTES) as u64
+    }
+}
+
+/// The fault in a record, if there is one.
+fn fault_of(kernel: &'static str, record: &[u8]) -> Option<KernelError> {
+    let word = |i: usize| i64::from_le_bytes(record[8 * i..8 * i + 8].try_into().expect("eight bytes"));
+    let found = word(0) >> 32 != 0;
+    let count = |x: i64| usize::try_from(x).unwrap_or(0);
+    found.then(|| KernelError::Index {
+        kernel,
+        index: word(1),
+        position: count(word(2)),
+        rows: count(word(3)),
+    })
+}
+
+/// The back end of one rank on a card.
+#[derive(Debug)]
+struct Cuda {
+    number: usize,
+    num_threads: usize,
+    programs: Arc<Programs>,
+    cost: Mutex<Cost>,
+    planner: Mutex<Planner>,
+    workspace: Buffer,
+    faults: Mutex<Faults>,
+    staging: Mutex<Staging>,
+    memory: Arc<Memory>,
+    stream: Stream,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Cuda {
+    fn new(card: &Card, num_threads: usize, memory_bytes_max: usize) -> Result<Cuda, KernelError> {
+        let stream = Stream::new(&card.context)?;
+        let memory = Memory::new(Box::new(Chunks { context: card.context.clone() }), memory_bytes_max);
+        let workspace = memory.alloc(WORKSPACE_BYTES)?;
+        let mut noted = memory.alloc(FAULTS_MAX * FAULT_BYTES)?;
+        stream.clear(&mut noted)?;
+        Ok(Cuda {
+            number: card.number,
+            num_threads,
+            programs: card.programs.clone(),
+            cost: Mutex::default(),
+            planner: Mutex::new(Planner::new(&card.products)),
+            workspace,
+            faults: Mutex::new(Faults { noted, kernels: Vec::new() }),
+            staging: Mutex::new(Staging::new(&card.context)?),
+            memory,
+            stream,
+        })
+    }
+
+    /// Gives the steps of a launch to the stream.
+    fn run(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+        let unsupported = || KernelError::Unsupported { kernel: kernel.name, device: "cuda" };
+        let gpu = kernel.gpu.as_ref().ok_or_else(unsupported)?;
+        let mut plan = Plan::default();
+        (gpu.plan)(launch, &mut plan)?;
+        let scratch = plan.scratch_bytes().iter().map(|&bytes| self.memory.alloc(bytes));
+        let scratch: SmallVec<[Buffer; 4]> = scratch.collect::<Result<_, KernelError>>()?;
+        for step in plan.steps() {
+            match step {
+                Step::Grid(grid) => {
+                    let fault = if grid.args.contains(&crate::gpu::GridArg::Fault) {
+                        locked(&self.faults).address(kernel.name)
+                    } else {
+                        0
+                    };
+                    let operands = Operands { launch, scratch: &scratch, fault };
+                    self.programs.launch(&self.stream, kernel.name, gpu.source, grid, &operands)?;
+                }
+                Step::Product(product) => self.product(launch, *product)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// A stack of products, with copies of what the library has no words for.
+    fn product(&self, launch: &mut Launch<'_>, product: Product) -> Result<(), KernelError> {
+        let (a, b) = (launch.inputs[product.a], launch.inputs[product.b]);
+        let c = &mut launch.outputs[product.c];
+        let (extents, k) = (c.view.shape.clone(), a.view.shape[2]);
+        if extents.contains(&0) {
+            return Ok(());
+        }
+        if k == 0 {
+            let mut outputs = [ArgMut { buffer: &mut *c.buffer, dtype: c.dtype, view: c.view }];
+            let scalars = [Scalar::Real(0.0)];
+            return self.run(&FILL, &mut Launch { inputs: &[], outputs: &mut outputs, scalars: &scalars });
+        }
+        let [a_view, b_view, c_view] = as_one([a.view, b.view, c.view]);
+        let a = self.readable(&Arg { view: &a_view, ..a })?;
+        let b = self.readable(&Arg { view: &b_view, ..b })?;
+        let size = c.dtype.size();
+        let own = Operand::of(&c_view, place(c.buffer, &c_view, c.dtype));
+        let mut spare = match own {
+            Some(_) => None,
+            None => Some(self.memory.alloc(c_view.numel() * size)?),
+        };
+        let whole = Strides::contiguous(&c_view.shape);
+        let (described, address) = match &spare {
+            None => (own, place(c.buffer, &c_view, c.dtype)),
+            Some(buffer) => {
+                let address = place(buffer, &whole, c.dtype);
+                (Operand::of(&whole, address), address)
+            }
+        };
+        let task = Task {
+            dtype: c.dtype,
+            extents: [c_view.shape[0], c_view.shape[1], c_view.shape[2], k],
+            a: a.described,
+            b: b.described,
+            c: described.expect("row-major memory can be described"),
+        };
+        locked(&self.planner).run(&self.stream, task, [a.address, b.address, address], &self.workspace)?;
+        if let Some(buffer) = spare.take() {
+            let inputs = [Arg { buffer: &buffer, dtype: c.dtype, view: &whole }];
+            let mut outputs = [ArgMut { buffer: &mut *c.buffer, dtype: c.dtype, view: &c_view }];
+            self.run(&COPY, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars: &[] })?;
+        }
+        Ok(())
+    }
+
+    /// An operand that the library can read: as it is, or a copy (of one matrix, where all of the stack are the same).
+    fn readable(&self, x: &Arg<'_>) -> Result<Readable, KernelError> {
+        let address = place(x.buffer, x.view, x.dtype);
+        if let Some(described) = Operand::of(x.view, address) {
+            return Ok(Readable { described, address, _copy: None });
+        }
+        let is_shared = x.view.strides[0] == 0;
+        let from = if is_shared { x.view.narrow(0, 0, 1) } else { x.view.clone() };
+        let mut to = Strides::contiguous(&from.shape);
+        let mut buffer = self.memory.alloc(from.numel() * x.dtype.size())?;
+        let inputs = [Arg { view: &from, ..*x }];
+        let mut outputs = [ArgMut { buffer: &mut buffer, dtype: x.dtype, view: &to }];
+        self.run(&COPY, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars: &[] })?;
+        let address = place(&buffer, &to, x.dtype);
+        if is_shared {
+            to.strides[0] = 0;
+        }
+        let described = Operand::of(&to, address).expect("row-major memory can be described");
+        Ok(Readable { described, address, _copy: Some(buffer) })
+    }
+
+    /// The first index that a kernel found outside since the last look.
+    fn check_faults(&self, staging: &mut Staging) -> Result<(), KernelError> {
+        let mut faults = locked(&self.faults);
+        if faults.kernels.is_empty() {
+            return Ok(());
+        }
+        let mut records = vec![0; faults.kernels.len() * FAULT_BYTES];
+        let piece = staging.turn()?;
+        self.stream.download(&faults.noted, 0, &mut records, &mut piece.0)?;
+        let each = faults.kernels.iter().zip(records.chunks(FAULT_BYTES));
+        let Some(error) = each.into_iter().find_map(|(kernel, record)| fault_of(kernel, record)) else {
+            return Ok(());
+        };
+        self.stream.clear(&mut faults.noted)?;
+        Err(error)
+    }
+}
+
+/// An operand of a product, with the copy that it may lie in.
+struct Readable {
+    described: Operand,
+    address: u64,
+    _copy: Option<Buffer>,
+}
+
+/// A stack in which all share one b is one product of more rows, where the rows of all lie one behind another.
+fn as_one([a, b, c]: [&Strides; 3]) -> [Strides; 3] {
+    let joined = |x: &Strides| {
+        let lies = x.strides[0] == x.strides[1] * x.shape[1];
+        lies.then(|| Strides {
+            shape: [1, x.shape[0] * x.shape[1], x.shape[2]].into_iter().collect(),
+            strides: [0, x.strides[1], x.strides[2]].into_iter().collect(),
+            offset: x.offset,
+        })
+    };
+    if b.strides[0] == 0
+        && let (Some(a), Some(c)) = (joined(a), joined(c))
+    {
+        return [a, b.narrow(0, 0, 1), c];
+    }
+    [a.clone(), b.clone(), c.clone()]
+}
+
+impl Backend for Cuda {
+    fn device(&self) -> Device {
+        Device::Cuda(self.number)
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<Buffer, KernelError> {
+        self.memory.alloc(bytes)
+    }
+
+    fn launch(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+        self.run(kernel, launch)?;
+        *locked(&self.cost) += kernel.cost(launch);
+        Ok(())
+    }
+
+    fn memory(&self) -> MemoryStats {
+        self.memory.stats()
+    }
+
+    fn cost(&self) -> Cost {
+        *locked(&self.cost)
+    }
+
+    fn num_threads(&self) -> usize {
+        self.num_threads
+    }
+
+    fn upload(&self, from: &[u8], to: &mut Buffer) -> Result<(), KernelError> {
+        assert!(to.is_unique(), "bug: a buffer that is written has one handle");
+        let mut staging = locked(&self.staging);
+        for (i, part) in from.chunks(STAGE_BYTES).enumerate() {
+            let (memory, event) = staging.turn()?;
+            *event = Some(self.stream.upload(part, to, i * STAGE_BYTES, memory)?);
+        }
+        Ok(())
+    }
+
+    fn download(&self, from: &Buffer, to: &mut [u8]) -> Result<(), KernelError> {
+        let mut staging = locked(&self.staging);
+        for (i, part) in to.chunks_mut(STAGE_BYTES).enumerate() {
+            let (memory, _) = staging.turn()?;
+            self.stream.download(from, i * STAGE_BYTES, part, memory)?;
+        }
+        self.check_faults(&mut staging)
+    }
+
+    fn mark(&self) -> Result<Mark, KernelError> {
+        Ok(Mark::new(Arc::new(self.stream.mark()?)))
+    }
+
+    fn wait(&self, mark: &Mark) -> Result<(), KernelError> {
+        mark.point::<Event>().map_or(Ok(()), |event| self.stream.wait(event))
+    }
+
+    fn finish(&self) -> Result<(), KernelError> {
+        self.stream.finish()?;
+        self.check_faults(&mut locked(&self.staging))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_of_a_fault_is_read() {
+        let words = [1i64 << 32, -3, 7, 10];
+        let record: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+        let error = fault_of("embedding", &record).unwrap();
+        assert_eq!(error, KernelError::Index { kernel: "embedding", index: -3, position: 7, rows: 10 });
+        assert_eq!(fault_of("embedding", &[0; 32]), None);
+    }
+
+    #[test]
+    fn a_stack_over_one_matrix_becomes_one_product() {
+        let a = Strides::contiguous(&[4, 6, 10]);
+        let b = Strides::contiguous(&[10, 30]).broadcast(&[4, 10, 30]).unwrap();
+        let c = Strides::contiguous(&[4, 6, 30]);
+        let [x, y, z] = as_one([&a, &b, &c]);
+        assert_eq!(
+            (x.shape[..].to_vec(), y.shape[..].to_vec(), z.shape[..].to_vec()),
+            (vec![1, 24, 10], vec![1, 10, 30], vec![1, 24, 30])
+        );
+        let apart = c.permute(&[0, 1, 2]).narrow(1, 0, 5);
+        let [x, _, _] = as_one([&a.narrow(1, 0, 5), &b, &apart]);
+        assert_eq!(x.shape[..], [4, 5, 10]);
+    }
+}

@@ -1,0 +1,421 @@
+//! Stacks of products by cuBLASLt: how operands of any strides are described to it, which algorithm it chooses for them
+//! (once), and the call. Sums are formed in f32 for f32 and narrower, never in TF32, and in f64 for f64.
+
+use super::driver::Stream;
+use super::library::{Answer, BLAS, Library, Places, foreign};
+use crate::buffer::Buffer;
+use crate::dtype::DType;
+use crate::error::KernelError;
+use crate::strides::Strides;
+use cudarc::cublaslt::sys::{
+    cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
+    cublasLtMatmulDescAttributes_t, cublasLtMatmulHeuristicResult_t, cublasLtMatmulPreference_t,
+    cublasLtMatmulPreferenceAttributes_t, cublasLtMatrixLayout_t, cublasLtMatrixLayoutAttribute_t,
+    cudaDataType, cudaStream_t,
+};
+use std::collections::HashMap;
+use std::ffi::{c_int, c_void};
+use std::mem::MaybeUninit;
+use std::ptr;
+use std::sync::Arc;
+
+foreign!(Table, BLAS, cudarc::cublaslt::sys, cublasStatus_t {
+    fn cublasLtCreate(handle: *mut cublasLtHandle_t);
+    fn cublasLtDestroy(handle: cublasLtHandle_t);
+    fn cublasLtMatmulDescCreate(product: *mut cublasLtMatmulDesc_t, compute: cublasComputeType_t, scale: cudaDataType);
+    fn cublasLtMatmulDescDestroy(product: cublasLtMatmulDesc_t);
+    fn cublasLtMatmulDescSetAttribute(product: cublasLtMatmulDesc_t, which: cublasLtMatmulDescAttributes_t,
+        value: *const c_void, bytes: usize);
+    fn cublasLtMatrixLayoutCreate(layout: *mut cublasLtMatrixLayout_t, dtype: cudaDataType, rows: u64, columns: u64,
+        lead: i64);
+    fn cublasLtMatrixLayoutDestroy(layout: cublasLtMatrixLayout_t);
+    fn cublasLtMatrixLayoutSetAttribute(layout: cublasLtMatrixLayout_t, which: cublasLtMatrixLayoutAttribute_t,
+        value: *const c_void, bytes: usize);
+    fn cublasLtMatmulPreferenceCreate(preference: *mut cublasLtMatmulPreference_t);
+    fn cublasLtMatmulPreferenceDestroy(preference: cublasLtMatmulPreference_t);
+    fn cublasLtMatmulPreferenceSetAttribute(preference: cublasLtMatmulPreference_t,
+        which: cublasLtMatmulPreferenceAttributes_t, value: *const c_void, bytes: usize);
+    fn cublasLtMatmulAlgoGetHeuristic(handle: cublasLtHandle_t, product: cublasLtMatmulDesc_t, a: cublasLtMatrixLayout_t,
+        b: cublasLtMatrixLayout_t, c: cublasLtMatrixLayout_t, d: cublasLtMatrixLayout_t,
+        preference: cublasLtMatmulPreference_t, asked: c_int, results: *mut cublasLtMatmulHeuristicResult_t,
+        found: *mut c_int);
+    fn cublasLtMatmul(handle: cublasLtHandle_t, product: cublasLtMatmulDesc_t, alpha: *const c_void, a: *const c_void,
+        a_layout: cublasLtMatrixLayout_t, b: *const c_void, b_layout: cublasLtMatrixLayout_t, beta: *const c_void,
+        c: *const c_void, c_layout: cublasLtMatrixLayout_t, d: *mut c_void, d_layout: cublasLtMatrixLayout_t,
+        algorithm: *const cublasLtMatmulAlgo_t, workspace: *mut c_void, workspace_bytes: usize, stream: cudaStream_t);
+});
+
+impl Table {
+    fn failed(&self, call: &'static str, answer: Answer) -> KernelError {
+        KernelError::Device { call, why: format!("cuBLASLt answers {answer}"), lasting: false }
+    }
+}
+
+/// One matrix operand as the library sees it: columns behind each other, perhaps turned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Operand {
+    /// Whether its rows are what lies together.
+    turned: bool,
+    /// Elements from one column (or row, if turned) to the next.
+    lead: usize,
+    /// Elements from one matrix of the stack to the next.
+    step: usize,
+    /// To how many bytes its address is aligned, 256 at most.
+    alignment: u32,
+}
+
+impl Operand {
+    /// Describes a view (g, rows, columns) at an address; `None` if the library has no words for its strides.
+    pub(super) fn of(view: &Strides, address: u64) -> Option<Operand> {
+        let ([_, rows, columns], [step, down, along]) = (dims(&view.shape), dims(&view.strides));
+        let lead = |inner: (usize, usize), outer: (usize, usize)| {
+            let ((inner, near), (outer, far)) = (inner, outer);
+            let least = inner.max(1);
+            let lies = (inner <= 1 || near == 1) && (outer <= 1 || far >= least);
+            lies.then_some(if outer <= 1 { least } else { far })
+        };
+        let alignment = 1 << address.trailing_zeros().min(8);
+        let plain =
+            lead((rows, down), (columns, along)).map(|lead| Operand { turned: false, lead, step, alignment });
+        let turned = || {
+            lead((columns, along), (rows, down)).map(|lead| Operand { turned: true, lead, step, alignment })
+        };
+        plain.or_else(turned)
+    }
+
+    fn transposed(self) -> Operand {
+        Operand { turned: !self.turned, ..self }
+    }
+}
+
+fn dims(list: &[usize]) -> [usize; 3] {
+    list.try_into().expect("the contract asks for three dims")
+}
+
+/// A stack of products that the library knows how to do: d = a b, (g, m, n) = (g, m, k) (g, k, n).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Task {
+    pub(super) dtype: DType,
+    pub(super) extents: [usize; 4],
+    pub(super) a: Operand,
+    pub(super) b: Operand,
+    pub(super) c: Operand,
+}
+
+impl Task {
+    /// The same task with a result whose columns lie together: its transpose is b's transpose times a's.
+    fn upright(self) -> (Task, bool) {
+        if !self.c.turned {
+            return (self, false);
+        }
+        let [g, m, n, k] = self.extents;
+        let (a, b, c) = (self.b.transposed(), self.a.transposed(), self.c.transposed());
+        (Task { dtype: self.dtype, extents: [g, n, m, k], a, b, c }, true)
+    }
+}
+
+/// The library of products on this machine.
+#[derive(Debug)]
+pub(super) struct Products {
+    table: Table,
+    handle: usize,
+}
+
+impl Products {
+    /// Finds the library, and asks for its version.
+    fn find(places: &Places) -> Result<(Library, usize), KernelError> {
+        let library = places.open(&BLAS)?;
+        // SAFETY: the bindings state this type; it takes nothing.
+        let version = unsafe {
+            let ask: unsafe extern "C" fn() -> usize = library.function(&BLAS, "cublasLtGetVersion")?;
+            ask()
+        };
+        BLAS.check(version, &shown(version), library.file())?;
+        Ok((library, version))
+    }
+
+    /// The file that would be opened, and its version.
+    pub(super) fn look(places: &Places) -> Result<String, KernelError> {
+        let (library, version) = Products::find(places)?;
+        Ok(format!("{} ({})", library.file().display(), shown(version)))
+    }
+
+    /// Opens the library. A context must be current on this thread.
+    pub(super) fn open(places: &Places) -> Result<Arc<Products>, KernelError> {
+        let (library, _) = Products::find(places)?;
+        let table = Table::load(library)?;
+        let mut handle = ptr::null_mut();
+        // SAFETY: the place outlives the call; destroyed once, when this is dropped.
+        unsafe { table.cublasLtCreate(&mut handle) }?;
+        Ok(Arc::new(Products { table, handle: handle.expose_provenance() }))
+    }
+
+    fn handle(&self) -> cublasLtHandle_t {
+        ptr::with_exposed_provenance_mut(self.handle)
+    }
+}
+
+impl Drop for Products {
+    fn drop(&mut self) {
+        // SAFETY: created once, destroyed once.
+        let _ = unsafe { self.table.cublasLtDestroy(self.handle()) };
+    }
+}
+
+fn shown(version: usize) -> String {
+    format!("{}.{}", version / 10_000, version % 10_000 / 100)
+}
+
+/// Descriptions and algorithm of a task. Nothing of it changes after it is made.
+#[derive(Debug)]
+struct Planned {
+    library: Arc<Products>,
+    product: usize,
+    a: usize,
+    b: usize,
+    c: usize,
+    algorithm: cublasLtMatmulAlgo_t,
+}
+
+/// The products of one stream: tasks that were planned, by what they are.
+#[derive(Debug)]
+pub(super) struct Planner {
+    library: Arc<Products>,
+    planned: HashMap<Task, Planned>,
+}
+
+/// Memory that an algorithm may use.
+pub(super) const WORKSPACE_BYTES: usize = 32 << 20;
+
+/// Sums over parts of k are added up in the type of the sums, in a fixed order, or not cut into parts.
+const REDUCTIONS: u32 = 2;
+
+impl Planner {
+    pub(super) fn new(library: &Arc<Products>) -> Planner {
+        Planner { library: library.clone(), planned: HashMap::new() }
+    }
+
+    /// Gives a task to a stream: addresses of a, b and c, and a workspace that only this stream uses.
+    pub(super) fn run(
+        &mut self,
+        stream: &Stream,
+        task: Task,
+        [a, b, c]: [u64; 3],
+        workspace: &Buffer,
+    ) -> Result<(), KernelError> {
+        stream.context().bound()?;
+        let (task, swapped) = task.upright();
+        let (a, b) = if swapped { (b, a) } else { (a, b) };
+        if !self.planned.contains_key(&task) {
+            let planned = Planned::new(&self.library, &task)?;
+            self.planned.insert(task, planned);
+        }
+        let planned = &self.planned[&task];
+        // The scale is f64 for f64 and f32 otherwise; both begin with the same bytes where they are 0.
+        let (one, zero) = (1f64, 0f64);
+        let (narrow_one, is_wide) = (1f32, task.dtype == DType::F64);
+        let alpha: *const c_void =
+            if is_wide { (&raw const one).cast() } else { (&raw const narrow_one).cast() };
+        let at = |address: u64| ptr::with_exposed_provenance_mut::<c_void>(address as usize);
+        let layout = |handle: usize| -> cublasLtMatrixLayout_t { ptr::with_exposed_provenance_mut(handle) };
+        // SAFETY: the descriptions are alive and those of the operands; the scales outlive the call, which reads them on
+        // the host. The addresses are those of operands that were compared with their views, in memory that goes back to an
+        // allocator of this very stream.
+        unsafe {
+            self.library.table.cublasLtMatmul(
+                self.library.handle(),
+                ptr::with_exposed_provenance_mut(planned.product),
+                alpha,
+                at(a),
+                layout(planned.a),
+                at(b),
+                layout(planned.b),
+                (&raw const zero).cast(),
+                at(c),
+                layout(planned.c),
+                at(c),
+                layout(planned.c),
+                &planned.algorithm,
+                at(workspace.device_address().expect("the workspace is of the card")),
+                workspace.bytes(),
+                stream.handle().cast(),
+            )
+        }
+    }
+}
+
+fn data_type(dtype: DType) -> Result<(cublasComputeType_t, cudaDataType, cudaDataType), KernelError> {
+    use cublasComputeType_t::{CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_64F};
+    use cudaDataType as T;
+    Ok(match dtype {
+        DType::F64 => (CUBLAS_COMPUTE_64F, T::CUDA_R_64F, T::CUDA_R_64F),
+        DType::F32 => (CUBLAS_COMPUTE_32F, T::CUDA_R_32F, T::CUDA_R_32F),
+        DType::BF16 => (CUBLAS_COMPUTE_32F, T::CUDA_R_32F, T::CUDA_R_16BF),
+        DType::F16 => (CUBLAS_COMPUTE_32F, T::CUDA_R_32F, T::CUDA_R_16F),
+        DType::I64 | DType::U8 | DType::Bool => return Err(KernelError::DType { kernel: "contract", dtype }),
+    })
+}
+
+impl Planned {
+    fn new(library: &Arc<Products>, task: &Task) -> Result<Planned, KernelError> {
+        use cublasLtMatmulDescAttributes_t::{CUBLASLT_MATMUL_DESC_TRANSA, CUBLASLT_MATMUL_DESC_TRANSB};
+        let table = &library.table;
+        let (compute, scale, dtype) = data_type(task.dtype)?;
+        let [g, m, n, k] = task.extents;
+        // What is made is handed over at once, so that it is destroyed whatever fails after it.
+        let mut planned = Planned {
+            library: library.clone(),
+            product: 0,
+            a: 0,
+            b: 0,
+            c: 0,
+            algorithm: cublasLtMatmulAlgo_t { data: [0; 8] },
+        };
+        let mut product = ptr::null_mut();
+        // SAFETY: the place outlives the call; destroyed once, with what is planned.
+        unsafe { table.cublasLtMatmulDescCreate(&mut product, compute, scale) }?;
+        planned.product = product.expose_provenance();
+        for (which, operand) in [(CUBLASLT_MATMUL_DESC_TRANSA, task.a), (CUBLASLT_MATMUL_DESC_TRANSB, task.b)]
+        {
+            let turned = i32::from(operand.turned);
+            // SAFETY: the attribute is a number of this size; the description is alive.
+            unsafe {
+                table.cublasLtMatmulDescSetAttribute(
+                    product,
+                    which,
+                    (&raw const turned).cast(),
+                    size_of::<i32>(),
+                )
+            }?;
+        }
+        planned.a = layout(table, dtype, [g, m, k], task.a)?;
+        planned.b = layout(table, dtype, [g, k, n], task.b)?;
+        planned.c = layout(table, dtype, [g, m, n], task.c)?;
+        planned.algorithm = planned.choose(task)?;
+        Ok(planned)
+    }
+
+    /// The library's first choice among algorithms that fit the workspace and the alignments and whose sums have one order.
+    fn choose(&self, task: &Task) -> Result<cublasLtMatmulAlgo_t, KernelError> {
+        use cublasLtMatmulPreferenceAttributes_t as P;
+        let table = &self.library.table;
+        let preference = Preference::new(table)?;
+        preference.set(P::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &(WORKSPACE_BYTES as u64))?;
+        preference.set(P::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &REDUCTIONS)?;
+        preference.set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &task.a.alignment)?;
+        preference.set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &task.b.alignment)?;
+        preference.set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &task.c.alignment)?;
+        preference.set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &task.c.alignment)?;
+        let mut result = MaybeUninit::<cublasLtMatmulHeuristicResult_t>::zeroed();
+        let mut found = 0;
+        let layout = |handle: usize| -> cublasLtMatrixLayout_t { ptr::with_exposed_provenance_mut(handle) };
+        // SAFETY: all descriptions are alive; there is room for the one result that is asked for.
+        unsafe {
+            table.cublasLtMatmulAlgoGetHeuristic(
+                self.library.handle(),
+                ptr::with_exposed_provenance_mut(self.product),
+                layout(self.a),
+                layout(self.b),
+                layout(self.c),
+                layout(self.c),
+                preference.handle,
+                1,
+                result.as_mut_ptr(),
+                &mut found,
+            )
+        }?;
+        if found < 1 {
+            let why = format!("cuBLASLt has no algorithm for {task:?}");
+            return Err(KernelError::Device { call: "cublasLtMatmulAlgoGetHeuristic", why, lasting: false });
+        }
+        // SAFETY: one result was written; only its algorithm is read, which is eight numbers. (Its state is an enum that a
+        // newer library may have more values of.)
+        Ok(unsafe { (&raw const (*result.as_ptr()).algo).read() })
+    }
+}
+
+/// A stack of matrices as the library describes it.
+fn layout(
+    table: &Table,
+    dtype: cudaDataType,
+    [g, rows, columns]: [usize; 3],
+    operand: Operand,
+) -> Result<usize, KernelError> {
+    use cublasLtMatrixLayoutAttribute_t as A;
+    let (rows, columns) = if operand.turned { (columns, rows) } else { (rows, columns) };
+    let mut made = ptr::null_mut();
+    let (count, step) = (g as i32, operand.step as i64);
+    // SAFETY: the place outlives the call; the attributes are numbers of these sizes. A description whose attributes are
+    // refused is destroyed here, and others by whoever gets them.
+    unsafe {
+        table.cublasLtMatrixLayoutCreate(
+            &mut made,
+            dtype,
+            rows as u64,
+            columns as u64,
+            operand.lead as i64,
+        )?;
+        let set = |which: A, value: *const c_void, bytes: usize| {
+            table.cublasLtMatrixLayoutSetAttribute(made, which, value, bytes)
+        };
+        let done = set(A::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, (&raw const count).cast(), size_of::<i32>())
+            .and_then(|()| {
+                let which = A::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET;
+                set(which, (&raw const step).cast(), size_of::<i64>())
+            });
+        if let Err(error) = done {
+            let _ = table.cublasLtMatrixLayoutDestroy(made);
+            return Err(error);
+        }
+    }
+    Ok(made.expose_provenance())
+}
+
+impl Drop for Planned {
+    fn drop(&mut self) {
+        let table = &self.library.table;
+        for handle in [self.a, self.b, self.c].into_iter().filter(|h| *h != 0) {
+            // SAFETY: created once, destroyed once.
+            let _ = unsafe { table.cublasLtMatrixLayoutDestroy(ptr::with_exposed_provenance_mut(handle)) };
+        }
+        if self.product != 0 {
+            // SAFETY: created once, destroyed once.
+            let _ =
+                unsafe { table.cublasLtMatmulDescDestroy(ptr::with_exposed_provenance_mut(self.product)) };
+        }
+    }
+}
+
+/// What the library has to keep to when it chooses.
+struct Preference<'a> {
+    table: &'a Table,
+    handle: cublasLtMatmulPreference_t,
+}
+
+impl<'a> Preference<'a> {
+    fn new(table: &'a Table) -> Result<Preference<'a>, KernelError> {
+        let mut handle = ptr::null_mut();
+        // SAFETY: the place outlives the call; destroyed once, when this is dropped.
+        unsafe { table.cublasLtMatmulPreferenceCreate(&mut handle) }?;
+        Ok(Preference { table, handle })
+    }
+
+    fn set<T>(&self, which: cublasLtMatmulPreferenceAttributes_t, value: &T) -> Result<(), KernelError> {
+        // SAFETY: the value is a number of the size that is said; the library compares that with the attribute's.
+        unsafe {
+            self.table.cublasLtMatmulPreferenceSetAttribute(
+                self.handle,
+                which,
+                ptr::from_ref(value).cast(),
+                size_of::<T>(),
+            )
+        }
+    }
+}
+
+impl Drop for Preference<'_> {
+    fn drop(&mut self) {
+        // SAFETY: created once, destroyed once.
+        let _ = unsafe { self.table.cublasLtMatmulPreferenceDestroy(self.handle) };
+    }
+}

@@ -1,0 +1,112 @@
+//! Compiled kernels on disk: one file each, found by a hash of what it was made of and trusted only if all of that
+//! stands in it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const MAGIC: &[u8; 8] = b"sgcubin1";
+
+/// What a file holds beside its key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Entry {
+    /// The log of the compiler.
+    pub(super) log: String,
+    /// The machine code.
+    pub(super) cubin: Vec<u8>,
+}
+
+/// A folder of compiled kernels.
+#[derive(Debug)]
+pub(super) struct Cache {
+    folder: PathBuf,
+    /// Tells apart files that this process writes at the same time.
+    written: AtomicU64,
+}
+
+impl Cache {
+    pub(super) fn new(folder: &Path) -> Cache {
+        Cache { folder: folder.join("cubin"), written: AtomicU64::new(0) }
+    }
+
+    pub(super) fn path(&self, key: &str) -> PathBuf {
+        self.folder.join(format!("{:016x}.cubin", hash(&[key.as_bytes()])))
+    }
+
+    /// What was made of this key. A file that is missing, damaged or another key's is `None`.
+    pub(super) fn read(&self, key: &str) -> Option<Entry> {
+        let bytes = fs::read(self.path(key)).ok()?;
+        let (found, entry) = parse(&bytes)?;
+        (found == key.as_bytes()).then_some(entry)
+    }
+
+    /// Keeps what was made of a key. A folder that cannot be written costs the next run some seconds, and nothing else.
+    pub(super) fn write(&self, key: &str, entry: &Entry) {
+        let number = self.written.fetch_add(1, Ordering::Relaxed);
+        let draft = self.folder.join(format!("{}-{number}.draft", process::id()));
+        let done = fs::create_dir_all(&self.folder)
+            .and_then(|()| fs::write(&draft, bytes(key, entry)))
+            .and_then(|()| fs::rename(&draft, self.path(key)));
+        if done.is_err() {
+            // Nothing is left behind where a disk is full.
+            let _ = fs::remove_file(&draft);
+        }
+    }
+}
+
+fn bytes(key: &str, entry: &Entry) -> Vec<u8> {
+    let parts = [key.as_bytes(), entry.log.as_bytes(), &entry.cubin];
+    let mut file = MAGIC.to_vec();
+    for part in parts {
+        file.extend((part.len() as u64).to_le_bytes());
+    }
+    file.extend(hash(&parts).to_le_bytes());
+    parts.iter().for_each(|part| file.extend_from_slice(part));
+    file
+}
+
+fn parse(bytes: &[u8]) -> Option<(&[u8], Entry)> {
+    let (head, mut rest) = bytes.split_at_checked(40)?;
+    let word = |i: usize| u64::from_le_bytes(head[8 * i..8 * i + 8].try_into().expect("eight bytes"));
+    if &head[..8] != MAGIC {
+        return None;
+    }
+    let mut parts: [&[u8]; 3] = [&[]; 3];
+    for (i, part) in parts.iter_mut().enumerate() {
+        (*part, rest) = rest.split_at_checked(usize::try_from(word(i + 1)).ok()?)?;
+    }
+    let whole = rest.is_empty() && hash(&parts) == word(4);
+    let log = String::from_utf8(parts[1].to_vec()).ok().filter(|_| whole)?;
+    Some((parts[0], Entry { log, cubin: parts[2].to_vec() }))
+}
+
+/// FNV-1a over the parts and their lengths.
+fn hash(parts: &[&[u8]]) -> u64 {
+    let mut state = 0xcbf2_9ce4_8422_2325u64;
+    for part in parts {
+        for byte in part.iter().copied().chain((part.len() as u64).to_le_bytes()) {
+            state = (state ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+        }
+    }
+    state
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_damage_is_noticed() {
+        let entry = Entry { log: "fine".into(), cubin: (0..50).collect() };
+        let good = bytes("key", &entry);
+        assert_eq!(parse(&good), Some((&b"key"[..], entry)));
+        for at in 0..good.len() {
+            assert_eq!(parse(&good[..at]), None, "cut at {at}");
+            let mut bad = good.clone();
+            bad[at] ^= 1;
+            assert_eq!(parse(&bad), None, "changed at {at}");
+        }
+        assert_eq!(parse(&[&good[..], &[0]].concat()), None, "longer");
+    }
+}

@@ -1,0 +1,426 @@
+//! The driver behind types: the context of a card that all ranks share, streams, events, memory.
+//!
+//! Handles are kept as numbers. Every method makes the context current first, so that any thread may call it.
+
+use super::library::{Answer, DRIVER, Places, foreign};
+use crate::buffer::Buffer;
+use crate::error::{KernelError, MemoryStats};
+use cudarc::driver::sys::{
+    CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute,
+    CUmodule, CUstream,
+};
+use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_void};
+use std::path::Path;
+use std::ptr;
+use std::sync::Arc;
+
+foreign!(Table, DRIVER, cudarc::driver::sys, CUresult {
+    fn cuInit(flags: c_uint);
+    fn cuDeviceGetCount(count: *mut c_int);
+    fn cuDeviceGet(device: *mut CUdevice, number: c_int);
+    fn cuDeviceGetName(name: *mut c_char, bytes: c_int, device: CUdevice);
+    fn cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice);
+    fn cuDeviceGetAttribute(value: *mut c_int, attribute: CUdevice_attribute, device: CUdevice);
+    fn cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
+    fn cuDevicePrimaryCtxRelease_v2(device: CUdevice);
+    fn cuCtxSetCurrent(context: CUcontext);
+    fn cuCtxSynchronize();
+    fn cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize);
+    fn cuMemFree_v2(address: CUdeviceptr);
+    fn cuMemHostAlloc(start: *mut *mut c_void, bytes: usize, flags: c_uint);
+    fn cuMemFreeHost(start: *mut c_void);
+    fn cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream);
+    fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream);
+    fn cuMemsetD8Async(to: CUdeviceptr, value: c_uchar, bytes: usize, stream: CUstream);
+    fn cuStreamCreate(stream: *mut CUstream, flags: c_uint);
+    fn cuStreamDestroy_v2(stream: CUstream);
+    fn cuStreamSynchronize(stream: CUstream);
+    fn cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
+    fn cuEventCreate(event: *mut CUevent, flags: c_uint);
+    fn cuEventRecord(event: CUevent, stream: CUstream);
+    fn cuEventSynchronize(event: CUevent);
+    fn cuEventDestroy_v2(event: CUevent);
+    fn cuModuleLoadData(module: *mut CUmodule, image: *const c_void);
+    fn cuModuleUnload(module: CUmodule);
+    fn cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char);
+    fn cuFuncSetAttribute(function: CUfunction, attribute: CUfunction_attribute, value: c_int);
+    fn cuLaunchKernel(function: CUfunction, blocks_x: c_uint, blocks_y: c_uint, blocks_z: c_uint, threads_x: c_uint,
+        threads_y: c_uint, threads_z: c_uint, shared_bytes: c_uint, stream: CUstream, args: *mut *mut c_void,
+        extra: *mut *mut c_void);
+});
+
+const OUT_OF_MEMORY: Answer = 2;
+/// After these the context is lost: every later call of the process answers the same.
+const LASTING: [Answer; 11] = [214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719];
+const NON_BLOCKING: c_uint = 1;
+const WITHOUT_TIMES: c_uint = 2;
+
+impl Table {
+    /// The error of a call. Names come from the driver, which may be newer than our bindings.
+    fn failed(&self, call: &'static str, answer: Answer) -> KernelError {
+        if answer == OUT_OF_MEMORY {
+            // Only the driver knows what it lacks memory for; who asks it for chunks adds what was asked for.
+            return KernelError::OutOfMemory { asked_bytes: 0, stats: MemoryStats::default() };
+        }
+        let mut name = ptr::null();
+        // SAFETY: the bindings state this type, but for the number of an error, which need not be one that they know; the
+        // text that comes back is static.
+        let name = unsafe {
+            let find: Result<unsafe extern "C" fn(Answer, *mut *const c_char) -> Answer, _> =
+                self.library.function(&DRIVER, "cuGetErrorName");
+            match find {
+                Ok(find) if find(answer, &mut name) == 0 && !name.is_null() => {
+                    CStr::from_ptr(name).to_string_lossy()
+                }
+                _ => "no name".into(),
+            }
+        };
+        KernelError::Device { call, why: format!("{name} ({answer})"), lasting: LASTING.contains(&answer) }
+    }
+}
+
+/// The driver of this machine, started.
+#[derive(Debug)]
+pub struct Driver {
+    table: Table,
+    version: i32,
+    num_cards: usize,
+}
+
+impl Driver {
+    /// Finds the driver and starts it.
+    ///
+    /// # Errors
+    /// [`KernelError::Library`] where it is missing, too old, or finds no card.
+    pub fn open(places: &Places) -> Result<Arc<Driver>, KernelError> {
+        let library = places.open(&DRIVER)?;
+        let mut version = 0;
+        // SAFETY: the bindings state this type; the place outlives the call, which is allowed before the driver is started.
+        unsafe {
+            let ask: unsafe extern "C" fn(*mut c_int) -> c_int =
+                library.function(&DRIVER, "cuDriverGetVersion")?;
+            ask(&mut version);
+        }
+        let shown = format!("{}.{}", version / 1000, version % 1000 / 10);
+        DRIVER.check(usize::try_from(version).unwrap_or(0), &shown, library.file())?;
+        let table = Table::load(library)?;
+        let mut count = 0;
+        // SAFETY: the flags must be 0; the place outlives the call.
+        let started = unsafe { table.cuInit(0).and_then(|()| table.cuDeviceGetCount(&mut count)) };
+        let file = table.library.file().display();
+        started.map_err(|e| DRIVER.error(format!("{file} does not start: {e}")))?;
+        Ok(Arc::new(Driver { table, version, num_cards: usize::try_from(count).unwrap_or(0) }))
+    }
+
+    /// The newest CUDA that it runs: 13000 is 13.0.
+    #[must_use]
+    pub fn version(&self) -> i32 {
+        self.version
+    }
+
+    /// The file that it came from.
+    #[must_use]
+    pub fn file(&self) -> &Path {
+        self.table.library.file()
+    }
+
+    /// How many cards there are.
+    #[must_use]
+    pub fn num_cards(&self) -> usize {
+        self.num_cards
+    }
+
+    /// What a card is.
+    ///
+    /// # Errors
+    /// [`KernelError::Library`] for a number that no card has; what the driver reports.
+    pub fn describe(&self, card: usize) -> Result<Description, KernelError> {
+        if card >= self.num_cards {
+            return Err(DRIVER.error(format!("there is no card {card}; there are {}", self.num_cards)));
+        }
+        use CUdevice_attribute as A;
+        let device = self.device(card)?;
+        let attribute = |which: A| {
+            let mut value = 0;
+            // SAFETY: the place outlives the call; the device is one of the driver's.
+            unsafe { self.table.cuDeviceGetAttribute(&mut value, which, device) }.map(|()| value)
+        };
+        let (mut name, mut bytes) = ([0u8; 128], 0);
+        // SAFETY: both places outlive the calls, and the name has as many bytes as is said.
+        unsafe {
+            self.table.cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as c_int, device)?;
+            self.table.cuDeviceTotalMem_v2(&mut bytes, device)?;
+        }
+        let name = CStr::from_bytes_until_nul(&name).map_or("unnamed".into(), CStr::to_string_lossy);
+        let major = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        let processors = attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        Ok(Description {
+            name: name.into_owned(),
+            memory_bytes: bytes,
+            capability: (major, minor),
+            processors,
+        })
+    }
+
+    fn device(&self, card: usize) -> Result<CUdevice, KernelError> {
+        let mut device = 0;
+        // SAFETY: the place outlives the call.
+        unsafe { self.table.cuDeviceGet(&mut device, card as c_int) }?;
+        Ok(device)
+    }
+}
+
+/// What a card is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Description {
+    /// Its name.
+    pub name: String,
+    /// Its memory.
+    pub memory_bytes: usize,
+    /// Its compute capability: major, minor.
+    pub capability: (i32, i32),
+    /// Its multiprocessors.
+    pub processors: i32,
+}
+
+impl Description {
+    /// The target for the compiler: with what only this very architecture has, where there is such.
+    #[must_use]
+    pub fn architecture(&self) -> String {
+        let (major, minor) = self.capability;
+        let own = if major == 9 { "a" } else { "" };
+        format!("sm_{major}{minor}{own}")
+    }
+}
+
+/// The primary context of a card. It is released with the last handle.
+#[derive(Debug)]
+pub(super) struct Context {
+    driver: Arc<Driver>,
+    device: CUdevice,
+    handle: usize,
+}
+
+impl Context {
+    pub(super) fn open(driver: &Arc<Driver>, card: usize) -> Result<Arc<Context>, KernelError> {
+        let device = driver.device(card)?;
+        let mut handle = ptr::null_mut();
+        // SAFETY: the place outlives the call; released once, when this is dropped.
+        unsafe { driver.table.cuDevicePrimaryCtxRetain(&mut handle, device) }?;
+        Ok(Arc::new(Context { driver: driver.clone(), device, handle: handle.addr() }))
+    }
+
+    /// The functions of the driver, with the context current on this thread.
+    pub(super) fn bound(&self) -> Result<&Table, KernelError> {
+        // SAFETY: the context is retained while this lives.
+        unsafe { self.driver.table.cuCtxSetCurrent(self.handle as CUcontext) }?;
+        Ok(&self.driver.table)
+    }
+
+    /// Memory of the card, aligned to 256 bytes; `None` if there is not so much.
+    pub(super) fn take(&self, bytes: usize) -> Result<Option<u64>, KernelError> {
+        let table = self.bound()?;
+        let mut address = 0;
+        // SAFETY: the place outlives the call.
+        match unsafe { table.cuMemAlloc_v2(&mut address, bytes) } {
+            Ok(()) => Ok(Some(address)),
+            Err(KernelError::OutOfMemory { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Gives memory back that [`Context::take`] gave, after all work of the card is done: other ranks may still read it.
+    pub(super) fn give(&self, address: u64) -> Result<(), KernelError> {
+        let table = self.bound()?;
+        // SAFETY: nothing uses the memory any more once the context has done its work; the driver refuses an address that
+        // it does not know.
+        unsafe {
+            table.cuCtxSynchronize()?;
+            table.cuMemFree_v2(address)
+        }
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: retained once when this was made. A driver that is gone cannot release anything.
+        let _ = unsafe { self.driver.table.cuDevicePrimaryCtxRelease_v2(self.device) };
+    }
+}
+
+/// A point in a stream.
+#[derive(Debug)]
+pub(super) struct Event {
+    context: Arc<Context>,
+    handle: usize,
+}
+
+impl Event {
+    /// Waits until the point is reached.
+    pub(super) fn wait(&self) -> Result<(), KernelError> {
+        // SAFETY: the event is alive.
+        unsafe { self.context.bound()?.cuEventSynchronize(self.handle as CUevent) }
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if let Ok(table) = self.context.bound() {
+            // SAFETY: created once, destroyed once; the driver keeps what streams still wait for.
+            let _ = unsafe { table.cuEventDestroy_v2(self.handle as CUevent) };
+        }
+    }
+}
+
+/// Host memory that the card reads and writes by itself. Nobody looks at it while a copy is under way: the methods of
+/// [`Stream`] that use it see to that.
+#[derive(Debug)]
+pub(super) struct Pinned {
+    context: Arc<Context>,
+    start: usize,
+    bytes: usize,
+}
+
+impl Pinned {
+    pub(super) fn new(context: &Arc<Context>, bytes: usize) -> Result<Pinned, KernelError> {
+        let mut start = ptr::null_mut();
+        // SAFETY: the place outlives the call; freed once, when this is dropped.
+        unsafe { context.bound()?.cuMemHostAlloc(&mut start, bytes, 0) }?;
+        // SAFETY: the driver gave this many bytes.
+        unsafe { start.cast::<u8>().write_bytes(0, bytes) };
+        Ok(Pinned { context: context.clone(), start: start.expose_provenance(), bytes })
+    }
+
+    fn memory(&mut self) -> &mut [u8] {
+        // SAFETY: the memory is this value's own, of this size, zeroed when it was made.
+        unsafe { std::slice::from_raw_parts_mut(ptr::with_exposed_provenance_mut(self.start), self.bytes) }
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        if let Ok(table) = self.context.bound() {
+            // SAFETY: given once, freed once; the driver waits for copies under way.
+            let _ = unsafe { table.cuMemFreeHost(ptr::with_exposed_provenance_mut(self.start)) };
+        }
+    }
+}
+
+/// Work that is done in the order in which it is given.
+#[derive(Debug)]
+pub(super) struct Stream {
+    context: Arc<Context>,
+    handle: usize,
+}
+
+impl Stream {
+    pub(super) fn new(context: &Arc<Context>) -> Result<Stream, KernelError> {
+        let mut handle = ptr::null_mut();
+        // SAFETY: the place outlives the call; destroyed once, when this is dropped.
+        unsafe { context.bound()?.cuStreamCreate(&mut handle, NON_BLOCKING) }?;
+        Ok(Stream { context: context.clone(), handle: handle.expose_provenance() })
+    }
+
+    /// The driver's name of the stream, for libraries that are given work for it.
+    pub(super) fn handle(&self) -> CUstream {
+        ptr::with_exposed_provenance_mut(self.handle)
+    }
+
+    pub(super) fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    /// Waits until all work is done.
+    pub(super) fn finish(&self) -> Result<(), KernelError> {
+        // SAFETY: the stream is alive.
+        unsafe { self.context.bound()?.cuStreamSynchronize(self.handle()) }
+    }
+
+    /// The point behind all work that was given so far.
+    pub(super) fn mark(&self) -> Result<Event, KernelError> {
+        let table = self.context.bound()?;
+        let mut handle = ptr::null_mut();
+        // SAFETY: the place outlives the call; destroyed once, with the event.
+        unsafe { table.cuEventCreate(&mut handle, WITHOUT_TIMES) }?;
+        let event = Event { context: self.context.clone(), handle: handle.addr() };
+        // SAFETY: event and stream are alive and of one context.
+        unsafe { table.cuEventRecord(handle, self.handle()) }?;
+        Ok(event)
+    }
+
+    /// Lets work that is given from now on begin after a point, which was recorded already.
+    pub(super) fn wait(&self, event: &Event) -> Result<(), KernelError> {
+        // SAFETY: event and stream are alive.
+        unsafe { self.context.bound()?.cuStreamWaitEvent(self.handle(), event.handle as CUevent, 0) }
+    }
+
+    /// Sets all bytes of a buffer to zero.
+    pub(super) fn clear(&self, to: &mut Buffer) -> Result<(), KernelError> {
+        let (address, bytes) = place(to, to.bytes());
+        // SAFETY: the buffer's memory is this long.
+        unsafe { self.context.bound()?.cuMemsetD8Async(address, 0, bytes, self.handle()) }
+    }
+
+    /// Copies bytes to a place in a buffer by way of pinned memory, of which no copy is under way. The next use of that
+    /// memory has to wait for the event.
+    pub(super) fn upload(
+        &self,
+        from: &[u8],
+        to: &mut Buffer,
+        at: usize,
+        by: &mut Pinned,
+    ) -> Result<Event, KernelError> {
+        let (address, _) = place(to, at + from.len());
+        by.memory()[..from.len()].copy_from_slice(from);
+        // SAFETY: both memories are this long, and both live until the copy is done: the pinned one waits when it is
+        // freed, and buffers come back to an allocator whose chunks outlive the stream's work.
+        unsafe {
+            let staged: *const c_void = ptr::with_exposed_provenance(by.start);
+            self.context.bound()?.cuMemcpyHtoDAsync_v2(
+                address + at as u64,
+                staged,
+                from.len(),
+                self.handle(),
+            )?;
+        }
+        self.mark()
+    }
+
+    /// Copies bytes from a place in a buffer by way of pinned memory, and waits for them.
+    pub(super) fn download(
+        &self,
+        from: &Buffer,
+        at: usize,
+        to: &mut [u8],
+        by: &mut Pinned,
+    ) -> Result<(), KernelError> {
+        let (address, _) = place(from, at + to.len());
+        assert!(to.len() <= by.bytes, "bug: a copy is longer than its staging memory");
+        // SAFETY: both memories are this long, and the copy is done before anything else happens to either.
+        unsafe {
+            let into: *mut c_void = ptr::with_exposed_provenance_mut(by.start);
+            let table = self.context.bound()?;
+            table.cuMemcpyDtoHAsync_v2(into, address + at as u64, to.len(), self.handle())?;
+            table.cuStreamSynchronize(self.handle())?;
+        }
+        to.copy_from_slice(&by.memory()[..to.len()]);
+        Ok(())
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if let Ok(table) = self.context.bound() {
+            // SAFETY: created once, destroyed once; work that was given is still done.
+            let _ = unsafe { table.cuStreamDestroy_v2(self.handle()) };
+        }
+    }
+}
+
+/// Where a buffer's memory lies and how long it is.
+fn place(buffer: &Buffer, least: usize) -> (u64, usize) {
+    let address = buffer.device_address().expect("bug: memory of another device");
+    assert!(least <= buffer.bytes(), "bug: {least} bytes of a buffer of {}", buffer.bytes());
+    (address, buffer.bytes())
+}

@@ -1,0 +1,84 @@
+//! A card for tests: `fake.cc`, compiled by g++ and found by the back end as it finds NVIDIA's libraries.
+
+pub(crate) mod beside;
+
+use super::library::Places;
+use crate::gpu::shim::compiler_is_found;
+use std::fs;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const FAKE: &str = include_str!("fake.cc");
+const SHIM: [(&str, &str); 2] =
+    [("shim.h", include_str!("../../gpu/shim/shim.h")), ("shim.cc", include_str!("../../gpu/shim/shim.cc"))];
+
+/// Compiles a text to a library.
+pub(super) fn library(text: &str, to: &Path) {
+    let source = to.with_extension("cc");
+    fs::write(&source, text).unwrap();
+    let flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-o"];
+    let done = Command::new("g++").args(flags).arg(to).arg(&source).output().unwrap();
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+}
+
+/// A folder with libraries in it, deleted when dropped.
+#[derive(Debug)]
+pub(super) struct Folder(pub(super) PathBuf);
+
+impl Folder {
+    pub(super) fn new() -> Folder {
+        static MADE: AtomicU64 = AtomicU64::new(0);
+        let number = MADE.fetch_add(1, Ordering::Relaxed);
+        let folder = std::env::temp_dir().join(format!("shardgrad-fake-{}-{number}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        Folder(folder)
+    }
+
+    /// Places where every library is looked for in this folder, without a cache.
+    pub(super) fn places(&self) -> Places {
+        let named = ["SHARDGRAD_CUDA_PATH", "SHARDGRAD_NVRTC_PATH", "SHARDGRAD_CUBLASLT_PATH"];
+        Places { named: named.map(|name| (name, self.0.clone())).into(), ..Places::default() }
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Whether g++ is missing, which is then said.
+pub(super) fn is_skipped() -> bool {
+    let is_missing = !compiler_is_found();
+    if is_missing {
+        let _ = writeln!(std::io::stderr(), "skipped: no g++ for a fake card");
+    }
+    is_missing
+}
+
+/// A folder with all libraries of a fake card that these words change; `None`, with a line that says so, without g++.
+pub(super) fn card(words: &str) -> Option<Folder> {
+    static BUILT: OnceLock<Vec<u8>> = OnceLock::new();
+    if is_skipped() {
+        return None;
+    }
+    let built = BUILT.get_or_init(|| {
+        let scratch = Folder::new();
+        let file = scratch.0.join("fake.so");
+        library(FAKE, &file);
+        fs::read(file).unwrap()
+    });
+    let folder = Folder::new();
+    fs::write(folder.0.join("libcuda.so.1"), built).unwrap();
+    for name in ["libnvrtc.so.13", "libcublasLt.so.13"] {
+        std::os::unix::fs::symlink("libcuda.so.1", folder.0.join(name)).unwrap();
+    }
+    for (name, text) in SHIM {
+        fs::write(folder.0.join(name), text).unwrap();
+    }
+    fs::write(folder.0.join("fake.txt"), words).unwrap();
+    Some(folder)
+}

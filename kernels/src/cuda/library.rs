@@ -1,0 +1,276 @@
+//! Where the libraries are: found when the program runs, by files and never by running anything.
+
+use crate::error::KernelError;
+use std::ffi::c_int;
+use std::fmt;
+use std::mem::ManuallyDrop;
+use std::path::{Path, PathBuf};
+use std::{env, fs};
+
+/// A library of NVIDIA that the back end calls.
+#[derive(Debug)]
+pub struct Wanted {
+    /// What it is called in messages.
+    pub name: &'static str,
+    /// The variable that names its file, or the folder of its file.
+    pub variable: &'static str,
+    /// How its file begins, up to the version.
+    pub stem: &'static str,
+    /// The name under which the loader knows it.
+    pub soname: &'static str,
+    /// The oldest version that will do, as the library counts, and as people do.
+    pub least: (usize, &'static str),
+    /// Whether Python packages bring it.
+    pub in_wheels: bool,
+    /// What to do where it is missing or too old.
+    pub help: &'static str,
+}
+
+/// The driver: memory, streams, launches.
+pub static DRIVER: Wanted = Wanted {
+    name: "NVIDIA driver",
+    variable: "SHARDGRAD_CUDA_PATH",
+    stem: "libcuda.so",
+    soname: "libcuda.so.1",
+    least: (13000, "13.0"),
+    in_wheels: false,
+    help: "install the NVIDIA driver, version 580 or newer, or name its libcuda.so.1 in SHARDGRAD_CUDA_PATH",
+};
+
+/// The compiler of kernels.
+pub static NVRTC: Wanted = Wanted {
+    name: "run-time compiler",
+    variable: "SHARDGRAD_NVRTC_PATH",
+    stem: "libnvrtc.so",
+    soname: "libnvrtc.so.13",
+    least: (13000, "13.0"),
+    in_wheels: true,
+    help: "pip install 'nvidia-cuda-nvrtc==13.0.*', or name its libnvrtc.so.13 in SHARDGRAD_NVRTC_PATH",
+};
+
+/// Products of matrices.
+pub static BLAS: Wanted = Wanted {
+    name: "cuBLASLt",
+    variable: "SHARDGRAD_CUBLASLT_PATH",
+    stem: "libcublasLt.so",
+    soname: "libcublasLt.so.13",
+    least: (130_000, "13.0"),
+    in_wheels: true,
+    help: "pip install 'nvidia-cublas==13.*', or name its libcublasLt.so.13 in SHARDGRAD_CUBLASLT_PATH",
+};
+
+impl Wanted {
+    /// The error of this library.
+    pub(super) fn error(&self, why: impl Into<String>) -> KernelError {
+        KernelError::Library { library: self.name, why: why.into(), help: self.help.into() }
+    }
+
+    /// Refuses a version that is too old.
+    pub(super) fn check(&self, version: usize, shown: &str, file: &Path) -> Result<(), KernelError> {
+        if version >= self.least.0 {
+            return Ok(());
+        }
+        let why = format!("{} is for CUDA {shown}, and {} or newer is needed", file.display(), self.least.1);
+        Err(self.error(why))
+    }
+}
+
+/// Where to look for libraries, and where compiled kernels are kept.
+#[derive(Clone, Debug, Default)]
+pub struct Places {
+    /// By the name of its variable, the file of a library or the folder of that file.
+    pub named: Vec<(&'static str, PathBuf)>,
+    /// Folders of Python environments (those that hold `bin` and `lib`).
+    pub environments: Vec<PathBuf>,
+    /// Where compiled kernels are kept between runs, if anywhere.
+    pub cache: Option<PathBuf>,
+}
+
+impl Places {
+    /// As the environment says: a variable for each library; packages of the active virtual environment and of the
+    /// `python3` on the path; kernels in `SHARDGRAD_CACHE_DIR`, else in the cache folder of the user.
+    #[must_use]
+    pub fn from_env() -> Places {
+        let path = |name: &str| env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+        let named =
+            [&DRIVER, &NVRTC, &BLAS].into_iter().filter_map(|w| Some((w.variable, path(w.variable)?)));
+        let own = |home: PathBuf| home.join("shardgrad");
+        let cache = path("SHARDGRAD_CACHE_DIR")
+            .or_else(|| path("XDG_CACHE_HOME").map(own))
+            .or_else(|| path("HOME").map(|home| own(home.join(".cache"))));
+        let mut environments: Vec<PathBuf> = path("VIRTUAL_ENV").into_iter().collect();
+        let folders = env::var_os("PATH").unwrap_or_default();
+        let python = env::split_paths(&folders).map(|f| f.join("python3")).find(|p| p.is_file());
+        if let Some(python) = python {
+            let prefix = |p: &Path| p.parent().and_then(Path::parent).map(Path::to_path_buf);
+            environments.extend(prefix(&python));
+            environments.extend(fs::canonicalize(&python).ok().as_deref().and_then(prefix));
+        }
+        Places { named: named.collect(), environments, cache }
+    }
+
+    /// The folders of NVIDIA's packages in these environments.
+    fn wheels(&self) -> Vec<PathBuf> {
+        let inside = |folder: PathBuf| {
+            let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+            let mut paths: Vec<PathBuf> = entries.map(|e| e.path()).collect();
+            paths.sort();
+            paths
+        };
+        let is_python =
+            |p: &PathBuf| p.file_name().and_then(|n| n.to_str()).is_some_and(|n| n.starts_with("python3"));
+        let libs =
+            self.environments.iter().flat_map(|e| [e.join("lib"), e.join("local/lib"), e.join("lib64")]);
+        let packages = libs.flat_map(inside).filter(is_python);
+        let packages = packages.flat_map(|p| [p.join("site-packages"), p.join("dist-packages")]);
+        packages
+            .flat_map(|p| inside(p.join("nvidia")))
+            .map(|p| p.join("lib"))
+            .filter(|p| p.is_dir())
+            .collect()
+    }
+
+    /// Opens a library: the file that its variable names, and no other; else what Python packages bring; else what the
+    /// loader finds.
+    pub(super) fn open(&self, wanted: &Wanted) -> Result<Library, KernelError> {
+        if let Some((_, path)) = self.named.iter().find(|(name, _)| *name == wanted.variable) {
+            let file = if path.is_dir() { file_in(path, wanted.stem) } else { Some(path.clone()) };
+            let file = file.ok_or_else(|| {
+                let why = format!("{} is {}, where no {} is", wanted.variable, path.display(), wanted.stem);
+                wanted.error(why)
+            })?;
+            return Library::open(&file).map_err(|why| wanted.error(format!("{}: {why}", wanted.variable)));
+        }
+        if wanted.in_wheels {
+            let files = self.wheels().into_iter().filter_map(|folder| file_in(&folder, wanted.stem));
+            if let Some(library) = files.map(|file| Library::open(&file)).find_map(Result::ok) {
+                return Ok(library);
+            }
+        }
+        Library::open(Path::new(wanted.soname))
+            .map_err(|why| wanted.error(format!("not found on this machine ({why})")))
+    }
+}
+
+/// The file of a library in a folder: the one with the longest version.
+fn file_in(folder: &Path, stem: &str) -> Option<PathBuf> {
+    let entries = fs::read_dir(folder).ok()?.flatten();
+    let is_it = |name: &str| {
+        let version = name.strip_prefix(stem);
+        version.is_some_and(|v| v.chars().all(|c| c == '.' || c.is_ascii_digit()))
+    };
+    let fits = entries.filter(|e| e.file_name().to_str().is_some_and(is_it));
+    fits.map(|e| e.path()).max_by_key(|p| p.as_os_str().len())
+}
+
+/// An open library. It is never closed: such libraries have threads of their own, which would be left without code.
+pub(super) struct Library {
+    open: ManuallyDrop<libloading::Library>,
+    file: PathBuf,
+}
+
+impl Library {
+    /// Opens a file, or what the loader finds under a name.
+    fn open(file: &Path) -> Result<Library, String> {
+        // SAFETY: opening runs the library's initialisers; these are libraries of NVIDIA, or files that the user named.
+        let open = unsafe { libloading::Library::new(file) }.map_err(|e| e.to_string())?;
+        Ok(Library {
+            open: ManuallyDrop::new(open),
+            file: mapped(file).unwrap_or_else(|| file.to_path_buf()),
+        })
+    }
+
+    /// Opens the file beside this one whose name begins so, if there is one: libraries that this one will ask the loader
+    /// for are found there once they are open.
+    pub(super) fn open_beside(&self, stem: &str) -> Option<Library> {
+        Library::open(&file_in(self.file.parent()?, stem)?).ok()
+    }
+
+    /// The file that was opened.
+    pub(super) fn file(&self) -> &Path {
+        &self.file
+    }
+
+    /// A function of the library.
+    ///
+    /// # Safety
+    /// `F` is the type of a function pointer, and that of the function.
+    pub(super) unsafe fn function<F: Copy>(&self, wanted: &Wanted, name: &str) -> Result<F, KernelError> {
+        // SAFETY: the caller promises that this is the function's type.
+        let found = unsafe { self.open.get::<F>(name.as_bytes()) };
+        let lacking = |_| wanted.error(format!("{} has no function {name}", self.file.display()));
+        found.map(|f| *f).map_err(lacking)
+    }
+}
+
+impl fmt::Debug for Library {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Library({})", self.file.display())
+    }
+}
+
+/// The file that the loader has taken for a bare name.
+fn mapped(name: &Path) -> Option<PathBuf> {
+    if name.components().count() > 1 {
+        return None;
+    }
+    let stem = name.file_name()?.to_str()?.split(".so").next()?.to_string() + ".so";
+    let maps = fs::read_to_string("/proc/self/maps").ok()?;
+    let files = maps.lines().filter_map(|line| line.split_whitespace().nth(5)).map(Path::new);
+    let mut ours =
+        files.filter(|f| f.file_name().and_then(|n| n.to_str()).is_some_and(|n| n.starts_with(&stem)));
+    ours.next().map(Path::to_path_buf)
+}
+
+/// What a foreign function answers; 0 is good.
+pub(super) type Answer = c_int;
+
+/// Declares the functions of a library that are called: a table of pointers, and for each a method that turns an answer
+/// other than 0 into an error by `Self::failed`. The types are held against the generated bindings when this is
+/// compiled; the bindings' own loader is not used, because it panics where a library or function is missing and
+/// chooses the file itself.
+macro_rules! foreign {
+    ($table:ident, $wanted:path, $bindings:path, $status:ident {
+        $(fn $name:ident($($arg:ident: $type:ty),*);)*
+    }) => {
+        #[allow(non_snake_case)]
+        pub(super) struct $table {
+            $($name: unsafe extern "C" fn($($type),*) -> $crate::cuda::library::Answer,)*
+            library: $crate::cuda::library::Library,
+        }
+
+        #[allow(non_snake_case, clippy::too_many_arguments)]
+        impl $table {
+            /// Finds every function.
+            fn load(library: $crate::cuda::library::Library) -> Result<$table, $crate::error::KernelError> {
+                use $bindings as bindings;
+                $({
+                    let _: unsafe fn($($type),*) -> bindings::$status = bindings::$name;
+                })*
+                // SAFETY: the bindings, which are generated from the headers, state these types.
+                Ok(unsafe {
+                    $table { $($name: library.function(&$wanted, stringify!($name))?,)* library }
+                })
+            }
+
+            $(
+                /// The function of this name.
+                ///
+                /// # Safety
+                /// What the library's documentation asks of its arguments.
+                pub(super) unsafe fn $name(&self, $($arg: $type),*) -> Result<(), $crate::error::KernelError> {
+                    // SAFETY: the caller keeps the function's rules.
+                    let answer = unsafe { (self.$name)($($arg),*) };
+                    if answer == 0 { Ok(()) } else { Err(self.failed(stringify!($name), answer)) }
+                }
+            )*
+        }
+
+        impl std::fmt::Debug for $table {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.debug_tuple(stringify!($table)).field(&self.library).finish()
+            }
+        }
+    };
+}
+pub(super) use foreign;

@@ -1,0 +1,325 @@
+//! Memory of a card for one rank: large chunks from the driver, cut up here. What is freed is used again at once: all work
+//! of the rank is given to one stream, so whoever uses it next comes after whoever used it last.
+
+use super::driver::Context;
+use crate::buffer::{Buffer, Keeper};
+use crate::error::{KernelError, MemoryStats};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Every block is a multiple of this, which is the alignment that a driver gives.
+const GRAIN: usize = 512;
+/// Blocks up to this size come from chunks of [`SMALL_CHUNK`], so that they do not cut up large ones.
+const SMALL_MAX: usize = 1 << 20;
+const SMALL_CHUNK: usize = 8 << 20;
+const LARGE_CHUNK: usize = 64 << 20;
+/// Larger chunks are multiples of this.
+const CHUNK_GRAIN: usize = 2 << 20;
+
+/// Where chunks come from.
+pub(super) trait Source: fmt::Debug + Send + Sync {
+    /// A chunk; `None` if there is not so much.
+    fn take(&self, bytes: usize) -> Result<Option<u64>, KernelError>;
+    /// Takes a chunk back in which no block is in use.
+    fn give(&self, address: u64);
+}
+
+/// Chunks and blocks, as addresses.
+#[derive(Debug, Default)]
+struct Books {
+    /// Bytes of each chunk, by address.
+    chunks: BTreeMap<u64, usize>,
+    /// Bytes of each free block, by address. Neighbours of one chunk are joined.
+    free: BTreeMap<u64, usize>,
+    /// Free blocks by size, small chunks and large ones apart.
+    by_size: [BTreeSet<(usize, u64)>; 2],
+    /// Bytes of each block in use.
+    used: HashMap<u64, usize>,
+    stats: MemoryStats,
+}
+
+/// Of which kind the chunk is that a block of so many bytes comes from.
+fn kind(bytes: usize) -> usize {
+    usize::from(bytes > SMALL_MAX)
+}
+
+impl Books {
+    fn chunk_of(&self, address: u64) -> (u64, usize) {
+        let (start, bytes) =
+            self.chunks.range(..=address).next_back().expect("bug: a block outside of all chunks");
+        (*start, *bytes)
+    }
+
+    /// Small chunks all have one size, which no large one has.
+    fn kind_of_chunk(bytes: usize) -> usize {
+        usize::from(bytes != SMALL_CHUNK)
+    }
+
+    fn add_free(&mut self, address: u64, bytes: usize) {
+        let kind = Books::kind_of_chunk(self.chunk_of(address).1);
+        self.free.insert(address, bytes);
+        self.by_size[kind].insert((bytes, address));
+    }
+
+    fn remove_free(&mut self, address: u64) -> usize {
+        let bytes = self.free.remove(&address).expect("bug: a free block that is not listed");
+        let kind = Books::kind_of_chunk(self.chunk_of(address).1);
+        self.by_size[kind].remove(&(bytes, address));
+        bytes
+    }
+
+    /// The smallest free block that is large enough, cut to size; the lowest of several.
+    fn cut(&mut self, bytes: usize) -> Option<u64> {
+        let (_, address) = *self.by_size[kind(bytes)].range((bytes, 0)..).next()?;
+        let whole = self.remove_free(address);
+        if whole > bytes {
+            self.add_free(address + bytes as u64, whole - bytes);
+        }
+        self.used.insert(address, bytes);
+        self.stats.in_use_bytes += bytes;
+        self.stats.peak_bytes = self.stats.peak_bytes.max(self.stats.in_use_bytes);
+        Some(address)
+    }
+
+    fn give_back(&mut self, address: u64) {
+        let Some(mut bytes) = self.used.remove(&address) else { return };
+        self.stats.in_use_bytes -= bytes;
+        let (start, whole) = self.chunk_of(address);
+        let mut from = address;
+        let before = self.free.range(start..address).next_back().map(|(a, b)| (*a, *b));
+        if let Some((a, b)) = before.filter(|(a, b)| a + *b as u64 == address) {
+            self.remove_free(a);
+            (from, bytes) = (a, bytes + b);
+        }
+        let behind = from + bytes as u64;
+        if behind < start + whole as u64 && self.free.contains_key(&behind) {
+            bytes += self.remove_free(behind);
+        }
+        self.add_free(from, bytes);
+    }
+
+    fn add_chunk(&mut self, address: u64, bytes: usize) {
+        self.chunks.insert(address, bytes);
+        self.stats.reserved_bytes += bytes;
+        self.stats.num_system_allocs += 1;
+        self.add_free(address, bytes);
+    }
+
+    /// Strikes out the chunks in which nothing is in use.
+    fn empty_chunks(&mut self) -> Vec<u64> {
+        let is_empty = |(address, bytes): &(&u64, &usize)| self.free.get(*address) == Some(*bytes);
+        let empty: Vec<u64> = self.chunks.iter().filter(is_empty).map(|(address, _)| *address).collect();
+        for address in &empty {
+            self.remove_free(*address);
+            self.stats.reserved_bytes -= self.chunks.remove(address).unwrap_or(0);
+        }
+        empty
+    }
+}
+
+/// The allocator of one rank. Handles share it.
+#[derive(Debug)]
+pub(super) struct Memory {
+    source: Box<dyn Source>,
+    limit: usize,
+    books: Mutex<Books>,
+}
+
+impl Memory {
+    /// Memory of at most `limit` bytes from the driver (0: no limit).
+    pub(super) fn new(source: Box<dyn Source>, limit: usize) -> Arc<Memory> {
+        Arc::new(Memory { source, limit, books: Mutex::default() })
+    }
+
+    fn books(&self) -> MutexGuard<'_, Books> {
+        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn stats(&self) -> MemoryStats {
+        self.books().stats
+    }
+
+    /// A block of at least `bytes` bytes with arbitrary contents.
+    pub(super) fn alloc(self: &Arc<Memory>, bytes: usize) -> Result<Buffer, KernelError> {
+        let mut books = self.books();
+        let refuse = |books: &Books| KernelError::OutOfMemory { asked_bytes: bytes, stats: books.stats };
+        let Some(block) = bytes.max(1).checked_next_multiple_of(GRAIN) else { return Err(refuse(&books)) };
+        let found = books.cut(block);
+        let address = match found {
+            Some(address) => address,
+            None => {
+                self.grow(&mut books, block)?;
+                books.cut(block).ok_or_else(|| refuse(&books))?
+            }
+        };
+        drop(books);
+        Ok(Buffer::on_device(address, bytes, self.clone()))
+    }
+
+    /// Takes a chunk that has room for a block, if it can be had: after empty chunks were given back, if need be.
+    fn grow(&self, books: &mut Books, block: usize) -> Result<(), KernelError> {
+        let own = block.checked_next_multiple_of(CHUNK_GRAIN).unwrap_or(block);
+        let usual = if kind(block) == 0 { SMALL_CHUNK } else { own.max(LARGE_CHUNK) };
+        // A chunk of the small kind's size would pass for one.
+        let tight = if kind(block) == 0 || own == SMALL_CHUNK { usual } else { own };
+        for bytes in [usual, tight] {
+            if self.take(books, bytes)? {
+                return Ok(());
+            }
+        }
+        for address in books.empty_chunks() {
+            self.source.give(address);
+        }
+        self.take(books, tight).map(|_| ())
+    }
+
+    fn take(&self, books: &mut Books, bytes: usize) -> Result<bool, KernelError> {
+        if self.limit != 0 && books.stats.reserved_bytes.saturating_add(bytes) > self.limit {
+            return Ok(false);
+        }
+        let Some(address) = self.source.take(bytes)? else { return Ok(false) };
+        books.add_chunk(address, bytes);
+        Ok(true)
+    }
+}
+
+impl Keeper for Memory {
+    fn give_back(&self, address: u64) {
+        self.books().give_back(address);
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        let books = std::mem::take(&mut *self.books());
+        books.chunks.keys().for_each(|address| self.source.give(*address));
+    }
+}
+
+/// Chunks of a card.
+#[derive(Debug)]
+pub(super) struct Chunks {
+    pub(super) context: Arc<Context>,
+}
+
+impl Source for Chunks {
+    fn take(&self, bytes: usize) -> Result<Option<u64>, KernelError> {
+        self.context.take(bytes)
+    }
+
+    fn give(&self, address: u64) {
+        // A lost context has nothing to give back.
+        let _ = self.context.give(address);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+    /// Addresses, and how many bytes there are.
+    #[derive(Debug, Default)]
+    struct Numbers {
+        next: AtomicU64,
+        left: Arc<AtomicUsize>,
+        given: Arc<Mutex<Vec<u64>>>,
+        sizes: Mutex<HashMap<u64, usize>>,
+    }
+
+    impl Source for Numbers {
+        fn take(&self, bytes: usize) -> Result<Option<u64>, KernelError> {
+            if self.left.load(Ordering::Relaxed) < bytes {
+                return Ok(None);
+            }
+            self.left.fetch_sub(bytes, Ordering::Relaxed);
+            // Chunks lie side by side: blocks of two chunks must not be joined.
+            let address = 4096 + self.next.fetch_add(bytes as u64, Ordering::Relaxed);
+            self.sizes.lock().unwrap().insert(address, bytes);
+            Ok(Some(address))
+        }
+
+        fn give(&self, address: u64) {
+            let bytes = self.sizes.lock().unwrap().remove(&address).expect("given back once");
+            self.left.fetch_add(bytes, Ordering::Relaxed);
+            self.given.lock().unwrap().push(address);
+        }
+    }
+
+    fn memory(bytes: usize, limit: usize) -> (Arc<Memory>, Arc<AtomicUsize>) {
+        let left = Arc::new(AtomicUsize::new(bytes));
+        (Memory::new(Box::new(Numbers { left: left.clone(), ..Numbers::default() }), limit), left)
+    }
+
+    #[test]
+    fn blocks_do_not_overlap_and_all_comes_back() {
+        let (memory, left) = memory(4 << 30, 0);
+        let mut held: Vec<Buffer> = Vec::new();
+        let mut state = 7u64;
+        for _ in 0..3000 {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let draw = (state >> 33) as usize;
+            if draw % 5 < 3 {
+                held.push(memory.alloc(draw % [100, 70_000, 9_000_000][draw / 5 % 3]).unwrap());
+            } else if !held.is_empty() {
+                held.swap_remove(draw % held.len());
+            }
+        }
+        let mut spans: Vec<(u64, u64)> =
+            held.iter().map(|b| (b.device_address().unwrap(), b.bytes().max(1) as u64)).collect();
+        spans.sort_unstable();
+        assert!(spans.len() > 20 && spans.iter().all(|(a, _)| a % 256 == 0));
+        assert!(spans.windows(2).all(|w| w[0].0 + w[0].1 <= w[1].0));
+        let stats = memory.stats();
+        assert!(
+            stats.in_use_bytes >= held.iter().map(Buffer::bytes).sum()
+                && stats.peak_bytes >= stats.in_use_bytes
+        );
+        drop(held);
+        assert_eq!(memory.stats().in_use_bytes, 0);
+        let books = memory.books();
+        assert_eq!(books.free, books.chunks, "everything is joined again");
+        drop(books);
+        drop(memory);
+        assert_eq!(left.load(Ordering::Relaxed), 4 << 30);
+    }
+
+    #[test]
+    fn what_is_freed_is_used_next() {
+        let (memory, _) = memory(1 << 30, 0);
+        let a = memory.alloc(3 << 20).unwrap();
+        let address = a.device_address();
+        drop(a);
+        assert_eq!(memory.alloc(2 << 20).unwrap().device_address(), address);
+        assert_eq!(memory.stats().num_system_allocs, 1);
+    }
+
+    #[test]
+    fn a_full_card_gives_back_what_is_empty_and_then_refuses_with_figures() {
+        let (memory, _) = memory(100 << 20, 0);
+        let small = memory.alloc(10).unwrap();
+        drop(memory.alloc(60 << 20).unwrap());
+        // 28 MiB are left, and a chunk of 64 is empty.
+        let large = memory.alloc(80 << 20).unwrap();
+        let error = memory.alloc(30 << 20).unwrap_err();
+        let figures = format!("reserved {} bytes", 88 << 20);
+        assert!(
+            matches!(error, KernelError::OutOfMemory { .. }) && error.to_string().contains(&figures),
+            "{error}"
+        );
+        drop((small, large));
+        memory.alloc(90 << 20).unwrap();
+    }
+
+    #[test]
+    fn a_limit_holds_for_what_is_taken_from_the_driver() {
+        let (memory, _) = memory(1 << 30, 20 << 20);
+        let held = memory.alloc(12 << 20).unwrap();
+        assert!(memory.stats().reserved_bytes <= 20 << 20);
+        assert!(memory.alloc(12 << 20).is_err());
+        drop(held);
+        memory.alloc(18 << 20).unwrap();
+        assert!(memory.alloc(usize::MAX).is_err());
+    }
+}

@@ -1,0 +1,24 @@
+//! The back end for NVIDIA cards (feature `cuda`): libraries found at run time, kernels compiled at first use, and the
+//! driver behind types that keep its rules. Nothing of it has run on a card yet (`docs/gpu.md`).
+
+pub mod library;
+pub mod usage;
+mod cache;
+pub mod compile;
+pub mod driver;
+mod memory;
+mod launch;
+mod blas;
+pub mod backend;
+pub mod report;
+#[cfg(test)]
+pub(crate) mod fake;
+#[cfg(test)]
+mod tests;
+
+pub use backend::Card;
+pub use compile::{Compiled, Compiler, Program};
+pub use driver::{Description, Driver};
+pub use library::Places;
+pub use report::Report;
+pub use usage::Usage;
