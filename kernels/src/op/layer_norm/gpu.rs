@@ -11,8 +11,8 @@ use crate::op::rows::width;
 /// The kernels of this folder, and those of root-mean-square normalisation.
 pub(in crate::op) const SOURCE: &str = concat!(include_str!("../gpu_rows.cu"), include_str!("gpu.cu"));
 
-/// Chunks that a thread holds: 8 of x alone; 4 in f32, else 2, where sums for the weights are held too.
-const HELD: usize = 8;
+/// Chunks that a thread holds: 4 of x alone; 4 in f32, else 2, where sums for the weights are held too.
+const HELD: usize = 4;
 const HELD_BACKWARD: [usize; 2] = [4, 2];
 
 /// Runs of rows that are added up: about so many blocks where a block has a row, and of at most so many rows.
