@@ -11,7 +11,7 @@ constexpr int WIDTH = 16 / sizeof(T);
 #define EACH_CHUNK(i, at) _Pragma("unroll") for (int i = 0, at = place_in_row(); i < HELD; i++, at += THREADS * WIDTH)
 #else
 #define SLOTS 1
-#define EACH_CHUNK(i, at) _Pragma("unroll 4") for (int i = 0, at = place_in_row(); at < n; at += THREADS * WIDTH)
+#define EACH_CHUNK(i, at) _Pragma("unroll 2") for (int i = 0, at = place_in_row(); at < n; at += THREADS * WIDTH)
 #endif
 #define EACH(e) _Pragma("unroll") for (int e = 0; e < WIDTH; e++)
 

@@ -1,9 +1,11 @@
 //! Where the largest or the smallest element of a row stands.
 
+mod gpu;
+
 use crate::cpu::Pool;
 use crate::dtype::Float;
 use crate::error::KernelError;
-use crate::kernel::{Bound, Kernel, Launch};
+use crate::kernel::{Bound, Gpu, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{operands, read, rows_per_task, width, write};
 
@@ -26,7 +28,7 @@ pub static ARG_EXTREME: Kernel = Kernel {
         }, else Err(KernelError::DType { kernel: ARG_EXTREME.name, dtype: x.dtype }))
     },
     cpu: Some(arg_extreme),
-    gpu: None,
+    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |launch| launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 0.0 },
 };

@@ -11,9 +11,9 @@ use crate::op::rows::width;
 /// The kernels of this folder, and those of root-mean-square normalisation.
 pub(in crate::op) const SOURCE: &str = concat!(include_str!("../gpu_rows.cu"), include_str!("gpu.cu"));
 
-/// Chunks that a thread holds of x; 8 of x alone, 4 where sums for the weights are held too (2 in f64).
-const HELD: usize = 8;
-const HELD_BACKWARD: usize = 4;
+/// Chunks that a thread holds: 4 of x alone; 4 in f32, else 2, where sums for the weights are held too.
+const HELD: usize = 4;
+const HELD_BACKWARD: [usize; 2] = [4, 2];
 
 /// Runs of rows that are added up: about so many blocks where a block has a row, and of at most so many rows.
 const RUNS: usize = 512;
@@ -57,7 +57,7 @@ pub(in crate::op) fn backward_of(
     if d == 0 {
         return Ok(());
     }
-    let most = if dtype == DType::F64 { HELD_BACKWARD / 2 } else { HELD_BACKWARD };
+    let most = HELD_BACKWARD[usize::from(dtype != DType::F32)];
     let split = Rows::new(launch, dtype, d, most).define("CENTRED", outputs - 2);
     let run = (rows / (RUNS * split.of_block())).clamp(1, LONGEST_RUN);
     let parts = rows.div_ceil(run);

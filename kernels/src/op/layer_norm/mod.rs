@@ -97,6 +97,7 @@ fn backward(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dtype::DType;
     use crate::kernel::Scalar;
     use crate::op::check::{Case, Kind, values};
     use crate::op::differences::{Value, compare, dot, evaluate};
@@ -135,6 +136,8 @@ mod tests {
 
     fn agree(rows: usize, d: usize, shift: f64) {
         let shape = [rows, d];
+        // Long sums of the reference are no better in f64 than those that it judges.
+        let dtypes = &DType::FLOATS[usize::from(rows * d > 10_000)..];
         let x: Vec<f64> = values(1, rows * d).iter().map(|v| v + shift).collect();
         Case::new(&FORWARD)
             .input(&shape, &x)
@@ -144,7 +147,7 @@ mod tests {
             .output_as(Kind::Accumulator, &[rows])
             .output_as(Kind::Accumulator, &[rows])
             .scalars(&EPS)
-            .run();
+            .run_for(dtypes);
         Case::new(&BACKWARD)
             .input(&shape, &values(4, rows * d))
             .input(&[d], &values(5, d))
@@ -155,7 +158,7 @@ mod tests {
             .output(&[d])
             .output(&[d])
             .scale(4.0)
-            .run();
+            .run_for(dtypes);
     }
 
     #[test]

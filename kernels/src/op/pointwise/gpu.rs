@@ -91,10 +91,27 @@ pub(crate) fn update(plan: &mut Plan, launch: &Launch<'_>, formula: Formula) {
     numbers_of(plan, &inputs, launch, formula);
 }
 
+/// Describes y = formula(inputs) where x, the first input, and y are rows of `n` elements and the other inputs have a value
+/// for each row, or for each element if n is 1; all are contiguous.
+pub(crate) fn rows_map(plan: &mut Plan, launch: &Launch<'_>, n: usize, formula: Formula) {
+    let rows = launch.outputs[0].view.numel() / n.max(1);
+    let views: Vec<Strides> = (launch.inputs.iter().enumerate())
+        .map(|(i, x)| Strides {
+            shape: [rows, n][..].into(),
+            strides: if i == 0 { [n, 1][..].into() } else { [1, 0][..].into() },
+            offset: x.view.offset,
+        })
+        .collect();
+    let inputs = launch.inputs.iter().zip(&views).enumerate();
+    let inputs: Vec<Input<'_>> =
+        inputs.map(|(i, (x, view))| number(GridArg::Input(i), x.dtype, view)).collect();
+    numbers_of(plan, &inputs, launch, formula);
+}
+
 fn numbers_of(plan: &mut Plan, inputs: &[Input<'_>], launch: &Launch<'_>, formula: Formula) {
     let y = &launch.outputs[0];
     let scalars = match y.dtype {
-        DType::I64 => Scalars::none(),
+        _ if formula.scalars == "_" => Scalars::none(),
         _ => {
             let args = two_reals(launch.scalars).map(GridArg::F64);
             Scalars { passed: "double", args, values: [inputs[0].value; 2] }

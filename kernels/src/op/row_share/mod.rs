@@ -2,13 +2,15 @@
 //!
 //! Rows lie one after another, contiguous: x holds r rows of n elements, whatever its dims are, and a value of a row is
 //! one of r. Sums are formed in the accumulator: blocks of 1024
-//! elements one after another, in each of them element i in partial sum i mod 16. Scalars: \[Int n\].
+//! elements one after another, in each of them element i in partial sum i mod 16; on GPUs each thread of a row (a warp of
+//! them up to 1024 elements, else a block) adds up every so many, and these sums join in a tree. Scalars: \[Int n\].
 
 mod cpu;
+mod gpu;
 
 use crate::dtype::{DType, Element, Float};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Kernel, Launch};
+use crate::kernel::{Bound, Gpu, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{operands, read, write};
 
@@ -30,7 +32,7 @@ pub static TIES: Kernel = Kernel {
         }, else no_float(TIES.name, x.dtype))
     },
     cpu: Some(cpu::ties),
-    gpu: None,
+    gpu: Some(Gpu { source: gpu::SOURCE, plan: |launch, plan| gpu::row_value(launch, plan, "0") }),
     flops: |launch| launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 0.0 },
 };
@@ -54,7 +56,12 @@ pub static TIE_SHARE: Kernel = Kernel {
         }, else no_float(TIE_SHARE.name, x.dtype))
     },
     cpu: Some(cpu::tie_share),
-    gpu: None,
+    gpu: Some(Gpu {
+        source: gpu::FORMULA_SOURCE,
+        plan: |launch, plan| {
+            gpu::shares(TIE_SHARE.name, launch, plan, "[x, y, c, dy]", "choose(x == y, dy / c, R::ZERO)")
+        },
+    }),
     flops: |launch| 2 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 1.0 },
 };
@@ -79,7 +86,7 @@ pub static EXP_SUM: Kernel = Kernel {
         }, else no_float(EXP_SUM.name, x.dtype))
     },
     cpu: Some(cpu::exp_sum),
-    gpu: None,
+    gpu: Some(Gpu { source: gpu::SOURCE, plan: |launch, plan| gpu::row_value(launch, plan, "1") }),
     flops: |launch| 3 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 16.0 },
 };
@@ -112,7 +119,12 @@ pub static JOIN: Kernel = Kernel {
         }, else no_float(JOIN.name, m.dtype))
     },
     cpu: None,
-    gpu: None,
+    gpu: Some(Gpu {
+        source: gpu::FORMULA_SOURCE,
+        plan: |launch, plan| {
+            gpu::shares(JOIN.name, launch, plan, "[m, s]", "choose(is_nan(m - m), m, m + s.ln())")
+        },
+    }),
     flops: |launch| 2 * launch.outputs[0].view.numel() as u64,
     bound: Bound { ulps: 2.0 },
 };
@@ -137,7 +149,18 @@ pub static EXP_SHARE: Kernel = Kernel {
         }, else no_float(EXP_SHARE.name, x.dtype))
     },
     cpu: Some(cpu::exp_share),
-    gpu: None,
+    gpu: Some(Gpu {
+        source: gpu::FORMULA_SOURCE,
+        plan: |launch, plan| {
+            gpu::shares(
+                EXP_SHARE.name,
+                launch,
+                plan,
+                "[x, y, dy]",
+                "choose(y < R::ZERO && is_nan(y - y), R::ZERO, dy * (x - y).exp())",
+            )
+        },
+    }),
     flops: |launch| 3 * launch.inputs[0].view.numel() as u64,
     // The difference is rounded at the size of y before the exponential.
     bound: Bound { ulps: 16.0 },

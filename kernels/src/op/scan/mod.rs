@@ -1,14 +1,17 @@
 //! Running sums along rows.
 
+mod gpu;
+
 use crate::cpu::Pool;
 use crate::dtype::{Element, Float, Real};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Kernel, Launch};
+use crate::kernel::{Bound, Gpu, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{operands, read, rows_per_task, width, write};
 
 /// y_i = x_0 + x_1 + .. + x_i over the last dim, or x_i + x_i+1 + .. to the end; added up one after another in the
-/// accumulator, each sum rounded once.
+/// accumulator, each sum rounded once. On GPUs runs of neighbours are added up first and joined in an order that follows
+/// from n.
 ///
 /// - in: x (.., n), any float, contiguous
 /// - out: y, same dtype and shape, contiguous
@@ -31,7 +34,7 @@ pub static CUMSUM: Kernel = Kernel {
         }, else Err(KernelError::DType { kernel: CUMSUM.name, dtype: x.dtype }))
     },
     cpu: Some(cumsum),
-    gpu: None,
+    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |launch| launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 64.0 },
 };

@@ -1,6 +1,7 @@
-//! Softmax on GPUs: a row a warp or a block, read once up to 16384 elements of at most 32 bits.
+//! Softmax on GPUs: a row a warp or a block, read once up to 8192 elements of 32 bits or 16384 of 16.
 
 use super::{BACKWARD, FORWARD};
+use crate::dtype::DType;
 use crate::error::KernelError;
 use crate::gpu::{GridArg, Plan};
 use crate::kernel::Launch;
@@ -10,8 +11,9 @@ use crate::op::rows::width;
 /// The kernels of this folder.
 pub(super) const SOURCE: &str = concat!(include_str!("../gpu_rows.cu"), include_str!("gpu.cu"));
 
-/// Chunks that a thread holds of each operand.
-const HELD: usize = 8;
+/// Chunks that a thread holds of each operand: with them two blocks of 512 threads fit a multiprocessor.
+const HELD: usize = 4;
+const HELD_BACKWARD: [usize; 2] = [4, 2];
 
 pub(super) fn forward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
     let dtype = float(FORWARD.name, launch)?;
@@ -21,13 +23,14 @@ pub(super) fn forward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), Kernel
 
 pub(super) fn backward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
     let dtype = float(BACKWARD.name, launch)?;
-    by_rows("softmax_backward", launch, plan, Rows::new(launch, dtype, width(&launch.inputs[0]), HELD));
+    let most = HELD_BACKWARD[usize::from(dtype != DType::F32)];
+    by_rows("softmax_backward", launch, plan, Rows::new(launch, dtype, width(&launch.inputs[0]), most));
     Ok(())
 }
 
 fn by_rows(entry: &'static str, launch: &Launch<'_>, plan: &mut Plan, split: Rows) {
     let (n, numel) = (width(&launch.inputs[0]), launch.inputs[0].view.numel());
-    let rows = if n == 0 { 0 } else { numel / n };
+    let rows = numel.checked_div(n).unwrap_or(0);
     let mut args: Vec<GridArg> = (0..launch.inputs.len()).map(GridArg::Input).collect();
     args.extend([GridArg::Output(0), GridArg::I64(rows as i64), GridArg::I32(n as i32)]);
     plan.grid(split.grid(entry, rows, args));

@@ -24,7 +24,7 @@ template <class R> __device__ __forceinline__ ACC element(const R &from, int row
 }
 
 // Products of the rows that the warp owns with the row of the other side that the lane has.
-template <class A, class B> __device__ inline void score(ACC (&sums)[W], const A &own, int first, const B &other, int start, int c) {
+template <class A, class B> __device__ __forceinline__ void score(ACC (&sums)[W], const A &own, int first, const B &other, int start, int c) {
     Pieces &s = pieces();
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
@@ -46,7 +46,7 @@ template <class A, class B> __device__ inline void score(ACC (&sums)[W], const A
 }
 
 // sums += weights other: the lane has one channel of each piece.
-template <class B> __device__ inline void gather(ACC (&sums)[W][N], const ACC (&weights)[W], const B &other, int start, int c) {
+template <class B> __device__ __forceinline__ void gather(ACC (&sums)[W][N], const ACC (&weights)[W], const B &other, int start, int c) {
     Pieces &s = pieces();
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     __syncwarp();
@@ -76,7 +76,7 @@ template <class R> __device__ __forceinline__ void deliver(const ACC (&sums)[N],
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(128, 2)
     attend_plain(Problem p, const T *q_data, const T *k_data, const T *v_data, T *o_data, ACC *lse_data, ACC scale) {
     auto q = of_queries(p, q_data, p.q);
     auto k = of_keys(p, k_data, p.k), v = of_keys(p, v_data, p.v);
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(128)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(128, 2)
     queries_back_plain(Problem p, const T *q_data, const T *k_data, const T *v_data, const T *d_out_data, const ACC *lse, const ACC *delta, T *dq_data, ACC scale, int padded) {
     auto q = of_queries(p, q_data, p.q), d_out = of_queries(p, d_out_data, p.d_out);
     auto k = of_keys(p, k_data, p.k), v = of_keys(p, v_data, p.v);
@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(128)
     for (int w = 0; w < W; w++) deliver(sums[w], scale, dq, own + w, c);
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(128, 2)
     keys_back_plain(Problem p, const T *q_data, const T *k_data, const T *v_data, const T *d_out_data, const ACC *lse, const ACC *delta, T *dk_data, T *dv_data, ACC scale, int padded) {
     auto q = of_queries(p, q_data, p.q), d_out = of_queries(p, d_out_data, p.d_out);
     auto k = of_keys(p, k_data, p.k), v = of_keys(p, v_data, p.v);
