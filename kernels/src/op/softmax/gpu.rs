@@ -27,7 +27,7 @@ pub(super) fn backward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), Kerne
 
 fn by_rows(entry: &'static str, launch: &Launch<'_>, plan: &mut Plan, split: Rows) {
     let (n, numel) = (width(&launch.inputs[0]), launch.inputs[0].view.numel());
-    let rows = if n == 0 { 0 } else { numel / n };
+    let rows = numel.checked_div(n).unwrap_or(0);
     let mut args: Vec<GridArg> = (0..launch.inputs.len()).map(GridArg::Input).collect();
     args.extend([GridArg::Output(0), GridArg::I64(rows as i64), GridArg::I32(n as i32)]);
     plan.grid(split.grid(entry, rows, args));
