@@ -51,7 +51,7 @@ pub(super) fn library(body: &str, entries: &[&str]) -> Result<PathBuf, String> {
 }
 
 /// Where compiled programs are kept.
-fn folder() -> Result<PathBuf, String> {
+pub(super) fn folder() -> Result<PathBuf, String> {
     let binary = std::env::current_exe().map_err(|e| e.to_string())?;
     let folder = binary.parent().expect("a binary lies in a folder").join("shim");
     std::fs::create_dir_all(&folder).map_err(|e| e.to_string())?;

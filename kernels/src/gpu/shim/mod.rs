@@ -3,6 +3,7 @@
 
 mod build;
 mod load;
+mod cards;
 
 pub(crate) use build::compiler_is_found;
 
@@ -91,6 +92,7 @@ pub(crate) fn run(kernel: &Kernel, launch: &mut Launch<'_>, order: u64) -> Resul
             Step::Grid(grid) => {
                 let body = grid.body(gpu.source);
                 let library = build::library(&body, &entries[&body])?;
+                cards::check(kernel.name, grid, &grid.program(gpu.source), &build::folder()?)?;
                 run_grid(grid, launch, &mut memory, &library, order)
                     .map_err(|e| format!("{} {:?}: {e}", grid.entry, grid.defines))?;
             }
