@@ -8,6 +8,10 @@ use crate::kernel::{Arg, ArgMut, Launch, Scalar};
 /// Partial sums that a row is added up in: element i goes to partial sum i mod 16, whatever the vector width is.
 pub(crate) const LANES: usize = 16;
 
+/// Terms that a partial sum takes up before it is added to those before: in one run, the rounding of a row of tens of
+/// thousands would exceed what kernels promise.
+const CHUNKS_PER_SUM: usize = 64;
+
 /// About how many elements one task handles: it outlasts its hand-over, and its data fit the cache of one core.
 const TASK: usize = 1 << 14;
 
@@ -138,10 +142,17 @@ pub(crate) fn sum_triples<T: Copy, U: Copy, V: Copy, R: Real>(
 ) -> R {
     let mut lanes = [R::ZERO; LANES];
     let ((xs, x_rest), (ys, y_rest), (zs, z_rest)) = (x.as_chunks(), y.as_chunks(), z.as_chunks());
-    for ((x, y), z) in xs.iter().zip(ys).zip(zs) {
-        let (x, y, z): (&[T; LANES], &[U; LANES], &[V; LANES]) = (x, y, z);
+    let blocks = xs.chunks(CHUNKS_PER_SUM).zip(ys.chunks(CHUNKS_PER_SUM)).zip(zs.chunks(CHUNKS_PER_SUM));
+    for ((xs, ys), zs) in blocks {
+        let mut sums = [R::ZERO; LANES];
+        for ((x, y), z) in xs.iter().zip(ys).zip(zs) {
+            let (x, y, z): (&[T; LANES], &[U; LANES], &[V; LANES]) = (x, y, z);
+            for i in 0..LANES {
+                sums[i] += term(x[i], y[i], z[i]);
+            }
+        }
         for i in 0..LANES {
-            lanes[i] += term(x[i], y[i], z[i]);
+            lanes[i] += sums[i];
         }
     }
     for (lane, ((&x, &y), &z)) in lanes.iter_mut().zip(x_rest.iter().zip(y_rest).zip(z_rest)) {
