@@ -50,8 +50,9 @@ int number(const char *word, int usual) {
     return at == std::string::npos ? usual : atoi(words().c_str() + at + strlen(word));
 }
 
-std::mutex lock;
-std::condition_variable changed;
+// Never taken down: a stream that nobody destroyed still waits when the process ends.
+std::mutex &lock = *new std::mutex;
+std::condition_variable &changed = *new std::condition_variable;
 
 struct Event {
     // Whether the point is reached, once for each time that it was recorded.

@@ -9,6 +9,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
+use std::time::UNIX_EPOCH;
 
 const FAKE: &str = include_str!("fake.cc");
 const SHIM: [(&str, &str); 2] =
@@ -29,7 +30,11 @@ pub(super) struct Folder(pub(super) PathBuf);
 
 impl Folder {
     pub(super) fn new() -> Folder {
-        let name = |n: usize| std::env::temp_dir().join(format!("shardgrad-fake-{}-{n}", std::process::id()));
+        // Never a name again: what the loader has opened under a name it gives for ever.
+        let name = |n: u32| {
+            let nanos = UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos());
+            std::env::temp_dir().join(format!("shardgrad-fake-{}-{nanos}-{n}", std::process::id()))
+        };
         let folder = (0..).map(name).find(|f| fs::create_dir(f).is_ok()).expect("a folder can be made");
         Folder(folder)
     }
