@@ -169,7 +169,7 @@ fn shown(version: usize) -> String {
 /// Descriptions and algorithm of a task. Nothing of it changes after it is made.
 #[derive(Debug)]
 struct Planned {
-    library: Arc<Products>,
+    products: Arc<Products>,
     product: usize,
     a: usize,
     b: usize,
@@ -180,7 +180,7 @@ struct Planned {
 /// The products of one stream: tasks that were planned, by what they are.
 #[derive(Debug)]
 pub(super) struct Planner {
-    library: Arc<Products>,
+    products: Arc<Products>,
     planned: HashMap<Task, Planned>,
 }
 
@@ -192,7 +192,7 @@ const REDUCTIONS: u32 = 2;
 
 impl Planner {
     pub(super) fn new(library: &Arc<Products>) -> Planner {
-        Planner { library: library.clone(), planned: HashMap::new() }
+        Planner { products: library.clone(), planned: HashMap::new() }
     }
 
     /// Gives a task to a stream: addresses of a, b and c, and a workspace that only this stream uses.
@@ -207,7 +207,7 @@ impl Planner {
         let (task, swapped) = task.upright();
         let (a, b) = if swapped { (b, a) } else { (a, b) };
         if !self.planned.contains_key(&task) {
-            let planned = Planned::new(&self.library, &task)?;
+            let planned = Planned::new(&self.products, &task)?;
             self.planned.insert(task, planned);
         }
         let planned = &self.planned[&task];
@@ -222,8 +222,8 @@ impl Planner {
         // the host. The addresses are those of operands that were compared with their views, in memory that goes back to an
         // allocator of this very stream.
         unsafe {
-            self.library.table.cublasLtMatmul(
-                self.library.handle(),
+            self.products.table.cublasLtMatmul(
+                self.products.handle(),
                 ptr::with_exposed_provenance_mut(planned.product),
                 alpha,
                 at(a),
@@ -264,7 +264,7 @@ impl Planned {
         let [g, m, n, k] = task.extents;
         // What is made is handed over at once, so that it is destroyed whatever fails after it.
         let mut planned = Planned {
-            library: library.clone(),
+            products: library.clone(),
             product: 0,
             a: 0,
             b: 0,
@@ -298,7 +298,7 @@ impl Planned {
     /// The library's first choice among algorithms that fit the workspace and the alignments and whose sums have one order.
     fn choose(&self, task: &Task) -> Result<cublasLtMatmulAlgo_t, KernelError> {
         use cublasLtMatmulPreferenceAttributes_t as P;
-        let table = &self.library.table;
+        let table = &self.products.table;
         let preference = Preference::new(table)?;
         preference.set(P::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &(WORKSPACE_BYTES as u64))?;
         preference.set(P::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &REDUCTIONS)?;
@@ -312,7 +312,7 @@ impl Planned {
         // SAFETY: all descriptions are alive; there is room for the one result that is asked for.
         unsafe {
             table.cublasLtMatmulAlgoGetHeuristic(
-                self.library.handle(),
+                self.products.handle(),
                 ptr::with_exposed_provenance_mut(self.product),
                 layout(self.a),
                 layout(self.b),
@@ -373,7 +373,7 @@ fn layout(
 
 impl Drop for Planned {
     fn drop(&mut self) {
-        let table = &self.library.table;
+        let table = &self.products.table;
         for handle in [self.a, self.b, self.c].into_iter().filter(|h| *h != 0) {
             // SAFETY: created once, destroyed once.
             let _ = unsafe { table.cublasLtMatrixLayoutDestroy(ptr::with_exposed_provenance_mut(handle)) };

@@ -88,7 +88,7 @@ impl Compiler {
     /// The file that it came from.
     #[must_use]
     pub fn file(&self) -> &Path {
-        self.table.library.file()
+        self.table.opened.file()
     }
 
     /// Machine code of a program for an architecture such as `sm_90a`: from the cache where that has it, else compiled

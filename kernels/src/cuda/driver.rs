@@ -67,7 +67,7 @@ impl Table {
         // text that comes back is static.
         let name = unsafe {
             let find: Result<unsafe extern "C" fn(Answer, *mut *const c_char) -> Answer, _> =
-                self.library.function(&DRIVER, "cuGetErrorName");
+                self.opened.function(&DRIVER, "cuGetErrorName");
             match find {
                 Ok(find) if find(answer, &mut name) == 0 && !name.is_null() => {
                     CStr::from_ptr(name).to_string_lossy()
@@ -107,7 +107,7 @@ impl Driver {
         let mut count = 0;
         // SAFETY: the flags must be 0; the place outlives the call.
         let started = unsafe { table.cuInit(0).and_then(|()| table.cuDeviceGetCount(&mut count)) };
-        let file = table.library.file().display();
+        let file = table.opened.file().display();
         started.map_err(|e| DRIVER.error(format!("{file} does not start: {e}")))?;
         Ok(Arc::new(Driver { table, version, num_cards: usize::try_from(count).unwrap_or(0) }))
     }
@@ -121,7 +121,7 @@ impl Driver {
     /// The file that it came from.
     #[must_use]
     pub fn file(&self) -> &Path {
-        self.table.library.file()
+        self.table.opened.file()
     }
 
     /// How many cards there are.

@@ -236,7 +236,7 @@ macro_rules! foreign {
         #[allow(non_snake_case)]
         pub(super) struct $table {
             $($name: unsafe extern "C" fn($($type),*) -> $crate::cuda::library::Answer,)*
-            library: $crate::cuda::library::Library,
+            opened: $crate::cuda::library::Library,
         }
 
         #[allow(non_snake_case, clippy::too_many_arguments)]
@@ -249,7 +249,7 @@ macro_rules! foreign {
                 })*
                 // SAFETY: the bindings, which are generated from the headers, state these types.
                 Ok(unsafe {
-                    $table { $($name: library.function(&$wanted, stringify!($name))?,)* library }
+                    $table { $($name: library.function(&$wanted, stringify!($name))?,)* opened: library }
                 })
             }
 
@@ -268,7 +268,7 @@ macro_rules! foreign {
 
         impl std::fmt::Debug for $table {
             fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.debug_tuple(stringify!($table)).field(&self.library).finish()
+                f.debug_tuple(stringify!($table)).field(&self.opened).finish()
             }
         }
     };
