@@ -183,7 +183,11 @@ unsafe fn store<T: Float<Acc = f32>>(sums: &Sums, [rows, cols]: [usize; 2], accu
         if c.col == 1 {
             // SAFETY: row i of the tile lies inside of c, side by side, and nobody else uses it meanwhile.
             let to = unsafe { std::slice::from_raw_parts_mut(c.at(i, 0), cols) };
-            to.iter_mut().zip(sums).for_each(|(to, &sum)| put(to, sum));
+            match <&mut [T; LINES]>::try_from(&mut *to) {
+                // Whole vectors, without a rest to ask for.
+                Ok(to) => to.iter_mut().zip(sums).for_each(|(to, &sum)| put(to, sum)),
+                Err(_) => to.iter_mut().zip(sums).for_each(|(to, &sum)| put(to, sum)),
+            }
         } else {
             for (j, &sum) in sums.iter().enumerate().take(cols) {
                 // SAFETY: (i, j) lies inside of c.
