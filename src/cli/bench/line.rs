@@ -50,7 +50,8 @@ impl Work {
         }
     }
 
-    /// The part of the roof that is reached at so many seconds a call. Above 1 for bytes that stay in caches.
+    /// The part of the roof that is reached at so many seconds a call. Above 1 for bytes that stay in caches, and for products
+    /// of bf16 on CPUs that have dot products of it.
     fn part(self, seconds: f64, roof: Roof) -> Option<f64> {
         match self {
             Work::Flops(n) | Work::Tokens(_, n) => Some(n / seconds / roof.flops),

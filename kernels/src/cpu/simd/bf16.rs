@@ -10,6 +10,9 @@ use crate::cpu::simd::vectorized;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::simd::{Level, amx, dots, level};
 use crate::dtype::Float;
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+use std::ops::Range;
 use std::sync::OnceLock;
 
 /// Terms of a sum that are added up before they meet the rest. Changing this changes results.
@@ -22,6 +25,8 @@ const BLOCK: usize = 1 << 18;
 const FEW: usize = 2 * LINES;
 /// So many columns are then packed at a time.
 const FEW_COLS: usize = 4 * LINES;
+/// Columns of no more terms are asked for ahead of their use: longer ones would push a out of the cache.
+const EXPECTED_DEPTH: usize = 2048;
 
 /// How this CPU forms sums of products of bf16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,6 +151,11 @@ unsafe fn tiles<T: Float<Acc = f32>>(
         for first_row in (0..block.count).step_by(LINES) {
             let (rows, cols) = (LINES.min(block.count - first_row), LINES.min(panel.count - first_col));
             let extents = [filled(rows), filled(cols)];
+            if first_col + LINES < panel.count && steps * STEP <= EXPECTED_DEPTH {
+                let next = panel.start.wrapping_add((first_col + LINES) * steps * WORDS);
+                let part = |row: usize| LINES * steps * WORDS * row.min(block.count) / block.count;
+                expect(next, part(first_row)..part(first_row + LINES));
+            }
             let starts = [(block, first_row), (panel, first_col)];
             let [a, b] = starts.map(|(strips, first)| strips.start.wrapping_add(first * steps * WORDS));
             for first in (0..steps.max(1)).step_by(DEPTH / STEP) {
@@ -169,6 +179,16 @@ unsafe fn tiles<T: Float<Acc = f32>>(
             // SAFETY: the tile lies inside of c.
             unsafe { store(&sums, [rows, cols], accumulate, c.moved(first_row * c.row + first_col * c.col)) };
         }
+    }
+}
+
+/// Asks for some words ahead of their use: each strip of rows brings its part of the next columns closer.
+#[inline(always)]
+fn expect(start: *const u32, words: Range<usize>) {
+    #[cfg(target_arch = "x86_64")]
+    for word in words.step_by(WORDS) {
+        // SAFETY: nothing is read; every CPU of this architecture has the instruction.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(start.wrapping_add(word).cast()) };
     }
 }
 

@@ -97,7 +97,10 @@ impl Lines {
                     // SAFETY: as promised by the caller.
                     unsafe {
                         match self.across {
-                            1 if self.along != 1 => from.weave(order, block, to),
+                            1 if self.along != 1 && block.count == LINES => {
+                                from.weave::<true>(order, block, to)
+                            }
+                            1 if self.along != 1 => from.weave::<false>(order, block, to),
                             _ => from.copy(order, block, to),
                         }
                     }
@@ -142,39 +145,41 @@ impl Lines {
         }
     }
 
-    /// Packs a block whose lines lie side by side: pairs each term with the next.
+    /// Packs a block whose lines lie side by side: pairs each term with the next. A `WHOLE` block has [`LINES`] lines, which
+    /// are then moved in vectors, without a call.
     ///
     /// # Safety
     /// As for [`Lines::pack`].
     #[inline(always)]
-    unsafe fn weave(self, order: Order, block: Block, to: *mut u32) {
-        let lines = filled(block.count);
+    unsafe fn weave<const WHOLE: bool>(self, order: Order, block: Block, to: *mut u32) {
+        let lines = if WHOLE { LINES } else { filled(block.count) };
         for first in (0..WORDS).step_by(TURNED) {
             let mut words = [[0u32; LINES]; TURNED];
             for (w, words) in words.iter_mut().enumerate() {
-                let term = 2 * (first + w);
-                let row = |p: usize| {
-                    let from = self.moved(p * self.along).start;
-                    let mut row = [0u16; LINES];
-                    // SAFETY: the term is one of the block, and so are the lines.
-                    unsafe {
-                        match block.count {
-                            _ if p >= block.terms => {}
-                            LINES => row = *from.cast(),
-                            count => row[..count].copy_from_slice(std::slice::from_raw_parts(from, count)),
+                for half in 0..2 {
+                    let term = 2 * (first + w) + half;
+                    if term < block.terms {
+                        let from = self.moved(term * self.along).start;
+                        let place = |x: u16| u32::from(x) << (16 * half);
+                        // SAFETY: the term is one of the block, and so are the lines.
+                        unsafe {
+                            if WHOLE {
+                                let row = *from.cast::<[u16; LINES]>();
+                                (0..LINES).for_each(|i| words[i] |= place(row[i]));
+                            } else {
+                                (0..block.count).for_each(|i| words[i] |= place(*from.add(i)));
+                            }
                         }
                     }
-                    row
-                };
-                let (even, odd) = (row(term), row(term + 1));
-                for i in 0..LINES {
-                    words[i] = u32::from(even[i]) | u32::from(odd[i]) << 16;
                 }
             }
             // SAFETY: there is room for these words; a row of `words` has as many as there are lines or more; the caller
             // vouches for AVX2.
             unsafe {
                 match order {
+                    Order::ByPlace if WHOLE => {
+                        to.add(first * LINES).cast::<[[u32; LINES]; TURNED]>().write_unaligned(words);
+                    }
                     Order::ByPlace => {
                         for (w, words) in words.iter().enumerate() {
                             to.add((first + w) * lines).copy_from_nonoverlapping(words.as_ptr(), lines);
