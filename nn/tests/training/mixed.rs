@@ -74,6 +74,40 @@ fn cotangents_of_uses_rounds_and_ranks_are_added_up_in_f32() {
     assert_eq!(gradient("", &Plan::new(), 8, again), wanted, "uses in a block that is computed again");
 }
 
+module! {
+    /// Two parameters, one behind the other.
+    struct Two { a: Param, b: Param }
+}
+
+#[test]
+fn stages_add_up_the_rounds_in_f32_too() {
+    let ones = || Param::new(&[4, 3]).init(Init::Ones);
+    // The gradient of each is that of the mean over eight rounds.
+    let each = SUMMANDS.iter().sum::<f64>() / 8.0;
+    for (tied, wanted) in [(false, each * 24f64.sqrt()), (true, 2.0 * each * 12f64.sqrt())] {
+        for mesh in ["", "pp=2", "pp=2,dp=2"] {
+            let norms = run(mesh, |rank| {
+                let plan = Plan::data("dp").and(Plan::pipeline("pp").schedule("zb-h1"));
+                let rounds = if mesh.contains("dp") { 4 } else { 8 };
+                let settings = Settings { dtype: DType::BF16, microbatches: rounds, ..Settings::new(8) };
+                let a = ones();
+                let module = Two { b: if tied { a.clone() } else { ones() }, a };
+                // A mean over rows, as many as there are in a microbatch.
+                let mean = 1.0 / (8 / rounds) as f64;
+                let loss =
+                    |m: &Two, x: &[Var]| m.b.on(&x[0]).mul(&m.a.on(&x[0]).mul(&x[0])).sum().scale(mean);
+                let read = |rank: &Rank, _: u64, rows: Range<usize>| Ok(vec![summands(rank, rows)?]);
+                let mut trainer = Trainer::new(rank, module, &plan, AdamW::new(1e-3), settings, read, loss)?;
+                Ok(trainer.step(&[])?.grad_norm)
+            });
+            assert!(
+                norms.iter().all(|n| (n - wanted).abs() < 1e-9),
+                "{mesh}, tied {tied}: {norms:?}, not {wanted}"
+            );
+        }
+    }
+}
+
 #[test]
 fn a_round_gives_what_a_narrow_product_gives_and_frozen_parameters_are_rounded_alike() {
     run("dp=2", |rank| {
