@@ -132,9 +132,8 @@ mod tests {
             let y = Tensor::result(op.clone(), &[&x]);
             assert_eq!((y.layout(), y.to_local_f64()?), (&to, vec![1.0, 1.0, 3.0, 256.0]));
             // Each rank brings 256 and 1 for the first element: 257 is no number of bf16.
-            let value = [256.0, 1.0][rank.index()];
-            let own = [value, 1.0, 2.0, 4.0];
-            let g = Tensor::from_local(rank, &to.dual().with_dtype(DType::F64), &own)?.cast(DType::F32);
+            let own = [[256.0f32, 1.0][rank.index()], 1.0, 2.0, 4.0];
+            let g = Tensor::from_local(rank, &to.dual().with_dtype(DType::F32), &own)?;
             for (grad, first) in [(g.clone(), 257.0), (narrowed(&g)?, 257.0)] {
                 let vjp = Vjp {
                     rank,
