@@ -118,7 +118,6 @@ impl Op for Redistribute {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::value::Value;
     use shardgrad_dist::{Mesh, World};
 
     #[test]
