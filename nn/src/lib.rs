@@ -24,12 +24,14 @@ pub mod layer;
 pub mod optim;
 pub mod hf;
 pub mod model;
+pub mod cast;
 pub mod checkpoint;
 pub mod reading;
 mod staged;
 pub mod trainer;
 
 pub use cache::{Cache, Past};
+pub use cast::{Cast, Casts};
 pub use hf::{BertConfig, BertHead, Gpt2Config, LlamaConfig, LlamaKind, ModelConfig};
 pub use layer::{
     Attention, Block, Dropout, Embedding, GatedMlp, GroupedAttention, LayerNorm, Linear, Mlp, RmsNorm,

@@ -9,7 +9,7 @@ use crate::tokenizer::TOKENIZER_FILE;
 use crate::trace::Trace;
 use crate::train::{Recipe, mean_loss};
 use indicatif::{ProgressBar, ProgressStyle};
-use shardgrad::nn::{LanguageModel, ModelConfig, Trainer};
+use shardgrad::nn::{Cast, LanguageModel, ModelConfig, Trainer};
 use shardgrad::prelude::*;
 use std::cell::RefCell;
 use std::io::IsTerminal;
@@ -42,6 +42,7 @@ struct Job {
     out: PathBuf,
     shard_bytes_max: u64,
     save_dtype: DType,
+    cast: Cast,
     json: bool,
     interrupt: Interrupt,
     metrics: Mutex<MetricsWriter>,
@@ -105,7 +106,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         }
         None => {
             super::refuse_texts(&config)?;
-            let how = args.source.how(args.model.dir(), &config)?;
+            let how = args.source.how(args.model.dir(), &config, Some(&args.out))?;
             let corpus = Arc::new(super::documents(&args.source.data, &how)?);
             unit = corpus.unit();
             if !args.json {
@@ -144,6 +145,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         out: args.out.clone(),
         shard_bytes_max: args.shard_size,
         save_dtype: args.save_dtype.unwrap_or(args.precision().param_dtype),
+        cast: args.run.cast(),
         json: args.json,
         interrupt: Interrupt::install()?,
         metrics,
@@ -157,7 +159,7 @@ fn train(rank: &Rank, job: &Job) -> Result<bool> {
     let recipe = &job.recipe;
     let mut trainer = recipe.trainer(rank, LanguageModel::new(&job.config), &job.plan, &job.rows)?;
     if let Some(dir) = &job.start {
-        trainer.model().load(dir)?;
+        super::load(trainer.model(), dir, job.cast)?;
     }
     if job.measures && rank.index() == 0 {
         tell_measured(&trainer, job)?;

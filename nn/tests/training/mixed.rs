@@ -164,13 +164,16 @@ struct Training {
     steps: usize,
 }
 
+/// Losses, and bytes of parameters by name.
+type Ended = (Vec<f64>, Vec<(String, Vec<u8>)>);
+
 impl Training {
     fn new(precision: Precision) -> Training {
         Training { precision, plan: Plan::gpt2(), microbatches: 2, recompute: false, lr: 3e-3, steps: 20 }
     }
 
     /// Losses, and the stored parameters that are on a rank at the end, which are alike on all that hold them.
-    fn run(&self, mesh: &str) -> Vec<(Vec<f64>, Vec<(String, Vec<u8>)>)> {
+    fn run(&self, mesh: &str) -> Vec<Ended> {
         run(mesh, |rank| {
             let settings = Settings {
                 microbatches: self.microbatches,
