@@ -1,7 +1,7 @@
 //! Attention on GPUs. 16-bit heads of up to 128 channels go through tensor cores in tiles (`gpu/tile.cu`), all others
 //! through plain arithmetic (`gpu/plain.cu`).
 
-use super::{BACKWARD, FORWARD, Problem};
+use super::{ALLOWANCE, BACKWARD, FORWARD, Problem};
 use crate::dtype::DType;
 use crate::error::KernelError;
 use crate::gpu::{Grid, GridArg, Plan, type_name};
@@ -34,8 +34,6 @@ pub(super) const BACKWARD_SOURCE: &str = concat!(
 const BLOCK: usize = 128;
 /// Rows of a head are filled up to a multiple of this in scratch memory: the longest step over rows.
 const PADDING: usize = 64;
-/// What probabilities cost that are rounded to 16 bits, in units of the output at its largest magnitude.
-const ALLOWANCE: f64 = 4.0;
 
 /// How a launch is done.
 #[derive(Clone, Copy, Debug)]
