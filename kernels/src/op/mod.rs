@@ -6,6 +6,7 @@ pub(crate) mod check;
 mod differences;
 mod rows;
 mod gpu_rows;
+mod gpu_sort;
 mod walk;
 mod formula;
 mod pointwise;
