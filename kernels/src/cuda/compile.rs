@@ -28,8 +28,8 @@ impl Table {
 }
 
 /// Where a source does not say how many blocks must fit a multiprocessor, the assembler decides, and rather spills a few bytes
-/// than let fewer fit. One block is enough: threads get the registers that they need.
-const REGISTERS_AS_NEEDED: &str = "--ptxas-options=--minnctapersm=1";
+/// than let fewer fit. Two are enough: threads get the registers that they need.
+const REGISTERS_AS_NEEDED: &str = "--ptxas-options=--minnctapersm=2";
 
 /// What is to be compiled.
 #[derive(Clone, Copy, Debug)]

@@ -149,6 +149,7 @@ pub static KERNELS: &[&Kernel] = &[
     &triangle::TRIANGLE,
     &sort::SORT,
     &adamw::STEP,
+    &adamw::STEP_MANY,
     &sgd::STEP,
     &random::UNIFORM,
     &random::NORMAL,
