@@ -28,10 +28,17 @@ fn random_programs_are_those_of_one_rank() {
         all.ill_posed += report.ill_posed;
         all.refused += report.refused;
         all.steps += report.steps;
+        all.narrow += report.narrow;
+        all.empty += report.empty;
+        all.whole += report.whole;
     }
     std::io::stdout().write_all(format!("{count} programs: {all:?}\n").as_bytes()).unwrap();
     assert!(all.right as u64 * 10 >= count * 9, "nine in ten say something: {all:?}");
     assert!(all.steps as u64 >= 5 * count, "programs have some length: {all:?}");
+    assert!(all.ill_posed as u64 * 50 <= count + 50, "few hang on the last bits: {all:?}");
+    assert!(all.narrow as u64 * 5 >= count, "one in five computes in f32: {all:?}");
+    assert!(all.empty as u64 * 20 >= count, "one in twenty has empty tensors: {all:?}");
+    assert!(all.whole as u64 * 3 >= count, "one in three has integers or truth values: {all:?}");
 }
 
 #[test]
@@ -53,6 +60,10 @@ enum Planted {
     LocalMean,
     /// Reads its memory as if it had no gaps.
     Dense,
+    /// Off by one on the second rank in f32.
+    Narrow,
+    /// A sum that is one on the second rank where there is nothing to sum.
+    Empty,
 }
 
 impl Op for Planted {
@@ -61,11 +72,11 @@ impl Op for Planted {
     }
 
     fn signature(&self) -> &str {
-        if matches!(self, Planted::LocalMean) { "..m d -> ..m" } else { "..m -> ..m" }
+        if matches!(self, Planted::LocalMean | Planted::Empty) { "..m d -> ..m" } else { "..m -> ..m" }
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
-        if matches!(self, Planted::Doubled) { &[] } else { &[&[0]] }
+        if matches!(self, Planted::Doubled | Planted::Narrow) { &[] } else { &[&[0]] }
     }
 
     fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
@@ -75,7 +86,7 @@ impl Op for Planted {
         let shape = x[0].view.shape.clone();
         let x = match self {
             // What lies at the start of the memory, in the order of the memory.
-            Planted::Dense if x[0].numel() * 8 <= x[0].buffer.bytes() => {
+            Planted::Dense if x[0].numel() * x[0].dtype.size() <= x[0].buffer.bytes() => {
                 let mut view = x[0].view.clone();
                 view.offset = 0;
                 (0..shape.len()).for_each(|d| view.strides[d] = shape[d + 1..].iter().product());
@@ -88,6 +99,17 @@ impl Op for Planted {
         let values: Vec<f64> = match self {
             Planted::Linear | Planted::Doubled => values.iter().map(|x| x * x).collect(),
             Planted::Dense => values,
+            Planted::Narrow => {
+                let off = local.rank.index() == 1 && x.dtype != shardgrad_tensor::DType::F64;
+                values.iter().map(|x| x + f64::from(u8::from(off))).collect()
+            }
+            Planted::Empty => {
+                let is_empty = local.inputs[0].extent(shape.len() - 1) == 0;
+                let of = f64::from(u8::from(is_empty && local.rank.index() == 1));
+                let kept = 0..shape[..shape.len() - 1].iter().product::<usize>();
+                kept.map(|row| of + values[row * shape[1]..(row + 1) * shape[1]].iter().sum::<f64>())
+                    .collect()
+            }
             Planted::LocalMean => {
                 let kept = shape[..shape.len() - 1].iter().product::<usize>();
                 let mean =
@@ -96,7 +118,9 @@ impl Op for Planted {
             }
         };
         let out = local.inference.outputs[0].local_shape(local.rank.coordinates());
-        Ok([Piece::upload(local.rank, &out, &values)?].into_iter().collect())
+        let made = Piece::upload(local.rank, &out, &values)?;
+        let made = if x.dtype == made.dtype { made } else { made.converted(local.rank, x.dtype)? };
+        Ok([made].into_iter().collect())
     }
 
     fn keeps(&self) -> shardgrad_tensor::Keeps {
@@ -108,12 +132,13 @@ impl Op for Planted {
         cx.each(|_| match self {
             Planted::Linear => cx.grad(0),
             Planted::Doubled => x.mul(&cx.grad(0)).scale(if second { 4.0 } else { 2.0 }),
-            Planted::Dense => cx.grad(0),
-            Planted::LocalMean => {
+            Planted::Dense | Planted::Narrow => cx.grad(0),
+            Planted::LocalMean | Planted::Empty => {
                 let goal = cx.goal(0);
                 let (shape, last) = (goal.shape(), goal.ndim() - 1);
                 let op = shardgrad_tensor::ops::sum::Expand::to(&shape, &[last]).expect("the last dim");
-                let scale = 1.0 / shape[last].max(1) as f64;
+                let is_mean = matches!(self, Planted::LocalMean);
+                let scale = if is_mean { 1.0 / shape[last].max(1) as f64 } else { 1.0 };
                 Tensor::apply_with(op, &[&cx.grad(0)], goal).scale(scale)
             }
         })
@@ -134,11 +159,13 @@ fn with(cases: fn() -> Vec<Case>) -> Vec<Entry> {
 
 #[test]
 fn planted_faults_are_found_and_made_small() {
-    let faults: [fn() -> Vec<Case>; 4] = [
+    let faults: [fn() -> Vec<Case>; 6] = [
         || planted(Planted::Linear),
         || planted(Planted::Doubled),
         || planted(Planted::LocalMean),
         || planted(Planted::Dense),
+        || planted(Planted::Narrow),
+        || planted(Planted::Empty),
     ];
     for (at, cases) in faults.into_iter().enumerate() {
         let error: Error = programs(&with(cases), 0, 2000).unwrap_err();
@@ -149,6 +176,10 @@ fn planted_faults_are_found_and_made_small() {
         let mesh = text.lines().find(|l| l.contains("mesh:")).unwrap();
         assert!(mesh.contains("=2\"") && mesh.matches('=').count() == 1, "fault {at}: {mesh}");
         assert!(text.ends_with(".check(OPS)?"), "{text}");
+        let is_narrow = text.contains("dtype: DType::F32");
+        assert_eq!(is_narrow, at == 4, "f64 where that shows it: fault {at}: {text}");
+        let inputs = text.split("steps:").next().unwrap();
+        assert_eq!(inputs.contains(" 0]"), at == 5, "elements where they show it: fault {at}: {text}");
     }
 }
 

@@ -10,6 +10,7 @@ use crate::tape::Tape;
 use shardgrad_dist::{Axis, Mesh, Rank, Result, World};
 use shardgrad_tensor::DType;
 use shardgrad_tensor::check::Setting;
+use shardgrad_tensor::op::DTypes;
 use shardgrad_tensor::ops::{Case, Entry, Input};
 use shardgrad_tensor::{Context, Layout, State, Tensor, Value};
 use std::collections::BTreeMap;
@@ -19,6 +20,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 const RANKS_MAX: usize = 8;
 const AXES_MAX: usize = 3;
 const STEPS_MAX: usize = 20;
+/// So many programs of a hundred compute in f32, and have dims of extent 0.
+const F32_PERCENT: usize = 30;
+const EMPTY_PERCENT: usize = 15;
 
 /// Numbers that look random (the generator SplitMix64, Steele and others 2014).
 #[derive(Clone, Debug)]
@@ -87,51 +91,85 @@ struct Maker<'a> {
     dice: Dice,
     program: Program,
     values: Values,
+    /// By value of integers: they are below this, as far as can be told without running it.
+    below: BTreeMap<Place, usize>,
+    /// Leaves drawn so far, those of steps that were dropped among them: a tape keeps the first tensor of a key.
+    num_leaves: u64,
+    /// Whether extents of 0 are drawn.
+    has_empty: bool,
 }
 
 /// What must hold of the extents of the arguments: by label of the signature, how many.
 type Bound = BTreeMap<u8, usize>;
 
 impl Maker<'_> {
-    /// All values so far that are floats.
-    fn floats(&self) -> Vec<Place> {
+    /// All values so far, of one dtype or of any.
+    fn places(&self, dtype: Option<DType>) -> Vec<Place> {
         let inputs = (0..self.values.inputs.len()).map(Place::Input);
         let made = self.values.made.iter().enumerate();
         let made = made.flat_map(|(step, m)| (0..m.len()).map(move |out| Place::Made(step, out)));
-        let is_real = |p: &Place| self.values.get(*p).is_ok_and(|v| v.dtype() == DType::F64);
-        inputs.chain(made).filter(is_real).collect()
+        let fits = |p: &Place| dtype.is_none_or(|d| self.values.get(*p).is_ok_and(|v| v.dtype() == d));
+        inputs.chain(made).filter(fits).collect()
+    }
+
+    /// The dtype in which an input goes into this program.
+    fn dtype(&self, input: &Input) -> DType {
+        if input.dtype().is_float() { self.program.dtype } else { input.dtype() }
+    }
+
+    /// An extent: one of 1 to 5, in some programs 0 too.
+    fn extent(&mut self) -> usize {
+        if self.has_empty && self.dice.chance(25) { 0 } else { 1 + self.dice.below(5) }
     }
 
     /// Something new that goes in.
     fn feed(&mut self, input: Input) -> Result<Place> {
-        let dtype = input.dtype();
+        let dtype = self.dtype(&input);
         let is_leaf = dtype.is_float() && self.dice.chance(80);
         let layout = self.dice.layout(self.rank.mesh(), dtype, input.shape());
         let x = Tensor::zeros(self.rank, &layout)?;
         let at = self.program.inputs.len();
-        self.values.inputs.push(if is_leaf { self.tape.leaf(at as u64, &x) } else { self.tape.constant(x) });
+        if let Input::Index(_, most) = input {
+            self.below.insert(Place::Input(at), most);
+        }
+        self.num_leaves += 1;
+        self.values.inputs.push(match is_leaf {
+            true => self.tape.leaf(self.num_leaves, &x),
+            false => self.tape.constant(x),
+        });
         self.program.inputs.push(Feed { input, marks: Marks::of(&layout), is_leaf });
         Ok(Place::Input(at))
     }
 
     fn push(&mut self, step: Step) -> Result<usize> {
         let made = Program::step(self.ops, &self.tape, &step, &self.values)?;
+        let at = self.program.steps.len();
+        if made.iter().any(|v| v.dtype() == DType::I64) {
+            // Integers are some of those that go in, or places in a dim.
+            let mut most = 1;
+            for arg in step.args() {
+                let extents = self.values.get(arg)?.shape().iter().copied().max();
+                let known = self.below.get(&arg).copied();
+                most = most.max(known.unwrap_or(0)).max(extents.unwrap_or(0));
+            }
+            self.below.extend((0..made.len()).map(|out| (Place::Made(at, out), most)));
+        }
         self.values.made.push(made);
         self.program.steps.push(step);
-        Ok(self.program.steps.len() - 1)
+        Ok(at)
     }
 
     /// One more step, if chance finds one that is possible.
     fn grow(&mut self) -> Result<()> {
-        let floats = self.floats();
+        let places = self.places(None);
         match self.dice.below(100) {
             0..16 => {
-                let Some(&x) = self.dice.pick(&floats) else { return Ok(()) };
-                let shape = self.values.get(x)?.shape();
-                let to = self.dice.layout(self.rank.mesh(), DType::F64, &shape);
+                let Some(&x) = self.dice.pick(&places) else { return Ok(()) };
+                let (shape, dtype) = (self.values.get(x)?.shape(), self.values.get(x)?.dtype());
+                let to = self.dice.layout(self.rank.mesh(), dtype, &shape);
                 self.push(Step::Move(x, Marks::of(&to))).map(|_| ())
             }
-            16..20 => match self.dice.pick(&floats) {
+            16..20 => match self.dice.pick(&places) {
                 Some(&x) => self.push(Step::Detach(x)).map(|_| ()),
                 None => Ok(()),
             },
@@ -144,6 +182,9 @@ impl Maker<'_> {
         let Some(entry) = self.dice.pick(ops) else { return Ok(()) };
         let number = self.dice.below((entry.cases)().len());
         let case = case(ops, entry.name, number)?;
+        if self.program.dtype != DType::F64 && !self.follows(&case) {
+            return Ok(());
+        }
         let Some(mut args) = self.args(&case)? else { return Ok(()) };
         let layouts: Vec<Layout> =
             args.iter().map(|a| Ok(self.values.get(*a)?.layout().clone())).collect::<Result<_>>()?;
@@ -155,68 +196,119 @@ impl Maker<'_> {
         self.push(Step::Apply { op: entry.name.into(), case: number, args, is_quiet }).map(|_| ())
     }
 
-    /// Arguments for a case: values made before where they fit, new ones otherwise.
-    fn args(&mut self, case: &Case) -> Result<Option<Vec<Place>>> {
-        let signature = Context::of(self.rank).signature(case.op.signature());
-        let ndim = |i: usize| case.inputs.get(i).map_or(0, |input| input.shape().len());
-        let labels = signature.bind(ndim, |_| None).map(|l| l.inputs().to_vec());
-        let labels = labels.unwrap_or_default();
-        let of = |i: usize, d: usize| labels.get(i).and_then(|l: &Vec<u8>| l.get(d)).copied();
-        let (mut bound, mut args) = (Bound::new(), vec![None; case.inputs.len()]);
-        let is_free = !case.is_fixed && labels.len() >= case.inputs.len();
-        for (i, input) in case.inputs.iter().enumerate() {
-            let Input::Real(shape) = input else { continue };
-            let fits = |place: &Place| {
-                let found = self.values.get(*place).expect("a value of the list").shape();
-                let fits = |(d, (&n, &want)): (usize, (&usize, &usize))| match of(i, d).filter(|_| is_free) {
-                    Some(label) if want != 1 => bound.get(&label).is_none_or(|b| *b == n),
-                    _ => n == want,
-                };
-                found.len() == shape.len() && found.iter().zip(shape).enumerate().all(fits)
-            };
-            let fitting: Vec<Place> = self.floats().into_iter().filter(fits).collect();
-            if self.dice.chance(85)
-                && let Some(&place) = self.dice.pick(&fitting)
-            {
-                for (d, n) in self.values.get(place)?.shape().iter().enumerate() {
-                    if let Some(label) = of(i, d) {
-                        bound.insert(label, *n);
-                    }
-                }
-                args[i] = Some(place);
-            }
+    /// Whether all floats that a case makes are of the dtype of those that go in, so that one rank can run it in f64.
+    fn follows(&self, case: &Case) -> bool {
+        let count = Context::of(self.rank).signature(case.op.signature()).num_outputs();
+        let made = |float: DType| {
+            let of = |i: &Input| if i.dtype().is_float() { float } else { i.dtype() };
+            case.op.dtypes(&case.inputs.iter().map(of).collect::<DTypes>(), count)
+        };
+        match (made(DType::F64), made(self.program.dtype)) {
+            (Ok(wide), Ok(narrow)) => wide.iter().zip(&narrow).all(|(w, n)| !w.is_float() || w != n),
+            _ => false,
         }
-        if args.iter().all(Option::is_none) && !self.floats().is_empty() && self.dice.chance(70) {
+    }
+
+    /// A value made before that can be an argument of a case.
+    fn known(&mut self, wanted: &Wanted<'_>, i: usize, bound: &mut Bound) -> Result<Option<Place>> {
+        let input = &wanted.case.inputs[i];
+        let most = wanted.most(i, bound).unwrap_or(usize::MAX);
+        let fits = |place: &Place| {
+            let found = self.values.get(*place).expect("a value of the list").shape();
+            let fits = |(d, (&n, &want)): (usize, (&usize, &usize))| match wanted.label(i, d) {
+                Some(label) if want != 1 => bound.get(&label).is_none_or(|b| *b == n),
+                _ => n == want,
+            };
+            found.len() == input.shape().len()
+                && found.iter().zip(input.shape()).enumerate().all(fits)
+                && self.below.get(place).is_none_or(|b| *b <= most)
+        };
+        let fitting: Vec<Place> = self.places(Some(self.dtype(input))).into_iter().filter(fits).collect();
+        if !self.dice.chance(85) {
             return Ok(None);
         }
-        for (i, input) in case.inputs.iter().enumerate() {
+        let Some(&place) = self.dice.pick(&fitting) else { return Ok(None) };
+        for (d, n) in self.values.get(place)?.shape().iter().enumerate() {
+            bound.extend(wanted.label(i, d).map(|label| (label, *n)));
+        }
+        Ok(Some(place))
+    }
+
+    /// A new input that can be an argument of a case; `None` where it would point into nothing.
+    fn fresh(&mut self, wanted: &Wanted<'_>, i: usize, bound: &mut Bound) -> Result<Option<Place>> {
+        let input = &wanted.case.inputs[i];
+        let mut shape = Vec::new();
+        for (d, &n) in input.shape().iter().enumerate() {
+            shape.push(match wanted.label(i, d).filter(|_| n != 1) {
+                Some(label) if bound.contains_key(&label) => bound[&label],
+                Some(label) => *bound.entry(label).insert_entry(self.extent()).get(),
+                None => n,
+            });
+        }
+        match wanted.most(i, bound) {
+            Some(0) if !shape.contains(&0) => Ok(None),
+            Some(most) => self.feed(Input::Index(shape, most)).map(Some),
+            None => self.feed(input.with_shape(&shape)).map(Some),
+        }
+    }
+
+    /// Arguments for a case: values made before where they fit, new ones otherwise. Integers come last, since some point
+    /// into the others.
+    fn args(&mut self, case: &Case) -> Result<Option<Vec<Place>>> {
+        let wanted = Wanted::of(self.rank, case);
+        let (mut bound, mut args) = (Bound::new(), vec![None; case.inputs.len()]);
+        let is_index = |i: &usize| matches!(case.inputs[*i], Input::Index(..));
+        let others = || (0..case.inputs.len()).filter(|i| !is_index(i));
+        for i in others().filter(|i| matches!(case.inputs[*i], Input::Real(_) | Input::Bool(_))) {
+            args[i] = self.known(&wanted, i, &mut bound)?;
+        }
+        let has_none = others().count() > 0 && args.iter().all(Option::is_none);
+        if has_none && !self.places(Some(self.program.dtype)).is_empty() && self.dice.chance(70) {
+            return Ok(None);
+        }
+        for i in others().chain((0..case.inputs.len()).filter(is_index)) {
+            if is_index(&i) {
+                args[i] = self.known(&wanted, i, &mut bound)?;
+            }
             if args[i].is_none() {
-                let mut extent = |d: usize, n: usize| match of(i, d).filter(|_| is_free && n != 1) {
-                    Some(label) => *bound.entry(label).or_insert_with(|| 1 + self.dice.below(5)),
-                    None => n,
-                };
-                let shape: Vec<usize> =
-                    input.shape().iter().enumerate().map(|(d, n)| extent(d, *n)).collect();
-                args[i] = Some(match input {
-                    Input::Index(_, most) => {
-                        let most = rebound(case, &labels, &bound, *most).filter(|_| is_free).unwrap_or(*most);
-                        if most == 0 {
-                            return Ok(None);
-                        }
-                        self.feed(Input::Index(shape, most))?
-                    }
-                    other => self.feed(other.with_shape(&shape))?,
-                });
+                args[i] = self.fresh(&wanted, i, &mut bound)?;
+            }
+            if args[i].is_none() {
+                return Ok(None);
             }
         }
         Ok(args.into_iter().collect())
     }
 }
 
-/// The least extent that a dim of the old extent `most` has now: a bound of indices goes with the dim that they point into.
-fn rebound(case: &Case, labels: &[Vec<u8>], bound: &Bound, most: usize) -> Option<usize> {
-    let dims = case.inputs.iter().zip(labels).flat_map(|(input, l)| input.shape().iter().zip(l));
-    dims.filter(|(n, _)| **n == most).filter_map(|(_, label)| bound.get(label).copied()).min()
+/// What a case asks of its arguments.
+struct Wanted<'a> {
+    case: &'a Case,
+    /// By argument and dim, the label; empty where the case takes no other extents.
+    labels: Vec<Vec<u8>>,
+}
+
+impl Wanted<'_> {
+    fn of<'a>(rank: &Rank, case: &'a Case) -> Wanted<'a> {
+        let signature = Context::of(rank).signature(case.op.signature());
+        let ndim = |i: usize| case.inputs.get(i).map_or(0, |input| input.shape().len());
+        let bound = if case.is_fixed { None } else { signature.bind(ndim, |_| None).ok() };
+        let labels = bound.map(|l| l.inputs().to_vec()).filter(|l| l.len() >= case.inputs.len());
+        Wanted { case, labels: labels.unwrap_or_default() }
+    }
+
+    fn label(&self, i: usize, d: usize) -> Option<u8> {
+        self.labels.get(i)?.get(d).copied()
+    }
+
+    /// Of integers, what they must be below: a bound goes with the dim that they point into.
+    fn most(&self, i: usize, bound: &Bound) -> Option<usize> {
+        let Input::Index(_, most) = self.case.inputs[i] else { return None };
+        let dims =
+            self.case.inputs.iter().zip(&self.labels).flat_map(|(input, l)| input.shape().iter().zip(l));
+        let dims = dims.filter(|(n, _)| **n == most).filter_map(|(_, label)| bound.get(label).copied());
+        Some(dims.min().unwrap_or(most))
+    }
 }
 
 impl Program {
@@ -227,11 +319,13 @@ impl Program {
     pub fn draw(ops: &[Entry], seed: u64) -> Result<Option<Program>> {
         let mut dice = Dice::new(seed);
         let mesh = dice.mesh();
+        let dtype = if dice.chance(F32_PERCENT) { DType::F32 } else { DType::F64 };
+        let has_empty = dice.chance(EMPTY_PERCENT);
         let drawn = World::new(Mesh::parse(&mesh)?).dry_run(0, |rank| {
             let (inputs, steps, blocks, outputs) = Default::default();
-            let program = Program { mesh: mesh.clone(), inputs, steps, blocks, outputs, seed };
-            let (tape, values) = (Tape::new(rank), Values::default());
-            let mut maker = Maker { ops, rank, tape, dice, program, values };
+            let program = Program { mesh: mesh.clone(), dtype, inputs, steps, blocks, outputs, seed };
+            let (tape, values, below) = (Tape::new(rank), Values::default(), BTreeMap::new());
+            let mut maker = Maker { ops, rank, tape, dice, program, values, below, num_leaves: 0, has_empty };
             for _ in 0..1 + maker.dice.below(STEPS_MAX) {
                 let before = (maker.program.clone(), maker.values.clone());
                 // What an op refuses altogether (extents, dtypes) is tried and dropped.
@@ -264,7 +358,9 @@ impl Program {
                 .collect();
             self.outputs = all.clone();
             let bad = match self.on_one_rank(ops) {
-                Ok(made) => all.iter().zip(&made.outputs).find(|(_, x)| !is_moderate(x)).map(|(p, _)| *p),
+                Ok(made) => {
+                    all.iter().zip(&made.outputs).find(|(_, x)| !is_moderate(x, self.dtype)).map(|(p, _)| *p)
+                }
                 Err(_) => all.last().copied(),
             };
             match bad {
@@ -286,7 +382,7 @@ impl Program {
                 let from = dice.below(self.steps.len());
                 self.blocks.push(from..from + 1 + dice.below(self.steps.len() - from));
             }
-            if self.on_one_rank(ops).is_ok_and(|made| made.is_moderate()) {
+            if self.on_one_rank(ops).is_ok_and(|made| made.is_moderate(self.dtype)) {
                 return;
             }
             self.outputs = all;

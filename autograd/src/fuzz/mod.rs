@@ -1,7 +1,7 @@
 //! Random tests of whole programs: values and gradients on a mesh are those of one rank.
 //!
 //! [`programs`] draws programs over a list of ops. [`model`], or the macro [`fuzz_model!`](crate::fuzz_model!), does the same
-//! to a function of yours: it draws meshes and layouts of what goes in. Both report the smallest case that goes wrong, as
+//! to a function of yours: it draws meshes, and layouts and float dtype of what goes in. Both report the smallest case that goes wrong, as
 //! Rust that repeats it. An op of your own is checked by [`check_op!`](shardgrad_tensor::check_op!).
 
 mod marks;
@@ -18,10 +18,11 @@ use crate::tape::Tape;
 use crate::var::Var;
 use draw::Dice;
 use shardgrad_dist::{Error, Kind, Mesh, Result};
+use shardgrad_tensor::DType;
 use shardgrad_tensor::ops::{Entry, Input};
 use trial::Trial;
 
-/// How many cases came out how.
+/// How many cases came out how, and what was in them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     /// Values and gradients are those of one rank.
@@ -32,6 +33,21 @@ pub struct Report {
     pub refused: usize,
     /// Steps of all programs.
     pub steps: usize,
+    /// Of those that are right: with floats in f32.
+    pub narrow: usize,
+    /// Of those that are right: with an input of no elements.
+    pub empty: usize,
+    /// Of those that are right: with integers or truth values that go in.
+    pub whole: usize,
+}
+
+impl Report {
+    fn count(&mut self, dtype: DType, inputs: &[Feed]) {
+        self.right += 1;
+        self.narrow += usize::from(dtype != DType::F64);
+        self.empty += usize::from(inputs.iter().any(|f| f.input.shape().contains(&0)));
+        self.whole += usize::from(inputs.iter().any(|f| !f.input.dtype().is_float()));
+    }
 }
 
 /// Checks random programs over the ops of a list: number `first` and the `count - 1` after it.
@@ -48,7 +64,7 @@ pub fn programs(ops: &[Entry], first: u64, count: u64) -> Result<Report> {
         report.steps += program.steps.len();
         let verdict = program.check(ops)?;
         match &verdict {
-            Verdict::Right => report.right += 1,
+            Verdict::Right => report.count(program.dtype, &program.inputs),
             Verdict::IllPosed => report.ill_posed += 1,
             Verdict::Wrong(_) | Verdict::Refused(_) => return Err(told(ops, seed, &program, &verdict)),
         }
@@ -70,8 +86,9 @@ fn told(ops: &[Entry], seed: u64, program: &Program, verdict: &Verdict) -> Error
 }
 
 /// Checks a function of variables on `count` random meshes of up to 8 ranks, with random layouts of what goes in: its
-/// values, and the gradients of all floats that go in, are those of one rank. Layouts that an op of the function refuses are
-/// counted and passed over.
+/// values, and the gradients of all floats that go in, are those of one rank in f64, to 1e-7. Every fourth case has f32 on
+/// the mesh, whole numbers that go in, and the bound 1e-3. Layouts that an op of the function refuses are counted and passed
+/// over.
 ///
 /// # Errors
 /// `Kind::Unsupported` with what is wrong, on the smallest mesh and the plainest layouts that show it; or if every layout was
@@ -90,25 +107,27 @@ pub fn model(inputs: &[Input], count: u64, text: impl Fn(&[Var]) -> Vec<Var> + S
         let mut drawn =
             |input: &Input| feed(input, Marks::of(&dice.layout(&mesh, input.dtype(), input.shape())));
         let inputs: Vec<Feed> = inputs.iter().map(&mut drawn).collect();
-        let verdict = |mesh: &str, inputs: &[Feed]| -> Result<Verdict> {
-            let trial = Trial { inputs, seed, is_exact: false, text: &text };
+        let dtype = if seed % 4 == 3 { DType::F32 } else { DType::F64 };
+        let verdict = |mesh: &str, dtype: DType, inputs: &[Feed]| -> Result<Verdict> {
+            let trial = Trial { inputs, seed, dtype, is_exact: false, text: &text };
             Ok(trial.on_mesh(&Mesh::parse(mesh)?, &trial.on_one_rank()?))
         };
-        match verdict(&mesh_text, &inputs)? {
-            Verdict::Right => report.right += 1,
+        match verdict(&mesh_text, dtype, &inputs)? {
+            Verdict::Right => report.count(dtype, &inputs),
             Verdict::IllPosed => report.ill_posed += 1,
             Verdict::Refused(_) => report.refused += 1,
             Verdict::Wrong(what) => {
                 let (steps, blocks, outputs) = Default::default();
-                let all = Program { mesh: mesh_text, inputs, steps, blocks, outputs, seed };
-                let wrong = |p: &Program| matches!(verdict(&p.mesh, &p.inputs), Ok(Verdict::Wrong(_)));
+                let all = Program { mesh: mesh_text, dtype, inputs, steps, blocks, outputs, seed };
+                let wrong =
+                    |p: &Program| matches!(verdict(&p.mesh, p.dtype, &p.inputs), Ok(Verdict::Wrong(_)));
                 let least =
                     all.shrunk(|p| p.inputs.len() == all.inputs.len() && same_shapes(p, &all) && wrong(p));
                 let marks: Vec<String> = least.inputs.iter().map(|f| f.marks.to_string()).collect();
                 return Err(Error::new(Kind::Unsupported, format!("the model goes wrong: {what}"))
                     .detail("mesh", least.mesh)
                     .detail("inputs", marks.join("; "))
-                    .detail("numbers", format!("seed {seed}")));
+                    .detail("numbers", format!("seed {seed}, in {}", least.dtype)));
             }
         }
     }

@@ -5,13 +5,13 @@ use super::trial::{Feed, Made, Trial, Verdict};
 use crate::tape::Tape;
 use crate::var::Var;
 use shardgrad_dist::{Error, Kind, Mesh, Result};
-use shardgrad_tensor::Value;
 use shardgrad_tensor::ops::{Case, Entry, Input};
+use shardgrad_tensor::{DType, Value};
 use std::fmt;
 use std::ops::Range;
 
 /// A value of a program.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Place {
     /// Something that goes in, by number.
     Input(usize),
@@ -60,6 +60,8 @@ impl Step {
 pub struct Program {
     /// The mesh, as text.
     pub mesh: String,
+    /// Of the floats that go in: f64, or f32 with whole numbers. One rank, the standard, computes in f64.
+    pub dtype: DType,
     /// What goes in.
     pub inputs: Vec<Feed>,
     /// What happens, in order.
@@ -183,15 +185,16 @@ impl Program {
             let values = self.run(ops, tape, inputs)?;
             self.outputs.iter().map(|p| values.get(*p).cloned()).collect()
         };
-        f(&Trial { inputs: &self.inputs, seed: self.seed, is_exact: self.is_exact(ops), text: &text })
+        let Program { inputs, seed, dtype, .. } = self;
+        f(&Trial { inputs, seed: *seed, dtype: *dtype, is_exact: self.is_exact(ops), text: &text })
     }
 
-    /// What one rank makes of it.
+    /// What one rank makes of it in f64.
     pub(super) fn on_one_rank(&self, ops: &[Entry]) -> Result<Made> {
         self.with_trial(ops, |trial| trial.on_one_rank())
     }
 
-    /// Runs the program on one rank and on its mesh, and compares values and gradients. `ops` is the list that its steps name.
+    /// Runs the program on one rank in f64 and on its mesh, and compares values and gradients. `ops` is the list that its steps name.
     ///
     /// # Errors
     /// What one rank reports, and `Kind::Mesh` for a mesh that is none.
@@ -221,7 +224,8 @@ impl fmt::Display for Program {
             Place::Made(step, out) => format!("Place::Made({step}, {out})"),
         };
         let places = |all: &[Place]| all.iter().map(place).collect::<Vec<_>>().join(", ");
-        writeln!(f, "Program {{\n    mesh: {:?}.into(),\n    inputs: vec![", self.mesh)?;
+        writeln!(f, "Program {{\n    mesh: {:?}.into(),\n    dtype: DType::{:?},", self.mesh, self.dtype)?;
+        writeln!(f, "    inputs: vec![")?;
         for Feed { input, marks, is_leaf } in &self.inputs {
             let (input, marks) = (Written(input), format!("Marks::parse(\"{marks}\")?"));
             writeln!(f, "        Feed {{ input: {input}, marks: {marks}, is_leaf: {is_leaf} }},")?;

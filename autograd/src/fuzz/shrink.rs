@@ -3,6 +3,7 @@
 use super::marks::Marks;
 use super::program::{Place, Program, Step};
 use shardgrad_dist::Mesh;
+use shardgrad_tensor::DType;
 use shardgrad_tensor::ops::Input;
 use std::collections::BTreeSet;
 
@@ -98,9 +99,12 @@ impl Program {
         Some(less)
     }
 
-    /// With plainer layouts, without places where gradients stop, with constants for leaves.
+    /// In f64, with plainer layouts, without places where gradients stop, with constants for leaves.
     fn plainer(&self) -> Vec<Program> {
         let mut found = Vec::new();
+        if self.dtype != DType::F64 {
+            found.push(Program { dtype: DType::F64, ..self.clone() });
+        }
         for (i, feed) in self.inputs.iter().enumerate() {
             let whole = Marks::whole(feed.input.shape().len());
             let mut axes = self.axes();

@@ -1,4 +1,5 @@
-//! One piece of model text on one rank and on a mesh: values, and gradients of what goes in.
+//! One piece of model text on one rank and on a mesh: values, and gradients of what goes in. One rank computes in f64,
+//! whatever the floats of the mesh.
 
 use super::marks::Marks;
 use crate::id::Id;
@@ -7,15 +8,29 @@ use crate::var::Var;
 use shardgrad_dist::{Error, Kind, Mesh, Rank, Result, World};
 use shardgrad_tensor::check::Global;
 use shardgrad_tensor::ops::Input;
-use shardgrad_tensor::{Tensor, Value};
+use shardgrad_tensor::{DType, Tensor, Value};
 use std::fmt;
 use std::panic::Location;
 use std::time::Duration;
 
-/// By how much a value may differ between layouts where arithmetic rounds: of itself, plus this.
-const TOLERANCE: f64 = 1e-7;
-/// How far values are pushed to see whether they hang on the last bits.
-const NUDGE: f64 = 1e-13;
+/// What can be said of results in one dtype.
+struct Bound {
+    /// By how much a value may differ from that of one rank in f64 where arithmetic rounds: of itself, plus this.
+    tolerance: f64,
+    /// How far values are pushed to see whether they hang on the last bits.
+    nudge: f64,
+    /// The largest number of programs that are drawn.
+    most: f64,
+    /// Of numbers below this, multiples of its reciprocal are results of small numbers where nothing is rounded.
+    unit: f64,
+}
+
+fn bound(dtype: DType) -> Bound {
+    match dtype {
+        DType::F64 => Bound { tolerance: 1e-7, nudge: 1e-13, most: 1e4, unit: f64::from(1 << 24) },
+        _ => Bound { tolerance: 1e-3, nudge: 1e-6, most: 256.0, unit: f64::from(1 << 12) },
+    }
+}
 
 /// Something that goes into a program.
 #[derive(Clone, Debug)]
@@ -57,28 +72,41 @@ impl Made {
         self.outputs.iter().chain(self.gradients.iter().flatten())
     }
 
-    /// Whether all numbers are finite and of moderate size.
-    pub(super) fn is_moderate(&self) -> bool {
-        self.all().all(is_moderate)
+    /// Whether all numbers are finite and of moderate size for a dtype.
+    pub(super) fn is_moderate(&self, dtype: DType) -> bool {
+        self.all().all(|x| is_moderate(x, dtype))
     }
 
-    fn is_near(&self, other: &Made) -> bool {
-        let near = |(a, b): (&f64, &f64)| (a - b).abs() <= TOLERANCE / 10.0 * (1.0 + b.abs());
+    /// The same with floats of a dtype; the numbers stay.
+    fn in_dtype(&self, dtype: DType) -> Made {
+        let of = |g: &Global| in_dtype(g.clone(), dtype);
+        let gradients = self.gradients.iter().map(|g| g.as_ref().map(of)).collect();
+        Made { outputs: self.outputs.iter().map(of).collect(), gradients }
+    }
+
+    fn is_near(&self, other: &Made, tolerance: f64) -> bool {
+        let near = |(a, b): (&f64, &f64)| (a - b).abs() <= tolerance * (1.0 + b.abs());
         let same =
             |(a, b): (&Global, &Global)| a.data.len() == b.data.len() && a.data.iter().zip(&b.data).all(near);
         self.all().zip(other.all()).all(same)
     }
 }
 
-/// Whether all elements are finite and at most 10^4.
-pub(super) fn is_moderate(x: &Global) -> bool {
-    x.data.iter().all(|x| x.abs() <= 1e4)
+/// Whether all elements are finite, and at most 10^4 in f64, 256 in f32.
+pub(super) fn is_moderate(x: &Global, dtype: DType) -> bool {
+    x.data.iter().all(|x| x.abs() <= bound(dtype).most)
+}
+
+fn in_dtype(global: Global, dtype: DType) -> Global {
+    Global { dtype: if global.dtype == DType::F64 { dtype } else { global.dtype }, ..global }
 }
 
 /// Text with what goes into it.
 pub(super) struct Trial<'a> {
     pub(super) inputs: &'a [Feed],
     pub(super) seed: u64,
+    /// Of the floats that go in on the mesh.
+    pub(super) dtype: DType,
     /// Whether no op in the text rounds on small binary fractions.
     pub(super) is_exact: bool,
     pub(super) text: &'a Text<'a>,
@@ -91,8 +119,23 @@ impl fmt::Debug for Trial<'_> {
 }
 
 impl Trial<'_> {
+    /// Numbers that go in, in f64. For f32 they are whole, so that most sums and products are exact in it.
+    fn draw(&self, input: &Input, seed: u64) -> Global {
+        let mut drawn = Global::draw(input, seed);
+        if self.dtype != DType::F64 && drawn.dtype.is_float() {
+            drawn.data.iter_mut().for_each(|x| {
+                *x = match input {
+                    Input::Positive(_) => x.ceil(),
+                    Input::Distinct(_) => *x * 8.0,
+                    _ => (*x * 1.5).round(),
+                }
+            });
+        }
+        drawn
+    }
+
     fn globals(&self) -> Vec<Global> {
-        let draw = |(i, feed): (usize, &Feed)| Global::draw(&feed.input, self.seed + i as u64);
+        let draw = |(i, feed): (usize, &Feed)| self.draw(&feed.input, self.seed + i as u64);
         self.inputs.iter().enumerate().map(draw).collect()
     }
 
@@ -108,7 +151,7 @@ impl Trial<'_> {
         let mut seeds: Vec<(Id, Tensor)> = Vec::new();
         for (i, y) in outputs.iter().enumerate() {
             if let Some(id) = y.id() {
-                let drawn = Global::draw(&Input::real(&y.shape()), self.seed + 1000 + i as u64);
+                let drawn = self.draw(&Input::real(&y.shape()), self.seed + 1000 + i as u64);
                 let seed = Global { dtype: y.dtype(), ..drawn };
                 seeds.push((id, seed.place(rank, &y.layout().dual())?));
             }
@@ -151,26 +194,43 @@ impl Trial<'_> {
 
     /// Whether numbers that differ in their last bits give results that differ by more.
     fn is_ill_posed(&self, made: &Made) -> Result<bool> {
-        for by in [NUDGE, -NUDGE] {
+        let Bound { nudge, tolerance, .. } = bound(self.dtype);
+        for by in [nudge, -nudge] {
             let mut globals = self.globals();
             for (i, global) in globals.iter_mut().enumerate().filter(|(_, g)| g.dtype.is_float()) {
                 let sign = |at: usize| if (at * 7 + i * 3) % 5 < 2 { -by } else { by };
                 global.data.iter_mut().enumerate().for_each(|(at, x)| *x += *x * sign(at));
             }
-            if !self.alone(&globals)?.is_near(made) {
+            if !self.alone(&globals)?.is_near(made, tolerance / 10.0) {
                 return Ok(true);
             }
         }
         Ok(false)
     }
 
-    /// Compares a mesh with one rank.
+    /// Whether one rank rounds too in the dtype of the mesh: f32 has too few bits for some values on the way.
+    fn is_rounded(&self, made: &Made) -> Result<bool> {
+        let globals: Vec<Global> = self.globals().into_iter().map(|g| in_dtype(g, self.dtype)).collect();
+        Ok(self.dtype != DType::F64 && !self.alone(&globals)?.is_near(made, 0.0))
+    }
+
+    /// Compares a mesh with what one rank made in f64.
     pub(super) fn on_mesh(&self, mesh: &Mesh, made: &Made) -> Verdict {
-        let is_exact = self.is_exact && made.all().all(Global::is_dyadic);
-        let tolerance = if is_exact { 0.0 } else { TOLERANCE };
-        let world = World::new(mesh.clone()).threads(1).timeout(Duration::from_secs(20));
-        let found = world.launch(|rank| self.compare(rank, made, tolerance));
-        match found.map(|all| all.into_iter().flatten().next()) {
+        let Bound { tolerance, unit, .. } = bound(self.dtype);
+        let is_short = |x: &f64| x.abs() < unit && (x * unit).fract() == 0.0;
+        let mut is_exact = self.is_exact && made.all().all(|g| g.data.iter().all(is_short));
+        let want = made.in_dtype(self.dtype);
+        let found = |tolerance| -> Result<Option<String>> {
+            let world = World::new(mesh.clone()).threads(1).timeout(Duration::from_secs(20));
+            let all = world.launch(|rank| self.compare(rank, &want, tolerance))?;
+            Ok(all.into_iter().flatten().next())
+        };
+        let mut finding = found(if is_exact { 0.0 } else { tolerance });
+        if matches!(finding, Ok(Some(_))) && is_exact && self.is_rounded(made).unwrap_or(true) {
+            is_exact = false;
+            finding = found(tolerance);
+        }
+        match finding {
             Ok(None) => Verdict::Right,
             Ok(Some(_)) if !is_exact && self.is_ill_posed(made).unwrap_or(true) => Verdict::IllPosed,
             Ok(Some(what)) => Verdict::Wrong(what),
@@ -182,8 +242,10 @@ impl Trial<'_> {
     /// What is wrong on this rank. Every rank goes on to the end, since the others wait for it.
     fn compare(&self, rank: &Rank, made: &Made, tolerance: f64) -> Result<Option<String>> {
         let site = Location::caller();
-        let place =
-            |(g, feed): (Global, &Feed)| g.place(rank, &feed.marks.layout(rank.mesh(), g.dtype, &g.shape)?);
+        let place = |(g, feed): (Global, &Feed)| {
+            let g = in_dtype(g, self.dtype);
+            g.place(rank, &feed.marks.layout(rank.mesh(), g.dtype, &g.shape)?)
+        };
         let args: Vec<Tensor> =
             self.globals().into_iter().zip(self.inputs).map(place).collect::<Result<_>>()?;
         let (outputs, gradients) = self.run(rank, &args)?;
