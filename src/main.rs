@@ -32,9 +32,12 @@ fn main() -> ExitCode {
     cli::main()
 }
 
-/// Writes to stdout. If nobody reads it any more, there is nothing left to do.
+/// Writes to stdout at once. If nobody reads it any more, there is nothing left to do.
 fn said(text: Arguments<'_>) {
-    if std::io::stdout().write_fmt(text).is_err() {
-        std::process::exit(1);
+    let mut out = std::io::stdout().lock();
+    let Err(e) = out.write_fmt(text).and_then(|()| out.flush()) else { return };
+    if e.kind() != std::io::ErrorKind::BrokenPipe {
+        eprintln!("error: cannot write to stdout: {e}");
     }
+    std::process::exit(1);
 }

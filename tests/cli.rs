@@ -76,6 +76,13 @@ fn misuse_has_exit_code_2_and_a_repair() {
         (&["train", "--data", &latin], &["UTF-8", "byte 3"]),
         (&["train", "--data", &data, "--mesh", "tp=8"], &["heads", "4", "8"]),
         (&["train", "--data", &data, "--seq", "9999"], &["--seq 9999", "64 positions"]),
+        (&["train", "--data", &data, "--param-dtype", "bf16"], &["--param-dtype bf16", "--dtype f32"]),
+        (
+            &["train", "--data", &data, "--dtype", "f16", "--param-dtype", "bf16"],
+            &["every number of --dtype f16"],
+        ),
+        (&["explain", "--dtype", "f64", "--param-dtype", "f32"], &["--param-dtype f32", "--dtype f64"]),
+        (&["eval", "--model", &out, "--param-dtype", "f32"], &["unexpected argument '--param-dtype'"]),
         (&["train", "--data", &data, "--batch", "5", "--microbatches", "2"], &["--microbatches"]),
         (&["train", "--data", &data, "--out", "/proc/nowhere"], &["/proc/nowhere"]),
         (&["eval", "--model", "/no/such/model", "--data", &data], &["/no/such/model"]),
@@ -323,19 +330,65 @@ fn a_schedule_is_drawn() {
     assert!(code == 2 && said.contains("did you mean `zb-h"), "{said}");
 }
 
+/// A model that one step has trained on a text, saved in a dtype.
+fn trained(folder: &Folder, dtype: &str) -> String {
+    let out = folder.path(&format!("out-{dtype}"));
+    let train =
+        ["train", "--data", &text(folder), "--out", &out, "--steps", "1", "--batch", "2", "--seq", "16"];
+    let output = shardgrad(&[&train[..], &["--eval-every", "0", "--save-dtype", dtype]].concat());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    format!("{out}/model")
+}
+
+#[test]
+fn weights_are_rounded_only_if_that_is_asked_for() {
+    let folder = Folder::new("cast");
+    let [wide, narrow] = ["f64", "bf16"].map(|dtype| trained(&folder, dtype));
+    let (data, out) = (text(&folder), folder.path("again"));
+    let run = |command: &str, model: &str, more: &[&str]| {
+        let all: &[&str] = match command {
+            "generate" => &["--prompt", "The ", "--tokens", "2", "--mesh", "tp=2", "--json"],
+            "eval" => &["--data", &data, "--seq", "16", "--json"],
+            _ => &["--data", &data, "--out", &out, "--steps", "1", "--batch", "2", "--seq", "16", "--json"],
+        };
+        let output = shardgrad(&[&[command, "--model", model], all, more].concat());
+        (output.status.code().unwrap(), String::from_utf8(output.stderr).unwrap())
+    };
+    for command in ["train", "eval", "generate"] {
+        let (code, said) = run(command, &wide, &[]);
+        assert!(
+            code == 2 && said.contains("is f64, the parameter f32, ") && said.contains("--cast"),
+            "{said}"
+        );
+        let (code, said) = run(command, &wide, &["--cast"]);
+        assert!(code == 0 && said.lines().count() == 1, "{said}");
+        assert!(said.starts_with(&wide) && said.contains(" tensors of f64 are rounded to f32"), "{said}");
+        let (code, said) = run(command, &narrow, &[]);
+        assert!(code == 0 && said.lines().count() == 1, "{said}");
+        assert!(said.starts_with(&narrow) && said.contains(" tensors of bf16 are widened to f32"), "{said}");
+        assert_eq!(run(command, &narrow, &["--dtype", "bf16", "--cast"]).0, 0);
+    }
+}
+
 #[test]
 fn a_reader_that_goes_away_is_no_fault() {
     use std::io::Read;
-    let args = ["plan", "--stages", "32", "--microbatches", "256", "--json"];
-    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_shardgrad"))
-        .args(args)
-        .stdout(std::process::Stdio::piped())
-        .stderr(std::process::Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut out = child.stdout.take().unwrap();
-    out.read_exact(&mut [0; 10]).unwrap();
-    drop(out);
-    let output = child.wait_with_output().unwrap();
-    assert!(!output.status.success() && output.stderr.is_empty(), "{output:?}");
+    let folder = Folder::new("pipe");
+    let model = trained(&folder, "f32");
+    for args in [
+        &["plan", "--stages", "32", "--microbatches", "256", "--json"][..],
+        &["generate", "--model", &model, "--prompt", "The quick brown fox", "--tokens", "400"],
+    ] {
+        let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_shardgrad"))
+            .args(args)
+            .stdout(std::process::Stdio::piped())
+            .stderr(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut out = child.stdout.take().unwrap();
+        out.read_exact(&mut [0; 10]).unwrap();
+        drop(out);
+        let output = child.wait_with_output().unwrap();
+        assert!(!output.status.success() && output.stderr.is_empty(), "{args:?}: {output:?}");
+    }
 }

@@ -8,28 +8,54 @@ use shardgrad_tensor::{Growing, Value, unwind};
 pub struct Past {
     keys: Growing,
     values: Growing,
+    /// Positions before those that are kept.
+    forgotten: usize,
 }
+
+/// Positions are forgotten in whole runs of so many: a copy of what is kept is then seldom, and sums over the keys that are
+/// kept are cut where they would be cut over all of them.
+const RUN: usize = 256;
 
 impl Default for Past {
     fn default() -> Past {
-        Past { keys: Growing::along(1), values: Growing::along(1) }
+        Past { keys: Growing::along(1), values: Growing::along(1), forgotten: 0 }
     }
 }
 
 impl Past {
-    /// How many positions there are.
+    /// How many positions were read.
     #[must_use]
     pub fn len(&self) -> usize {
+        self.forgotten + self.keys.len()
+    }
+
+    /// Of how many positions, the last ones, keys and values are kept.
+    #[must_use]
+    pub fn kept(&self) -> usize {
         self.keys.len()
     }
 
     /// Whether nothing was read yet.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.keys.is_empty()
+        self.len() == 0
     }
 
-    /// Keys and values of all positions, those given behind those before. They are constants: no gradient passes.
+    /// Forgets keys that no later query sees, where each sees its own and those before it, `window` in all. Some more
+    /// stay for a while: fewer than 256.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::OutOfMemory` if there is no memory for a copy of what stays.
+    #[track_caller]
+    pub fn forget_beyond(&mut self, window: usize) {
+        let hidden = (self.kept() + 1).saturating_sub(window) / RUN * RUN;
+        unwind(self.keys.forget(hidden));
+        unwind(self.values.forget(hidden));
+        self.forgotten += hidden;
+    }
+
+    /// Keys and values of all positions that are kept, those given behind those before. They are constants: no gradient
+    /// passes.
     ///
     /// # Panics
     /// Unwinds with `Kind::Layout` if positions are split, or keys lie otherwise than before.

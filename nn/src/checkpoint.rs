@@ -1,12 +1,14 @@
 //! Models in Hugging Face folders: saved from any mesh, loaded on any other.
 
+use crate::cast::{Cast, Casts, is_exact};
 use crate::hf::WeightsWriter;
 use crate::hf::folder::Weights;
 use crate::model::Family;
 use crate::module::Module;
 use crate::name::matches;
-use crate::param::{Param, check_dtype};
+use crate::param::Param;
 use crate::placed::Model;
+use crate::precision::check_dtype;
 use shardgrad_tensor::agreement::check_copies;
 use shardgrad_tensor::control::{pass_bytes, world_sum};
 use shardgrad_tensor::{DType, Error, Kind, Rank, Result, Tensor, Value};
@@ -29,14 +31,14 @@ impl<M: Family> Model<M> {
     }
 
     /// Writes `config.json` and `model.safetensors` into a folder, made if there is none; or, where the weights have more
-    /// than `bytes_max` bytes, several files and `model.safetensors.index.json`. Weights keep the dtype of the model. As
+    /// than `bytes_max` bytes, several files and `model.safetensors.index.json`. Weights keep the dtype in which they are stored. As
     /// [`Model::save_as`].
     ///
     /// # Errors
     /// As [`Model::save_as`].
     #[track_caller]
     pub fn save_in_files(&self, dir: &Path, bytes_max: u64) -> Result<()> {
-        self.save_as(dir, bytes_max, self.dtype())
+        self.save_as(dir, bytes_max, self.precision().param_dtype)
     }
 
     /// [`Model::save_in_files`] with weights rounded to a float dtype. Tensors are gathered one by one, so every rank calls this together; the first rank writes, and the files are whole
@@ -56,14 +58,24 @@ impl<M: Family> Model<M> {
         save_weights(self, dir, bytes_max, dtype, &|name| self.name_in_files(name))
     }
 
-    /// Fills the parameters from a folder whose config fits this model. Names may be those of this
-    /// model instead of those in files. Each rank reads for itself; nothing is communicated.
+    /// [`Model::load_as`] where weights may be widened, but not rounded.
     ///
     /// # Errors
-    /// `Kind::Checkpoint` listing all tensors that are missing, of another shape, or unknown; parameters are untouched
-    /// then. `Kind::Io` if the system refuses.
-    pub fn load(&self, dir: &Path) -> Result<()> {
-        load_weights(self, &Weights::open(dir)?, &|name| self.name_in_files(name), self.passed_over())
+    /// As [`Model::load_as`].
+    pub fn load(&self, dir: &Path) -> Result<Casts> {
+        self.load_as(dir, Cast::Widened)
+    }
+
+    /// Fills the parameters from a folder whose config fits this model. Names may be those of this
+    /// model instead of those in files. Each rank reads for itself; nothing is communicated. Gives what became of weights
+    /// whose dtype is not that of their parameter.
+    ///
+    /// # Errors
+    /// `Kind::Checkpoint` listing all tensors that are missing, of another shape, of a dtype that `cast` does not let
+    /// become the parameter's, or unknown; parameters are untouched then. `Kind::Io` if the system refuses.
+    pub fn load_as(&self, dir: &Path, cast: Cast) -> Result<Casts> {
+        let weights = Weights::open(dir)?;
+        load_weights(self, &weights, cast, &|name| self.name_in_files(name), self.passed_over())
     }
 }
 
@@ -130,17 +142,19 @@ fn bring(
 }
 
 /// Fills the parameters of a model from files. A parameter is the tensor of the name that `name_in_file` gives, or of its own
-/// name; tensors that match a pattern of `passed_over` may be there for nothing. Values are rounded to the model's dtype.
+/// name; tensors that match a pattern of `passed_over` may be there for nothing. Gives what became of weights whose dtype is not that
+/// of their parameter, on all ranks and stages.
 ///
 /// # Errors
 /// `Kind::Checkpoint` listing all that does not fit, before any parameter is changed; what reading reports.
 pub fn load_weights<M: Module>(
     model: &Model<M>,
     weights: &Weights,
+    cast: Cast,
     name_in_file: &dyn Fn(&str) -> String,
     passed_over: &[&str],
-) -> Result<()> {
-    let mut misfits = Misfits::default();
+) -> Result<Casts> {
+    let (mut misfits, mut casts) = (Misfits::default(), Casts::default());
     let mut found = Vec::with_capacity(model.params().len());
     let mut used = HashSet::new();
     for param in model.params() {
@@ -156,6 +170,12 @@ pub fn load_weights<M: Module>(
             misfits
                 .other
                 .push(format!("{name} is {}{:?}, the model has {wanted:?}", tensor.dtype, tensor.shape));
+        } else {
+            let dtype = param.layout().dtype();
+            if cast == Cast::Widened && !is_exact(tensor.dtype, dtype) {
+                misfits.narrower.push(format!("{} is {}, the parameter {dtype}", tensor.name, tensor.dtype));
+            }
+            casts.add(tensor.dtype, dtype);
         }
         found.push((param, tensor));
     }
@@ -170,7 +190,7 @@ pub fn load_weights<M: Module>(
         let bytes = weights.read_part(&tensor.name, &layout.shape(), &ranges)?;
         param.set_from_files(Tensor::from_own_bytes(model.rank(), &layout, tensor.dtype, &bytes)?)?;
     }
-    Ok(())
+    Ok(casts)
 }
 
 /// What does not fit between files and model.
@@ -178,25 +198,45 @@ pub fn load_weights<M: Module>(
 struct Misfits {
     missing: Vec<String>,
     other: Vec<String>,
+    /// Of a dtype that would have to be rounded.
+    narrower: Vec<String>,
     unknown: Vec<String>,
 }
 
+/// No more tensors than these are named of those that would have to be rounded: mostly it is all of them.
+const NARROWER_MAX: usize = 3;
+
 impl Misfits {
-    fn check(self, path: &Path) -> Result<()> {
-        let kinds = [("missing", self.missing), ("unlike", self.other), ("unknown", self.unknown)];
-        let count: usize = kinds.iter().map(|(_, names)| names.len()).sum();
+    fn check(mut self, path: &Path) -> Result<()> {
+        let narrower = self.narrower.len();
+        let count = self.missing.len() + self.other.len() + narrower + self.unknown.len();
         if count == 0 {
             return Ok(());
         }
         let text = format!("{}: {count} tensor(s) do not fit the model", path.display());
-        let error = Error::new(Kind::Checkpoint, text);
+        let mut error = Error::new(Kind::Checkpoint, text);
+        if narrower > NARROWER_MAX {
+            self.narrower.truncate(NARROWER_MAX);
+            self.narrower.push(format!("and {} more", narrower - NARROWER_MAX));
+        }
+        let kinds = [
+            ("missing", self.missing),
+            ("unlike", self.other),
+            ("narrower", self.narrower),
+            ("unknown", self.unknown),
+        ];
         let tell = |e: Error, (label, names): (&'static str, Vec<String>)| match names.len() {
             0 => e,
             _ => e.detail(label, names.join(", ")),
         };
-        Err(kinds
-            .into_iter()
-            .fold(error, tell)
-            .detail("help", "check config.json; it must describe these weights"))
+        error = kinds.into_iter().fold(error, tell);
+        if count > narrower {
+            error = error.detail("help", "check config.json; it must describe these weights");
+        }
+        if narrower > 0 {
+            let help = "take the dtype of the file, or have weights rounded (Cast::Rounded; --cast on the command line)";
+            error = error.detail("help", help);
+        }
+        Err(error)
     }
 }

@@ -25,7 +25,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
         }
         None => {
             super::refuse_texts(&config)?;
-            let how = args.source.how(Some(&args.model), &config)?;
+            let how = args.source.how(Some(&args.model), &config, None)?;
             let corpus = Arc::new(super::documents(&args.source.data, &how)?);
             let what = format!("{} split of {corpus}", args.split);
             (Sampler::of_text(corpus, args.split, seq, Order::InFileOrder)?, what)
@@ -34,7 +34,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
     let plan = LanguageModel::plan(&config);
     let losses = args.run.world()?.launch(|rank| {
         let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 0, args.run.dtype)?;
-        model.load(&args.model)?;
+        super::load(&model, &args.model, args.run.cast())?;
         if let Some(path) = &args.logits {
             write_logits(&model, &plan, &windows, args.batch, path)?;
         }

@@ -6,7 +6,6 @@ use serde_json::json;
 use shardgrad::kernels::op::random::uniform_at;
 use shardgrad::nn::{LanguageModel, ModelConfig, Reading};
 use shardgrad::prelude::*;
-use std::io::Write;
 
 /// Runs the command.
 pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
@@ -17,9 +16,9 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     let made = args.run.world()?.launch(|rank| {
         let plan = LanguageModel::plan(&config);
         let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 0, args.run.dtype)?;
-        model.load(&args.model)?;
+        super::load(&model, &args.model, args.run.cast())?;
         let mut show = Show { on: rank.world().index() == 0 && !args.json, pending: Vec::new() };
-        show.bytes(args.prompt.as_bytes())?;
+        show.bytes(args.prompt.as_bytes());
         continued(&model, &prompt, args.tokens, &args.sampling, |bytes| show.bytes(bytes))
     })?;
     let text = args.prompt.clone() + &String::from_utf8_lossy(&made[0]);
@@ -59,7 +58,7 @@ fn continued(
     prompt: &Prompt<'_>,
     count: usize,
     how: &SamplingArgs,
-    mut show: impl FnMut(&[u8]) -> Result<()>,
+    mut show: impl FnMut(&[u8]),
 ) -> Result<Vec<u8>> {
     let mut reading = Reading::new(model);
     let mut tokens = prompt.tokens.clone();
@@ -74,11 +73,11 @@ fn continued(
         text = prompt.tokenizer.decode(&tokens)?.split_off(prompt.len);
         // The next token may add to a letter that is not whole yet.
         if !text.ends_with(UNFINISHED) && text.len() > shown {
-            show(&text[shown..])?;
+            show(&text[shown..]);
             shown = text.len();
         }
     }
-    show(&text[shown..])?;
+    show(&text[shown..]);
     Ok(text)
 }
 
@@ -131,9 +130,9 @@ struct Show {
 }
 
 impl Show {
-    fn bytes(&mut self, bytes: &[u8]) -> Result<()> {
+    fn bytes(&mut self, bytes: &[u8]) {
         if !self.on {
-            return Ok(());
+            return;
         }
         self.pending.extend_from_slice(bytes);
         let whole = match std::str::from_utf8(&self.pending) {
@@ -142,11 +141,8 @@ impl Show {
             Err(e) if e.error_len().is_none() => e.valid_up_to(),
             Err(_) => self.pending.len(),
         };
-        let mut out = std::io::stdout();
-        out.write_all(String::from_utf8_lossy(&self.pending[..whole]).as_bytes())?;
-        out.flush()?;
+        print!("{}", String::from_utf8_lossy(&self.pending[..whole]));
         self.pending.drain(..whole);
-        Ok(())
     }
 }
 
@@ -185,10 +181,7 @@ mod tests {
                     let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 3, DType::F64)?;
                     let mut shown = Vec::new();
                     let prompt = Prompt::new(&prompt, &Tokenizer::Bytes)?;
-                    let text = continued(&model, &prompt, 12, how, |bytes| {
-                        shown.extend_from_slice(bytes);
-                        Ok(())
-                    })?;
+                    let text = continued(&model, &prompt, 12, how, |bytes| shown.extend_from_slice(bytes))?;
                     assert_eq!((text.len(), &text), (12, &shown));
                     Ok(text)
                 });

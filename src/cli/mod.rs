@@ -11,7 +11,7 @@ mod plan;
 mod train;
 
 use crate::data::{Corpus, How};
-use shardgrad::nn::ModelConfig;
+use shardgrad::nn::{Cast, LanguageModel, Model, ModelConfig};
 use shardgrad::{Error, Kind, Result};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -66,6 +66,15 @@ fn refuse_texts(config: &ModelConfig) -> Result<()> {
     let why = "an encoder predicts tokens that are hidden from it; a text does not say which";
     let help = "use --tokens FILE with `input_ids` and `labels`, i64 [N, T], -100 where nothing is asked for";
     Err(Error::new(Kind::Unsupported, why).detail("help", help))
+}
+
+/// Fills a model from its folder; the first rank says which weights had another dtype than the model.
+fn load(model: &Model<LanguageModel>, dir: &Path, cast: Cast) -> Result<()> {
+    let casts = model.load_as(dir, cast)?;
+    if !casts.is_empty() && model.rank().world().index() == 0 {
+        eprintln!("{}: {casts}", dir.display());
+    }
+    Ok(())
 }
 
 /// The documents that are named, or the sources of the working directory.

@@ -9,7 +9,7 @@ use crate::tokenizer::TOKENIZER_FILE;
 use crate::trace::Trace;
 use crate::train::{Recipe, mean_loss};
 use indicatif::{ProgressBar, ProgressStyle};
-use shardgrad::nn::{LanguageModel, ModelConfig, Trainer};
+use shardgrad::nn::{Cast, LanguageModel, ModelConfig, Trainer};
 use shardgrad::prelude::*;
 use std::cell::RefCell;
 use std::io::IsTerminal;
@@ -42,6 +42,7 @@ struct Job {
     out: PathBuf,
     shard_bytes_max: u64,
     save_dtype: DType,
+    cast: Cast,
     json: bool,
     interrupt: Interrupt,
     metrics: Mutex<MetricsWriter>,
@@ -62,7 +63,7 @@ pub(crate) fn run(args: &TrainArgs) -> Result<()> {
         job.recipe.steps,
         job.recipe.batch,
         job.recipe.seq,
-        job.recipe.dtype
+        job.recipe.precision
     );
     if !job.json {
         println!("training {text}");
@@ -105,7 +106,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         }
         None => {
             super::refuse_texts(&config)?;
-            let how = args.source.how(args.model.dir(), &config)?;
+            let how = args.source.how(args.model.dir(), &config, Some(&args.out))?;
             let corpus = Arc::new(super::documents(&args.source.data, &how)?);
             unit = corpus.unit();
             if !args.json {
@@ -128,7 +129,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
             .weight_decay(optim.weight_decay),
         clip: optim.clip(),
         seed: steps.seed,
-        dtype: args.run.dtype,
+        precision: args.precision(),
     };
     let metrics = Mutex::new(MetricsWriter::create(&args.out.join("metrics.jsonl"))?);
     Ok(Job {
@@ -143,7 +144,8 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         start: args.model.dir().map(Path::to_path_buf),
         out: args.out.clone(),
         shard_bytes_max: args.shard_size,
-        save_dtype: args.save_dtype.unwrap_or(args.run.dtype),
+        save_dtype: args.save_dtype.unwrap_or(args.precision().param_dtype),
+        cast: args.run.cast(),
         json: args.json,
         interrupt: Interrupt::install()?,
         metrics,
@@ -157,7 +159,7 @@ fn train(rank: &Rank, job: &Job) -> Result<bool> {
     let recipe = &job.recipe;
     let mut trainer = recipe.trainer(rank, LanguageModel::new(&job.config), &job.plan, &job.rows)?;
     if let Some(dir) = &job.start {
-        trainer.model().load(dir)?;
+        super::load(trainer.model(), dir, job.cast)?;
     }
     if job.measures && rank.index() == 0 {
         tell_measured(&trainer, job)?;
@@ -193,6 +195,8 @@ fn train(rank: &Rank, job: &Job) -> Result<bool> {
                 lr: report.lr,
                 tokens_per_s: (recipe.batch * recipe.seq) as f64 / seconds,
                 seconds: began.elapsed().as_secs_f64(),
+                loss_scale: report.loss_scale,
+                skipped: report.loss_scale.map(|_| report.skipped),
                 val_loss,
             };
             job.metrics.lock().unwrap_or_else(PoisonError::into_inner).write(&entry)?;
@@ -261,6 +265,9 @@ impl Progress {
             return Ok(());
         }
         let mut text = format!("loss {:.3}  {:.0} tokens/s", entry.loss, entry.tokens_per_s);
+        if let (Some(true), Some(scale)) = (entry.skipped, entry.loss_scale) {
+            text += &format!("  skipped at loss scale {scale}");
+        }
         if let Some(held_out) = entry.val_loss {
             text += &format!("  held-out {held_out:.3}");
         }

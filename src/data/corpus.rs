@@ -5,6 +5,7 @@ use std::fmt;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Which part of a corpus. The last tenth of its tokens (rounded down) is held out from training.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -60,6 +61,21 @@ impl Width {
         }
     }
 
+    /// The least width for the tokens of a vocabulary, of two bytes or four.
+    #[must_use]
+    pub(super) const fn of(vocab: usize) -> Width {
+        if vocab > 1 << 16 { Width::U32 } else { Width::U16 }
+    }
+
+    /// Numbers as they are stored. They must fit.
+    pub(super) fn to_bytes(self, numbers: &[u32]) -> Vec<u8> {
+        match self {
+            Width::U8 => numbers.iter().map(|n| *n as u8).collect(),
+            Width::U16 => numbers.iter().flat_map(|n| (*n as u16).to_le_bytes()).collect(),
+            Width::U32 => numbers.iter().flat_map(|n| n.to_le_bytes()).collect(),
+        }
+    }
+
     /// Hands over the numbers that bytes stand for.
     fn numbers(self, bytes: &[u8], each: impl FnMut(u32)) {
         match self {
@@ -79,6 +95,8 @@ pub(super) enum Source {
     Memory(Vec<u8>),
     /// In a file, kept open if there are few.
     File(PathBuf, Option<File>),
+    /// In a file of ours that has no name, from a byte on. Its numbers were checked when they were written.
+    Nameless(Arc<File>, u64),
 }
 
 /// Tokens that follow each other in one place.
@@ -92,8 +110,11 @@ pub(super) struct Part {
 impl Part {
     /// Tokens in memory.
     pub(super) fn of(tokens: &[u32]) -> Part {
-        let bytes = tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
-        Part { source: Source::Memory(bytes), width: Width::U32, len: tokens.len() as u64 }
+        Part {
+            source: Source::Memory(Width::U32.to_bytes(tokens)),
+            width: Width::U32,
+            len: tokens.len() as u64,
+        }
     }
 
     /// Bytes of text in memory.
@@ -116,6 +137,12 @@ impl Part {
                     None => File::open(path).and_then(|file| file.read_exact_at(&mut bytes, at)),
                 };
                 done.map_err(|e| short(path, &e))?;
+                self.width.numbers(&bytes, |id| into.push(i64::from(id)));
+            }
+            Source::Nameless(file, start) => {
+                let mut bytes = vec![0; size];
+                let told = |e| Error::new(Kind::Io, format!("cannot read tokens from disk: {e}"));
+                file.read_exact_at(&mut bytes, start + at).map_err(told)?;
                 self.width.numbers(&bytes, |id| into.push(i64::from(id)));
             }
         }
@@ -256,6 +283,13 @@ pub(super) fn short(path: &Path, e: &std::io::Error) -> Error {
         }
         _ => failed(path, e),
     }
+}
+
+/// An error about a file of text: the refusal of a byte and its place.
+pub(super) fn bad_byte(path: &Path, at: u64, byte: u8) -> Error {
+    let why = format!("{}: not UTF-8 text: byte {at} is {byte:#04x}", path.display());
+    let help = "convert it to UTF-8 (iconv -t UTF-8), or use --tokens for token numbers";
+    Error::new(Kind::Data, why).detail("help", help)
 }
 
 #[cfg(test)]

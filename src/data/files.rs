@@ -1,6 +1,7 @@
 //! Documents from files that the user names: texts, folders of them, and files of token numbers.
 
-use super::corpus::{Corpus, Part, Source, Width, failed, short};
+use super::corpus::{Corpus, Part, Source, Width, bad_byte, failed, short};
+use super::cut::TokensOnDisk;
 use super::sources::read_sources;
 use crate::tokenizer::Tokenizer;
 use ignore::WalkBuilder;
@@ -31,12 +32,19 @@ pub(crate) struct How<'a> {
     pub(crate) width: Option<Width>,
     /// The token that is put between texts; as [`How::end`] says if `None`.
     pub(crate) end: Option<u32>,
+    /// The folder of files that are needed while the program runs; as [`How::scratch`] says if `None`.
+    pub(crate) scratch: Option<&'a Path>,
 }
 
 impl How<'_> {
     /// Two bytes are enough for a vocabulary of up to 65536 tokens.
     fn width(&self) -> Width {
-        self.width.unwrap_or(if self.config.vocab_size() > 1 << 16 { Width::U32 } else { Width::U16 })
+        self.width.unwrap_or(Width::of(self.config.vocab_size()))
+    }
+
+    /// That of the system for temporary files.
+    fn scratch(&self) -> PathBuf {
+        self.scratch.map_or_else(std::env::temp_dir, Path::to_path_buf)
     }
 
     /// The end-of-text token of the model, if it is one of its tokens and no byte; bytes are parted by a newline.
@@ -67,8 +75,8 @@ impl Corpus {
     /// The documents of files, and of all files of folders, one behind the other.
     ///
     /// A file whose name ends in `.bin` holds token numbers and is taken as it is. Any other is a text in UTF-8, and between
-    /// two texts stands the end-of-text token. Texts of bytes and numbers stay on disk and are read by position; texts that a
-    /// tokenizer cuts are held in memory.
+    /// two texts stands the end-of-text token. Texts of bytes and numbers stay on disk and are read by position; of texts that
+    /// a tokenizer cuts the tokens are written to disk and read from there.
     ///
     /// # Errors
     /// `Kind::Data` naming the file if it is missing, a pipe or a device, empty, not UTF-8 (with the offset of the first bad
@@ -80,7 +88,7 @@ impl Corpus {
             expand(path, &mut files)?;
         }
         let keep = files.len() <= OPEN_MAX;
-        let mut tokenizer = None;
+        let (mut tokenizer, mut disk) = (None, None);
         let (mut parts, mut texts) = (Vec::new(), 0);
         for path in &files {
             if path.extension().is_some_and(|e| e == NUMBERS) {
@@ -95,7 +103,7 @@ impl Corpus {
                 parts.extend(how.end(tokenizer).map(|end| separator(end, tokenizer.is_bytes())));
             }
             texts += 1;
-            parts.push(text(path, tokenizer, keep)?);
+            parts.push(text(path, (tokenizer, &mut disk), how, keep)?);
         }
         let origin = match (files.as_slice(), paths) {
             ([only], _) => only.display().to_string(),
@@ -175,25 +183,23 @@ fn numbers(path: &Path, width: Width, keep: bool) -> Result<Part> {
 }
 
 /// A text in UTF-8.
-fn text(path: &Path, tokenizer: &Tokenizer, keep: bool) -> Result<Part> {
+fn text(
+    path: &Path,
+    (tokenizer, disk): (&Tokenizer, &mut Option<TokensOnDisk>),
+    how: &How<'_>,
+    keep: bool,
+) -> Result<Part> {
     let (file, len) = open(path)?;
     if tokenizer.is_bytes() {
         check_utf8(path, &file, len)?;
         let source = Source::File(path.to_path_buf(), keep.then_some(file));
         return Ok(Part { source, width: Width::U8, len });
     }
-    let mut bytes = Vec::new();
-    let room = usize::try_from(len).ok().filter(|n| bytes.try_reserve_exact(*n).is_ok());
-    let Some(room) = room else {
-        let why = format!("{}: no memory for its {len} bytes", path.display());
-        let help = "cut the text into tokens elsewhere, and give them as a .bin file";
-        return Err(Error::new(Kind::OutOfMemory, why).detail("help", help));
+    let disk = match disk {
+        Some(disk) => disk,
+        none => none.insert(TokensOnDisk::new(&how.scratch(), how.config.vocab_size())?),
     };
-    bytes.resize(room, 0);
-    file.read_exact_at(&mut bytes, 0).map_err(|e| short(path, &e))?;
-    let text = std::str::from_utf8(&bytes)
-        .map_err(|e| bad_byte(path, e.valid_up_to() as u64, bytes[e.valid_up_to()]))?;
-    Ok(Part::of(&tokenizer.encode(text)?))
+    disk.cut(path, &file, len, tokenizer)
 }
 
 /// Reads a file once, a piece at a time, to see that it is UTF-8.
@@ -216,11 +222,6 @@ fn check_utf8(path: &Path, file: &File, len: u64) -> Result<()> {
     Ok(())
 }
 
-fn bad_byte(path: &Path, at: u64, byte: u8) -> Error {
-    let why = format!("not UTF-8 text: byte {at} is {byte:#04x}");
-    refuse(path, &why, "convert it to UTF-8 (iconv -t UTF-8), or use --tokens for token numbers")
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::corpus::Split;
@@ -234,7 +235,7 @@ mod tests {
     }
 
     fn open_as(paths: &[PathBuf], config: &ModelConfig, width: Option<Width>) -> Result<Corpus> {
-        Corpus::open(paths, &How { model: None, config, width, end: None })
+        Corpus::open(paths, &How { model: None, config, width, end: None, scratch: None })
     }
 
     fn ids(corpus: &Corpus) -> Vec<i64> {
@@ -310,7 +311,7 @@ mod tests {
         let beyond = open_as(&all, &config(256, Some(50256)), None).unwrap();
         assert_eq!(beyond.tokens(Split::All), b"1\n2\nbb\nc", "a token that the model lacks");
         let config = config(300, Some(299));
-        let asked = How { model: None, config: &config, width: None, end: Some(7) };
+        let asked = How { model: None, config: &config, width: None, end: Some(7), scratch: None };
         assert_eq!(ids(&Corpus::open(&all, &asked).unwrap())[1], 7);
         let two = [dir.path("c"), dir.path("b.txt")];
         assert_eq!(open_as(&two, &config, None).unwrap().to_string(), "2 files, 4 tokens");

@@ -1,12 +1,14 @@
 //! What a language model is trained on: texts, files of token numbers, and which rows a step reads.
 //!
-//! Everything is read with plain reads and held in memory or read by position; nothing is mapped, so a file
+//! Everything is read with plain reads and held in memory or read by position (tokens of a text that a tokenizer cuts, from a
+//! file that they are written to first); nothing is mapped, so a file
 //! that shrinks under a run is an error and not a signal. Which tokens a row holds is a pure function of the
 //! data, the seed and the number of the row in the whole run, so the mesh does not change what is read.
 
 mod batch;
 mod corpus;
 mod sources;
+mod cut;
 mod files;
 mod tokens;
 mod sampler;

@@ -76,6 +76,31 @@ impl Growing {
         Ok(whole)
     }
 
+    /// Takes the first `count` elements of the dim away. The others are copied to memory of their own, with room for as many
+    /// again. Where memory runs out nothing is kept.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub fn forget(&mut self, count: usize) -> Result<()> {
+        assert!(count <= self.len, "bug in shardgrad: {count} of {} elements to forget", self.len);
+        let (kept, dim) = (self.len - count, self.dim);
+        if count == 0 {
+            return Ok(());
+        }
+        self.len = 0;
+        let Some(room) = self.room.take() else { return Ok(()) };
+        let extent = room.layout().extent(dim).min((2 * kept).next_power_of_two());
+        let rank = room.rank();
+        let fresh = Tensor::zeros(rank, &self.resized(room.layout(), extent))?;
+        let old = room.piece().viewed(room.piece().view.narrow(dim, count, count + kept));
+        self.room = Some(fresh.update(|piece| piece.write(rank, piece.view.narrow(dim, 0, kept), &old))?);
+        self.len = kept;
+        Ok(())
+    }
+
     fn resized(&self, layout: &Layout, extent: usize) -> Layout {
         let mut dims: SmallVec<[Dim; 6]> = SmallVec::from_slice(layout.dims());
         dims[self.dim].extent = extent;
@@ -132,6 +157,31 @@ mod tests {
                 );
             }
             assert_eq!(first.to_f64()?[9], 9.0, "a view that somebody holds stays as it was");
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn what_is_forgotten_is_the_beginning() {
+        World::run(Mesh::parse("a=2").unwrap(), |rank| {
+            let mut growing = Growing::along(1);
+            growing.forget(0)?;
+            let all = growing.append(&part(rank, "f64[2, 9, 3@a]", 0)?)?.to_f64()?;
+            for (count, kept) in [(2, 7), (0, 7), (5, 2)] {
+                growing.forget(count)?;
+                assert_eq!(growing.len(), kept);
+            }
+            let whole = growing.append(&part(rank, "f64[2, 1, 3@a]", 100)?)?;
+            assert_eq!(whole.layout().to_string(), "f64[2, 3, 3@a]");
+            let values = whole.to_f64()?;
+            assert_eq!(values[..6], all[21..27]);
+            assert_eq!(values[6..9], [100.0, 101.0, 102.0]);
+            assert_eq!(values[9..15], all[48..]);
+            growing.forget(3)?;
+            assert!(growing.is_empty());
+            growing.append(&part(rank, "f64[2, 2, 3@a]", 7)?)?;
+            assert_eq!(growing.len(), 2);
             Ok(())
         })
         .unwrap();

@@ -124,7 +124,8 @@ impl GroupedAttention {
         self.attend(x, None)
     }
 
-    /// The same, after what was read before: `past` then holds the rows of x too.
+    /// The same, after what was read before: `past` then holds the rows of x too, but of those before them little more than
+    /// the window.
     ///
     /// # Panics
     /// As [`GroupedAttention::forward`], and if `past` is of another layer.
@@ -138,7 +139,10 @@ impl GroupedAttention {
         let k = normed(&self.k_norm, self.k_proj.forward(x)).rope(&self.frequencies, first);
         let v = self.v_proj.forward(x);
         let (k, v) = match past {
-            Some(past) => past.extend(&k, &v),
+            Some(past) => {
+                self.window.into_iter().for_each(|keys| past.forget_beyond(keys));
+                past.extend(&k, &v)
+            }
             None => (k, v),
         };
         let y = match self.window {

@@ -3,7 +3,7 @@
 use crate::support::{Setup, run};
 use shardgrad_nn::checkpoint::load_weights;
 use shardgrad_nn::hf::{Gpt2Config, TensorFile, TensorWriter, Weights};
-use shardgrad_nn::{Gpt2, Model, Plan};
+use shardgrad_nn::{Cast, Gpt2, Model, Plan};
 use shardgrad_tensor::{DType, Error, Kind, Mesh, Result, World};
 use std::path::{Path, PathBuf};
 
@@ -41,10 +41,14 @@ fn save(mesh: &str, setup: &Setup, dir: &Path) -> Vec<Vec<f64>> {
 
 /// Loads into a model that was drawn from another seed.
 fn load(mesh: &str, dir: &Path, dtype: DType) -> Result<Vec<Vec<f64>>> {
+    load_as(mesh, dir, dtype, Cast::Widened)
+}
+
+fn load_as(mesh: &str, dir: &Path, dtype: DType, cast: Cast) -> Result<Vec<Vec<f64>>> {
     let loaded = World::run(Mesh::parse(mesh).unwrap(), |rank| {
         let config = Gpt2Config::read(dir)?;
         let model = Model::with_dtype(rank, Gpt2::new(&config), &Gpt2::plan(&config), 99, dtype)?;
-        model.load(dir)?;
+        model.load_as(dir, cast)?;
         weights(&model)
     })?;
     Ok(loaded.into_iter().next().unwrap())
@@ -63,7 +67,7 @@ fn what_one_mesh_saves_another_loads() {
         }
         let rounded: Vec<Vec<f64>> =
             saved.iter().map(|p| p.iter().map(|x| f64::from(*x as f32)).collect()).collect();
-        assert!(load("tp=2", &folder.0, DType::F32).unwrap() == rounded);
+        assert!(load_as("tp=2", &folder.0, DType::F32, Cast::Rounded).unwrap() == rounded);
         let file = TensorFile::open(&folder.0.join("model.safetensors")).unwrap();
         let info = file.find("transformer.h.0.attn.c_attn.weight").unwrap();
         assert_eq!((info.dtype, info.shape.as_slice()), (DType::F64, &[15, 45][..]));
@@ -146,13 +150,53 @@ fn all_that_does_not_fit_is_told_at_once() {
     run("", |rank| {
         let model = Model::with_dtype(rank, Gpt2::new(&Setup::new().config), &Plan::new(), 5, DType::F64)?;
         let before = weights(&model)?;
-        assert!(
-            load_weights(&model, &Weights::open(&other.0)?, &|n| format!("transformer.{n}"), &[]).is_err()
-        );
+        let (weights_there, name) = (Weights::open(&other.0)?, |n: &str| format!("transformer.{n}"));
+        assert!(load_weights(&model, &weights_there, Cast::Rounded, &name, &[]).is_err());
         assert!(weights(&model)? == before, "nothing was changed");
         Ok(())
     });
     assert_eq!(load("", Path::new("/nowhere/at/all"), DType::F32).unwrap_err().kind(), Kind::Checkpoint);
+}
+
+/// A float of a file becomes that of the parameter where nothing is lost; else only if that is asked for, and it is told.
+#[test]
+fn weights_are_rounded_only_if_that_is_asked_for() {
+    let (folder, setup) = (Folder::new("narrow"), Setup::new());
+    const FLOATS: [DType; 4] = [DType::F64, DType::F32, DType::BF16, DType::F16];
+    for file in FLOATS {
+        run("tp=2", |rank| setup.model(rank)?.save_as(&folder.0, u64::MAX, file));
+        for dtype in FLOATS {
+            let wider = file == dtype || dtype == DType::F64 || dtype == DType::F32 && file != DType::F64;
+            World::run(Mesh::parse("tp=2").unwrap(), |rank| {
+                let config = Gpt2Config::read(&folder.0)?;
+                let model = Model::with_dtype(rank, Gpt2::new(&config), &Gpt2::plan(&config), 99, dtype)?;
+                let (before, count) = (weights(&model)?, model.params().len());
+                let casts = |how: &str| match file == dtype {
+                    true => String::new(),
+                    false => format!("{count} tensors of {file} are {how} to {dtype}"),
+                };
+                match model.load(&folder.0) {
+                    Ok(found) => assert_eq!((wider, found.to_string()), (true, casts("widened"))),
+                    Err(error) => {
+                        assert!(!wider && weights(&model)? == before, "{file} to {dtype}: {error}");
+                        assert_eq!(error.kind(), Kind::Checkpoint);
+                        let told = format!("{count} tensor(s) do not fit the model");
+                        assert!(error.message().ends_with(&told), "{error}");
+                        let [(label, named), (_, help)] = error.details() else { panic!("{error}") };
+                        let first = format!("transformer.wte.weight is {file}, the parameter {dtype}, ");
+                        assert!(*label == "narrower" && named.starts_with(&first), "{error}");
+                        assert!(named.ends_with(&format!("and {} more", count - 3)), "{error}");
+                        assert!(help.contains("--cast") && help.contains("Cast::Rounded"), "{error}");
+                        let found = model.load_as(&folder.0, Cast::Rounded)?;
+                        assert_eq!(found.to_string(), casts("rounded"));
+                        assert!(weights(&model)? != before);
+                    }
+                }
+                Ok(())
+            })
+            .unwrap();
+        }
+    }
 }
 
 #[test]

@@ -91,6 +91,40 @@ fn several_rows_are_read_side_by_side() {
     }
 }
 
+/// Of a windowed block only the window is kept, and a little more; every logit is, to the bit, that of the text read at once.
+#[test]
+fn what_lies_before_the_window_is_not_kept() {
+    const WINDOW: usize = 10;
+    let long = LlamaConfig::new(LlamaKind::Mistral, VOCAB, 900, [10, 7], 2, [4, 2]);
+    let long = LlamaConfig { head_dim: 4, initializer_range: 0.3, windows: vec![Some(WINDOW), None], ..long };
+    let (config, text) = (ModelConfig::from(long), text(900));
+    for mesh in ["", "tp=2"] {
+        run(mesh, |rank| {
+            let model = model(rank, &config)?;
+            let ids = |text: &[i64]| {
+                let ids = Tensor::from_host(rank, &[1, text.len()], text)?;
+                Ok::<_, Error>(model.inference().constant(ids))
+            };
+            let whole = model.forward(&ids(&text)?).tensor().to_f64()?;
+            let (mut cache, mut from, mut most) = (model.cache(), 0, [0, 0]);
+            for len in [1; 300].into_iter().chain([1, 250, 3, 40]).chain([1; 306]) {
+                let logits = model.next(&ids(&text[from..from + len])?, &mut cache).tensor().to_f64()?;
+                from += len;
+                assert!(logits == whole[(from - 1) * VOCAB..from * VOCAB], "{mesh}: after {from} tokens");
+                assert_eq!(cache.len(), from);
+                let kept: Vec<usize> = cache.layers().map(|past| past.kept()).collect();
+                assert_eq!(kept[1], from);
+                // The window of the first token of a part, the part, and what waits to be forgotten with others.
+                assert!(kept[0] < WINDOW + len + 256 && kept[0] >= from.min(WINDOW), "{kept:?}");
+                most = [most[0].max(kept[0]), most[1].max(kept[1])];
+            }
+            assert_eq!((from, most[1]), (900, 900));
+            assert!(most[0] < WINDOW + 250 + 256, "{most:?}");
+            Ok(())
+        });
+    }
+}
+
 #[test]
 fn a_text_beyond_the_positions_is_judged_by_its_later_half() {
     for config in configs() {

@@ -142,12 +142,26 @@ impl Description<'_> {
     }
 }
 
+/// Blocks along the second and the third dim of a grid, at most.
+const BLOCKS_MAX: usize = 65_535;
+
+/// Refuses more sequences or heads than a grid has blocks for.
+fn check_grid(kernel: &'static str, problem: &Problem) -> Result<(), KernelError> {
+    let Problem { b, g, .. } = *problem;
+    if b.max(g) <= BLOCKS_MAX {
+        return Ok(());
+    }
+    let why = format!("{b} sequences of {g} heads of keys; a card takes {BLOCKS_MAX} of either at a time");
+    Err(KernelError::Device { call: kernel, why, lasting: false })
+}
+
 pub(super) fn forward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
     let (args, dtype) = (launch.inputs, launch.inputs[0].dtype);
     if !dtype.is_float() {
         return Err(KernelError::DType { kernel: FORWARD.name, dtype });
     }
     let problem = Problem::new(&args[0], &args[1], launch.scalars);
+    check_grid(FORWARD.name, &problem)?;
     let (way, shape) = (Way::new(dtype, &problem), shape(&problem, args));
     let defines = defines(way, &problem, launch);
     let it = Description { problem, dtype, way, defines, shape: &shape };
@@ -176,6 +190,7 @@ pub(super) fn backward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), Kerne
     if problem.c == 0 {
         return Ok(());
     }
+    check_grid(BACKWARD.name, &problem)?;
     let (way, shape) = (Way::new(dtype, &problem), shape(&problem, args));
     let defines = defines(way, &problem, launch);
     let it = Description { problem, dtype, way, defines, shape: &shape };

@@ -261,3 +261,18 @@ fn the_bits_of_a_query_do_not_depend_on_the_other_queries() {
         }
     }
 }
+
+#[test]
+fn more_sequences_than_a_grid_has_blocks_for_are_refused() {
+    let memory = crate::buffer::Allocator::default();
+    let plan = |b: usize| {
+        let views = [&[b, 1, 1, 1, 1][..], &[b, 1, 1, 1], &[b, 1, 1, 1]].map(Strides::contiguous);
+        let buffers = [(); 3].map(|()| memory.alloc(4 * b).unwrap());
+        let arg = |i: usize| Arg { buffer: &buffers[i], dtype: DType::F32, view: &views[i] };
+        let scalars = scalars(1.0, true, 0);
+        let launch = Launch { inputs: &[0, 1, 2].map(arg), outputs: &mut [], scalars: &scalars };
+        gpu::forward(&launch, &mut crate::gpu::Plan::default())
+    };
+    plan(65_535).unwrap();
+    assert!(plan(65_536).unwrap_err().to_string().contains("65536 sequences of 1 heads"));
+}
