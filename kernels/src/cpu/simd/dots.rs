@@ -41,12 +41,15 @@ unsafe fn tile<const W: usize>(steps: usize, (a, rows): (*const u32, usize), b: 
             let b = b.wrapping_add((step * WORDS + word) * 16 * W);
             // SAFETY: the caller vouches for `steps` steps of these lines; every pattern of bits is a vector.
             let b: [__m512bh; W] = std::array::from_fn(|w| unsafe {
-                std::mem::transmute(_mm512_loadu_si512(b.wrapping_add(16 * w).cast()))
+                std::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(b.wrapping_add(16 * w).cast()))
             });
             for (i, sums) in sums.iter_mut().enumerate() {
                 // SAFETY: as above.
-                let pair: __m512bh =
-                    unsafe { std::mem::transmute(_mm512_set1_epi32(*a.wrapping_add(i * WORDS) as i32)) };
+                let pair: __m512bh = unsafe {
+                    std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(
+                        *a.wrapping_add(i * WORDS) as i32
+                    ))
+                };
                 for (sum, b) in sums.iter_mut().zip(b) {
                     *sum = _mm512_dpbf16_ps(*sum, pair, b);
                 }
