@@ -26,6 +26,20 @@ const CASES: &[Case] = &[
         work: || Work::Flops(2.0 * 256f64.powi(3)),
     },
     Case {
+        name: "matmul f32 1x768x3072",
+        shapes: &[&[1, WIDTH], &[WIDTH, 4 * WIDTH]],
+        call: |x| x[0].matmul(&x[1]),
+        oracle: |x| product(&x[0], &x[1], 4 * WIDTH),
+        work: || Work::Flops((2 * 4 * WIDTH * WIDTH) as f64),
+    },
+    Case {
+        name: "matmul f32 1x768x3072, weights turned",
+        shapes: &[&[1, WIDTH], &[4 * WIDTH, WIDTH]],
+        call: |x| x[0].matmul_nt(&x[1]),
+        oracle: |x| x[1].chunks(WIDTH).map(|w| w.iter().zip(&x[0]).map(|(w, x)| w * x).sum()).collect(),
+        work: || Work::Flops((2 * 4 * WIDTH * WIDTH) as f64),
+    },
+    Case {
         name: "add f32 512x768",
         shapes: &[&[ROWS, WIDTH], &[ROWS, WIDTH]],
         call: |x| x[0].add(&x[1]),
@@ -89,9 +103,11 @@ fn inner(x: f64) -> f64 {
     (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3))
 }
 
+/// The product with a matrix of `n` columns.
 fn product(a: &[f64], b: &[f64], n: usize) -> Vec<f64> {
-    let mut c = vec![0.0; n * n];
-    for (row, out) in a.chunks(n).zip(c.chunks_mut(n)) {
+    let k = b.len() / n;
+    let mut c = vec![0.0; a.len() / k * n];
+    for (row, out) in a.chunks(k).zip(c.chunks_mut(n)) {
         for (x, other) in row.iter().zip(b.chunks(n)) {
             out.iter_mut().zip(other).for_each(|(c, y)| *c += x * y);
         }

@@ -11,6 +11,7 @@ pub mod roof;
 pub(crate) mod pack;
 pub(crate) mod blocks;
 pub(crate) mod thin;
+pub(crate) mod turned;
 
 /// The instruction sets that a body is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
