@@ -18,6 +18,7 @@ use crate::cpu::simd::pairs::Lines;
 use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::simd::thin::by_rows;
 use crate::cpu::simd::tile::Tiles;
+use crate::cpu::simd::turned;
 use crate::cpu::simd::{Level, level, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
 
@@ -251,8 +252,8 @@ fn products_by<T: Float>(
     if let Some(means) = means {
         return short_products(means, pool, dims, a, b, c);
     }
-    if g == 1 && m == 1 && n > 1 && c.strides[2] == 1 && b.strides[2] == 1 {
-        return one_row(pool, [n, k], a, b, &mut c.data[..n]);
+    if g == 1 && m == 1 && n > 1 && c.strides[2] == 1 && one_row(pool, [n, k], a, b, &mut c.data[..n]) {
+        return;
     }
     let tiles = Tiles::at(level());
     let source = |x: Stack<'_, T>| Source::new(x.data, x.strides[1], x.strides[2]);
@@ -308,18 +309,28 @@ fn short_products<T: Float>(
     );
 }
 
-/// A product of one row. Most of what it reads is b, so it is cut along the columns.
-fn one_row<T: Float>(pool: &Pool, [n, k]: [usize; 2], a: Stack<'_, T>, b: Stack<'_, T>, c: &mut [T]) {
+/// A product of one row. Most of what it reads is b, so it is cut along the columns. False, and nothing is done, if
+/// neither rows nor columns of b lie side by side, or this CPU has nothing for them.
+fn one_row<T: Float>(pool: &Pool, [n, k]: [usize; 2], a: Stack<'_, T>, b: Stack<'_, T>, c: &mut [T]) -> bool {
+    let [_, row, col] = b.strides;
+    let turned = col != 1 && row == 1;
+    if k == 0 || col != 1 && !(turned && turned::exists(level(), T::DTYPE)) {
+        return false;
+    }
     let parts = (2 * n * k / OPERATIONS_MIN).clamp(1, TASKS_PER_THREAD * pool.num_threads());
     let cols = n.div_ceil(parts).next_multiple_of(COLS_MIN);
     let x: Vec<T::Acc> = (0..k).map(|i| a.data[i * a.strides[2]].widen()).collect();
     pool.chunks(c, cols, |part, c| {
         let mut y = vec![T::Acc::ZERO; c.len()];
-        if k > 0 {
-            by_rows(&x, &b.data[part * cols..], b.strides[1], &mut y);
+        let b = &b.data[part * cols * col..];
+        if turned {
+            turned::by_columns(level(), &x, b, col, &mut y)
+        } else {
+            by_rows(&x, b, row, &mut y)
         }
         c.iter_mut().zip(y).for_each(|(c, y)| *c = T::narrow(y));
     });
+    true
 }
 
 /// One product by all threads: each packs a part of a block of b, which all then read, and takes rows of c as it gets to

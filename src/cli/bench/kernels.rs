@@ -23,6 +23,20 @@ const PRODUCTS: [[usize; 3]; 5] =
 
 const CASES: &[Case] = &[
     Case {
+        name: "matmul f32 1x768x3072",
+        shapes: &[&[1, WIDTH], &[WIDTH, 4 * WIDTH]],
+        call: |x| x[0].matmul(&x[1]),
+        oracle: |x| product(&x[0], &x[1], WIDTH, 4 * WIDTH),
+        work: || Work::Flops((2 * 4 * WIDTH * WIDTH) as f64),
+    },
+    Case {
+        name: "matmul f32 1x768x3072, weights turned",
+        shapes: &[&[1, WIDTH], &[4 * WIDTH, WIDTH]],
+        call: |x| x[0].matmul_nt(&x[1]),
+        oracle: |x| x[1].chunks(WIDTH).map(|w| w.iter().zip(&x[0]).map(|(w, x)| w * x).sum()).collect(),
+        work: || Work::Flops((2 * 4 * WIDTH * WIDTH) as f64),
+    },
+    Case {
         name: "add f32 512x768",
         shapes: &[&[ROWS, WIDTH], &[ROWS, WIDTH]],
         call: |x| x[0].add(&x[1]),
@@ -107,6 +121,7 @@ fn inner(x: f64) -> f64 {
     (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3))
 }
 
+/// The product of matrices of `k` columns and of `k` rows.
 fn product(a: &[f64], b: &[f64], k: usize, n: usize) -> Vec<f64> {
     let mut c = vec![0.0; a.len() / k * n];
     for (row, out) in a.chunks(k).zip(c.chunks_mut(n)) {

@@ -11,6 +11,7 @@ pub mod roof;
 pub(crate) mod pack;
 pub(crate) mod blocks;
 pub(crate) mod thin;
+pub(crate) mod turned;
 pub(crate) mod pairs;
 #[cfg(target_arch = "x86_64")]
 mod dots;

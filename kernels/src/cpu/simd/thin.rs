@@ -1,5 +1,5 @@
 //! A row times a matrix: what decoding one token is made of. Every element of the matrix is used once, so it is read where
-//! it lies, in long runs, and never packed. (Where columns lie side by side, tiles that turn them are as fast as memory.)
+//! it lies, in long runs, and never packed. ([`crate::cpu::simd::turned`] is for columns that are.)
 //!
 //! Sums are those of [`crate::cpu::gemm`], bit for bit.
 

@@ -56,7 +56,7 @@ impl<R: Real> Tiles<R> {
 }
 
 /// One register of numbers.
-trait Vector: Copy {
+pub(super) trait Vector: Copy {
     type Item: Real;
     const LANES: usize;
     fn splat(x: Self::Item) -> Self;
