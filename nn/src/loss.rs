@@ -44,7 +44,7 @@ impl CrossEntropy {
         let mut loss = sum.log().add(&max).sub(&picked);
         if self.smoothing != 0.0 {
             let last = logits.layout().ndim() - 1;
-            let mean = logits.cast(logits.dtype().accumulator()).mean_dims(&[last]);
+            let mean = wide(logits).mean_dims(&[last]);
             loss = loss.add(&picked.sub(&mean).scale(self.smoothing));
         }
         ignored.map_or(loss.clone(), |mask| loss.masked_fill(&mask, 0.0))
@@ -65,27 +65,34 @@ impl CrossEntropy {
     }
 }
 
-/// The mean over all elements of (prediction - target)^2, a scalar; shapes as [`Value::sub`].
+/// The mean over all elements of (prediction - target)^2, a scalar in the accumulator type; shapes as [`Value::sub`].
 ///
 /// # Panics
 /// Unwinds with an error if shapes or dtypes do not fit.
 #[track_caller]
 #[must_use]
 pub fn mse(prediction: &Var, target: &Var) -> Var {
-    prediction.sub(target).square().mean()
+    wide(prediction).sub(&wide(target)).square().mean()
 }
 
 /// Binary cross-entropy of logits z and targets t in 0..=1 (same float dtype): -t ln s(z) - (1 - t) ln(1 - s(z)) of each
-/// element, s being the sigmoid; shapes as [`Value::mul`]. It is t softplus(-z) + (1 - t) softplus(z), exact in both tails.
-/// Its mean is the usual loss.
+/// element, in the accumulator type, s being the sigmoid; shapes as [`Value::mul`]. It is t softplus(-z) + (1 - t) softplus(z),
+/// exact in both tails. Its mean is the usual loss.
 ///
 /// # Panics
 /// Unwinds with an error if shapes or dtypes do not fit.
 #[track_caller]
 #[must_use]
 pub fn bce_with_logits(logits: &Var, targets: &Var) -> Var {
+    let (logits, targets) = (wide(logits), wide(targets));
     let yes = targets.mul(&logits.neg().softplus());
     yes.add(&targets.neg().add_scalar(1.0).mul(&logits.softplus()))
+}
+
+/// In the accumulator type: a mean of 16-bit numbers would be rounded to three digits.
+#[track_caller]
+fn wide(x: &Var) -> Var {
+    x.cast(x.dtype().accumulator())
 }
 
 #[cfg(test)]

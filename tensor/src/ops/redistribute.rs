@@ -1,5 +1,9 @@
-//! The same value in another layout. Routes need a mesh, so this op has no cases on the list. The vjp takes the adjoint steps backwards (algebra, section 3).
+//! The same value in another layout, and perhaps in a narrower float. Routes need a mesh, so this op has no cases on the list. The vjp takes the adjoint steps backwards (algebra, section 3).
+//!
+//! A value is rounded before its first step, so that what moves is narrow; its cotangent is widened before the first step back, so
+//! that sums over ranks are formed in the wider dtype.
 
+use super::cast::is_exact;
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
@@ -8,13 +12,14 @@ use crate::piece::Piece;
 use crate::refusal::Refusal;
 use crate::step::{Step, adjoint};
 use crate::tensor::Tensor;
-use shardgrad_dist::{Rank, Result};
+use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::DType;
+use smallvec::SmallVec;
 use std::cell::Cell;
 use std::panic::Location;
 use std::rc::Rc;
 
-/// A chosen route between two layouts. Any dtype.
+/// A chosen route between two layouts. Any dtype; a float can become a narrower one that it holds.
 #[derive(Debug)]
 pub struct Redistribute {
     from: Layout,
@@ -28,12 +33,26 @@ impl Redistribute {
     /// The cheapest route, backward included if the value carries a gradient.
     ///
     /// # Errors
-    /// `Kind::Layout` if the layouts are of different tensors or meshes.
+    /// `Kind::Layout` if the layouts are of different tensors or meshes, the dtype is another than the same or a narrower float,
+    /// and for a pending sum that would be rounded.
     pub fn between(rank: &Rank, from: &Layout, to: &Layout) -> Result<Rc<dyn Op>> {
-        let route = Context::of(rank).routes.route(from, to, from.dtype().is_float())?;
+        let start = rounded(from, to)?;
+        let route = Context::of(rank).routes.route(&start, to, from.dtype().is_float())?;
         let (from, to, steps) = (from.clone(), to.clone(), route.steps.to_vec());
         Ok(Rc::new(Redistribute { from, to, steps, site: Cell::new(None) }))
     }
+}
+
+/// Where the steps start: the layout in the dtype of the goal, where that is a narrower float.
+fn rounded(from: &Layout, to: &Layout) -> Result<Layout> {
+    if from.dtype() == to.dtype() || !is_exact(to.dtype(), from.dtype()) {
+        return Ok(from.clone());
+    }
+    if !from.partial().is_empty() {
+        let text = format!("a pending sum, {from}, would be rounded before it is formed");
+        return Err(Error::new(Kind::Layout, text).detail("help", "complete it first, or cast it"));
+    }
+    Ok(from.with_dtype(to.dtype()))
 }
 
 impl Op for Redistribute {
@@ -49,8 +68,8 @@ impl Op for Redistribute {
         &[&[0]]
     }
 
-    fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
-        Ok(inputs.into())
+    fn dtypes(&self, _: &[DType], _: usize) -> Result<DTypes> {
+        Ok(SmallVec::from_elem(self.to.dtype(), 1))
     }
 
     fn infer(
@@ -66,7 +85,9 @@ impl Op for Redistribute {
 
     fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
         self.site.set(Some(local.site));
-        let value = Tensor::assemble(local.rank, self.from.clone(), x[0].clone());
+        let (from, dtype) = (self.from.with_dtype(self.to.dtype()), self.to.dtype());
+        let start = if x[0].dtype == dtype { x[0].clone() } else { x[0].converted(local.rank, dtype)? };
+        let value = Tensor::assemble(local.rank, from, start);
         let moved = crate::redistribute::run(&value, &self.steps, &self.to, local.site)?;
         Ok([moved.piece().clone()].into_iter().collect())
     }
@@ -79,11 +100,16 @@ impl Op for Redistribute {
             layout = layout.after(step);
         }
         steps.reverse();
-        let (from, to) = (self.to.dual(), self.from.dual());
+        // Cotangents of a leaf may have been added up in a wider dtype than either layout has.
+        let grad = cx.grad(0);
+        let wide = [grad.dtype(), self.from.dtype()].into_iter().max_by_key(|d| d.size());
+        let wide = wide.expect("there are two");
+        let (from, to) = (self.to.dual().with_dtype(wide), self.from.dual().with_dtype(wide));
         let op: Rc<dyn Op> = Rc::new(Redistribute { from, to, steps, site: self.site.clone() });
         let site = self.site.get().unwrap_or(Location::caller());
         cx.each(|i| {
-            let outputs = unwind(apply(&op, &[&cx.grad(0)], &[Some(cx.goal(i))], site));
+            let grad = unwind(grad.clone().widened(wide));
+            let outputs = unwind(apply(&op, &[&grad], &[Some(cx.goal(i))], site));
             outputs.into_iter().next().expect("redistribute has one output")
         })
     }
