@@ -12,7 +12,7 @@ use std::path::Path;
 const SIZE: (i32, i32) = (900, 540);
 /// The drawing library counts in whole numbers. So that lines are smooth all the same, it draws a picture ten
 /// times as large, and the first tag of the file shrinks it.
-const FINE: i32 = 10;
+pub(crate) const FINE: i32 = 10;
 /// At most this many points make a line; more would not be seen.
 const POINTS_MAX: usize = 1600;
 /// A loss beyond this is drawn as a gap, like one that is not finite.
@@ -24,11 +24,11 @@ const GREY: RGBColor = RGBColor(108, 117, 125);
 const AXIS: RGBColor = RGBColor(173, 181, 189);
 const GRID: RGBColor = RGBColor(233, 236, 239);
 const EACH_STEP: RGBColor = RGBColor(165, 201, 240);
-const SMOOTHED: RGBColor = RGBColor(25, 96, 184);
+pub(crate) const SMOOTHED: RGBColor = RGBColor(25, 96, 184);
 const HELD_OUT: RGBColor = RGBColor(224, 92, 14);
 
 type Point = (f64, f64);
-type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
+pub(crate) type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
 
 /// Draws the training loss of each step, its running mean, and the held-out loss where it was measured.
 ///
@@ -46,9 +46,14 @@ pub(crate) fn loss_plot(title: &str, steps: &[StepMetrics]) -> Result<String> {
         draw_legend(&area, &series)?;
         area.present().map_err(failed)?;
     }
-    let drawn = format!("<svg width=\"{}\" height=\"{}\"", size.0, size.1);
-    let shown = format!("<svg width=\"{}\" height=\"{}\" stroke-linejoin=\"round\"", SIZE.0, SIZE.1);
-    Ok(svg.replacen(&drawn, &shown, 1))
+    Ok(shown(&svg, SIZE))
+}
+
+/// A picture that was drawn [`FINE`] times as large, at its size in pixels.
+pub(crate) fn shown(svg: &str, size: (i32, i32)) -> String {
+    let drawn = format!("<svg width=\"{}\" height=\"{}\"", size.0 * FINE, size.1 * FINE);
+    let shown = format!("<svg width=\"{}\" height=\"{}\" stroke-linejoin=\"round\"", size.0, size.1);
+    svg.replacen(&drawn, &shown, 1)
 }
 
 /// Writes [`loss_plot`] to a file.
@@ -60,22 +65,22 @@ pub(crate) fn write_loss_plot(path: &Path, title: &str, steps: &[StepMetrics]) -
         .map_err(|e| Error::new(Kind::Io, format!("cannot write {}: {e}", path.display())))
 }
 
-fn failed(e: impl Display) -> Error {
-    Error::new(Kind::Io, format!("cannot draw the loss plot: {e}"))
+pub(crate) fn failed(e: impl Display) -> Error {
+    Error::new(Kind::Io, format!("cannot draw the picture: {e}"))
 }
 
 /// Text of so many pixels, anchored at its left, centre or right.
-fn text(size: f64, color: RGBColor, h: HPos, v: VPos) -> TextStyle<'static> {
+pub(crate) fn text(size: f64, color: RGBColor, h: HPos, v: VPos) -> TextStyle<'static> {
     // The library asks for a size in points of a font it does not have and shrinks it by 1.24 for the file.
     let font = (FONT, size * 1.24 * f64::from(FINE)).into_font();
     TextStyle { font, color: color.to_backend_color(), pos: Pos::new(h, v) }
 }
 
-fn line(color: RGBColor, width: f64) -> ShapeStyle {
+pub(crate) fn line(color: RGBColor, width: f64) -> ShapeStyle {
     color.stroke_width((width * f64::from(FINE)) as u32)
 }
 
-fn at(x: i32, y: i32) -> (i32, i32) {
+pub(crate) fn at(x: i32, y: i32) -> (i32, i32) {
     (x * FINE, y * FINE)
 }
 
@@ -166,7 +171,8 @@ fn thin(points: &[Point]) -> Vec<Point> {
     points.chunks(group).flat_map(ends).collect()
 }
 
-fn draw_title(area: &Area<'_>, title: &str, series: &Series) -> Result<()> {
+/// The title of a picture.
+pub(crate) fn title(area: &Area<'_>, title: &str, at: (i32, i32)) -> Result<()> {
     // Control characters cannot stand in XML, not even escaped; a long title would leave the picture.
     let mut title: String = title.chars().filter(|c| !c.is_control()).collect();
     if let Some((cut, _)) = title.char_indices().nth(85) {
@@ -175,7 +181,11 @@ fn draw_title(area: &Area<'_>, title: &str, series: &Series) -> Result<()> {
     }
     let mut bold = text(16.0, INK, HPos::Left, VPos::Center);
     bold.font = bold.font.style(FontStyle::Bold);
-    area.draw(&Text::new(title, at(70, 28), bold)).map_err(failed)?;
+    area.draw(&Text::new(title, at, bold)).map_err(failed)
+}
+
+fn draw_title(area: &Area<'_>, heading: &str, series: &Series) -> Result<()> {
+    title(area, heading, at(70, 28))?;
     let style = text(12.5, GREY, HPos::Left, VPos::Center);
     area.draw(&Text::new(series.summary(), at(70, 53), style)).map_err(failed)
 }

@@ -113,10 +113,10 @@ fn explain_counts_narrow_activations_and_wide_gradients() {
     };
     assert!(
         told(&["--dtype", "bf16"])
-            .starts_with("one step of tiny on dp=2,tp=2, batch 4 x 16, bf16 (parameters f32)\n")
+            .starts_with("one step of preset tiny on dp=2,tp=2, batch 4 x 16, bf16 (parameters f32)\n")
     );
     let narrow = ["--dtype", "bf16", "--param-dtype", "bf16"];
-    assert!(told(&narrow).starts_with("one step of tiny on dp=2,tp=2, batch 4 x 16, bf16\n"));
+    assert!(told(&narrow).starts_with("one step of preset tiny on dp=2,tp=2, batch 4 x 16, bf16\n"));
     let moved = |more: &[&str], axes: &str, phase: &str| -> Vec<(String, u64)> {
         let lines = told(&[more, &["--json"]].concat());
         let lines = lines.lines().map(|line| serde_json::from_str::<Json>(line).unwrap());

@@ -99,7 +99,7 @@ fn wide(x: &Var) -> Var {
 mod tests {
     use super::*;
     use shardgrad_autograd::Tape;
-    use shardgrad_tensor::{Error, Layout, Mesh, Rank, Result, Tensor, World};
+    use shardgrad_tensor::{DType, Error, Layout, Mesh, Rank, Result, Tensor, World};
 
     const LAYOUTS: [(&str, &str); 4] =
         [("", "f64[3, 4]"), ("a=2", "f64[3@a, 4]"), ("a=2", "f64[3, 4@a]"), ("a=2,b=2", "f64[3@b, 4@a]")];
@@ -169,6 +169,23 @@ mod tests {
             |rank, z| Ok(bce_with_logits(z, &targets(rank, z)?).mean()),
             |z| mean(z, &|z, t| (1.0 + z.exp()).ln() - t * z),
         );
+    }
+
+    #[test]
+    fn means_of_narrow_numbers_are_not_rounded_to_them() {
+        World::run(Mesh::single(), |rank| {
+            let tape = Tape::new(rank);
+            let narrow = |x: &[f64]| {
+                Ok::<_, Error>(tape.constant(Tensor::from_host(rank, &[4], x)?.cast(DType::BF16)))
+            };
+            let (x, zeros) = (narrow(&[16.0, 1.0, 1.0, 1.0])?, narrow(&[0.0; 4])?);
+            let loss = mse(&x, &zeros);
+            // In bf16 259 / 4 is 65.
+            assert_eq!((loss.dtype(), loss.item()?), (DType::F32, 64.75));
+            assert_eq!(bce_with_logits(&x, &zeros).dtype(), DType::F32);
+            Ok(())
+        })
+        .unwrap();
     }
 
     #[test]

@@ -24,12 +24,15 @@ pub(crate) struct DoctorArgs {
 /// Options of `bench`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct BenchArgs {
-    /// What to measure [default: everything]
+    /// What to measure [default: what takes seconds]
     #[arg(value_enum, value_name = "WHAT")]
     pub(crate) what: Vec<BenchChoice>,
     /// Seconds for each line
     #[arg(long, value_name = "SECONDS", default_value = "0.2", value_parser = super::values::seconds)]
     pub(crate) seconds: std::time::Duration,
+    /// Where `growth` draws its picture
+    #[arg(long, value_name = "FILE", default_value = "growth.svg")]
+    pub(crate) picture: std::path::PathBuf,
     /// Print one JSON object a line
     #[arg(long)]
     pub(crate) json: bool,
@@ -38,7 +41,7 @@ pub(crate) struct BenchArgs {
 /// What `bench` measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum BenchChoice {
-    /// Kernels on one core
+    /// Kernels on all cores
     Kernels,
     /// Collectives between ranks
     Collectives,
@@ -46,6 +49,17 @@ pub(crate) enum BenchChoice {
     Tape,
     /// Pipeline schedules of sleeping stages, beside the simulator
     Pipeline,
-    /// Whole training steps
+    /// Whole training steps of the preset tiny
     TrainStep,
+    /// Whole training steps of the presets s, m and l: a minute or two
+    Presets,
+    /// Rates and memory over length, width, depth, microbatches and ranks: minutes
+    Growth,
+}
+
+impl BenchChoice {
+    /// Whether it is done only if asked for.
+    pub(crate) fn takes_minutes(self) -> bool {
+        matches!(self, BenchChoice::Presets | BenchChoice::Growth)
+    }
 }

@@ -24,6 +24,8 @@ const CASES: [Case; 4] = [
     Case { name: "all_to_all", from: |_| State::Shard(0), to: State::Shard(1), part: |n| (n - 1.0) / n / n },
 ];
 
+/// A sample moves so many bytes at most, or is one call.
+const CALLS_BYTES: usize = 1 << 28;
 /// Rows and columns of what is moved, f32.
 const SHAPES: [[usize; 2]; 3] = [[4, 4], [64, 64], [1024, 1024]];
 
@@ -33,7 +35,7 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
         let mesh = format!("x={num_ranks}");
         for shape in SHAPES {
             for case in &CASES {
-                let times = World::run(Mesh::parse(&mesh)?, |rank| measure(bench, rank, case, shape))?;
+                let times = World::run(Mesh::parse(&mesh)?, |rank| measure(bench, rank, case, &shape))?;
                 let bytes = (case.part)(num_ranks as f64) * (4 * shape[0] * shape[1]) as f64;
                 let name = format!("{} f32[{}, {}]", case.name, shape[0], shape[1]);
                 bench.tell("collectives", &name, &mesh, times[0], Work::Bytes(bytes));
@@ -43,16 +45,24 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
     Ok(())
 }
 
-fn measure(bench: &Bench, rank: &Rank, case: &Case, shape: [usize; 2]) -> Result<f64> {
+/// Checks, measures and tells a sum over two ranks; gives its seconds.
+pub(super) fn all_reduce(bench: &Bench, numel: usize) -> Result<f64> {
+    let times = World::run(Mesh::parse("x=2")?, |rank| measure(bench, rank, &CASES[0], &[numel]))?;
+    let name = format!("{} f32[{numel}]", CASES[0].name);
+    bench.tell("growth", &name, "x=2", times[0], Work::Bytes((4 * numel) as f64));
+    Ok(times[0])
+}
+
+fn measure(bench: &Bench, rank: &Rank, case: &Case, shape: &[usize]) -> Result<f64> {
     let axis = rank.mesh().axes().next().expect("the mesh has one axis");
-    let whole = Layout::invariant(rank.mesh(), DType::F32, &shape);
+    let whole = Layout::invariant(rank.mesh(), DType::F32, shape);
     let (from, to) = (whole.with_state(axis, (case.from)(&whole)), whole.with_state(axis, case.to));
-    let data: Vec<f32> = (0..shape[0] * shape[1]).map(|i| (i % 1009) as f32).collect();
+    let data: Vec<f32> = (0..shape.iter().product()).map(|i| (i % 1009) as f32).collect();
     let x = Tensor::from_global(rank, &from, &data)?;
     let moved = || x.to_layout_at(&to, Location::caller());
     check(case.name, &moved()?.to_f64()?, &data.iter().map(|x| f64::from(*x)).collect::<Vec<_>>(), 0.0)?;
     // Every rank makes as many calls as the others: the number must not depend on a clock.
-    let calls = 50;
+    let calls = (CALLS_BYTES / (4 * data.len())).clamp(1, 50);
     let sample = Bench { limit: std::time::Duration::ZERO, ..*bench };
     sample.seconds(calls, || moved().map(|_| ()))
 }

@@ -9,11 +9,21 @@ const SAMPLES_MIN: usize = 5;
 /// And no more than so many.
 const SAMPLES_MAX: usize = 101;
 
-/// How long to measure, and how to tell.
+/// How long to measure, how to tell, and what this machine can do at most.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Bench {
     pub(super) limit: Duration,
     pub(super) json: bool,
+    pub(super) roof: Option<Roof>,
+}
+
+/// Rates that all cores together reach at most.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Roof {
+    /// Floating-point operations a second, f32.
+    pub(super) flops: f64,
+    /// Bytes read and written a second, in memory.
+    pub(super) bytes: f64,
 }
 
 /// How much one call does, for a rate.
@@ -23,8 +33,8 @@ pub(super) enum Work {
     Flops(f64),
     /// Bytes moved.
     Bytes(f64),
-    /// Tokens trained on.
-    Tokens(f64),
+    /// Tokens trained on, and the floating-point operations that they take.
+    Tokens(f64, f64),
     /// Nothing but the call itself.
     Call,
 }
@@ -35,8 +45,17 @@ impl Work {
         match self {
             Work::Flops(n) => (n / seconds / 1e9, "GFLOP/s"),
             Work::Bytes(n) => (n / seconds / 1e9, "GB/s"),
-            Work::Tokens(n) => (n / seconds, "tokens/s"),
+            Work::Tokens(n, _) => (n / seconds, "tokens/s"),
             Work::Call => (1.0 / seconds, "calls/s"),
+        }
+    }
+
+    /// The part of the roof that is reached at so many seconds a call. Above 1 for bytes that stay in caches.
+    fn part(self, seconds: f64, roof: Roof) -> Option<f64> {
+        match self {
+            Work::Flops(n) | Work::Tokens(_, n) => Some(n / seconds / roof.flops),
+            Work::Bytes(n) => Some(n / seconds / roof.bytes),
+            Work::Call => None,
         }
     }
 }
@@ -73,11 +92,24 @@ impl Bench {
 
     /// Prints one line.
     pub(super) fn tell(&self, group: &str, case: &str, mesh: &str, seconds: f64, work: Work) {
+        self.tell_with(group, (case, mesh), seconds, work, None);
+    }
+
+    /// Prints one line, with the most bytes of tensors that all ranks held together.
+    pub(super) fn tell_with(
+        &self,
+        group: &str,
+        (case, mesh): (&str, &str),
+        seconds: f64,
+        work: Work,
+        peak_bytes: Option<usize>,
+    ) {
         let (rate, unit) = work.rate(seconds);
+        let part = self.roof.and_then(|roof| work.part(seconds, roof));
         if self.json {
             let version = env!("CARGO_PKG_VERSION");
             let line = json!({"bench": group, "case": case, "mesh": mesh, "seconds": seconds, "rate": rate,
-                "unit": unit, "device": "cpu", "version": version});
+                "unit": unit, "of_roof": part, "peak_bytes": peak_bytes, "device": "cpu", "version": version});
             println!("{line}");
             return;
         }
@@ -87,7 +119,10 @@ impl Bench {
             s if s < 1.0 => format!("{:.2} ms", s * 1e3),
             s => format!("{s:.2} s"),
         };
-        println!("{group:<12} {case:<40} {mesh:<10} {time:>10}  {rate:>12.1} {unit}");
+        let part = part.map_or(String::new(), |part| format!("  {:.0}% of the roof", 100.0 * part));
+        let memory =
+            peak_bytes.map_or(String::new(), |bytes| format!("  {:.1} MiB", bytes as f64 / 1_048_576.0));
+        println!("{group:<12} {case:<40} {mesh:<10} {time:>10}  {rate:>12.1} {unit}{part}{memory}");
     }
 }
 
@@ -122,8 +157,17 @@ mod tests {
     }
 
     #[test]
+    fn parts_of_the_roof() {
+        let roof = Roof { flops: 4e9, bytes: 1e9 };
+        assert_eq!(Work::Flops(1e9).part(0.5, roof), Some(0.5));
+        assert_eq!(Work::Tokens(3.0, 1e9).part(0.25, roof), Some(1.0));
+        assert_eq!(Work::Bytes(1e9).part(0.5, roof), Some(2.0));
+        assert_eq!(Work::Call.part(0.5, roof), None);
+    }
+
+    #[test]
     fn a_measurement_has_samples_enough() {
-        let bench = Bench { limit: Duration::from_millis(1), json: false };
+        let bench = Bench { limit: Duration::from_millis(1), json: false, roof: None };
         let mut calls = 0;
         let seconds = bench.seconds(3, || {
             calls += 1;

@@ -1,11 +1,15 @@
 //! `bench`: how fast things are here. Each result is checked before it is timed; a wrong one is not timed.
 
 mod line;
+mod roof;
+mod chart;
+mod steps;
 mod kernels;
 mod collectives;
 mod tape;
 mod pipeline;
 mod train_step;
+mod growth;
 
 use super::args::{BenchArgs, BenchChoice};
 use line::Bench;
@@ -13,13 +17,19 @@ use shardgrad::Result;
 
 /// Runs the command.
 pub(crate) fn run(args: &BenchArgs) -> Result<()> {
-    let bench = Bench { limit: args.seconds, json: args.json };
-    let wanted = |choice| args.what.is_empty() || args.what.contains(&choice);
+    let plain = Bench { limit: args.seconds, json: args.json, roof: None };
+    let wanted = |choice: BenchChoice| match args.what.is_empty() {
+        true => !choice.takes_minutes(),
+        false => args.what.contains(&choice),
+    };
+    let rated = [BenchChoice::Kernels, BenchChoice::TrainStep, BenchChoice::Presets, BenchChoice::Growth];
+    let roof = rated.into_iter().any(wanted).then(|| roof::measure(&plain)).transpose()?;
+    let bench = Bench { roof, ..plain };
     if wanted(BenchChoice::Kernels) {
         kernels::run(&bench)?;
     }
     if wanted(BenchChoice::Collectives) {
-        collectives::run(&bench)?;
+        collectives::run(&plain)?;
     }
     if wanted(BenchChoice::Tape) {
         tape::run(&bench)?;
@@ -29,6 +39,12 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     }
     if wanted(BenchChoice::TrainStep) {
         train_step::run(&bench)?;
+    }
+    if wanted(BenchChoice::Presets) {
+        train_step::run_large(&bench)?;
+    }
+    if wanted(BenchChoice::Growth) {
+        growth::run(&bench, &args.picture)?;
     }
     Ok(())
 }

@@ -114,3 +114,76 @@ impl Op for Redistribute {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::value::Value;
+    use shardgrad_dist::{Mesh, World};
+
+    #[test]
+    fn a_value_is_rounded_before_it_moves_and_its_cotangent_widened() {
+        World::run(Mesh::parse("a=2").unwrap(), |rank| {
+            let parse = |text| Layout::parse(text, rank.mesh());
+            let (from, to) = (parse("f32[4@a]")?, parse("bf16[4] ~a")?);
+            let x = Tensor::from_global(rank, &from, &[1.0f32, 1.0 + 2f32.powi(-9), 3.0, 257.0])?;
+            let op = Redistribute::between(rank, &from, &to)?;
+            rank.trace().enable();
+            let y = Tensor::result(op.clone(), &[&x]);
+            assert_eq!((y.layout(), y.to_local_f64()?), (&to, vec![1.0, 1.0, 3.0, 256.0]));
+            // Each rank brings 256 and 1 for the first element: 257 is no number of bf16.
+            let own = [[256.0f32, 1.0][rank.index()], 1.0, 2.0, 4.0];
+            let g = Tensor::from_local(rank, &to.dual().with_dtype(DType::F32), &own)?;
+            for (grad, first) in [(g.clone(), 257.0), (narrowed(&g)?, 257.0)] {
+                let vjp = Vjp {
+                    rank,
+                    inputs: &[None],
+                    outputs: &[None],
+                    input_layouts: std::slice::from_ref(&from),
+                    output_layouts: std::slice::from_ref(&to),
+                    grads: &[Some(grad)],
+                    wanted: &[true],
+                };
+                let back = op.vjp(&vjp).into_iter().next().flatten().expect("it is wanted");
+                assert_eq!((back.layout(), back.to_f64()?), (&from, vec![first, 2.0, 4.0, 8.0]));
+            }
+            let moved: Vec<_> = rank.trace().take().into_iter().map(|r| (r.op, r.dtype)).collect();
+            assert!(
+                moved.contains(&("all_gather", DType::BF16))
+                    && !moved.contains(&("reduce_scatter", DType::BF16))
+            );
+            assert_eq!(
+                moved.iter().filter(|m| **m == ("reduce_scatter", DType::F32)).count(),
+                2,
+                "{moved:?}"
+            );
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    /// The numbers of a pending sum in bf16, as they are on each rank.
+    fn narrowed(x: &Tensor) -> Result<Tensor> {
+        let piece = x.piece().converted(x.rank(), DType::BF16)?;
+        Ok(Tensor::assemble(x.rank(), x.layout().with_dtype(DType::BF16), piece))
+    }
+
+    #[test]
+    fn a_route_neither_widens_nor_rounds_a_pending_sum() {
+        World::run(Mesh::parse("a=2").unwrap(), |rank| {
+            let parse = |text| Layout::parse(text, rank.mesh()).unwrap();
+            for (from, to) in [
+                ("bf16[4]", "f32[4@a]"),
+                ("bf16[4]", "f16[4]"),
+                ("f32[4]", "i64[4]"),
+                ("i64[4]", "f32[4]"),
+                ("f32[4] +a", "bf16[4@a]"),
+            ] {
+                let refused = Redistribute::between(rank, &parse(from), &parse(to)).unwrap_err();
+                assert_eq!(refused.kind(), Kind::Layout, "{from} to {to}");
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+}

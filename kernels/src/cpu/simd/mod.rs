@@ -7,6 +7,7 @@
 pub mod scratch;
 pub(crate) mod turn;
 pub(crate) mod tile;
+pub mod roof;
 pub(crate) mod pack;
 pub(crate) mod blocks;
 pub(crate) mod thin;

@@ -1,0 +1,236 @@
+"""Training steps of the same GPT, in f32, by shardgrad and by the peers that are installed here, in turn.
+
+    cargo build --release
+    python benches/peers.py --rounds 4 --threads 1,2 > table.md
+
+Prints a table of tokens a second: the median over rounds of each round's median, the smallest and the largest of those, and
+ours over it. A peer that cannot be imported is skipped with a line. Give the machine to it alone: programs in turn share its
+slow and fast phases, but not its cores.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+# Name: blocks, width, heads, tokens of a row, rows, vocabulary. As `shardgrad train --preset NAME`.
+SHAPES = {"s": (4, 256, 4, 128, 8, 512), "m": (6, 384, 6, 256, 8, 4096), "l": (12, 768, 12, 256, 2, 8192)}
+# Peer: the module it needs, and how its products and its graph are asked for.
+PEERS = {
+    "torch": ("torch", {}),
+    "torch, medium": ("torch", {"precision": "medium"}),
+    "torch.compile": ("torch", {"compile": True}),
+    "torch.compile, medium": ("torch", {"precision": "medium", "compile": True}),
+    "torch, bf16 autocast": ("torch", {"autocast": True}),
+    "jax": ("jax", {}),
+}
+OURS = {"shardgrad": [], "shardgrad, bf16": ["--dtype", "bf16"]}
+STEPS_BEFORE = 2
+STEPS_MIN = 4
+
+
+def torch_step(shape, threads, precision=None, compile=False, autocast=False):
+    """A training step in PyTorch: pre-norm blocks, tanh GELU, an output layer of its own, fused AdamW."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    if precision:
+        torch.set_float32_matmul_precision(precision)
+    blocks, width, heads, seq, rows, vocab = shape
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+            self.fused, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x):
+            split = self.fused(self.norms[0](x)).view(rows, seq, 3, heads, width // heads)
+            query, key, value = split.permute(2, 0, 3, 1, 4)
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            x = x + self.out(mixed.transpose(1, 2).reshape(rows, seq, width))
+            return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
+
+    class Gpt(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.places = nn.Embedding(vocab, width), nn.Embedding(seq, width)
+            self.blocks = nn.Sequential(*(Block() for _ in range(blocks)))
+            self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
+            for weight in self.parameters():
+                if weight.dim() == 2:
+                    nn.init.normal_(weight, std=0.02)
+
+        def forward(self, ids, targets):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                logits = self.head(self.norm(self.blocks(self.tokens(ids) + self.places.weight)))
+            return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    model = Gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+    loss_of = torch.compile(model) if compile else model
+    ids, targets = torch.randint(vocab, (2, rows, seq))
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(ids, targets)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def jax_step(shape, threads):
+    """The same in JAX, as one compiled function that may overwrite its state."""
+    flags = "--xla_cpu_multi_thread_eigen=" + ("false intra_op_parallelism_threads=1" if threads == 1 else "true")
+    os.environ["XLA_FLAGS"] = flags
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+    import jax
+    from jax import numpy as np
+
+    blocks, width, heads, seq, rows, vocab = shape
+    keys = iter(jax.random.split(jax.random.key(0), 8 * blocks + 8))
+    weight = lambda *dims: 0.02 * jax.random.normal(next(keys), dims)
+    linear = lambda fan_in, fan_out: {"w": weight(fan_in, fan_out), "b": np.zeros(fan_out)}
+    norm = lambda: {"w": np.ones(width), "b": np.zeros(width)}
+    block = lambda: {
+        "norm1": norm(), "fused": linear(width, 3 * width), "out": linear(width, width),
+        "norm2": norm(), "up": linear(width, 4 * width), "down": linear(4 * width, width),
+    }
+    weights = {
+        "tokens": weight(vocab, width), "places": weight(seq, width), "blocks": [block() for _ in range(blocks)],
+        "norm": norm(), "head": weight(width, vocab),
+    }
+
+    def normed(p, x):
+        x = x - x.mean(-1, keepdims=True)
+        return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * p["w"] + p["b"]
+
+    through = lambda p, x: x @ p["w"] + p["b"]
+
+    def loss_of(p, ids, targets):
+        x = p["tokens"][ids] + p["places"]
+        for b in p["blocks"]:
+            split = through(b["fused"], normed(b["norm1"], x)).reshape(rows, seq, 3, heads, -1)
+            mixed = jax.nn.dot_product_attention(split[:, :, 0], split[:, :, 1], split[:, :, 2], is_causal=True)
+            x = x + through(b["out"], mixed.reshape(rows, seq, width))
+            x = x + through(b["down"], jax.nn.gelu(through(b["up"], normed(b["norm2"], x))))
+        logs = jax.nn.log_softmax(normed(p["norm"], x) @ p["head"])
+        return -np.take_along_axis(logs, targets[..., None], -1).mean()
+
+    def update(state, ids, targets):
+        p, m, v, t = state
+        loss, g = jax.value_and_grad(loss_of)(p, ids, targets)
+        tree = jax.tree.map
+        m = tree(lambda m, g: 0.9 * m + 0.1 * g, m, g)
+        v = tree(lambda v, g: 0.999 * v + 0.001 * g * g, v, g)
+        c1, c2 = 1 - 0.9**t, 1 - 0.999**t
+        p = tree(lambda p, m, v: p * (1 - 1e-4) - 1e-3 * (m / c1) / (np.sqrt(v / c2) + 1e-8), p, m, v)
+        return (p, m, v, t + 1), loss
+
+    update = jax.jit(update, donate_argnums=0)
+    ids, targets = jax.random.randint(next(keys), (2, rows, seq), 0, vocab)
+    zeros = lambda: jax.tree.map(np.zeros_like, weights)
+    state = [(weights, zeros(), zeros(), 1.0)]
+
+    def step():
+        state[0], loss = update(state[0], ids, targets)
+        return float(loss)
+
+    return step
+
+
+def work(peer, name, threads, seconds):
+    """Runs one peer in this process and prints its rates."""
+    module, how = PEERS[peer]
+    shape = SHAPES[name]
+    step = {"torch": torch_step, "jax": jax_step}[module](shape, threads, **how)
+    losses = [step() for _ in range(STEPS_BEFORE)]
+    rates, began = [], time.perf_counter()
+    while len(rates) < STEPS_MIN or time.perf_counter() - began < seconds:
+        started = time.perf_counter()
+        losses.append(step())
+        rates.append(shape[3] * shape[4] / (time.perf_counter() - started))
+    print(json.dumps({"rates": rates, "losses": [losses[0], losses[-1]]}))
+
+
+def rates_of_peer(peer, name, threads, seconds):
+    command = [sys.executable, __file__, "--work", peer, name, str(threads), str(seconds)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if found.returncode:
+        raise SystemExit(f"{peer} failed:\n{found.stderr}")
+    found = json.loads(found.stdout.splitlines()[-1])
+    if not found["losses"][1] < found["losses"][0]:
+        raise SystemExit(f"{peer} does not learn on {name}: losses {found['losses']}")
+    return found["rates"]
+
+
+def rates_of_ours(binary, options, name, threads, seconds, expected):
+    """Runs `shardgrad train` for about as long as a peer runs, on the sources of the working directory."""
+    blocks, width, heads, seq, rows, vocab = SHAPES[name]
+    steps = STEPS_BEFORE + max(STEPS_MIN, round(seconds * expected / (rows * seq)))
+    with tempfile.TemporaryDirectory() as out:
+        command = [
+            binary, "train", "--preset", name, "--seq", str(seq), "--batch", str(rows), "--steps", str(steps),
+            "--eval-every", "0", "--lr", "1e-3", "--mesh", "dp=1", "--threads", str(threads), "--json", "--out", out,
+            *options,
+        ]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if found.returncode:
+        raise SystemExit(f"shardgrad failed:\n{found.stderr}")
+    lines = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
+    return [line["tokens_per_s"] for line in lines[STEPS_BEFORE:]]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=3, help="of steps, for each program in each round")
+    parser.add_argument("--shapes", default="s,m,l")
+    parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--peers", default=";".join(PEERS), help="their names, with semicolons between")
+    parser.add_argument("--ours", default=";".join(OURS))
+    parser.add_argument("--binary", type=Path, default=Path("target/release/shardgrad"))
+    args = parser.parse_args()
+    peers = [peer for peer in args.peers.split(";") if peer]
+    for peer in [peer for peer in peers if importlib.util.find_spec(PEERS[peer][0]) is None]:
+        print(f"skipped: {peer} is not installed", file=sys.stderr)
+        peers.remove(peer)
+    ours = args.ours.split(";")
+    print("| shape | threads | program | tokens/s | rounds | shardgrad over it |\n|---|---|---|---|---|---|")
+    for name in args.shapes.split(","):
+        for threads in map(int, args.threads.split(",")):
+            medians = {program: [] for program in [*ours, *peers]}
+            expected = 1000.0
+            for _ in range(args.rounds):
+                for program in medians:
+                    if program in OURS:
+                        binary = str(args.binary)
+                        rates = rates_of_ours(binary, OURS[program], name, threads, args.seconds, expected)
+                        expected = statistics.median(rates)
+                    else:
+                        rates = rates_of_peer(program, name, threads, args.seconds)
+                    medians[program].append(statistics.median(rates))
+            first = statistics.median(medians[ours[0]])
+            for program, each in medians.items():
+                rate = statistics.median(each)
+                spread = f"{min(each):.0f}..{max(each):.0f}"
+                print(f"| {name} | {threads} | {program} | {rate:.0f} | {spread} | {first / rate:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--work"]:
+        work(sys.argv[2], sys.argv[3], int(sys.argv[4]), float(sys.argv[5]))
+    else:
+        main()
