@@ -50,8 +50,8 @@ pub mod prelude {
     pub use shardgrad_dist::{Error, Kind, Mesh, Rank, Result, World};
     pub use shardgrad_kernels::DType;
     pub use shardgrad_nn::{
-        AdamW, Attention, Dropout, Embedding, LayerNorm, Linear, Mlp, Model, Module, Param, Plan, Point,
-        Precision, Settings, Sgd, StepArgs, Trainer, module,
+        AdamW, Attention, Dropout, Embedding, LayerNorm, Linear, Mlp, Model, Module, Optimizer, Param, Plan,
+        Point, Precision, Settings, Sgd, StepArgs, Trainer, module,
     };
     pub use shardgrad_tensor::{
         Contraction, Elementwise, Indexing, Layout, Reduction, Shaping, State, Tensor, Value,

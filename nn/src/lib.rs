@@ -40,7 +40,7 @@ pub use layer::{
 pub use loss::{CrossEntropy, bce_with_logits, cross_entropy, mse};
 pub use model::{Bert, Family, Gpt2, LanguageModel, Llama};
 pub use module::{Leaf, Module};
-pub use optim::{AdamW, LossScale, Report, Schedule, Sgd, StepArgs};
+pub use optim::{AdamW, LossScale, Optimizer, Report, Schedule, Sgd, StepArgs};
 pub use param::{Init, Param};
 pub use placed::Model;
 pub use plan::Plan;

@@ -2,7 +2,7 @@
 
 use crate::checkpoint::check_parameters;
 use crate::module::Module;
-use crate::optim::{AdamW, LossScale, Schedule, StepArgs};
+use crate::optim::{self, LossScale, Optimizer, Schedule, StepArgs};
 use crate::placed::Model;
 use crate::plan::Plan;
 use crate::precision::Precision;
@@ -84,7 +84,7 @@ type Loss<'t, M> = Box<dyn Fn(&M, &[Var]) -> Var + 't>;
 /// Every rank makes its trainer alike and steps it together with the others.
 pub struct Trainer<'t, M> {
     model: Model<M>,
-    optim: AdamW,
+    optim: Box<dyn Optimizer + 't>,
     settings: Settings,
     read: Read<'t>,
     loss: Loss<'t, M>,
@@ -97,7 +97,7 @@ pub struct Trainer<'t, M> {
 impl<'t, M: Module> Trainer<'t, M> {
     /// Places a model. `read` gives the arguments of `loss` for some rows of the global batch of a step, as tensors on the
     /// rank that it is handed, split as [`Plan::batch_layout`] says; `loss` is the model text, a scalar that is a mean over
-    /// rows. Neither may depend on the mesh.
+    /// rows. Neither may depend on the mesh. `optim` is any [`Optimizer`], made alike on every rank.
     ///
     /// # Errors
     /// As [`Model::new`]; `Kind::Config` for rows that the microbatches do not divide, and for a pipeline that the model
@@ -106,7 +106,7 @@ impl<'t, M: Module> Trainer<'t, M> {
         rank: &Rank,
         module: M,
         plan: &Plan,
-        optim: AdamW,
+        optim: impl Optimizer + 't,
         settings: Settings,
         read: impl Fn(&Rank, u64, Range<usize>) -> Result<Vec<Tensor>> + 't,
         loss: impl Fn(&M, &[Var]) -> Var + 't,
@@ -126,7 +126,7 @@ impl<'t, M: Module> Trainer<'t, M> {
         };
         let (read, loss) = (Box::new(read), Box::new(loss));
         let loss_scale = (settings.dtype == DType::F16).then(LossScale::default);
-        let passes = RefCell::default();
+        let (optim, passes) = (Box::new(optim), RefCell::default());
         Ok(Trainer { model, optim, settings, read, loss, staged, loss_scale, step: 0, passes })
     }
 
@@ -138,8 +138,8 @@ impl<'t, M: Module> Trainer<'t, M> {
 
     /// The optimizer.
     #[must_use]
-    pub fn optim(&self) -> &AdamW {
-        &self.optim
+    pub fn optim(&self) -> &(dyn Optimizer + 't) {
+        &*self.optim
     }
 
     /// Goes on with the data and the learning rate of a step, counted from 0.
@@ -195,7 +195,8 @@ impl<'t, M: Module> Trainer<'t, M> {
         let lr = self.settings.schedule.map_or(self.optim.lr(), |s| s.lr(step as usize));
         let word: Vec<f64> = [part].iter().chain(control).copied().collect();
         let args = StepArgs { lr, clip: self.settings.clip, control: &word, loss_scale: self.factor() };
-        let report = self.optim.step(&self.model, gradients, args)?;
+        let Trainer { model, optim, .. } = self;
+        let report = optim::step(&mut **optim, model.rank(), model.params(), gradients, args)?;
         let mut control = report.control;
         let loss = control.remove(0);
         let finite = loss.is_finite() && control.iter().all(|x| x.is_finite());

@@ -58,15 +58,16 @@ impl Marks {
     /// The layout of a shape on a mesh.
     ///
     /// # Errors
-    /// `Kind::Layout` where the marks do not fit the shape or the mesh.
+    /// `Kind::Config` where the marks do not fit the shape or the mesh.
     pub fn layout(&self, mesh: &Mesh, dtype: DType, shape: &[usize]) -> Result<Layout> {
         if shape.len() != self.dims.len() {
-            return Err(Error::new(Kind::Layout, format!("{self} on a shape of {} dims", shape.len())));
+            return Err(Error::new(Kind::Config, format!("{self} on a shape of {} dims", shape.len())));
         }
         let marks = self.to_string();
         let (dims, rest) = marks.trim_start_matches('[').split_once(']').expect("the text has a bracket");
         let dims: Vec<String> = shape.iter().zip(dims.split(", ")).map(|(n, d)| format!("{n}{d}")).collect();
-        Layout::parse(&format!("{dtype}[{}]{rest}", dims.join(", ")), mesh)
+        let text = format!("{dtype}[{}]{rest}", dims.join(", "));
+        Layout::parse(&text, mesh).map_err(|e| Error::new(Kind::Config, e.message().to_string()))
     }
 
     /// The same without an axis.

@@ -197,10 +197,10 @@ impl Program {
     /// Runs the program on one rank in f64 and on its mesh, and compares values and gradients. `ops` is the list that its steps name.
     ///
     /// # Errors
-    /// What one rank reports, and `Kind::Mesh` for a mesh that is none.
+    /// What one rank reports; `Kind::Mesh` for a mesh that is none, `Kind::Config` for marks that do not fit.
     pub fn check(&self, ops: &[Entry]) -> Result<Verdict> {
         let mesh = Mesh::parse(&self.mesh)?;
-        self.with_trial(ops, |trial| Ok(trial.on_mesh(&mesh, &trial.on_one_rank()?)))
+        self.with_trial(ops, |trial| trial.on_mesh(&mesh, &trial.on_one_rank()?))
     }
 }
 

@@ -215,7 +215,10 @@ impl Trial<'_> {
     }
 
     /// Compares a mesh with what one rank made in f64.
-    pub(super) fn on_mesh(&self, mesh: &Mesh, made: &Made) -> Verdict {
+    ///
+    /// # Errors
+    /// `Kind::Config` where marks do not fit their values.
+    pub(super) fn on_mesh(&self, mesh: &Mesh, made: &Made) -> Result<Verdict> {
         let Bound { tolerance, unit, .. } = bound(self.dtype);
         let is_short = |x: &f64| x.abs() < unit && (x * unit).fract() == 0.0;
         let mut is_exact = self.is_exact && made.all().all(|g| g.data.iter().all(is_short));
@@ -230,13 +233,14 @@ impl Trial<'_> {
             is_exact = false;
             finding = found(tolerance);
         }
-        match finding {
+        Ok(match finding {
             Ok(None) => Verdict::Right,
             Ok(Some(_)) if !is_exact && self.is_ill_posed(made).unwrap_or(true) => Verdict::IllPosed,
             Ok(Some(what)) => Verdict::Wrong(what),
+            Err(e) if e.kind() == Kind::Config => return Err(e),
             Err(e) if [Kind::Layout, Kind::Shape, Kind::DType].contains(&e.kind()) => Verdict::Refused(e),
             Err(e) => Verdict::Wrong(e.to_string()),
-        }
+        })
     }
 
     /// What is wrong on this rank. Every rank goes on to the end, since the others wait for it.

@@ -3,11 +3,14 @@
 mod norm;
 mod schedule;
 mod loss_scale;
+mod step;
 mod adamw;
 mod sgd;
 
-pub use adamw::{AdamW, Group, Report, StepArgs};
+pub use adamw::AdamW;
 pub use loss_scale::LossScale;
 pub use norm::{Norm, grad_norm};
 pub use schedule::Schedule;
 pub use sgd::Sgd;
+pub(crate) use step::step;
+pub use step::{Group, Optimizer, Report, StepArgs};

@@ -12,6 +12,7 @@ mod traces;
 mod llama;
 mod reading;
 mod steps;
+mod optimizers;
 mod mixed;
 mod scaled;
 mod folders;

@@ -5,7 +5,7 @@ use crate::support::{ROWS, Setup, batch, run, values};
 use crate::traces::traced;
 use shardgrad_autograd::{Tape, Var};
 use shardgrad_nn::optim::Schedule;
-use shardgrad_nn::{AdamW, Gpt2, Init, Model, Param, Plan, Precision, Settings, Trainer, module};
+use shardgrad_nn::{AdamW, Gpt2, Init, Model, Optimizer, Param, Plan, Precision, Settings, Trainer, module};
 use shardgrad_tensor::{DType, Layout, Mesh, Phase, Rank, Record, Result, Tensor, Value, World};
 use std::ops::Range;
 

@@ -3,7 +3,9 @@
 use crate::support::{ROWS, Setup, batch, run};
 use shardgrad_autograd::Var;
 use shardgrad_nn::optim::{LossScale, grad_norm};
-use shardgrad_nn::{AdamW, Gpt2, Model, Plan, Precision, Settings, Sgd, StepArgs, StepReport, Trainer};
+use shardgrad_nn::{
+    AdamW, Gpt2, Model, Optimizer, Plan, Precision, Settings, Sgd, StepArgs, StepReport, Trainer,
+};
 use shardgrad_tensor::{DType, Error, Kind, Mesh, Rank, Result, Tensor, Value, World};
 use std::ops::Range;
 

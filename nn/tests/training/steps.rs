@@ -2,7 +2,7 @@
 
 use crate::support::{MESHES, Setup, near, run};
 use shardgrad_nn::optim::Group;
-use shardgrad_nn::{AdamW, Gpt2, Init, Model, Param, Plan, Sgd, StepArgs, module};
+use shardgrad_nn::{AdamW, Gpt2, Init, Model, Optimizer, Param, Plan, Sgd, StepArgs, module};
 use shardgrad_tensor::{DType, Error, Kind, Result, Value};
 
 module! {

@@ -3,7 +3,8 @@
 use crate::support::{ROWS, Setup, run};
 use shardgrad_autograd::Var;
 use shardgrad_nn::{
-    AdamW, Attention, Block, Init, LayerNorm, Linear, Mlp, Model, Module, Param, Plan, StepArgs, module,
+    AdamW, Attention, Block, Init, LayerNorm, Linear, Mlp, Model, Module, Optimizer, Param, Plan, StepArgs,
+    module,
 };
 use shardgrad_tensor::{DType, Mesh, Phase, Rank, Record, Result, Value, World};
 

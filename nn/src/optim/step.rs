@@ -1,0 +1,158 @@
+//! What the steps of all optimizers share: the gate of numbers that are not finite, clipping, settings of groups.
+
+use super::norm::grad_norm;
+use crate::module::Module;
+use crate::name::matches;
+use crate::param::Param;
+use crate::placed::Model;
+use shardgrad_autograd::Gradients;
+use shardgrad_tensor::{Error, Kind, Rank, Result, Tensor};
+use std::fmt;
+
+/// What is different for some parameters.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Group {
+    /// The learning rate, as a multiple of the common one.
+    pub lr_scale: Option<f64>,
+    /// The weight decay, whatever the number of dims.
+    pub weight_decay: Option<f64>,
+}
+
+/// Groups by the pattern of their names; later ones win, setting by setting.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Groups(pub(super) Vec<(String, Group)>);
+
+impl Groups {
+    pub(super) fn push(&mut self, pattern: &str, group: Group) {
+        self.0.push((pattern.to_string(), group));
+    }
+
+    /// Learning rate and weight decay of a parameter, where the common ones are these. The common decay applies to parameters
+    /// of two or more dims (in files).
+    pub(super) fn of(&self, param: &Param, lr: f64, weight_decay: f64) -> [f64; 2] {
+        let name = param.name();
+        let (mut lr_scale, mut weight_decay) = (1.0, if param.decays() { weight_decay } else { 0.0 });
+        for (_, group) in self.0.iter().filter(|(pattern, _)| matches(pattern, &name)) {
+            lr_scale = group.lr_scale.unwrap_or(lr_scale);
+            weight_decay = group.weight_decay.unwrap_or(weight_decay);
+        }
+        [lr * lr_scale, weight_decay]
+    }
+}
+
+/// What a step is told.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepArgs<'a> {
+    /// The learning rate.
+    pub lr: f64,
+    /// Bound of the global gradient norm; `None` does not clip.
+    pub clip: Option<f64>,
+    /// Numbers that are summed over all ranks along with the norm; as many on every rank.
+    pub control: &'a [f64],
+    /// By what all gradients are too large; norm, clipping and update are of gradients divided by it.
+    pub loss_scale: f64,
+}
+
+impl StepArgs<'_> {
+    /// A step with a learning rate and nothing else.
+    #[must_use]
+    pub const fn new(lr: f64) -> StepArgs<'static> {
+        StepArgs { lr, clip: None, control: &[], loss_scale: 1.0 }
+    }
+}
+
+/// What a step found; the same on every rank.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Report {
+    /// The global gradient norm, before clipping.
+    pub grad_norm: f64,
+    /// The sums of the numbers that rode along.
+    pub control: Vec<f64>,
+    /// Whether parameters changed. They do not if the norm or a sum is not finite.
+    pub applied: bool,
+}
+
+/// A rule that changes parameters by their gradients. What it must know is local: parameters are stored as shards and equal
+/// copies, and gradients lie as they do. Every rank keeps one of its own and steps it together with the others.
+pub trait Optimizer: fmt::Debug {
+    /// The learning rate where no schedule gives one.
+    fn lr(&self) -> f64;
+
+    /// All that decides its steps beside its averages, in one line; it must be the same on every rank.
+    fn describe(&self) -> String;
+
+    /// How many steps were taken.
+    fn num_steps(&self) -> u64;
+
+    /// Counts a step that is about to be taken.
+    fn begin(&mut self);
+
+    /// Changes one parameter of that step, at the common learning rate `lr`, by its gradient times `grad_scale`. The gradient
+    /// lies as the parameter is stored.
+    ///
+    /// # Errors
+    /// What the kernels report.
+    fn change(&mut self, param: &Param, gradient: &Tensor, lr: f64, grad_scale: f64) -> Result<()>;
+
+    /// Takes a step, unless the gradient norm or one of the control sums is not finite. One all-reduce over the whole
+    /// mesh; every rank calls this together. Parameters without a gradient stay as they are.
+    ///
+    /// # Errors
+    /// What the collective and the kernels report.
+    #[track_caller]
+    fn step<M: Module>(
+        &mut self,
+        model: &Model<M>,
+        gradients: Gradients,
+        args: StepArgs<'_>,
+    ) -> Result<Report>
+    where
+        Self: Sized,
+    {
+        step(self, model.rank(), model.params(), gradients, args)
+    }
+
+    /// A step with the optimizer's own rate and without clipping.
+    ///
+    /// # Errors
+    /// `Kind::NotFinite` if the gradient norm is not finite (parameters are untouched), and as [`Optimizer::step`].
+    #[track_caller]
+    fn update<M: Module>(&mut self, model: &Model<M>, gradients: Gradients) -> Result<Report>
+    where
+        Self: Sized,
+    {
+        let args = StepArgs::new(self.lr());
+        let report = self.step(model, gradients, args)?;
+        if report.applied {
+            return Ok(report);
+        }
+        let text = format!("the gradient norm is {}; the step was not taken", report.grad_norm);
+        Err(Error::new(Kind::NotFinite, text).detail("help", "a smaller learning rate is the usual cure"))
+    }
+}
+
+/// [`Optimizer::step`] of any optimizer.
+#[track_caller]
+pub(crate) fn step(
+    optim: &mut dyn Optimizer,
+    rank: &Rank,
+    params: &[Param],
+    mut gradients: Gradients,
+    args: StepArgs<'_>,
+) -> Result<Report> {
+    let norm = grad_norm(rank, params, &gradients, args.control)?;
+    let applied = norm.grad_norm.is_finite() && norm.control.iter().all(|x| x.is_finite());
+    let grad_norm = norm.grad_norm / args.loss_scale;
+    let report = Report { grad_norm, control: norm.control, applied };
+    if !applied {
+        return Ok(report);
+    }
+    optim.begin();
+    let clip = args.clip.filter(|most| *most < report.grad_norm);
+    let grad_scale = clip.map_or(1.0, |most| most / report.grad_norm) / args.loss_scale;
+    for param in params.iter().filter(|p| !p.is_frozen()) {
+        let Some(gradient) = gradients.remove(&param.key()) else { continue };
+        optim.change(param, &gradient, args.lr, grad_scale)?;
+    }
+    Ok(report)
+}
