@@ -51,7 +51,7 @@ pub mod prelude {
     pub use shardgrad_kernels::DType;
     pub use shardgrad_nn::{
         AdamW, Attention, Dropout, Embedding, LayerNorm, Linear, Mlp, Model, Module, Param, Plan, Point,
-        Settings, Sgd, StepArgs, Trainer, module,
+        Precision, Settings, Sgd, StepArgs, Trainer, module,
     };
     pub use shardgrad_tensor::{
         Contraction, Elementwise, Indexing, Layout, Reduction, Shaping, State, Tensor, Value,

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 /// What one step did. In the file, a number that is not finite is `null`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct StepMetrics {
-    /// The step, counted from 1: how many updates have been made.
+    /// The step, counted from 1: how many batches were read.
     pub(crate) step: u64,
     /// The mean next-token cross-entropy of the global batch, in nats, before the update.
     #[serde(deserialize_with = "null_is_nan")]
@@ -23,6 +23,12 @@ pub(crate) struct StepMetrics {
     pub(crate) tokens_per_s: f64,
     /// Seconds since the run began.
     pub(crate) seconds: f64,
+    /// In f16: what the loss was multiplied by before its backward pass.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) loss_scale: Option<f64>,
+    /// In f16: whether the update was left out, since a gradient of the scaled loss was not finite.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) skipped: Option<bool>,
     /// The mean loss over all windows of the held-out split after this step, where it was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) val_loss: Option<f64>,
@@ -90,7 +96,18 @@ mod tests {
 
     fn step(step: u64, val_loss: Option<f64>) -> StepMetrics {
         let loss = 5.5 / step as f64;
-        StepMetrics { step, loss, grad_norm: 0.125, lr: 3e-4, tokens_per_s: 1e4, seconds: 0.5, val_loss }
+        let (loss_scale, skipped) = (val_loss.map(|_| 32_768.0), val_loss.map(|_| false));
+        StepMetrics {
+            step,
+            loss,
+            grad_norm: 0.125,
+            lr: 3e-4,
+            tokens_per_s: 1e4,
+            seconds: 0.5,
+            loss_scale,
+            skipped,
+            val_loss,
+        }
     }
 
     #[test]

@@ -275,6 +275,8 @@ mod tests {
             lr: 1e-3,
             tokens_per_s: 1e3,
             seconds: i as f64,
+            loss_scale: None,
+            skipped: None,
             val_loss: (i % 10 == 9).then_some(loss + 0.1),
         };
         losses.into_iter().enumerate().map(step).collect()

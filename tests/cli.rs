@@ -76,6 +76,13 @@ fn misuse_has_exit_code_2_and_a_repair() {
         (&["train", "--data", &latin], &["UTF-8", "byte 3"]),
         (&["train", "--data", &data, "--mesh", "tp=8"], &["heads", "4", "8"]),
         (&["train", "--data", &data, "--seq", "9999"], &["--seq 9999", "64 positions"]),
+        (&["train", "--data", &data, "--param-dtype", "bf16"], &["--param-dtype bf16", "--dtype f32"]),
+        (
+            &["train", "--data", &data, "--dtype", "f16", "--param-dtype", "bf16"],
+            &["every number of --dtype f16"],
+        ),
+        (&["explain", "--dtype", "f64", "--param-dtype", "f32"], &["--param-dtype f32", "--dtype f64"]),
+        (&["eval", "--model", &out, "--param-dtype", "f32"], &["unexpected argument '--param-dtype'"]),
         (&["train", "--data", &data, "--batch", "5", "--microbatches", "2"], &["--microbatches"]),
         (&["train", "--data", &data, "--out", "/proc/nowhere"], &["/proc/nowhere"]),
         (&["eval", "--model", "/no/such/model", "--data", &data], &["/no/such/model"]),

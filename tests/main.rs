@@ -8,6 +8,7 @@ mod explain;
 mod hf;
 mod invariants;
 mod llama;
+mod mixed;
 mod mutants;
 mod pipelines;
 mod schedules;

@@ -4,7 +4,7 @@
 //! null back end or for real, and leaves this list; a slice of it can then be replayed on other values.
 
 use crate::id::{Id, Key};
-use shardgrad_tensor::{Layout, Op, Tensor};
+use shardgrad_tensor::{DType, Layout, Op, Tensor};
 use smallvec::SmallVec;
 use std::collections::BTreeSet;
 use std::fmt;
@@ -56,6 +56,8 @@ pub struct Outer {
     pub key: Option<Key>,
     /// Its layout: of a parameter, the one in which it is computed with.
     pub layout: Layout,
+    /// In which dtype its cotangents are added up: of a parameter, the one in which it is stored.
+    pub sums: DType,
     /// Its value, if it is neither an argument nor a parameter.
     pub constant: Option<Tensor>,
 }
@@ -84,13 +86,18 @@ pub(crate) struct Recorder {
 
 impl Recorder {
     /// The slot of a value that the program has not made: it is taken in from outside, once.
-    pub(crate) fn outer(&mut self, id: Option<Id>, key: Option<Key>, tensor: &Tensor) -> Slot {
+    pub(crate) fn outer(
+        &mut self,
+        (id, key): (Option<Id>, Option<Key>),
+        tensor: &Tensor,
+        sums: DType,
+    ) -> Slot {
         // One memory can stand for two values: a variable and what was cut off of it.
         let same = |(i, t): &(Option<Id>, Tensor)| *i == id && (id.is_some() || t.same_as(tensor));
         let known = self.outers.iter().position(same);
         Slot::Outer(known.unwrap_or_else(|| {
             let constant = key.is_none().then(|| tensor.clone());
-            self.program.outers.push(Outer { key, layout: tensor.layout().clone(), constant });
+            self.program.outers.push(Outer { key, layout: tensor.layout().clone(), sums, constant });
             self.outers.push((id, tensor.clone()));
             self.outers.len() - 1
         }) as u32)

@@ -71,9 +71,12 @@ impl PullBack for Program {
     ) -> Cotangents {
         let tape = Tape::new(rank);
         let mut values = Values::new();
-        for (i, (input, wanted)) in inputs.iter().zip(wanted).enumerate() {
+        for (i, (input, outer)) in inputs.iter().zip(&self.outers).enumerate() {
             let tensor = input.as_ref().expect("a checkpoint keeps all that came from outside");
-            let var = if *wanted { tape.leaf(i as u64, tensor) } else { tape.constant(tensor.clone()) };
+            let var = match wanted[i] {
+                true => tape.leaf_summed(i as u64, tensor, outer.sums),
+                false => tape.constant(tensor.clone()),
+            };
             values.insert(Slot::Outer(i as u32), var);
         }
         let context = Context::of(rank);

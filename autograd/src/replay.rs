@@ -36,7 +36,8 @@ impl Tape {
         }
         let mut recorder = Recorder::default();
         for argument in arguments {
-            recorder.outer(argument.id(), argument.key(), argument.tensor());
+            let sums = self.sums_of(argument.id(), argument.tensor());
+            recorder.outer((argument.id(), argument.key()), argument.tensor(), sums);
         }
         recorder.program.num_arguments = recorder.program.outers.len();
         recorder.program.outers.iter_mut().for_each(|outer| outer.constant = None);

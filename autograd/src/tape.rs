@@ -9,7 +9,7 @@ use crate::program::{OpRecord, Recorder, Slot};
 use shardgrad_dist::Rank;
 use shardgrad_tensor::op::{Cotangents, Vjp};
 use shardgrad_tensor::ops::redistribute::Redistribute;
-use shardgrad_tensor::{Context, Layout, Op, Tensor, op, unwind};
+use shardgrad_tensor::{Context, DType, Layout, Op, Tensor, op, unwind};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell, RefMut};
 use std::collections::{HashMap, HashSet};
@@ -25,6 +25,9 @@ pub(crate) struct Leaf {
     tensor: Option<Tensor>,
     origin: Option<(u32, Rc<dyn Op>)>,
     cotangent: Option<Tensor>,
+    /// In which dtype cotangents are added up: that of the stored parameter, which is wider than the one it is computed with in
+    /// mixed precision.
+    sums: DType,
     /// What the parameter is called in the model.
     path: Rc<str>,
 }
@@ -147,15 +150,15 @@ impl Tape {
         self.0.records.get()
     }
 
-    /// The number and the tensor of the leaf of a parameter; made at its first use.
-    pub(crate) fn leaf_at(&self, key: Key, tensor: &Tensor) -> (Id, Tensor) {
+    /// The number and the tensor of the leaf of a parameter, whose cotangents are added up in some dtype; made at its first use.
+    pub(crate) fn leaf_at(&self, key: Key, tensor: &Tensor, sums: DType) -> (Id, Tensor) {
         let mut arena = self.0.arena.borrow_mut();
         let known = arena.by_key.get(&key).copied();
         let at = known.unwrap_or_else(|| {
             let at = arena.leaves.len() as u32;
             let layout = tensor.layout().clone();
             let path = Context::of(&self.0.rank).path();
-            arena.leaves.push(Leaf { key, layout, tensor: None, origin: None, cotangent: None, path });
+            arena.leaves.push(Leaf { key, layout, tensor: None, origin: None, cotangent: None, sums, path });
             arena.by_key.insert(key, at);
             at
         });
@@ -206,8 +209,16 @@ impl Tape {
             };
             let tensor = made.into_iter().next().expect("redistribute has one output");
             let (layout, origin) = (to.clone(), Some((origin, op)));
-            let path = arena.leaves[origin_at].path.clone();
-            arena.leaves.push(Leaf { key, layout, tensor: Some(tensor), origin, cotangent: None, path });
+            let (path, sums) = (arena.leaves[origin_at].path.clone(), arena.leaves[origin_at].sums);
+            arena.leaves.push(Leaf {
+                key,
+                layout,
+                tensor: Some(tensor),
+                origin,
+                cotangent: None,
+                sums,
+                path,
+            });
             arena.leaves.len() - 1
         });
         Some((Id::Leaf(at as u32), arena.leaves[at].tensor.clone().expect("a leaf in use has its tensor")))
@@ -217,6 +228,14 @@ impl Tape {
         match id {
             Id::Leaf(at) => Some(self.0.arena.borrow().leaves[at as usize].key),
             Id::Made { .. } => None,
+        }
+    }
+
+    /// In which dtype cotangents of a value are added up.
+    pub(crate) fn sums_of(&self, id: Option<Id>, tensor: &Tensor) -> DType {
+        match id {
+            Some(Id::Leaf(at)) => self.0.arena.borrow().leaves[at as usize].sums,
+            _ => tensor.dtype(),
         }
     }
 
@@ -238,9 +257,9 @@ impl Tape {
 
     /// The slot of a value that came from outside of the recording.
     pub(crate) fn outer_slot(&self, id: Option<Id>, tensor: &Tensor) -> Slot {
-        let key = id.and_then(|id| self.key_of(id));
+        let (key, sums) = (id.and_then(|id| self.key_of(id)), self.sums_of(id, tensor));
         let mut recorder = self.0.recorder.borrow_mut();
-        recorder.as_mut().expect("asked for while recording only").outer(id, key, tensor)
+        recorder.as_mut().expect("asked for while recording only").outer((id, key), tensor, sums)
     }
 
     /// How many ops the running recording has.
@@ -411,11 +430,14 @@ impl Arena {
     }
 }
 
-/// Adds a cotangent where it belongs: partial to partial, no communication.
+/// Adds a cotangent where it belongs: partial to partial, no communication. Those of a leaf are widened first, if its sums are.
 pub(crate) fn add(leaves: &mut [Leaf], nodes: &mut [Node], id: Id, cotangent: Tensor) {
-    let slot = match id {
-        Id::Leaf(at) => &mut leaves[at as usize].cotangent,
-        Id::Made { node, out, .. } => &mut nodes[node as usize].cotangents[out as usize],
+    let (slot, cotangent) = match id {
+        Id::Leaf(at) => {
+            let leaf = &mut leaves[at as usize];
+            (&mut leaf.cotangent, unwind(cotangent.widened(leaf.sums)))
+        }
+        Id::Made { node, out, .. } => (&mut nodes[node as usize].cotangents[out as usize], cotangent),
     };
     *slot = Some(match slot.take() {
         None => cotangent,

@@ -5,7 +5,7 @@ use crate::program::{OpRecord, Slot};
 use crate::tape::{Node, Tape, Work};
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::ops::redistribute::Redistribute;
-use shardgrad_tensor::{Context, Layout, Op, Tensor, Value, op, unwind};
+use shardgrad_tensor::{Context, DType, Layout, Op, Tensor, Value, op, unwind};
 use smallvec::SmallVec;
 use std::cell::RefCell;
 use std::fmt;
@@ -89,7 +89,8 @@ impl Var {
         self.0.tape.key_of(self.id()?)
     }
 
-    /// The same value in another layout; the collective that leads there has its adjoint on the tape.
+    /// The same value in another layout; the collective that leads there has its adjoint on the tape. A layout of a narrower float
+    /// rounds the value before it moves; its gradient is moved and added up in the wider one.
     ///
     /// # Panics
     /// Unwinds with the error if no route leads there.
@@ -110,6 +111,15 @@ impl Var {
     /// `Kind::Shape` if this is no scalar, `Kind::Unsupported` if no gradient reaches it.
     #[track_caller]
     pub fn backward(&self) -> Result<()> {
+        self.backward_scaled(1.0)
+    }
+
+    /// [`Var::backward`] from this scalar times a factor (a loss scale), which all gradients then bear.
+    ///
+    /// # Errors
+    /// As [`Var::backward`].
+    #[track_caller]
+    pub fn backward_scaled(&self, factor: f64) -> Result<()> {
         let (site, layout) = (Location::caller(), self.layout());
         if layout.ndim() != 0 {
             return Err(Error::new(Kind::Shape, format!("backward of a tensor that is no scalar: {layout}"))
@@ -124,7 +134,7 @@ impl Var {
                 )
                 .at(site)
         })?;
-        let seed = Tensor::full(self.rank(), &layout.dual(), 1.0)?;
+        let seed = Tensor::full(self.rank(), &layout.dual(), factor)?;
         self.0.tape.backward_from([(id, seed)]);
         Ok(())
     }
@@ -211,7 +221,12 @@ impl Tape {
     /// The leaf of a parameter; made at its first use, the same one ever after.
     #[must_use]
     pub fn leaf(&self, key: Key, tensor: &Tensor) -> Var {
-        let (id, tensor) = self.leaf_at(key, tensor);
+        self.leaf_summed(key, tensor, tensor.dtype())
+    }
+
+    /// The leaf of a parameter whose cotangents are added up in a dtype no narrower than its own.
+    pub(crate) fn leaf_summed(&self, key: Key, tensor: &Tensor, sums: DType) -> Var {
+        let (id, tensor) = self.leaf_at(key, tensor, sums);
         Var::new(self, tensor, Some(id), None)
     }
 

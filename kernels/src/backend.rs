@@ -72,6 +72,24 @@ impl Mark {
     }
 }
 
+/// Work that a back end has noted as a whole, with the memory that it uses.
+#[derive(Clone, Debug)]
+pub struct Graph(Arc<dyn Any + Send + Sync>);
+
+impl Graph {
+    /// Work as its back end knows it.
+    #[must_use]
+    pub fn new<T: Any + Send + Sync>(work: Arc<T>) -> Graph {
+        Graph(work)
+    }
+
+    /// The work, if it is of this type.
+    #[must_use]
+    pub fn work<T: Any>(&self) -> Option<&T> {
+        self.0.downcast_ref()
+    }
+}
+
 /// One device as one rank sees it: its memory and its way to run kernels.
 pub trait Backend: fmt::Debug + Send + Sync {
     /// Which device this is.
@@ -139,6 +157,26 @@ pub trait Backend: fmt::Debug + Send + Sync {
     fn wait(&self, mark: &Mark) -> Result<(), KernelError> {
         debug_assert!(mark.is_behind(), "a mark belongs to back ends of one kind");
         Ok(())
+    }
+
+    /// Notes the launches that a function gives, without doing them, for [`Backend::replay`]. Buffers that come out of the
+    /// function have contents once that has been called, and keep their addresses; so do those that it reads and writes. Numbers
+    /// that are passed by value stay as they are.
+    ///
+    /// # Errors
+    /// [`KernelError::Unsupported`] where there is no such thing; [`KernelError::Captured`] for work that copies to or from the
+    /// host, orders itself with other back ends, waits, or captures; what the function reports.
+    fn capture(&self, work: &mut dyn FnMut() -> Result<(), KernelError>) -> Result<Graph, KernelError> {
+        let _ = work;
+        Err(KernelError::Unsupported { kernel: "capture", device: "this back end" })
+    }
+
+    /// Gives all work of a graph of this back end again, with what is in its buffers now.
+    ///
+    /// # Errors
+    /// What the device reports.
+    fn replay(&self, graph: &Graph) -> Result<(), KernelError> {
+        unreachable!("a graph of another back end: {graph:?}")
     }
 
     /// Waits until all work is done.

@@ -68,6 +68,11 @@ pub enum KernelError {
         /// What the compiler said.
         log: String,
     },
+    /// Work that is being captured cannot be done as a whole later.
+    Captured {
+        /// What it does.
+        what: &'static str,
+    },
     /// A device refused or failed.
     Device {
         /// The function of its library that said so.
@@ -94,6 +99,7 @@ impl fmt::Display for KernelError {
             KernelError::Library { library, why, .. } => write!(f, "{library}: {why}"),
             KernelError::Unsupported { kernel, device } => write!(f, "{kernel}: no kernel for {device}"),
             KernelError::Compile { kernel, log } => write!(f, "{kernel}: the compiler refused it: {log}"),
+            KernelError::Captured { what } => write!(f, "work that is being captured {what}"),
             KernelError::Device { call, why, lasting: false } => write!(f, "{call}: {why}"),
             KernelError::Device { call, why, lasting: true } => {
                 write!(f, "{call}: {why}; the device answers nothing more to this process")

@@ -22,7 +22,7 @@ pub mod op;
 pub mod cuda;
 pub mod open;
 
-pub use backend::{Backend, Cpu, Device, Host, Machine, Mark, download, upload};
+pub use backend::{Backend, Cpu, Device, Graph, Host, Machine, Mark, download, upload};
 pub use buffer::{Allocator, Buffer};
 pub use dtype::{DType, Element, Float, Real};
 pub use error::{KernelError, MemoryStats};

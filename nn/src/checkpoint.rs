@@ -6,8 +6,9 @@ use crate::hf::folder::Weights;
 use crate::model::Family;
 use crate::module::Module;
 use crate::name::matches;
-use crate::param::{Param, check_dtype};
+use crate::param::Param;
 use crate::placed::Model;
+use crate::precision::check_dtype;
 use shardgrad_tensor::agreement::check_copies;
 use shardgrad_tensor::control::{pass_bytes, world_sum};
 use shardgrad_tensor::{DType, Error, Kind, Rank, Result, Tensor, Value};
@@ -30,14 +31,14 @@ impl<M: Family> Model<M> {
     }
 
     /// Writes `config.json` and `model.safetensors` into a folder, made if there is none; or, where the weights have more
-    /// than `bytes_max` bytes, several files and `model.safetensors.index.json`. Weights keep the dtype of the model. As
+    /// than `bytes_max` bytes, several files and `model.safetensors.index.json`. Weights keep the dtype in which they are stored. As
     /// [`Model::save_as`].
     ///
     /// # Errors
     /// As [`Model::save_as`].
     #[track_caller]
     pub fn save_in_files(&self, dir: &Path, bytes_max: u64) -> Result<()> {
-        self.save_as(dir, bytes_max, self.dtype())
+        self.save_as(dir, bytes_max, self.precision().param_dtype)
     }
 
     /// [`Model::save_in_files`] with weights rounded to a float dtype. Tensors are gathered one by one, so every rank calls this together; the first rank writes, and the files are whole

@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 
 pub mod name;
+pub mod precision;
 pub mod point;
 pub mod param;
 pub mod module;
@@ -39,10 +40,11 @@ pub use layer::{
 pub use loss::{CrossEntropy, bce_with_logits, cross_entropy, mse};
 pub use model::{Bert, Family, Gpt2, LanguageModel, Llama};
 pub use module::{Leaf, Module};
-pub use optim::{AdamW, Report, Schedule, Sgd, StepArgs};
+pub use optim::{AdamW, LossScale, Report, Schedule, Sgd, StepArgs};
 pub use param::{Init, Param};
 pub use placed::Model;
 pub use plan::Plan;
 pub use point::Point;
+pub use precision::Precision;
 pub use reading::Reading;
 pub use trainer::{Settings, StepReport, Trainer};

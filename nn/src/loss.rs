@@ -44,7 +44,7 @@ impl CrossEntropy {
         let mut loss = sum.log().add(&max).sub(&picked);
         if self.smoothing != 0.0 {
             let last = logits.layout().ndim() - 1;
-            let mean = logits.cast(logits.dtype().accumulator()).mean_dims(&[last]);
+            let mean = wide(logits).mean_dims(&[last]);
             loss = loss.add(&picked.sub(&mean).scale(self.smoothing));
         }
         ignored.map_or(loss.clone(), |mask| loss.masked_fill(&mask, 0.0))
@@ -65,34 +65,41 @@ impl CrossEntropy {
     }
 }
 
-/// The mean over all elements of (prediction - target)^2, a scalar; shapes as [`Value::sub`].
+/// The mean over all elements of (prediction - target)^2, a scalar in the accumulator type; shapes as [`Value::sub`].
 ///
 /// # Panics
 /// Unwinds with an error if shapes or dtypes do not fit.
 #[track_caller]
 #[must_use]
 pub fn mse(prediction: &Var, target: &Var) -> Var {
-    prediction.sub(target).square().mean()
+    wide(prediction).sub(&wide(target)).square().mean()
 }
 
 /// Binary cross-entropy of logits z and targets t in 0..=1 (same float dtype): -t ln s(z) - (1 - t) ln(1 - s(z)) of each
-/// element, s being the sigmoid; shapes as [`Value::mul`]. It is t softplus(-z) + (1 - t) softplus(z), exact in both tails.
-/// Its mean is the usual loss.
+/// element, in the accumulator type, s being the sigmoid; shapes as [`Value::mul`]. It is t softplus(-z) + (1 - t) softplus(z),
+/// exact in both tails. Its mean is the usual loss.
 ///
 /// # Panics
 /// Unwinds with an error if shapes or dtypes do not fit.
 #[track_caller]
 #[must_use]
 pub fn bce_with_logits(logits: &Var, targets: &Var) -> Var {
+    let (logits, targets) = (wide(logits), wide(targets));
     let yes = targets.mul(&logits.neg().softplus());
     yes.add(&targets.neg().add_scalar(1.0).mul(&logits.softplus()))
+}
+
+/// In the accumulator type: a mean of 16-bit numbers would be rounded to three digits.
+#[track_caller]
+fn wide(x: &Var) -> Var {
+    x.cast(x.dtype().accumulator())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use shardgrad_autograd::Tape;
-    use shardgrad_tensor::{Error, Layout, Mesh, Rank, Result, Tensor, World};
+    use shardgrad_tensor::{DType, Error, Layout, Mesh, Rank, Result, Tensor, World};
 
     const LAYOUTS: [(&str, &str); 4] =
         [("", "f64[3, 4]"), ("a=2", "f64[3@a, 4]"), ("a=2", "f64[3, 4@a]"), ("a=2,b=2", "f64[3@b, 4@a]")];
@@ -162,6 +169,23 @@ mod tests {
             |rank, z| Ok(bce_with_logits(z, &targets(rank, z)?).mean()),
             |z| mean(z, &|z, t| (1.0 + z.exp()).ln() - t * z),
         );
+    }
+
+    #[test]
+    fn means_of_narrow_numbers_are_not_rounded_to_them() {
+        World::run(Mesh::single(), |rank| {
+            let tape = Tape::new(rank);
+            let narrow = |x: &[f64]| {
+                Ok::<_, Error>(tape.constant(Tensor::from_host(rank, &[4], x)?.cast(DType::BF16)))
+            };
+            let (x, zeros) = (narrow(&[16.0, 1.0, 1.0, 1.0])?, narrow(&[0.0; 4])?);
+            let loss = mse(&x, &zeros);
+            // In bf16 259 / 4 is 65.
+            assert_eq!((loss.dtype(), loss.item()?), (DType::F32, 64.75));
+            assert_eq!(bce_with_logits(&x, &zeros).dtype(), DType::F32);
+            Ok(())
+        })
+        .unwrap();
     }
 
     #[test]

@@ -288,7 +288,7 @@ impl Param {
         self.with(Location::caller(), |placed| placed.held().clone())
     }
 
-    /// The layout in which it is computed with, where that is not the stored one.
+    /// The layout in which it is computed with, its dtype included, where that is not the stored one.
     #[track_caller]
     #[must_use]
     pub fn computed(&self) -> Option<Layout> {
@@ -426,12 +426,4 @@ fn draw(param: &Param, layout: &Layout, rank: &Rank, key: u64) -> Result<Tensor>
             Ok(drawn.cast(DType::I64).cast(DType::F64).add_scalar(-bound).cast(layout.dtype()))
         }
     }
-}
-
-/// Refuses a dtype that no parameter can have.
-pub(crate) fn check_dtype(dtype: DType) -> Result<()> {
-    if dtype.is_float() {
-        return Ok(());
-    }
-    Err(Error::new(Kind::DType, format!("parameters of {dtype}")).detail("help", "use f32, f64, bf16 or f16"))
 }

@@ -2,9 +2,10 @@
 
 use crate::module::{Leaf, Module, walk};
 use crate::name::{matches, nearest};
-use crate::param::{Param, check_dtype};
+use crate::param::Param;
 use crate::plan::{Plan, Subject};
 use crate::point::with_states;
+use crate::precision::Precision;
 use shardgrad_autograd::{Key, Tape};
 use shardgrad_tensor::{Axis, DType, Error, Kind, Layout, Rank, Result, State};
 use std::cell::Cell;
@@ -18,7 +19,7 @@ use std::ops::Deref;
 pub struct Model<M> {
     module: M,
     rank: Rank,
-    dtype: DType,
+    precision: Precision,
     params: Vec<Param>,
 }
 
@@ -38,25 +39,39 @@ impl<M: Module> Model<M> {
         Model::with_dtype(rank, module, plan, seed, DType::F32)
     }
 
-    /// [`Model::new`] with parameters of another float dtype.
+    /// [`Model::new`] in another float dtype, parameters included.
     ///
     /// # Errors
     /// As [`Model::new`], and `Kind::DType` for a dtype that is no float.
     pub fn with_dtype(rank: &Rank, module: M, plan: &Plan, seed: u64, dtype: DType) -> Result<Model<M>> {
-        let model = Model::outline(rank, module, plan, dtype)?;
+        Model::with_precision(rank, module, plan, seed, Precision::of(dtype))
+    }
+
+    /// [`Model::new`] with parameters stored in one float dtype and computed with in another.
+    ///
+    /// # Errors
+    /// As [`Model::new`], and as [`Precision::check`].
+    pub fn with_precision(
+        rank: &Rank,
+        module: M,
+        plan: &Plan,
+        seed: u64,
+        precision: Precision,
+    ) -> Result<Model<M>> {
+        let model = Model::outline(rank, module, plan, precision)?;
         model.params.iter().try_for_each(|param| param.fill(rank, seed, None))?;
         Ok(model)
     }
 
     /// Names and places every parameter, without values.
-    pub(crate) fn outline(rank: &Rank, module: M, plan: &Plan, dtype: DType) -> Result<Model<M>> {
-        check_dtype(dtype)?;
+    pub(crate) fn outline(rank: &Rank, module: M, plan: &Plan, precision: Precision) -> Result<Model<M>> {
+        precision.check()?;
         plan.check()?;
         let (params, points) = leaves(&module)?;
         let mut used = vec![false; plan.num_rules()];
         let mut layouts = Vec::with_capacity(params.len());
         for (name, param) in &params {
-            layouts.push(layouts_of(rank, plan, (name, param), dtype, &mut used)?);
+            layouts.push(layouts_of(rank, plan, (name, param), precision, &mut used)?);
         }
         let mut states: HashMap<String, Vec<(Axis, State)>> = HashMap::with_capacity(points.len());
         for name in &points {
@@ -74,7 +89,7 @@ impl<M: Module> Model<M> {
             }
         });
         let params = params.into_iter().map(|(_, param)| param).collect();
-        Ok(Model { module, rank: rank.clone(), dtype, params })
+        Ok(Model { module, rank: rank.clone(), precision, params })
     }
 
     /// The rank whose part of the model this is.
@@ -83,10 +98,16 @@ impl<M: Module> Model<M> {
         &self.rank
     }
 
-    /// The dtype of the parameters.
+    /// The dtype of computing.
     #[must_use]
     pub fn dtype(&self) -> DType {
-        self.dtype
+        self.precision.dtype
+    }
+
+    /// The dtypes of computing and of the stored parameters.
+    #[must_use]
+    pub fn precision(&self) -> Precision {
+        self.precision
     }
 
     /// A tape that records; one for each training step.
@@ -181,15 +202,15 @@ fn layouts_of(
     rank: &Rank,
     plan: &Plan,
     (name, param): (&str, &Param),
-    dtype: DType,
+    precision: Precision,
     used: &mut [bool],
 ) -> Result<(Layout, Option<Layout>)> {
     let mut states = |subject| plan.states(subject, (name, Some(param.shape())), rank.mesh(), used);
     let (store, compute) = (states(Subject::Store), states(Subject::Compute));
-    let plain = Layout::invariant(rank.mesh(), dtype, param.shape());
+    let plain = Layout::invariant(rank.mesh(), precision.param_dtype, param.shape());
     let make = || {
         let stored = with_states(&plain, &store)?;
-        let computed = with_states(&stored, &compute)?;
+        let computed = with_states(&stored.with_dtype(precision.dtype), &compute)?;
         // A rank without a part has nothing to compute with; what it stores is no matter.
         param.check_parts(&computed)?;
         Ok((stored, computed))

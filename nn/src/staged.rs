@@ -6,9 +6,10 @@ use crate::module::Module;
 use crate::param::Home;
 use crate::placed::Model;
 use crate::plan::{Pipeline, Plan};
+use crate::precision::Precision;
 use shardgrad_autograd::pipeline::{Feed, Outcome, Runner, Schedule, Stages};
 use shardgrad_autograd::{Draw, Noise, OpRecord, Program, Var};
-use shardgrad_tensor::{Axis, Context, DType, Layout, Rank, Result, Tensor};
+use shardgrad_tensor::{Axis, Context, Layout, Rank, Result, Tensor};
 use std::cell::RefCell;
 use std::rc::Rc;
 
@@ -95,13 +96,14 @@ impl Staged {
         own.flat_map(|(stage, _)| stages.program().records[stage.range.clone()].to_vec()).collect()
     }
 
-    /// A step of the schedule on all microbatches, whose arguments `read` gives. Every microbatch has arguments of one
-    /// shape.
+    /// A step of the schedule on all microbatches, whose arguments `read` gives; its gradients bear a factor. Every
+    /// microbatch has arguments of one shape.
     pub(crate) fn train<M: Module>(
         &self,
         model: &Model<M>,
         read: &dyn Fn(usize) -> Result<Vec<Tensor>>,
         noise: &dyn Fn(usize) -> Noise,
+        loss_scale: f64,
     ) -> Result<Outcome> {
         let stages = self.recordings.borrow()[0].1.clone();
         let runner =
@@ -111,7 +113,7 @@ impl Staged {
             arguments: read,
             parameter: &parameter,
             draw: &|microbatch| Draw::Of(noise(microbatch)),
-            weight: 1.0 / self.schedule.num_microbatches as f64,
+            weight: loss_scale / self.schedule.num_microbatches as f64,
         })
     }
 
@@ -156,7 +158,7 @@ pub(crate) fn outline<M: Module>(
     axis: Axis,
     module: M,
     plan: &Plan,
-    dtype: DType,
+    precision: Precision,
 ) -> Result<Model<M>> {
-    Model::outline(&rank.slice(axis), module, plan, dtype)
+    Model::outline(&rank.slice(axis), module, plan, precision)
 }

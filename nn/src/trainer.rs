@@ -2,9 +2,10 @@
 
 use crate::checkpoint::check_parameters;
 use crate::module::Module;
-use crate::optim::{AdamW, Schedule, StepArgs};
+use crate::optim::{AdamW, LossScale, Schedule, StepArgs};
 use crate::placed::Model;
 use crate::plan::Plan;
+use crate::precision::Precision;
 use crate::staged::{self, Staged};
 use shardgrad_autograd::pipeline::{self, Action, Passed};
 use shardgrad_autograd::{Gradients, Noise, OpRecord, Program, Var};
@@ -27,8 +28,10 @@ pub struct Settings {
     pub microbatches: usize,
     /// The seed of first values and random ops.
     pub seed: u64,
-    /// The dtype of the parameters.
+    /// The dtype of computing. In f16 the loss is scaled ([`LossScale`]).
     pub dtype: DType,
+    /// The dtype of the stored parameters; `None` is that in which sums are formed: f32 for computing in bf16 or f16.
+    pub param_dtype: Option<DType>,
     /// Learning rates; `None` keeps the optimizer's.
     pub schedule: Option<Schedule>,
     /// Bound of the global gradient norm; `None` does not clip.
@@ -39,7 +42,15 @@ impl Settings {
     /// A batch of so many rows in one piece, seed 0, f32, the optimizer's learning rate, no clipping.
     #[must_use]
     pub fn new(rows: usize) -> Settings {
-        Settings { rows, microbatches: 1, seed: 0, dtype: DType::F32, schedule: None, clip: None }
+        let (dtype, param_dtype) = (DType::F32, None);
+        Settings { rows, microbatches: 1, seed: 0, dtype, param_dtype, schedule: None, clip: None }
+    }
+
+    /// The dtypes of computing and of the stored parameters.
+    #[must_use]
+    pub fn precision(&self) -> Precision {
+        let param_dtype = self.param_dtype.unwrap_or(Precision::mixed(self.dtype).param_dtype);
+        Precision { dtype: self.dtype, param_dtype }
     }
 }
 
@@ -50,10 +61,14 @@ pub struct StepReport {
     pub step: u64,
     /// The mean of the loss over the microbatches.
     pub loss: f64,
-    /// The global gradient norm, before clipping.
+    /// The global gradient norm, before clipping; not finite if the step was skipped.
     pub grad_norm: f64,
     /// The learning rate.
     pub lr: f64,
+    /// What the loss was multiplied by before its backward pass, where losses are scaled (in f16).
+    pub loss_scale: Option<f64>,
+    /// Whether parameters stayed as they were, since a gradient of the scaled loss was not finite.
+    pub skipped: bool,
     /// The sums over all ranks of the numbers that rode along.
     pub control: Vec<f64>,
 }
@@ -74,6 +89,7 @@ pub struct Trainer<'t, M> {
     read: Read<'t>,
     loss: Loss<'t, M>,
     staged: Option<Staged>,
+    loss_scale: Option<LossScale>,
     step: u64,
     passes: RefCell<Vec<Passed>>,
 }
@@ -96,10 +112,11 @@ impl<'t, M: Module> Trainer<'t, M> {
         loss: impl Fn(&M, &[Var]) -> Var + 't,
     ) -> Result<Trainer<'t, M>> {
         check(&settings)?;
+        let precision = settings.precision();
         let (model, staged) = match plan.pipeline_on(rank.mesh()) {
-            None => (Model::with_dtype(rank, module, plan, settings.seed, settings.dtype)?, None),
+            None => (Model::with_precision(rank, module, plan, settings.seed, precision)?, None),
             Some((pipeline, axis)) => {
-                let model = staged::outline(rank, axis, module, plan, settings.dtype)?;
+                let model = staged::outline(rank, axis, module, plan, precision)?;
                 let first = read(model.rank(), 0, 0..settings.rows / settings.microbatches)?;
                 let of = (settings.seed, settings.microbatches);
                 let text = |arguments: &[Var]| Ok(vec![loss(&model, arguments)]);
@@ -108,7 +125,9 @@ impl<'t, M: Module> Trainer<'t, M> {
             }
         };
         let (read, loss) = (Box::new(read), Box::new(loss));
-        Ok(Trainer { model, optim, settings, read, loss, staged, step: 0, passes: RefCell::default() })
+        let loss_scale = (settings.dtype == DType::F16).then(LossScale::default);
+        let passes = RefCell::default();
+        Ok(Trainer { model, optim, settings, read, loss, staged, loss_scale, step: 0, passes })
     }
 
     /// The model; on a pipeline, with the parameters of this rank's stage only.
@@ -126,6 +145,17 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// Goes on with the data and the learning rate of a step, counted from 0.
     pub fn skip_to(&mut self, step: u64) {
         self.step = step;
+    }
+
+    /// By what the loss of the next step is multiplied, where losses are scaled (in f16).
+    #[must_use]
+    pub fn loss_scale(&self) -> Option<LossScale> {
+        self.loss_scale
+    }
+
+    /// Goes on with a loss scale, in any dtype; `None` scales no more. Every rank does so alike.
+    pub fn set_loss_scale(&mut self, loss_scale: Option<LossScale>) {
+        self.loss_scale = loss_scale;
     }
 
     /// The schedule that the trainer follows on a pipeline, transfers included.
@@ -155,23 +185,33 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// Forward, backward and update. The numbers of `control` are summed over all ranks along with the gradient norm.
     ///
     /// # Errors
-    /// `Kind::NotFinite` on every rank, before the update, if the loss, a gradient or a control sum is not finite; what
-    /// ops, arguments and collectives report.
+    /// `Kind::NotFinite` on every rank, before the update, if the loss, a gradient or a control sum is not finite; with a
+    /// loss scale above 1, gradients that are not finite only skip the update and halve the scale. What ops, arguments and
+    /// collectives report.
     #[track_caller]
     pub fn step(&mut self, control: &[f64]) -> Result<StepReport> {
         let (part, gradients) = self.gradients()?;
         let step = self.step;
         let lr = self.settings.schedule.map_or(self.optim.lr(), |s| s.lr(step as usize));
         let word: Vec<f64> = [part].iter().chain(control).copied().collect();
-        let args = StepArgs { lr, clip: self.settings.clip, control: &word };
+        let args = StepArgs { lr, clip: self.settings.clip, control: &word, loss_scale: self.factor() };
         let report = self.optim.step(&self.model, gradients, args)?;
         let mut control = report.control;
         let loss = control.remove(0);
-        if !report.applied {
+        let finite = loss.is_finite() && control.iter().all(|x| x.is_finite());
+        let skipped = !report.applied && finite && self.loss_scale.is_some_and(LossScale::can_fall);
+        if !report.applied && !skipped {
             return Err(self.explain_not_finite(loss, report.grad_norm));
         }
+        let loss_scale = self.loss_scale.map(LossScale::factor);
+        self.loss_scale = self.loss_scale.map(|scale| scale.after(!skipped));
         self.step += 1;
-        Ok(StepReport { step, loss, grad_norm: report.grad_norm, lr, control })
+        Ok(StepReport { step, loss, grad_norm: report.grad_norm, lr, loss_scale, skipped, control })
+    }
+
+    /// What gradients bear.
+    fn factor(&self) -> f64 {
+        self.loss_scale.map_or(1.0, LossScale::factor)
     }
 
     /// Compares what the ranks were told (settings, optimizer, step), bit for bit the copies of parameters and of the
@@ -187,6 +227,7 @@ impl<'t, M: Module> Trainer<'t, M> {
             ("settings", format!("{:?}", self.settings)),
             ("optimizer", self.optim.describe()),
             ("step", self.step.to_string()),
+            ("loss scale", format!("{:?}", self.loss_scale)),
         ];
         check_alike(self.rank(), &told, site)?;
         check_parameters(&self.model, site)?;
@@ -241,7 +282,7 @@ impl<'t, M: Module> Trainer<'t, M> {
         self.model.rank()
     }
 
-    /// This rank's part of the mean loss, and the gradients of its parameters.
+    /// This rank's part of the mean loss, and the gradients of its parameters times the loss scale.
     fn gradients(&self) -> Result<(f64, Gradients)> {
         let count = self.settings.microbatches;
         let read = |microbatch: usize| (self.read)(self.model.rank(), self.step, self.rows(microbatch));
@@ -252,7 +293,7 @@ impl<'t, M: Module> Trainer<'t, M> {
         };
         let mut part = 0.0;
         if let Some(staged) = &self.staged {
-            let outcome = staged.train(&self.model, &read, &noise)?;
+            let outcome = staged.train(&self.model, &read, &noise, self.factor())?;
             for loss in outcome.results.iter().flatten().flatten() {
                 part += loss.local_part_once()? / count as f64;
             }
@@ -269,7 +310,7 @@ impl<'t, M: Module> Trainer<'t, M> {
             let loss = if count == 1 { loss } else { loss.scale(1.0 / count as f64) };
             part += loss.tensor().local_part_once()?;
             let (middle, stage) = (Instant::now(), 0);
-            loss.backward()?;
+            loss.backward_scaled(self.factor())?;
             self.passes.borrow_mut().extend([
                 Passed { action: Action::Forward { stage, microbatch }, start, end: middle },
                 Passed { action: Action::Backward { stage, microbatch }, start: middle, end: Instant::now() },
@@ -290,7 +331,10 @@ impl<'t, M: Module> Trainer<'t, M> {
         let text = format!(
             "step {step}: the loss is {loss} and the gradient norm {grad_norm}; the step was not taken"
         );
-        let error = Error::new(Kind::NotFinite, text);
+        let error = match self.loss_scale {
+            Some(scale) => Error::new(Kind::NotFinite, text).detail("loss scale", scale.factor().to_string()),
+            None => Error::new(Kind::NotFinite, text),
+        };
         match found {
             Ok(Some(lines)) => lines.into_iter().fold(error, |e, (label, text)| e.detail(label, text)),
             Ok(None) => error

@@ -19,7 +19,7 @@ use clap::builder::{NonEmptyStringValueParser, PossibleValuesParser, TypedValueP
 use clap::{Args, Parser, Subcommand};
 use shardgrad::dist::{Mesh, World};
 use shardgrad::kernels::{DType, Device, open};
-use shardgrad::nn::{Cast, ModelConfig};
+use shardgrad::nn::{Cast, ModelConfig, Precision};
 use shardgrad::{Error, Kind, Result};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -162,12 +162,36 @@ pub(crate) struct RunArgs {
     /// Where tensors live: cpu, or cuda or cuda:N for an NVIDIA card, which all ranks share
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = values::device)]
     device: Device,
-    /// Numbers of weights and activations
+    /// Numbers that are computed with
     #[arg(long, value_name = "NAME", default_value = "f32", value_parser = dtypes())]
     pub(crate) dtype: DType,
     /// Round weights that are read from a folder and are not exact in the dtype of the run; else they are refused
     #[arg(long)]
     cast: bool,
+}
+
+/// In what weights are kept between steps.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Machine")]
+pub(crate) struct StoredArgs {
+    /// Numbers of the stored weights, at least as wide [default: f32 if --dtype is bf16 or f16, else --dtype]
+    #[arg(long, value_name = "NAME", value_parser = dtypes())]
+    param_dtype: Option<DType>,
+}
+
+impl StoredArgs {
+    /// With what is computed and what is stored.
+    pub(crate) fn precision(&self, dtype: DType) -> Precision {
+        let mixed = Precision::mixed(dtype);
+        Precision { param_dtype: self.param_dtype.unwrap_or(mixed.param_dtype), ..mixed }
+    }
+
+    /// What is wrong with the two together.
+    pub(crate) fn fault(&self, dtype: DType) -> Option<String> {
+        let Precision { dtype, param_dtype } = self.precision(dtype);
+        let fits = Precision { dtype, param_dtype }.check().is_ok();
+        (!fits).then(|| format!("--param-dtype {param_dtype} does not hold every number of --dtype {dtype}"))
+    }
 }
 
 impl RunArgs {
@@ -356,12 +380,14 @@ pub(crate) struct ExplainArgs {
     pub(crate) seq: Option<usize>,
     #[command(flatten)]
     pub(crate) pipeline: PipelineArgs,
-    /// Numbers of weights and activations
+    /// Numbers that are computed with
     #[arg(
         long, value_name = "NAME", default_value = "f32", value_parser = dtypes(),
         help_heading = "Machine"
     )]
     pub(crate) dtype: DType,
+    #[command(flatten)]
+    pub(crate) stored: StoredArgs,
     /// Print one JSON object a line
     #[arg(long, help_heading = "Output")]
     pub(crate) json: bool,

@@ -30,7 +30,9 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     let config = args.model.config()?;
     let mesh = args.mesh.clone();
     check_axes(&mesh)?;
-    if let Some(fault) = args.pipeline.fault(args.batch) {
+    let precision = args.stored.precision(args.dtype);
+    let faults = [args.pipeline.fault(args.batch), args.stored.fault(args.dtype)];
+    if let Some(fault) = faults.into_iter().flatten().next() {
         return Err(Error::new(Kind::Config, fault));
     }
     let seq = args.seq.unwrap_or(config.positions().min(1024));
@@ -44,7 +46,12 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
             };
             batch(rank, &plan, [rows.len(), seq], read)
         };
-        let settings = Settings { microbatches, dtype: args.dtype, ..Settings::new(args.batch) };
+        let settings = Settings {
+            microbatches,
+            dtype: precision.dtype,
+            param_dtype: Some(precision.param_dtype),
+            ..Settings::new(args.batch)
+        };
         let loss = |model: &LanguageModel, x: &[Var]| model.loss_of(x);
         let module = LanguageModel::new(&config);
         let mut trainer = Trainer::new(rank, module, &plan, AdamW::new(1e-3), settings, read, loss)?;
@@ -68,7 +75,7 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
         .map(|r| World::new(mesh.clone()).dry_run(r, one))
         .collect::<Result<_>>()?;
     let name = args.model.name();
-    let mut title = format!("one step of {name} on {mesh}, batch {} x {seq}, {}", args.batch, args.dtype);
+    let mut title = format!("one step of {name} on {mesh}, batch {} x {seq}, {precision}", args.batch);
     if microbatches > 1 {
         title += &format!(", {microbatches} microbatches");
     }

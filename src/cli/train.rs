@@ -63,7 +63,7 @@ pub(crate) fn run(args: &TrainArgs) -> Result<()> {
         job.recipe.steps,
         job.recipe.batch,
         job.recipe.seq,
-        job.recipe.dtype
+        job.recipe.precision
     );
     if !job.json {
         println!("training {text}");
@@ -129,7 +129,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
             .weight_decay(optim.weight_decay),
         clip: optim.clip(),
         seed: steps.seed,
-        dtype: args.run.dtype,
+        precision: args.precision(),
     };
     let metrics = Mutex::new(MetricsWriter::create(&args.out.join("metrics.jsonl"))?);
     Ok(Job {
@@ -144,7 +144,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         start: args.model.dir().map(Path::to_path_buf),
         out: args.out.clone(),
         shard_bytes_max: args.shard_size,
-        save_dtype: args.save_dtype.unwrap_or(args.run.dtype),
+        save_dtype: args.save_dtype.unwrap_or(args.precision().param_dtype),
         cast: args.run.cast(),
         json: args.json,
         interrupt: Interrupt::install()?,
@@ -195,6 +195,8 @@ fn train(rank: &Rank, job: &Job) -> Result<bool> {
                 lr: report.lr,
                 tokens_per_s: (recipe.batch * recipe.seq) as f64 / seconds,
                 seconds: began.elapsed().as_secs_f64(),
+                loss_scale: report.loss_scale,
+                skipped: report.loss_scale.map(|_| report.skipped),
                 val_loss,
             };
             job.metrics.lock().unwrap_or_else(PoisonError::into_inner).write(&entry)?;
@@ -263,6 +265,9 @@ impl Progress {
             return Ok(());
         }
         let mut text = format!("loss {:.3}  {:.0} tokens/s", entry.loss, entry.tokens_per_s);
+        if let (Some(true), Some(scale)) = (entry.skipped, entry.loss_scale) {
+            text += &format!("  skipped at loss scale {scale}");
+        }
         if let Some(held_out) = entry.val_loss {
             text += &format!("  held-out {held_out:.3}");
         }

@@ -6,7 +6,7 @@ pub(crate) use validate::mean_loss;
 
 use crate::data::{Batch, Sampler};
 use shardgrad::nn::optim::Schedule;
-use shardgrad::nn::{LanguageModel, Settings, Trainer};
+use shardgrad::nn::{LanguageModel, Precision, Settings, Trainer};
 use shardgrad::prelude::*;
 use std::ops::Range;
 
@@ -25,7 +25,7 @@ pub(crate) struct Recipe {
     /// Bound of the global gradient norm; `None` does not clip.
     pub(crate) clip: Option<f64>,
     pub(crate) seed: u64,
-    pub(crate) dtype: DType,
+    pub(crate) precision: Precision,
 }
 
 /// Inputs, targets and what else there is, `[rows, seq]` each, split over the batch axes; every rank reads its own rows only. `read` gives the
@@ -58,7 +58,8 @@ impl Recipe {
             rows: self.batch,
             microbatches: self.microbatches,
             seed: self.seed,
-            dtype: self.dtype,
+            dtype: self.precision.dtype,
+            param_dtype: Some(self.precision.param_dtype),
             schedule: Some(self.schedule),
             clip: self.clip,
         };

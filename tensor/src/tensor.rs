@@ -167,6 +167,19 @@ impl Tensor {
         Ok(Tensor::assemble(self.rank(), self.layout().clone(), piece))
     }
 
+    /// The same numbers in a wider float dtype, which holds each of them.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn widened(self, dtype: DType) -> Result<Tensor> {
+        if self.dtype() == dtype {
+            return Ok(self);
+        }
+        debug_assert!(self.dtype().size() < dtype.size(), "{} is no wider than {}", dtype, self.dtype());
+        let piece = self.piece().converted(self.rank(), dtype)?;
+        Ok(Tensor::assemble(self.rank(), self.layout().with_dtype(dtype), piece))
+    }
+
     /// Another layout of this value, if an implied step outside of a tape has made it already.
     pub(crate) fn form(&self, layout: &Layout) -> Option<Tensor> {
         self.0.forms.borrow().iter().find(|t| t.layout() == layout).cloned()

@@ -178,7 +178,7 @@ impl Sample {
             }
             let lr = bug::rate(rank, 0.05, bug);
             let gradients = bug::skip(rank, &model, gradients, bug);
-            optim.step(&model, gradients, StepArgs { lr, clip: None, control: &[] })?;
+            optim.step(&model, gradients, StepArgs::new(lr))?;
         }
         let (loss, gradients) = seen.expect("two steps were taken");
         let bits = |p: &Param| -> Result<_> {

@@ -93,6 +93,8 @@ struct Maker<'a> {
     values: Values,
     /// By value of integers: they are below this, as far as can be told without running it.
     below: BTreeMap<Place, usize>,
+    /// Leaves drawn so far, those of steps that were dropped among them: a tape keeps the first tensor of a key.
+    num_leaves: u64,
     /// Whether extents of 0 are drawn.
     has_empty: bool,
 }
@@ -130,7 +132,11 @@ impl Maker<'_> {
         if let Input::Index(_, most) = input {
             self.below.insert(Place::Input(at), most);
         }
-        self.values.inputs.push(if is_leaf { self.tape.leaf(at as u64, &x) } else { self.tape.constant(x) });
+        self.num_leaves += 1;
+        self.values.inputs.push(match is_leaf {
+            true => self.tape.leaf(self.num_leaves, &x),
+            false => self.tape.constant(x),
+        });
         self.program.inputs.push(Feed { input, marks: Marks::of(&layout), is_leaf });
         Ok(Place::Input(at))
     }
@@ -319,7 +325,7 @@ impl Program {
             let (inputs, steps, blocks, outputs) = Default::default();
             let program = Program { mesh: mesh.clone(), dtype, inputs, steps, blocks, outputs, seed };
             let (tape, values, below) = (Tape::new(rank), Values::default(), BTreeMap::new());
-            let mut maker = Maker { ops, rank, tape, dice, program, values, below, has_empty };
+            let mut maker = Maker { ops, rank, tape, dice, program, values, below, num_leaves: 0, has_empty };
             for _ in 0..1 + maker.dice.below(STEPS_MAX) {
                 let before = (maker.program.clone(), maker.values.clone());
                 // What an op refuses altogether (extents, dtypes) is tried and dropped.

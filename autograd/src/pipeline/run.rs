@@ -282,7 +282,10 @@ impl Step<'_> {
                 let computed = self.computed(stage, outer, key);
                 let leaf = computed.requires_grad() && self.trains;
                 let tensor = computed.tensor();
-                if leaf { tape.leaf(Key::from(outer), tensor) } else { tape.constant(tensor.clone()) }
+                match leaf {
+                    true => tape.leaf_summed(Key::from(outer), tensor, declared.sums),
+                    false => tape.constant(tensor.clone()),
+                }
             } else {
                 tape.constant(declared.constant.clone().ok_or_else(missing)?)
             };

@@ -4,16 +4,23 @@
 //! block from 0 upwards by fused multiply-adds in the order of k, and the blocks are added to c in order. Nothing
 //! else (shapes, strides, tiles, instruction set) has a say in the bits, so that a row's bits do not depend on
 //! the rows around it.
+//!
+//! Two bf16 operands meet in dot products of the CPU where it has them (AMX, else AVX512-BF16), and then the CPU has a say:
+//! blocks are of [`BF16_DEPTH`] terms; within a block sums in f32 take up, in the order of k, a pair of products at a time
+//! (AVX512-BF16), or 32 terms at a time: the fused sum of those at even places plus that of those at odd places (AMX).
+//! Operands and sums that are subnormal count as 0. Shapes, strides and threads have no say there either.
 
 use crate::cpu::Pool;
+use crate::cpu::simd::bf16::{self, Means};
 use crate::cpu::simd::blocks::{Blocked, STRIPS, Target};
 use crate::cpu::simd::pack::{DEPTH_MAX, Source};
+use crate::cpu::simd::pairs::Lines;
 use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::simd::thin::by_rows;
 use crate::cpu::simd::tile::Tiles;
 use crate::cpu::simd::turned;
 use crate::cpu::simd::{Level, level, vectorized};
-use crate::dtype::{Element, Float, Real};
+use crate::dtype::{DType, Element, Float, Real};
 
 /// A matrix that is read: element (i, j) is `data[i * row_stride + j * col_stride]`.
 #[derive(Clone, Copy, Debug)]
@@ -39,9 +46,12 @@ pub struct MatrixMut<'a, T> {
 
 /// Terms of a sum that are added up before they meet the rest. Changing this changes results.
 pub const DEPTH: usize = DEPTH_MAX;
+/// The same where two bf16 operands meet in dot products of the CPU.
+pub const BF16_DEPTH: usize = bf16::DEPTH;
 
 /// c = a b, or c += a b if `accumulate`; `dims` is (m, n, k), a is (m, k), b is (k, n), c is (m, n).
-/// 16-bit operands are widened on the way in; c is in the accumulator type.
+/// Two bf16 operands meet in dot products of the CPU where it has them; other 16-bit operands are widened on the way in.
+/// c is in the accumulator type.
 ///
 /// # Panics
 /// If a matrix reaches outside of its memory.
@@ -57,12 +67,27 @@ pub fn product<A, B, R>(
     B: Float<Acc = R>,
     R: Real,
 {
-    product_at(level(), scratch, dims, a, b, accumulate, c);
+    let way = Means::best().filter(|_| A::DTYPE == DType::BF16 && B::DTYPE == DType::BF16);
+    product_by(way.map_or(Way::Widened(level()), Way::Short), scratch, dims, a, b, accumulate, c);
 }
 
-/// A product by the tiles of a level that this CPU has.
-fn product_at<A, B, R>(
-    at: Level,
+/// Whether two bf16 operands meet in dot products of this CPU.
+#[must_use]
+pub fn meets_bf16() -> bool {
+    Means::best().is_some()
+}
+
+/// How a product is formed.
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    /// By the tiles of a level that this CPU has, of operands that are widened.
+    Widened(Level),
+    /// Of two bf16 operands, by means that this CPU has.
+    Short(Means),
+}
+
+fn product_by<A, B, R>(
+    way: Way,
     scratch: &mut Scratch,
     dims: [usize; 3],
     a: Matrix<'_, A>,
@@ -74,17 +99,31 @@ fn product_at<A, B, R>(
     B: Float<Acc = R>,
     R: Real,
 {
-    assert!(at as u8 <= level() as u8, "this CPU has the level");
     let [m, n, k] = dims;
     assert!(reach([m, k], a.row_stride, a.col_stride) <= a.data.len(), "a lies inside of its memory");
     assert!(reach([k, n], b.row_stride, b.col_stride) <= b.data.len(), "b lies inside of its memory");
     assert!(reach([m, n], c.row_stride, c.col_stride) <= c.data.len(), "c lies inside of its memory");
-    let a = Source::new(a.data, a.row_stride, a.col_stride);
-    let b = Source::new(b.data, b.row_stride, b.col_stride);
-    let c = Target { start: c.data.as_mut_ptr(), row: c.row_stride, col: c.col_stride };
-    // SAFETY: the reaches and the level were checked above; strides of c that let two elements share memory make
-    // the result arbitrary, on this one thread no worse.
-    unsafe { Blocked::new(&Tiles::at(at), dims, a, b, accumulate, c).run(scratch) }
+    let to = Target { start: c.data.as_mut_ptr(), row: c.row_stride, col: c.col_stride };
+    match way {
+        Way::Widened(at) => {
+            assert!(at as u8 <= level() as u8, "this CPU has the level");
+            let a = Source::new(a.data, a.row_stride, a.col_stride);
+            let b = Source::new(b.data, b.row_stride, b.col_stride);
+            // SAFETY: the reaches and the level were checked above; strides of c that let two elements share memory
+            // make the result arbitrary, on this one thread no worse.
+            unsafe { Blocked::new(&Tiles::at(at), dims, a, b, accumulate, to).run(scratch) }
+        }
+        Way::Short(means) => {
+            assert!(Means::all().contains(&means), "this CPU has the means");
+            let lines = [
+                Lines::new(a.data, a.row_stride, a.col_stride),
+                Lines::new(b.data, b.col_stride, b.row_stride),
+            ];
+            let to = Target { start: to.start.cast::<f32>(), row: to.row, col: to.col };
+            // SAFETY: as above; `Lines` saw to it that both are of bf16, so that sums are f32.
+            unsafe { bf16::product(means, scratch, dims, lines, accumulate, to) }
+        }
+    }
 }
 
 /// Matrices of one shape that are read: element (i, j) of matrix p is at `p * strides[0] + i * strides[1] + j *
@@ -149,6 +188,25 @@ impl Split {
         let (_, rows, cols) = best.unwrap_or((0, m, n));
         Split { rows, cols, together: (OPERATIONS_MIN / operations.max(1)).max(1) }
     }
+
+    /// Runs `part` on each part of c: which matrix, its first row and column, and how many it has of both.
+    fn run(
+        &self,
+        pool: &Pool,
+        [g, m, n, _]: [usize; 4],
+        part: impl Fn(&mut Scratch, [usize; 3], [usize; 2]) + Sync,
+    ) {
+        let (row_parts, col_parts) = (m.div_ceil(self.rows), n.div_ceil(self.cols));
+        let parts = row_parts * col_parts;
+        pool.run((g * parts).div_ceil(self.together), &|task| {
+            let mut scratch = pool.scratch();
+            for at in task * self.together..((task + 1) * self.together).min(g * parts) {
+                let (matrix, at) = (at / parts, at % parts);
+                let (row, col) = (at / col_parts * self.rows, at % col_parts * self.cols);
+                part(&mut scratch, [matrix, row, col], [self.rows.min(m - row), self.cols.min(n - col)]);
+            }
+        });
+    }
 }
 
 /// What it costs to read an element of a and of b (see [`Split::of`]): about four times as much if it is packed first, as
@@ -171,6 +229,18 @@ pub fn products<T: Float>(
     b: Stack<'_, T>,
     c: StackMut<'_, T>,
 ) {
+    products_by(Means::best().filter(|_| T::DTYPE == DType::BF16), pool, dims, a, b, c);
+}
+
+/// See [`products`]; bf16 by means that this CPU has, or widened.
+fn products_by<T: Float>(
+    means: Option<Means>,
+    pool: &Pool,
+    dims: [usize; 4],
+    a: Stack<'_, T>,
+    b: Stack<'_, T>,
+    c: StackMut<'_, T>,
+) {
     let [g, m, n, k] = dims;
     assert!(reach3([g, m, k], a.strides) <= a.data.len(), "a lies inside of its memory");
     assert!(reach3([g, k, n], b.strides) <= b.data.len(), "b lies inside of its memory");
@@ -178,6 +248,9 @@ pub fn products<T: Float>(
     assert!(apart([g, m, n], c.strides), "elements of c share no memory");
     if g * m * n == 0 {
         return;
+    }
+    if let Some(means) = means {
+        return short_products(means, pool, dims, a, b, c);
     }
     if g == 1 && m == 1 && n > 1 && c.strides[2] == 1 && one_row(pool, [n, k], a, b, &mut c.data[..n]) {
         return;
@@ -196,24 +269,44 @@ pub fn products<T: Float>(
         }
     }
     let split = Split::of(dims, pool.num_threads(), reading(&a, c.strides));
-    let (row_tasks, col_tasks) = (m.div_ceil(split.rows), n.div_ceil(split.cols));
-    let parts = row_tasks * col_tasks;
-    pool.run((g * parts).div_ceil(split.together), &|task| {
-        let mut scratch = pool.scratch();
-        for part in task * split.together..((task + 1) * split.together).min(g * parts) {
-            let (matrix, part) = (part / parts, part % parts);
-            let (row, col) = (part / col_tasks * split.rows, part % col_tasks * split.cols);
-            let (rows, cols) = (split.rows.min(m - row), split.cols.min(n - col));
-            // SAFETY: the reaches were checked above; the parts of c that two tasks write share no memory; `tiles`
-            // fit this CPU; an empty a or b (k = 0) is not touched.
-            unsafe {
-                let a = sa.moved(matrix * a.strides[0] + row * a.strides[1]);
-                let b = sb.moved(matrix * b.strides[0] + col * b.strides[2]);
-                let c = sc.moved(matrix * c.strides[0] + row * c.strides[1] + col * c.strides[2]);
-                rounded(&tiles, &mut scratch, [rows, cols, k], a, b, c);
-            }
+    split.run(pool, dims, |scratch, [matrix, row, col], [rows, cols]| {
+        // SAFETY: the reaches were checked above; the parts of c that two tasks write share no memory; `tiles`
+        // fit this CPU; an empty a or b (k = 0) is not touched.
+        unsafe {
+            let a = sa.moved(matrix * a.strides[0] + row * a.strides[1]);
+            let b = sb.moved(matrix * b.strides[0] + col * b.strides[2]);
+            let c = sc.moved(matrix * c.strides[0] + row * c.strides[1] + col * c.strides[2]);
+            rounded(&tiles, scratch, [rows, cols, k], a, b, c);
         }
     });
+}
+
+/// [`products`] of bf16, whose reaches were checked, by means that this CPU has.
+fn short_products<T: Float>(
+    means: Means,
+    pool: &Pool,
+    dims: [usize; 4],
+    a: Stack<'_, T>,
+    b: Stack<'_, T>,
+    c: StackMut<'_, T>,
+) {
+    assert!(Means::all().contains(&means), "this CPU has the means");
+    let la = Lines::new(a.data, a.strides[1], a.strides[2]);
+    let lb = Lines::new(b.data, b.strides[2], b.strides[1]);
+    let to: Target<half::bf16> =
+        Target { start: c.data.as_mut_ptr().cast(), row: c.strides[1], col: c.strides[2] };
+    Split::of(dims, pool.num_threads(), [1, 1]).run(
+        pool,
+        dims,
+        |scratch, [matrix, row, col], [rows, cols]| {
+            let a = la.moved(matrix * a.strides[0] + row * a.strides[1]);
+            let b = lb.moved(matrix * b.strides[0] + col * b.strides[2]);
+            let to = to.moved(matrix * c.strides[0] + row * c.strides[1] + col * c.strides[2]);
+            // SAFETY: the caller checked the reaches, and `Lines` that T is bf16; the parts of c that two tasks write share
+            // no memory; an empty a or b (k = 0) is not touched.
+            unsafe { bf16::product(means, scratch, [rows, cols, dims[3]], [a, b], false, to) }
+        },
+    );
 }
 
 /// A product of one row. Most of what it reads is b, so it is cut along the columns. False, and nothing is done, if
@@ -343,5 +436,7 @@ fn reach([rows, cols]: [usize; 2], row_stride: usize, col_stride: usize) -> usiz
     if rows == 0 || cols == 0 { 0 } else { 1 + (rows - 1) * row_stride + (cols - 1) * col_stride }
 }
 
+#[cfg(test)]
+mod short_tests;
 #[cfg(test)]
 mod tests;

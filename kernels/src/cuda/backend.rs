@@ -1,19 +1,18 @@
 //! Cards as machines for ranks, and the back end of one rank: a stream, its memory, and what it launches.
 
-use super::blas::{Operand, Planner, Products, Task, WORKSPACE_BYTES};
+use super::blas::{Planner, Products, WORKSPACE_BYTES};
 use super::compile::Compiler;
 use super::driver::{Context, Description, Driver, Event, Pinned, Stream};
-use super::launch::{Operands, Programs, place};
+use super::graph::{self, Captured, Noting};
+use super::launch::{Operands, Programs};
 use super::library::{DRIVER, Places};
 use super::memory::{Chunks, Memory};
-use crate::backend::{Backend, Device, Machine, Mark};
+use super::product::Maker;
+use crate::backend::{Backend, Device, Graph, Machine, Mark};
 use crate::buffer::Buffer;
 use crate::error::{KernelError, MemoryStats};
-use crate::gpu::{Plan, Product, Step};
-use crate::kernel::{Arg, ArgMut, Cost, Kernel, Launch, Scalar};
-use crate::op::copy::COPY;
-use crate::op::fill::FILL;
-use crate::strides::Strides;
+use crate::gpu::{Plan, Step};
+use crate::kernel::{Cost, Kernel, Launch};
 use smallvec::SmallVec;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -140,6 +139,7 @@ struct Cuda {
     workspace: Buffer,
     faults: Mutex<Faults>,
     staging: Mutex<Staging>,
+    noting: Noting,
     memory: Arc<Memory>,
     stream: Stream,
 }
@@ -151,7 +151,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Cuda {
     fn new(card: &Card, num_threads: usize, memory_bytes_max: usize) -> Result<Cuda, KernelError> {
         let stream = Stream::new(&card.context)?;
-        let memory = Memory::new(Box::new(Chunks { context: card.context.clone() }), memory_bytes_max);
+        let memory = Memory::new(Arc::new(Chunks { context: card.context.clone() }), memory_bytes_max);
         let workspace = memory.alloc(WORKSPACE_BYTES)?;
         let mut noted = memory.alloc(FAULTS_MAX * FAULT_BYTES)?;
         stream.clear(&mut noted)?;
@@ -164,6 +164,7 @@ impl Cuda {
             workspace,
             faults: Mutex::new(Faults { noted, kernels: Vec::new() }),
             staging: Mutex::new(Staging::new(&card.context)?),
+            noting: Noting::default(),
             memory,
             stream,
         })
@@ -175,7 +176,8 @@ impl Cuda {
         let gpu = kernel.gpu.as_ref().ok_or_else(unsupported)?;
         let mut plan = Plan::default();
         (gpu.plan)(launch, &mut plan)?;
-        let scratch = plan.scratch_bytes().iter().map(|&bytes| self.memory.alloc(bytes));
+        let memory = self.memory_now(launch);
+        let scratch = plan.scratch_bytes().iter().map(|&bytes| memory.alloc(bytes));
         let scratch: SmallVec<[Buffer; 4]> = scratch.collect::<Result<_, KernelError>>()?;
         for step in plan.steps() {
             match step {
@@ -188,77 +190,34 @@ impl Cuda {
                     let operands = Operands { launch, scratch: &scratch, fault };
                     self.programs.launch(&self.stream, kernel.name, gpu.source, grid, &operands)?;
                 }
-                Step::Product(product) => self.product(launch, *product)?,
+                Step::Product(product) => {
+                    let maker = Maker {
+                        memory: &memory,
+                        planner: &self.planner,
+                        workspace: &self.workspace,
+                        stream: &self.stream,
+                        run: &|kernel, launch| self.run(kernel, launch),
+                    };
+                    maker.product(launch, *product)?;
+                }
             }
         }
         Ok(())
     }
 
-    /// A stack of products, with copies of what the library has no words for.
-    fn product(&self, launch: &mut Launch<'_>, product: Product) -> Result<(), KernelError> {
-        let (a, b) = (launch.inputs[product.a], launch.inputs[product.b]);
-        let c = &mut launch.outputs[product.c];
-        let (extents, k) = (c.view.shape.clone(), a.view.shape[2]);
-        if extents.contains(&0) {
-            return Ok(());
-        }
-        if k == 0 {
-            let mut outputs = [ArgMut { buffer: &mut *c.buffer, dtype: c.dtype, view: c.view }];
-            let scalars = [Scalar::Real(0.0)];
-            return self.run(&FILL, &mut Launch { inputs: &[], outputs: &mut outputs, scalars: &scalars });
-        }
-        let [a_view, b_view, c_view] = as_one([a.view, b.view, c.view]);
-        let a = self.readable(&Arg { view: &a_view, ..a })?;
-        let b = self.readable(&Arg { view: &b_view, ..b })?;
-        let size = c.dtype.size();
-        let own = Operand::of(&c_view, place(c.buffer, &c_view, c.dtype));
-        let mut spare = match own {
-            Some(_) => None,
-            None => Some(self.memory.alloc(c_view.numel() * size)?),
-        };
-        let whole = Strides::contiguous(&c_view.shape);
-        let (described, address) = match &spare {
-            None => (own, place(c.buffer, &c_view, c.dtype)),
-            Some(buffer) => {
-                let address = place(buffer, &whole, c.dtype);
-                (Operand::of(&whole, address), address)
-            }
-        };
-        let task = Task {
-            dtype: c.dtype,
-            extents: [c_view.shape[0], c_view.shape[1], c_view.shape[2], k],
-            a: a.described,
-            b: b.described,
-            c: described.expect("row-major memory can be described"),
-        };
-        locked(&self.planner).run(&self.stream, task, [a.address, b.address, address], &self.workspace)?;
-        if let Some(buffer) = spare.take() {
-            let inputs = [Arg { buffer: &buffer, dtype: c.dtype, view: &whole }];
-            let mut outputs = [ArgMut { buffer: &mut *c.buffer, dtype: c.dtype, view: &c_view }];
-            self.run(&COPY, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars: &[] })?;
-        }
-        Ok(())
+    /// Where memory for a launch comes from; its operands are kept where it is captured.
+    fn memory_now(&self, launch: &Launch<'_>) -> Arc<Memory> {
+        let mut noting = locked(&self.noting);
+        let Some(holdings) = noting.as_mut() else { return self.memory.clone() };
+        let read = launch.inputs.iter().map(|x| x.buffer);
+        let written = launch.outputs.iter().map(|y| &*y.buffer);
+        read.chain(written).filter_map(Buffer::device_address).for_each(|at| holdings.keep(at));
+        holdings.memory.clone()
     }
 
-    /// An operand that the library can read: as it is, or a copy (of one matrix, where all of the stack are the same).
-    fn readable(&self, x: &Arg<'_>) -> Result<Readable, KernelError> {
-        let address = place(x.buffer, x.view, x.dtype);
-        if let Some(described) = Operand::of(x.view, address) {
-            return Ok(Readable { described, address, _copy: None });
-        }
-        let is_shared = x.view.strides[0] == 0;
-        let from = if is_shared { x.view.narrow(0, 0, 1) } else { x.view.clone() };
-        let mut to = Strides::contiguous(&from.shape);
-        let mut buffer = self.memory.alloc(from.numel() * x.dtype.size())?;
-        let inputs = [Arg { view: &from, ..*x }];
-        let mut outputs = [ArgMut { buffer: &mut buffer, dtype: x.dtype, view: &to }];
-        self.run(&COPY, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars: &[] })?;
-        let address = place(&buffer, &to, x.dtype);
-        if is_shared {
-            to.strides[0] = 0;
-        }
-        let described = Operand::of(&to, address).expect("row-major memory can be described");
-        Ok(Readable { described, address, _copy: Some(buffer) })
+    /// Refuses what cannot be part of captured work.
+    fn not_captured(&self, what: &'static str) -> Result<(), KernelError> {
+        if locked(&self.noting).is_some() { Err(KernelError::Captured { what }) } else { Ok(()) }
     }
 
     /// The first index that a kernel found outside since the last look.
@@ -279,38 +238,14 @@ impl Cuda {
     }
 }
 
-/// An operand of a product, with the copy that it may lie in.
-struct Readable {
-    described: Operand,
-    address: u64,
-    _copy: Option<Buffer>,
-}
-
-/// A stack in which all share one b is one product of more rows, where the rows of all lie one behind another.
-fn as_one([a, b, c]: [&Strides; 3]) -> [Strides; 3] {
-    let joined = |x: &Strides| {
-        let lies = x.strides[0] == x.strides[1] * x.shape[1];
-        lies.then(|| Strides {
-            shape: [1, x.shape[0] * x.shape[1], x.shape[2]].into_iter().collect(),
-            strides: [0, x.strides[1], x.strides[2]].into_iter().collect(),
-            offset: x.offset,
-        })
-    };
-    if b.strides[0] == 0
-        && let (Some(a), Some(c)) = (joined(a), joined(c))
-    {
-        return [a, b.narrow(0, 0, 1), c];
-    }
-    [a.clone(), b.clone(), c.clone()]
-}
-
 impl Backend for Cuda {
     fn device(&self) -> Device {
         Device::Cuda(self.number)
     }
 
     fn alloc(&self, bytes: usize) -> Result<Buffer, KernelError> {
-        self.memory.alloc(bytes)
+        let memory = locked(&self.noting).as_ref().map(|holdings| holdings.memory.clone());
+        memory.as_ref().unwrap_or(&self.memory).alloc(bytes)
     }
 
     fn launch(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
@@ -332,6 +267,7 @@ impl Backend for Cuda {
     }
 
     fn upload(&self, from: &[u8], to: &mut Buffer) -> Result<(), KernelError> {
+        self.not_captured("copies from the host")?;
         assert!(to.is_unique(), "bug: a buffer that is written has one handle");
         let mut staging = locked(&self.staging);
         for (i, part) in from.chunks(STAGE_BYTES).enumerate() {
@@ -342,6 +278,7 @@ impl Backend for Cuda {
     }
 
     fn download(&self, from: &Buffer, to: &mut [u8]) -> Result<(), KernelError> {
+        self.not_captured("copies to the host")?;
         let mut staging = locked(&self.staging);
         for (i, part) in to.chunks_mut(STAGE_BYTES).enumerate() {
             let (memory, _) = staging.turn()?;
@@ -351,14 +288,26 @@ impl Backend for Cuda {
     }
 
     fn mark(&self) -> Result<Mark, KernelError> {
+        self.not_captured("shows a mark to others")?;
         Ok(Mark::new(Arc::new(self.stream.mark()?)))
     }
 
     fn wait(&self, mark: &Mark) -> Result<(), KernelError> {
+        self.not_captured("waits for a mark of others")?;
         mark.point::<Event>().map_or(Ok(()), |event| self.stream.wait(event))
     }
 
+    fn capture(&self, work: &mut dyn FnMut() -> Result<(), KernelError>) -> Result<Graph, KernelError> {
+        Ok(Graph::new(Arc::new(graph::capture(&self.stream, &self.memory, &self.noting, work)?)))
+    }
+
+    fn replay(&self, graph: &Graph) -> Result<(), KernelError> {
+        self.not_captured("replays other work")?;
+        graph.work::<Captured>().expect("bug: a graph of another back end").replay(&self.stream)
+    }
+
     fn finish(&self) -> Result<(), KernelError> {
+        self.not_captured("waits until all work is done")?;
         self.stream.finish()?;
         self.check_faults(&mut locked(&self.staging))
     }
@@ -375,20 +324,5 @@ mod tests {
         let error = fault_of("embedding", &record).unwrap();
         assert_eq!(error, KernelError::Index { kernel: "embedding", index: -3, position: 7, rows: 10 });
         assert_eq!(fault_of("embedding", &[0; 32]), None);
-    }
-
-    #[test]
-    fn a_stack_over_one_matrix_becomes_one_product() {
-        let a = Strides::contiguous(&[4, 6, 10]);
-        let b = Strides::contiguous(&[10, 30]).broadcast(&[4, 10, 30]).unwrap();
-        let c = Strides::contiguous(&[4, 6, 30]);
-        let [x, y, z] = as_one([&a, &b, &c]);
-        assert_eq!(
-            (x.shape[..].to_vec(), y.shape[..].to_vec(), z.shape[..].to_vec()),
-            (vec![1, 24, 10], vec![1, 10, 30], vec![1, 24, 30])
-        );
-        let apart = c.permute(&[0, 1, 2]).narrow(1, 0, 5);
-        let [x, _, _] = as_one([&a.narrow(1, 0, 5), &b, &apart]);
-        assert_eq!(x.shape[..], [4, 5, 10]);
     }
 }

@@ -8,7 +8,7 @@ use crate::dtype::DType;
 use crate::error::KernelError;
 use crate::strides::Strides;
 use cudarc::cublaslt::sys::{
-    cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
+    cublasComputeType_t, cublasLtEpilogue_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
     cublasLtMatmulDescAttributes_t, cublasLtMatmulHeuristicResult_t, cublasLtMatmulPreference_t,
     cublasLtMatmulPreferenceAttributes_t, cublasLtMatrixLayout_t, cublasLtMatrixLayoutAttribute_t,
     cudaDataType, cudaStream_t,
@@ -45,8 +45,14 @@ foreign!(Table, BLAS, cudarc::cublaslt::sys, cublasStatus_t {
         algorithm: *const cublasLtMatmulAlgo_t, workspace: *mut c_void, workspace_bytes: usize, stream: cudaStream_t);
 });
 
+/// The library has nothing for what is asked.
+const NOT_SUPPORTED: Answer = 15;
+
 impl Table {
     fn failed(&self, call: &'static str, answer: Answer) -> KernelError {
+        if answer == NOT_SUPPORTED {
+            return KernelError::Unsupported { kernel: call, device: "cuBLASLt" };
+        }
         KernelError::Device { call, why: format!("cuBLASLt answers {answer}"), lasting: false }
     }
 }
@@ -67,25 +73,33 @@ pub(super) struct Operand {
 impl Operand {
     /// Describes a view (g, rows, columns) at an address; `None` if the library has no words for its strides.
     pub(super) fn of(view: &Strides, address: u64) -> Option<Operand> {
-        let ([_, rows, columns], [step, down, along]) = (dims(&view.shape), dims(&view.strides));
-        let lead = |inner: (usize, usize), outer: (usize, usize)| {
-            let ((inner, near), (outer, far)) = (inner, outer);
-            let least = inner.max(1);
-            let lies = (inner <= 1 || near == 1) && (outer <= 1 || far >= least);
-            lies.then_some(if outer <= 1 { least } else { far })
-        };
-        let alignment = 1 << address.trailing_zeros().min(8);
-        let plain =
-            lead((rows, down), (columns, along)).map(|lead| Operand { turned: false, lead, step, alignment });
-        let turned = || {
-            lead((columns, along), (rows, down)).map(|lead| Operand { turned: true, lead, step, alignment })
-        };
-        plain.or_else(turned)
+        let ([_, rows, columns], [_, down, along]) = (dims(&view.shape), dims(&view.strides));
+        let plain = lead((rows, down), (columns, along));
+        let plain = plain.map(|lead| Operand { turned: false, ..Operand::with(view, address, lead) });
+        plain.or_else(|| Operand::by_rows(view, address))
+    }
+
+    /// The same with rows behind each other, even where both are true.
+    pub(super) fn by_rows(view: &Strides, address: u64) -> Option<Operand> {
+        let ([_, rows, columns], [_, down, along]) = (dims(&view.shape), dims(&view.strides));
+        lead((columns, along), (rows, down)).map(|lead| Operand::with(view, address, lead))
+    }
+
+    fn with(view: &Strides, address: u64, lead: usize) -> Operand {
+        let [step, _, _] = dims(&view.strides);
+        Operand { turned: true, lead, step, alignment: 1 << address.trailing_zeros().min(8) }
     }
 
     fn transposed(self) -> Operand {
         Operand { turned: !self.turned, ..self }
     }
+}
+
+/// Elements from one line to the next, where a line holds so many at this distance and there are so many lines at that one.
+fn lead((inner, near): (usize, usize), (outer, far): (usize, usize)) -> Option<usize> {
+    let least = inner.max(1);
+    let lies = (inner <= 1 || near == 1) && (outer <= 1 || far >= least);
+    lies.then_some(if outer <= 1 { least } else { far })
 }
 
 fn dims(list: &[usize]) -> [usize; 3] {
@@ -100,6 +114,17 @@ pub(super) struct Task {
     pub(super) a: Operand,
     pub(super) b: Operand,
     pub(super) c: Operand,
+    /// Other than plain only where the rows of c lie behind each other: what is added then goes along those of the library.
+    pub(super) ending: cublasLtEpilogue_t,
+}
+
+/// What lies beside a product, as addresses; 0 where there is nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Beside {
+    /// A number for each column of c: read or written, as the ending says.
+    pub(super) columns: u64,
+    /// A matrix like c, whose rows lie behind each other.
+    pub(super) whole: u64,
 }
 
 impl Task {
@@ -110,7 +135,7 @@ impl Task {
         }
         let [g, m, n, k] = self.extents;
         let (a, b, c) = (self.b.transposed(), self.a.transposed(), self.c.transposed());
-        (Task { dtype: self.dtype, extents: [g, n, m, k], a, b, c }, true)
+        (Task { extents: [g, n, m, k], a, b, c, ..self }, true)
     }
 }
 
@@ -181,7 +206,8 @@ struct Planned {
 #[derive(Debug)]
 pub(super) struct Planner {
     products: Arc<Products>,
-    planned: HashMap<Task, Planned>,
+    /// Nothing, where the library has no algorithm.
+    planned: HashMap<Task, Option<Planned>>,
 }
 
 /// Memory that an algorithm may use.
@@ -195,22 +221,31 @@ impl Planner {
         Planner { products: library.clone(), planned: HashMap::new() }
     }
 
-    /// Gives a task to a stream: addresses of a, b and c, and a workspace that only this stream uses.
+    /// Gives a task to a stream: addresses of a, b and c, of what lies beside them, and a workspace that only this stream uses.
+    ///
+    /// # Errors
+    /// [`KernelError::Unsupported`] where the library has no algorithm; nothing is done then.
     pub(super) fn run(
         &mut self,
         stream: &Stream,
         task: Task,
-        [a, b, c]: [u64; 3],
+        ([a, b, c], beside): ([u64; 3], Beside),
         workspace: &Buffer,
     ) -> Result<(), KernelError> {
         stream.context().bound()?;
         let (task, swapped) = task.upright();
         let (a, b) = if swapped { (b, a) } else { (a, b) };
         if !self.planned.contains_key(&task) {
-            let planned = Planned::new(&self.products, &task)?;
+            let planned = match Planned::new(&self.products, &task, beside) {
+                Err(KernelError::Unsupported { .. }) => None,
+                planned => Some(planned?),
+            };
             self.planned.insert(task, planned);
         }
-        let planned = &self.planned[&task];
+        let Some(planned) = &self.planned[&task] else {
+            return Err(KernelError::Unsupported { kernel: "cublasLtMatmul", device: "cuBLASLt" });
+        };
+        planned.point(&task, beside)?;
         // The scale is f64 for f64 and f32 otherwise; both begin with the same bytes where they are 0.
         let (one, zero) = (1f64, 0f64);
         let (narrow_one, is_wide) = (1f32, task.dtype == DType::F64);
@@ -257,8 +292,8 @@ fn data_type(dtype: DType) -> Result<(cublasComputeType_t, cudaDataType, cudaDat
 }
 
 impl Planned {
-    fn new(library: &Arc<Products>, task: &Task) -> Result<Planned, KernelError> {
-        use cublasLtMatmulDescAttributes_t::{CUBLASLT_MATMUL_DESC_TRANSA, CUBLASLT_MATMUL_DESC_TRANSB};
+    fn new(library: &Arc<Products>, task: &Task, beside: Beside) -> Result<Planned, KernelError> {
+        use cublasLtMatmulDescAttributes_t as D;
         let table = &library.table;
         let (compute, scale, dtype) = data_type(task.dtype)?;
         let [g, m, n, k] = task.extents;
@@ -275,24 +310,45 @@ impl Planned {
         // SAFETY: the place outlives the call; destroyed once, with what is planned.
         unsafe { table.cublasLtMatmulDescCreate(&mut product, compute, scale) }?;
         planned.product = product.expose_provenance();
-        for (which, operand) in [(CUBLASLT_MATMUL_DESC_TRANSA, task.a), (CUBLASLT_MATMUL_DESC_TRANSB, task.b)]
-        {
-            let turned = i32::from(operand.turned);
-            // SAFETY: the attribute is a number of this size; the description is alive.
-            unsafe {
-                table.cublasLtMatmulDescSetAttribute(
-                    product,
-                    which,
-                    (&raw const turned).cast(),
-                    size_of::<i32>(),
-                )
-            }?;
-        }
+        planned.set(D::CUBLASLT_MATMUL_DESC_TRANSA, &i32::from(task.a.turned))?;
+        planned.set(D::CUBLASLT_MATMUL_DESC_TRANSB, &i32::from(task.b.turned))?;
+        planned.set(D::CUBLASLT_MATMUL_DESC_EPILOGUE, &(task.ending as u32))?;
+        planned.point(task, beside)?;
         planned.a = layout(table, dtype, [g, m, k], task.a)?;
         planned.b = layout(table, dtype, [g, k, n], task.b)?;
         planned.c = layout(table, dtype, [g, m, n], task.c)?;
         planned.algorithm = planned.choose(task)?;
         Ok(planned)
+    }
+
+    /// Tells the description one of its attributes.
+    fn set<T>(&self, which: cublasLtMatmulDescAttributes_t, value: &T) -> Result<(), KernelError> {
+        let product = ptr::with_exposed_provenance_mut(self.product);
+        // SAFETY: the value is of the size that is said, which the library compares with the attribute's; the description
+        // is alive.
+        unsafe {
+            self.products.table.cublasLtMatmulDescSetAttribute(
+                product,
+                which,
+                ptr::from_ref(value).cast(),
+                size_of::<T>(),
+            )
+        }
+    }
+
+    /// Tells the description where lies what its ending reads and writes.
+    fn point(&self, task: &Task, beside: Beside) -> Result<(), KernelError> {
+        use cublasLtMatmulDescAttributes_t as D;
+        if beside.columns != 0 {
+            self.set(D::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &beside.columns)?;
+        }
+        if beside.whole != 0 {
+            self.set(D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &beside.whole)?;
+            self.set(D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &(task.c.lead as i64))?;
+            let step = task.c.step as i64;
+            self.set(D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE, &step)?;
+        }
+        Ok(())
     }
 
     /// The library's first choice among algorithms that fit the workspace and the alignments and whose sums have one order.
@@ -324,6 +380,10 @@ impl Planned {
                 &mut found,
             )
         }?;
+        if found < 1 && task.ending != cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DEFAULT {
+            let kernel = "cublasLtMatmulAlgoGetHeuristic";
+            return Err(KernelError::Unsupported { kernel, device: "cuBLASLt" });
+        }
         if found < 1 {
             let why = format!("cuBLASLt has no algorithm for {task:?}");
             return Err(KernelError::Device { call: "cublasLtMatmulAlgoGetHeuristic", why, lasting: false });

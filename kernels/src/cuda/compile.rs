@@ -27,6 +27,10 @@ impl Table {
     }
 }
 
+/// Where a source does not say how many blocks must fit a multiprocessor, the assembler decides, and rather spills a few bytes
+/// than let fewer fit. Two are enough: threads get the registers that they need.
+const REGISTERS_AS_NEEDED: &str = "--ptxas-options=--minnctapersm=2";
+
 /// What is to be compiled.
 #[derive(Clone, Copy, Debug)]
 pub struct Program<'a> {
@@ -98,7 +102,7 @@ impl Compiler {
     /// [`KernelError::Compile`] with the compiler's log.
     pub fn compile(&self, program: &Program<'_>, architecture: &str) -> Result<Compiled, KernelError> {
         let architecture = format!("--gpu-architecture={architecture}");
-        let options = [&*architecture, "--std=c++17", "--ptxas-options=-v"];
+        let options = [&*architecture, "--std=c++17", "--ptxas-options=-v", REGISTERS_AS_NEEDED];
         let (major, minor) = self.version;
         let key = format!("nvrtc {major}.{minor}\n{}\n{}", options.join("\n"), program.text);
         let found = self.cache.as_ref().and_then(|cache| cache.read(&key));

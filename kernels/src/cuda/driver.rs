@@ -6,10 +6,10 @@ use super::library::{Answer, DRIVER, Places, foreign};
 use crate::buffer::Buffer;
 use crate::error::{KernelError, MemoryStats};
 use cudarc::driver::sys::{
-    CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute,
-    CUmodule, CUstream,
+    CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUgraph,
+    CUgraphExec, CUmodule, CUstream, CUstreamCaptureMode,
 };
-use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 use std::path::Path;
 use std::ptr;
 use std::sync::Arc;
@@ -47,6 +47,12 @@ foreign!(Table, DRIVER, cudarc::driver::sys, CUresult {
     fn cuLaunchKernel(function: CUfunction, blocks_x: c_uint, blocks_y: c_uint, blocks_z: c_uint, threads_x: c_uint,
         threads_y: c_uint, threads_z: c_uint, shared_bytes: c_uint, stream: CUstream, args: *mut *mut c_void,
         extra: *mut *mut c_void);
+    fn cuStreamBeginCapture_v2(stream: CUstream, mode: CUstreamCaptureMode);
+    fn cuStreamEndCapture(stream: CUstream, graph: *mut CUgraph);
+    fn cuGraphInstantiateWithFlags(program: *mut CUgraphExec, graph: CUgraph, flags: c_ulonglong);
+    fn cuGraphDestroy(graph: CUgraph);
+    fn cuGraphLaunch(program: CUgraphExec, stream: CUstream);
+    fn cuGraphExecDestroy(program: CUgraphExec);
 });
 
 const OUT_OF_MEMORY: Answer = 2;

@@ -215,6 +215,7 @@ impl Args {
             GridArg::I64(x) => self.words.push(x.cast_unsigned()),
             GridArg::F64(x) => self.words.push(x.to_bits()),
             GridArg::I64s(numbers) => self.words.extend(numbers.iter().map(|x| x.cast_unsigned())),
+            GridArg::Addresses(operands) => self.words.extend(operands.iter().map(address)),
         }
     }
 
@@ -242,6 +243,7 @@ mod tests {
             GridArg::F64(-0.25),
             GridArg::I64(i64::MIN),
             GridArg::Fault,
+            GridArg::Addresses(vec![GridArg::Output(0), GridArg::Fault]),
         ];
         let address = |arg: &GridArg| if *arg == GridArg::Fault { 77 } else { 4096 };
         all.iter().for_each(|arg| args.push(arg, &address));
@@ -256,13 +258,15 @@ mod tests {
             (-0.25f64).to_bits(),
             1 << 63,
             77,
+            4096,
+            77,
         ];
         assert_eq!(args.words[..], expected);
-        assert_eq!(args.starts[..], [0, 1, 2, 3, 6, 7, 8]);
+        assert_eq!(args.starts[..], [0, 1, 2, 3, 6, 7, 8, 9]);
         let base = args.words.as_ptr().addr();
         assert_eq!(
             args.pointers().iter().map(|p| p.addr() - base).collect::<Vec<_>>(),
-            [0, 8, 16, 24, 48, 56, 64]
+            [0, 8, 16, 24, 48, 56, 64, 72]
         );
     }
 }

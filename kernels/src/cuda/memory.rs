@@ -1,12 +1,13 @@
 //! Memory of a card for one rank: large chunks from the driver, cut up here. What is freed is used again at once: all work
-//! of the rank is given to one stream, so whoever uses it next comes after whoever used it last.
+//! of the rank is given to one stream, so whoever uses it next comes after whoever used it last. Only blocks that captured work
+//! uses wait until that is gone.
 
 use super::driver::Context;
 use crate::buffer::{Buffer, Keeper};
 use crate::error::{KernelError, MemoryStats};
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 /// Every block is a multiple of this, which is the alignment that a driver gives.
 const GRAIN: usize = 512;
@@ -36,6 +37,9 @@ struct Books {
     by_size: [BTreeSet<(usize, u64)>; 2],
     /// Bytes of each block in use.
     used: HashMap<u64, usize>,
+    /// How many graphs keep a block in use, and which of those would be free without them.
+    kept: HashMap<u64, usize>,
+    waiting: HashSet<u64>,
     stats: MemoryStats,
 }
 
@@ -83,6 +87,10 @@ impl Books {
     }
 
     fn give_back(&mut self, address: u64) {
+        if self.kept.contains_key(&address) {
+            self.waiting.insert(address);
+            return;
+        }
         let Some(mut bytes) = self.used.remove(&address) else { return };
         self.stats.in_use_bytes -= bytes;
         let (start, whole) = self.chunk_of(address);
@@ -121,15 +129,60 @@ impl Books {
 /// The allocator of one rank. Handles share it.
 #[derive(Debug)]
 pub(super) struct Memory {
-    source: Box<dyn Source>,
+    source: Arc<dyn Source>,
     limit: usize,
     books: Mutex<Books>,
+    /// What was made by [`Memory::beside`].
+    others: Mutex<Vec<Weak<Memory>>>,
 }
 
 impl Memory {
     /// Memory of at most `limit` bytes from the driver (0: no limit).
-    pub(super) fn new(source: Box<dyn Source>, limit: usize) -> Arc<Memory> {
-        Arc::new(Memory { source, limit, books: Mutex::default() })
+    pub(super) fn new(source: Arc<dyn Source>, limit: usize) -> Arc<Memory> {
+        Arc::new(Memory { source, limit, books: Mutex::default(), others: Mutex::default() })
+    }
+
+    /// Memory from the same driver whose blocks are never those of this one. It may take what the limit leaves now, and is
+    /// counted here as long as it lives.
+    pub(super) fn beside(&self) -> Arc<Memory> {
+        let left = self.limit.saturating_sub(self.stats().reserved_bytes).max(1);
+        let other = Memory::new(self.source.clone(), if self.limit == 0 { 0 } else { left });
+        let mut others = self.others.lock().unwrap_or_else(PoisonError::into_inner);
+        others.retain(|other| other.strong_count() > 0);
+        others.push(Arc::downgrade(&other));
+        other
+    }
+
+    /// Keeps a block from being used again until it is let go as often; false for what is no block of this memory.
+    pub(super) fn keep(&self, address: u64) -> bool {
+        let mut books = self.books();
+        let is_own = books.used.contains_key(&address);
+        if is_own {
+            *books.kept.entry(address).or_default() += 1;
+        }
+        is_own
+    }
+
+    /// The end of one [`Memory::keep`].
+    pub(super) fn let_go(&self, address: u64) {
+        let mut books = self.books();
+        let left = books.kept.get_mut(&address).map_or(0, |count| {
+            *count -= 1;
+            *count
+        });
+        if left == 0 {
+            books.kept.remove(&address);
+            if books.waiting.remove(&address) {
+                books.give_back(address);
+            }
+        }
+    }
+
+    /// What all that was made by [`Memory::beside`] holds.
+    fn of_others(&self) -> MemoryStats {
+        let others = self.others.lock().unwrap_or_else(PoisonError::into_inner);
+        let each = others.iter().filter_map(Weak::upgrade).map(|other| other.stats());
+        each.fold(MemoryStats::default(), added)
     }
 
     fn books(&self) -> MutexGuard<'_, Books> {
@@ -137,7 +190,8 @@ impl Memory {
     }
 
     pub(super) fn stats(&self) -> MemoryStats {
-        self.books().stats
+        let own = self.books().stats;
+        added(self.of_others(), own)
     }
 
     /// A block of at least `bytes` bytes with arbitrary contents.
@@ -175,12 +229,24 @@ impl Memory {
     }
 
     fn take(&self, books: &mut Books, bytes: usize) -> Result<bool, KernelError> {
-        if self.limit != 0 && books.stats.reserved_bytes.saturating_add(bytes) > self.limit {
-            return Ok(false);
+        if self.limit != 0 {
+            let reserved = books.stats.reserved_bytes.saturating_add(self.of_others().reserved_bytes);
+            if reserved.saturating_add(bytes) > self.limit {
+                return Ok(false);
+            }
         }
         let Some(address) = self.source.take(bytes)? else { return Ok(false) };
         books.add_chunk(address, bytes);
         Ok(true)
+    }
+}
+
+fn added(a: MemoryStats, b: MemoryStats) -> MemoryStats {
+    MemoryStats {
+        in_use_bytes: a.in_use_bytes + b.in_use_bytes,
+        peak_bytes: a.peak_bytes + b.peak_bytes,
+        reserved_bytes: a.reserved_bytes + b.reserved_bytes,
+        num_system_allocs: a.num_system_allocs + b.num_system_allocs,
     }
 }
 
@@ -249,7 +315,7 @@ mod tests {
 
     fn memory(bytes: usize, limit: usize) -> (Arc<Memory>, Arc<AtomicUsize>) {
         let left = Arc::new(AtomicUsize::new(bytes));
-        (Memory::new(Box::new(Numbers { left: left.clone(), ..Numbers::default() }), limit), left)
+        (Memory::new(Arc::new(Numbers { left: left.clone(), ..Numbers::default() }), limit), left)
     }
 
     #[test]
@@ -293,6 +359,29 @@ mod tests {
         drop(a);
         assert_eq!(memory.alloc(2 << 20).unwrap().device_address(), address);
         assert_eq!(memory.stats().num_system_allocs, 1);
+    }
+
+    #[test]
+    fn what_is_kept_is_not_used_again_before_it_is_let_go() {
+        let (memory, left) = memory(1 << 30, 200 << 20);
+        let a = memory.alloc(3 << 20).unwrap();
+        let address = a.device_address().unwrap();
+        assert!(memory.keep(address) && memory.keep(address) && !memory.keep(address + 512));
+        drop(a);
+        assert_ne!(memory.alloc(3 << 20).unwrap().device_address(), Some(address));
+        memory.let_go(address);
+        assert_ne!(memory.alloc(3 << 20).unwrap().device_address(), Some(address));
+        memory.let_go(address);
+        assert_eq!(memory.alloc(3 << 20).unwrap().device_address(), Some(address));
+        let (own, beside) = (memory.alloc(2 << 20).unwrap(), memory.beside());
+        let held = beside.alloc(100 << 20).unwrap();
+        assert_eq!(memory.stats().reserved_bytes, 164 << 20);
+        assert!(memory.alloc(100 << 20).is_err() && beside.alloc(100 << 20).is_err());
+        drop((held, beside));
+        assert_eq!(memory.stats().reserved_bytes, 64 << 20);
+        memory.alloc(100 << 20).unwrap();
+        drop((own, memory));
+        assert_eq!(left.load(Ordering::Relaxed), 1 << 30);
     }
 
     #[test]

@@ -7,14 +7,18 @@ mod cache;
 pub mod compile;
 pub mod driver;
 mod memory;
+mod graph;
 mod launch;
 mod blas;
+mod product;
 pub mod backend;
 pub mod report;
 #[cfg(test)]
 pub(crate) mod fake;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod captures;
 
 pub use backend::Card;
 pub use compile::{Compiled, Compiler, Program};

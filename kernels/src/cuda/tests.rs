@@ -7,7 +7,7 @@ use crate::buffer::Buffer;
 use crate::cpu::Pool;
 use crate::dtype::{DType, Element};
 use crate::error::KernelError;
-use crate::gpu::{Grid, GridArg, Plan, Product};
+use crate::gpu::{Ending, Grid, GridArg, Plan, Product};
 use crate::kernel::{Arg, ArgMut, Bound, Gpu, Kernel, Launch, Scalar};
 use crate::match_float;
 use crate::op::contract::CONTRACT;
@@ -78,17 +78,23 @@ static PRODUCTS: Kernel = kernel(
     Gpu {
         source: "",
         plan: |_, plan: &mut Plan| {
-            plan.product(Product { a: 0, b: 1, c: 0 });
+            plan.product(Product { a: 0, b: 1, c: 0, ending: Ending::Plain });
             Ok(())
         },
     },
 );
 
-fn backend(folder: &Folder) -> Arc<dyn Backend> {
+pub(super) fn backend(folder: &Folder) -> Arc<dyn Backend> {
     Card::open(&folder.places(), 0).unwrap().backend(1, 0).unwrap()
 }
 
-fn twice(on: &dyn Backend, x: &Buffer, y: &mut Buffer, n: usize, factor: f64) -> Result<(), KernelError> {
+pub(super) fn twice(
+    on: &dyn Backend,
+    x: &Buffer,
+    y: &mut Buffer,
+    n: usize,
+    factor: f64,
+) -> Result<(), KernelError> {
     let (from, to) = (Strides::contiguous(&[n]), Strides::contiguous(&[n]));
     let inputs = [Arg { buffer: x, dtype: DType::F32, view: &from }];
     let mut outputs = [ArgMut { buffer: y, dtype: DType::F32, view: &to }];
@@ -297,5 +303,130 @@ fn products_of_all_strides_that_the_library_knows() {
                 }, else unreachable!());
             }
         }
+    }
+}
+
+/// A product with the ending that a scalar names: inputs a, b and what is added or was kept; outputs c and what is formed.
+static ENDINGS: Kernel = kernel(
+    "endings",
+    Gpu {
+        source: "",
+        plan: |launch, plan: &mut Plan| {
+            let ending = [
+                Ending::Bias { bias: 2 },
+                Ending::BiasGelu { bias: 2, before: 1 },
+                Ending::GeluGrad { before: 2, sums: 1 },
+                Ending::SumsOfB { sums: 1 },
+            ][launch.scalars[0].int() as usize];
+            plan.product(Product { a: 0, b: 1, c: 0, ending });
+            Ok(())
+        },
+    },
+);
+
+/// c and what is formed beside it, for row-major matrices; b is one for all of the stack where `is_shared`.
+fn ending<T: Element>(
+    on: &dyn Backend,
+    number: i64,
+    ([g, m, n, k], is_shared): ([usize; 4], bool),
+    [a, b, third]: [&[f64]; 3],
+) -> [Vec<f64>; 2] {
+    let up = |data: &[f64]| upload(on, &data.iter().map(|x| T::from_f64(*x)).collect::<Vec<T>>()).unwrap();
+    let per_column = number == 0 || number == 1;
+    let b_view = if is_shared {
+        Strides::contiguous(&[k, n]).broadcast(&[g, k, n]).unwrap()
+    } else {
+        Strides::contiguous(&[g, k, n])
+    };
+    let whole = Strides::contiguous(&[g, m, n]);
+    let line = Strides::contiguous(&[n]);
+    let views = [&Strides::contiguous(&[g, m, k]), &b_view, if per_column { &line } else { &whole }];
+    let buffers = [up(a), up(b), up(third)];
+    let inputs: Vec<Arg<'_>> =
+        buffers.iter().zip(views).map(|(buffer, view)| Arg { buffer, dtype: T::DTYPE, view }).collect();
+    let beside = if number == 1 { &whole } else { &line };
+    let mut results = [&whole, beside].map(|view| up(&vec![77.0; view.numel()]));
+    let [c, d] = &mut results;
+    let mut outputs = [
+        ArgMut { buffer: c, dtype: T::DTYPE, view: &whole },
+        ArgMut { buffer: d, dtype: T::DTYPE, view: beside },
+    ];
+    let mut launch = Launch { inputs: &inputs, outputs: &mut outputs, scalars: &[Scalar::Int(number)] };
+    on.launch(&ENDINGS, &mut launch).unwrap();
+    let down = |buffer: &Buffer, n: usize| {
+        download::<T>(on, buffer, n).unwrap().into_iter().map(T::to_f64).collect::<Vec<f64>>()
+    };
+    [down(&results[0], whole.numel()), down(&results[1], beside.numel())]
+}
+
+/// The same by hand.
+fn ending_by_hand(
+    number: i64,
+    ([g, m, n, k], is_shared): ([usize; 4], bool),
+    [a, b, third]: [&[f64]; 3],
+) -> [Vec<f64>; 2] {
+    let root = (2.0 / std::f64::consts::PI).sqrt();
+    let gate = |x: f64| 0.5 * (1.0 + (root * (x + 0.044715 * x.powi(3))).tanh());
+    let gelu = |x: f64| x * gate(x);
+    let slope = |x: f64| (gelu(x + 1e-5) - gelu(x - 1e-5)) / 2e-5;
+    let stack = |p: usize| if is_shared { 0 } else { p };
+    let (mut c, mut beside) = (vec![0.0; g * m * n], vec![0.0; if number == 1 { g * m * n } else { n }]);
+    for (p, i, j) in (0..g * m * n).map(|at| (at / (m * n), at / n % m, at % n)) {
+        let sum: f64 = (0..k).map(|l| a[(p * m + i) * k + l] * b[(stack(p) * k + l) * n + j]).sum();
+        let at = (p * m + i) * n + j;
+        c[at] = match number {
+            0 => sum + third[j],
+            1 => gelu(sum + third[j]),
+            2 => sum * slope(third[at]),
+            _ => sum,
+        };
+        match number {
+            1 => beside[at] = sum + third[j],
+            2 => beside[j] += c[at],
+            _ => {}
+        }
+    }
+    match number {
+        0 => beside.fill(77.0),
+        3 => (0..g * k * n).for_each(|at| beside[at % n] += b[if is_shared { at % (k * n) } else { at }]),
+        _ => {}
+    }
+    [c, beside]
+}
+
+#[test]
+fn products_end_as_they_are_told_by_the_library_or_by_kernels() {
+    let memory =
+        |n: usize, by: usize| (0..n).map(|i| ((i * by + 11) % 17) as f64 / 4.0 - 2.0).collect::<Vec<f64>>();
+    for words in ["", "plain-products"] {
+        let Some(folder) = fake::card(words) else { return };
+        let card = backend(&folder);
+        let shapes = [
+            ([1, 5, 8, 6], false),
+            ([3, 4, 16, 5], true),
+            ([2, 3, 8, 4], false),
+            ([1, 1, 8, 3], false),
+            ([1, 4, 5, 6], false),
+            ([1, 3, 8, 0], false),
+            ([1, 0, 8, 2], false),
+        ];
+        for (shape @ ([g, m, n, k], is_shared), number) in
+            shapes.into_iter().flat_map(|shape| (0..4).map(move |number| (shape, number)))
+        {
+            if number == 3 && g > 1 {
+                continue;
+            }
+            let (a, b) = (memory(g * m * k, 37), memory(if is_shared { k * n } else { g * k * n }, 29));
+            let third = memory(if number < 2 { n } else { g * m * n }, 23);
+            let operands = [&a[..], &b, &third];
+            let got = ending::<f32>(&*card, number, shape, operands);
+            let exact = ending_by_hand(number, shape, operands);
+            let apart = got.iter().flatten().zip(exact.iter().flatten()).map(|(x, y)| (x - y).abs());
+            assert!(apart.fold(0.0, f64::max) < 1e-4, "{words} {number} {shape:?}: {got:?} {exact:?}");
+        }
+        // 256 + 1, and 1 more, in eight bits: the library rounds once, kernels round twice.
+        let (a, b, bias) = ([256.0, 1.0], [1.0; 16], [1.0; 8]);
+        let [c, _] = ending::<half::bf16>(&*card, 0, ([1, 1, 8, 2], false), [&a, &b, &bias]);
+        assert_eq!(c, [if words.is_empty() { 258.0 } else { 256.0 }; 8]);
     }
 }

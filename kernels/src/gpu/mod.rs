@@ -162,6 +162,8 @@ pub enum GridArg {
     F64(f64),
     /// A struct of `long long`, by value: extents and strides.
     I64s(Vec<i64>),
+    /// A struct of pointers, by value: where operands begin. They are inputs, outputs and scratch memory.
+    Addresses(Vec<GridArg>),
 }
 
 /// A stack of products of operands of the launch: a (g, m, k), b (g, k, n), c (g, m, n), of any strides that the kernel's
@@ -174,6 +176,40 @@ pub struct Product {
     pub b: usize,
     /// The output that is c.
     pub c: usize,
+    /// What is done to c before it is rounded, and what is formed beside it.
+    pub ending: Ending,
+}
+
+/// How a product ends. With one of these, c and what lies beside it are contiguous; sums over i are over all rows of the stack.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Ending {
+    /// c = a b.
+    #[default]
+    Plain,
+    /// c_ij = (a b)_ij + bias_j.
+    Bias {
+        /// The input (n) that is added.
+        bias: usize,
+    },
+    /// before_ij = (a b)_ij + bias_j, and c = gelu(before) in its tanh form.
+    BiasGelu {
+        /// The input (n) that is added.
+        bias: usize,
+        /// The output, like c, that keeps what goes into gelu.
+        before: usize,
+    },
+    /// c = (a b) gelu'(before), and sums_j = the sum of c_ij over i.
+    GeluGrad {
+        /// The input, like c, that went into gelu.
+        before: usize,
+        /// The output (n).
+        sums: usize,
+    },
+    /// c = a b of one matrix each, and sums_j = the sum of b_ij over i.
+    SumsOfB {
+        /// The output (n).
+        sums: usize,
+    },
 }
 
 impl Plan {

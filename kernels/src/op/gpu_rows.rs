@@ -8,12 +8,13 @@ use std::borrow::Cow;
 
 /// The most threads of a row: 128 registers each.
 const THREADS: usize = 512;
-/// Threads of a block whose warps have a row each, and of one for runs of elements.
+/// Threads of a block whose warps have a row each.
 const WARPS: usize = 128;
-const FLAT: usize = 256;
+/// Threads of a block for runs of elements.
+pub(crate) const FLAT: usize = 256;
 
 /// Elements of 16 bytes.
-fn width(dtype: DType) -> usize {
+pub(crate) fn width(dtype: DType) -> usize {
     16 / dtype.size()
 }
 
@@ -96,6 +97,13 @@ fn defines(dtype: DType, aligned: bool) -> Vec<(&'static str, Cow<'static, str>)
     vec![("T", type_name(dtype).into()), ("ALIGNED", usize::from(aligned).to_string().into())]
 }
 
+/// The macros of a program for runs of elements, all of which begin and end at multiples of 16 bytes if they are aligned.
+pub(crate) fn flat_defines(dtype: DType, is_aligned: bool) -> Vec<(&'static str, Cow<'static, str>)> {
+    let mut defines = defines(dtype, is_aligned);
+    defines.extend([("THREADS", "256".into()), ("HELD", "0".into()), ("BLOCK", "256".into())]);
+    defines
+}
+
 /// A grid in which each thread has 16 bytes' worth of a run of n elements.
 pub(crate) fn flat(
     launch: &Launch<'_>,
@@ -104,8 +112,7 @@ pub(crate) fn flat(
     n: usize,
     args: Vec<GridArg>,
 ) -> Grid {
-    let mut defines = defines(dtype, is_aligned(launch, dtype, n));
-    defines.extend([("THREADS", "256".into()), ("HELD", "0".into()), ("BLOCK", "256".into())]);
+    let defines = flat_defines(dtype, is_aligned(launch, dtype, n));
     let blocks = [n.div_ceil(FLAT * width(dtype)) as u32, 1, 1];
     Grid { entry, defines, blocks, threads: FLAT as u32, shared_bytes: 0, args }
 }

@@ -6,6 +6,7 @@ pub(crate) mod check;
 mod differences;
 mod rows;
 mod gpu_rows;
+mod gpu_sort;
 mod walk;
 mod formula;
 mod pointwise;
@@ -148,6 +149,7 @@ pub static KERNELS: &[&Kernel] = &[
     &triangle::TRIANGLE,
     &sort::SORT,
     &adamw::STEP,
+    &adamw::STEP_MANY,
     &sgd::STEP,
     &random::UNIFORM,
     &random::NORMAL,

@@ -44,6 +44,16 @@ pub struct StepArgs<'a> {
     pub clip: Option<f64>,
     /// Numbers that are summed over all ranks along with the norm; as many on every rank.
     pub control: &'a [f64],
+    /// By what all gradients are too large; norm, clipping and update are of gradients divided by it.
+    pub loss_scale: f64,
+}
+
+impl StepArgs<'_> {
+    /// A step with a learning rate and nothing else.
+    #[must_use]
+    pub const fn new(lr: f64) -> StepArgs<'static> {
+        StepArgs { lr, clip: None, control: &[], loss_scale: 1.0 }
+    }
 }
 
 /// What a step found; the same on every rank.
@@ -121,7 +131,7 @@ impl AdamW {
     where
         M: crate::Module,
     {
-        let report = self.step(model, gradients, StepArgs { lr: self.lr, clip: None, control: &[] })?;
+        let report = self.step(model, gradients, StepArgs::new(self.lr))?;
         if report.applied {
             return Ok(report);
         }
@@ -146,13 +156,14 @@ impl AdamW {
     {
         let norm = grad_norm(model.rank(), model.params(), &gradients, args.control)?;
         let applied = norm.grad_norm.is_finite() && norm.control.iter().all(|x| x.is_finite());
-        let report = Report { grad_norm: norm.grad_norm, control: norm.control, applied };
+        let grad_norm = norm.grad_norm / args.loss_scale;
+        let report = Report { grad_norm, control: norm.control, applied };
         if !applied {
             return Ok(report);
         }
         self.num_steps += 1;
         let clip = args.clip.filter(|most| *most < report.grad_norm);
-        let grad_scale = clip.map_or(1.0, |most| most / report.grad_norm);
+        let grad_scale = clip.map_or(1.0, |most| most / report.grad_norm) / args.loss_scale;
         for param in model.params().iter().filter(|p| !p.is_frozen()) {
             let Some(gradient) = gradients.remove(&param.key()) else { continue };
             let rates = self.rates(param, args.lr, grad_scale);

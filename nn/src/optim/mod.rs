@@ -2,10 +2,12 @@
 
 mod norm;
 mod schedule;
+mod loss_scale;
 mod adamw;
 mod sgd;
 
 pub use adamw::{AdamW, Group, Report, StepArgs};
+pub use loss_scale::LossScale;
 pub use norm::{Norm, grad_norm};
 pub use schedule::Schedule;
 pub use sgd::Sgd;

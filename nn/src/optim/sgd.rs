@@ -82,7 +82,7 @@ impl Sgd {
     where
         M: crate::Module,
     {
-        let report = self.step(model, gradients, StepArgs { lr: self.lr, clip: None, control: &[] })?;
+        let report = self.step(model, gradients, StepArgs::new(self.lr))?;
         if report.applied {
             return Ok(report);
         }
@@ -107,13 +107,14 @@ impl Sgd {
     {
         let norm = grad_norm(model.rank(), model.params(), &gradients, args.control)?;
         let applied = norm.grad_norm.is_finite() && norm.control.iter().all(|x| x.is_finite());
-        let report = Report { grad_norm: norm.grad_norm, control: norm.control, applied };
+        let grad_norm = norm.grad_norm / args.loss_scale;
+        let report = Report { grad_norm, control: norm.control, applied };
         if !applied {
             return Ok(report);
         }
         self.num_steps += 1;
         let clip = args.clip.filter(|most| *most < report.grad_norm);
-        let grad_scale = clip.map_or(1.0, |most| most / report.grad_norm);
+        let grad_scale = clip.map_or(1.0, |most| most / report.grad_norm) / args.loss_scale;
         for param in model.params().iter().filter(|p| !p.is_frozen()) {
             let Some(gradient) = gradients.remove(&param.key()) else { continue };
             let rates = self.rates(param, args.lr, grad_scale);

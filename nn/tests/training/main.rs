@@ -12,6 +12,8 @@ mod traces;
 mod llama;
 mod reading;
 mod steps;
+mod mixed;
+mod scaled;
 mod folders;
 mod bad_files;
 mod fuzz;

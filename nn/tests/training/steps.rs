@@ -65,7 +65,8 @@ fn steps_equal_a_plain_loop() {
                 let loss = a.square().sum().add(&b.square().sum()).scale((1.0 + step as f64).sin());
                 loss.backward()?;
                 let clip = (step % 2 == 1).then_some(0.75);
-                let args = StepArgs { lr: 0.1 / (1 + step) as f64, clip, control: &[1.0, step as f64] };
+                let args =
+                    StepArgs { clip, control: &[1.0, step as f64], ..StepArgs::new(0.1 / (1 + step) as f64) };
                 let report = optim.step(&model, tape.gradients(), args)?;
                 let mut grads = [slope(&plain[0].w, step), slope(&plain[1].w, step)];
                 let norm = grads.iter().flatten().map(|g| g * g).sum::<f64>().sqrt();
@@ -99,7 +100,7 @@ fn losses(mesh: &str, rounds: usize) -> Vec<f64> {
             .map(|_| {
                 let tape = model.tape();
                 let (loss, _) = setup.backward(&model, &tape)?;
-                let args = StepArgs { lr: 0.01, clip: Some(1.0), control: &[] };
+                let args = StepArgs { clip: Some(1.0), control: &[], ..StepArgs::new(0.01) };
                 let report = optim.step(&model, tape.gradients(), args)?;
                 assert!(report.applied);
                 Ok(loss)
@@ -191,7 +192,7 @@ fn a_gradient_that_is_not_finite_changes_nothing() {
         let step = |optim: &mut AdamW, factor: f64, control: &[f64]| {
             let tape = model.tape();
             model.matrix.on_tape(&tape).scale(factor).sum().backward()?;
-            optim.step(&model, tape.gradients(), StepArgs { lr: 0.1, clip: None, control })
+            optim.step(&model, tape.gradients(), StepArgs { clip: None, control, ..StepArgs::new(0.1) })
         };
         let here = if rank.index() == 1 { f64::NAN } else { 0.0 };
         assert!(!step(&mut optim, f64::INFINITY, &[])?.applied);

@@ -1,9 +1,9 @@
 //! The options of `train`.
 
-use super::{DataArgs, ModelArgs, PipelineArgs, RunArgs, defaults, seq, values};
+use super::{DataArgs, ModelArgs, PipelineArgs, RunArgs, StoredArgs, defaults, seq, values};
 use clap::{Args, ValueEnum};
 use shardgrad::kernels::DType;
-use shardgrad::nn::{ModelConfig, Schedule};
+use shardgrad::nn::{ModelConfig, Precision, Schedule};
 use shardgrad::{Error, Kind, Result};
 use std::path::PathBuf;
 
@@ -32,6 +32,8 @@ pub(crate) struct TrainArgs {
     #[command(flatten)]
     pub(crate) run: RunArgs,
     #[command(flatten)]
+    stored: StoredArgs,
+    #[command(flatten)]
     pub(crate) steps: StepsArgs,
     #[command(flatten)]
     pub(crate) pipeline: PipelineArgs,
@@ -46,7 +48,7 @@ pub(crate) struct TrainArgs {
         value_parser = values::bytes
     )]
     pub(crate) shard_size: u64,
-    /// Numbers of the saved weights [default: those of the run]
+    /// Numbers of the saved weights [default: those of the stored ones]
     #[arg(long, value_name = "NAME", value_parser = super::dtypes(), help_heading = "Output")]
     pub(crate) save_dtype: Option<DType>,
     /// Steps between measurements of the loss on the held-out tenth of the text; 0 for none [default: 100]
@@ -136,6 +138,11 @@ impl TrainArgs {
         seq(self.steps.seq, config, defaults::SEQ_MAX)
     }
 
+    /// With what is computed and what is stored.
+    pub(crate) fn precision(&self) -> Precision {
+        self.stored.precision(self.run.dtype)
+    }
+
     /// How many pieces the batch is cut into.
     pub(crate) fn microbatches(&self) -> usize {
         self.pipeline.microbatches(&self.run.train_mesh(), self.steps.batch)
@@ -168,6 +175,7 @@ impl TrainArgs {
         let StepsArgs { steps, batch, .. } = self.steps;
         let OptimArgs { lr, min_lr, lr_schedule, warmup, .. } = self.optim;
         faults.extend(self.pipeline.fault(batch));
+        faults.extend(self.stored.fault(self.run.dtype));
         match min_lr {
             Some(_) if lr_schedule == LrSchedule::Constant => {
                 faults.push("--min-lr has no meaning with --lr-schedule constant".to_string());

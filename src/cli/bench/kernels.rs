@@ -17,19 +17,16 @@ const WIDTH: usize = 768;
 /// Batch, tokens, heads and channels of attention.
 const BTHC: [usize; 4] = [2, 128, 4, 64];
 
+/// Rows, terms of a sum and columns of products.
+const PRODUCTS: [[usize; 3]; 5] =
+    [[256, 256, 256], [512, 512, 512], [1024, 1024, 1024], [2048, 384, 1536], [512, 768, 3072]];
+
 const CASES: &[Case] = &[
-    Case {
-        name: "matmul f32 256x256x256",
-        shapes: &[&[256, 256], &[256, 256]],
-        call: |x| x[0].matmul(&x[1]),
-        oracle: |x| product(&x[0], &x[1], 256),
-        work: || Work::Flops(2.0 * 256f64.powi(3)),
-    },
     Case {
         name: "matmul f32 1x768x3072",
         shapes: &[&[1, WIDTH], &[WIDTH, 4 * WIDTH]],
         call: |x| x[0].matmul(&x[1]),
-        oracle: |x| product(&x[0], &x[1], 4 * WIDTH),
+        oracle: |x| product(&x[0], &x[1], WIDTH, 4 * WIDTH),
         work: || Work::Flops((2 * 4 * WIDTH * WIDTH) as f64),
     },
     Case {
@@ -80,13 +77,11 @@ const CASES: &[Case] = &[
 /// Checks and measures every case.
 pub(super) fn run(bench: &Bench) -> Result<()> {
     World::run(Mesh::single(), |rank| {
+        for (dims, dtype) in PRODUCTS.iter().flat_map(|dims| [(dims, DType::F32), (dims, DType::BF16)]) {
+            matmul(bench, rank, *dims, dtype)?;
+        }
         for case in CASES {
-            let layout = |shape: &&[usize]| Layout::invariant(rank.mesh(), DType::F32, shape);
-            let draw = |(i, shape): (usize, &&[usize])| {
-                Tensor::uniform(rank, &layout(shape), 7, i as u64, -1.0, 1.0)
-            };
-            let args: Vec<Tensor> = case.shapes.iter().enumerate().map(draw).collect::<Result<_>>()?;
-            let values: Vec<Vec<f64>> = args.iter().map(Tensor::to_f64).collect::<Result<_>>()?;
+            let (args, values) = draw(rank, DType::F32, case.shapes)?;
             check(case.name, &(case.call)(&args).to_f64()?, &(case.oracle)(&values), 1e-5)?;
             let seconds = bench.seconds(1, || {
                 let _ = (case.call)(&args);
@@ -99,13 +94,34 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
     Ok(())
 }
 
+/// Operands of these shapes, and what they hold.
+fn draw(rank: &Rank, dtype: DType, shapes: &[&[usize]]) -> Result<(Vec<Tensor>, Vec<Vec<f64>>)> {
+    let layout = |shape: &&[usize]| Layout::invariant(rank.mesh(), dtype, shape);
+    let draw = |(i, shape): (usize, &&[usize])| Tensor::uniform(rank, &layout(shape), 7, i as u64, -1.0, 1.0);
+    let args: Vec<Tensor> = shapes.iter().enumerate().map(draw).collect::<Result<_>>()?;
+    let values = args.iter().map(Tensor::to_f64).collect::<Result<_>>()?;
+    Ok((args, values))
+}
+
+/// Checks and measures a product.
+fn matmul(bench: &Bench, rank: &Rank, [m, k, n]: [usize; 3], dtype: DType) -> Result<()> {
+    let name = format!("matmul {dtype} {m}x{k}x{n}");
+    let (args, values) = draw(rank, dtype, &[&[m, k], &[k, n]])?;
+    let tolerance = if dtype == DType::BF16 { 1.0 / 256.0 } else { 1e-5 };
+    check(&name, &args[0].matmul(&args[1]).to_f64()?, &product(&values[0], &values[1], k, n), tolerance)?;
+    let seconds = bench.seconds(1, || {
+        let _ = args[0].matmul(&args[1]);
+        Ok(())
+    })?;
+    bench.tell("kernels", &name, "", seconds, Work::Flops(2.0 * (m * k * n) as f64));
+    Ok(())
+}
+
 fn inner(x: f64) -> f64 {
     (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3))
 }
 
-/// The product with a matrix of `n` columns.
-fn product(a: &[f64], b: &[f64], n: usize) -> Vec<f64> {
-    let k = b.len() / n;
+fn product(a: &[f64], b: &[f64], k: usize, n: usize) -> Vec<f64> {
     let mut c = vec![0.0; a.len() / k * n];
     for (row, out) in a.chunks(k).zip(c.chunks_mut(n)) {
         for (x, other) in row.iter().zip(b.chunks(n)) {

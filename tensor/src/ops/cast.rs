@@ -30,7 +30,7 @@ impl Cast {
 }
 
 /// Whether every value of a float dtype is one of another.
-fn is_exact(from: DType, to: DType) -> bool {
+pub(super) fn is_exact(from: DType, to: DType) -> bool {
     from == to
         || match to {
             DType::F64 => from.is_float(),

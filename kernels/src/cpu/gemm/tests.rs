@@ -56,7 +56,7 @@ fn examine<T: Float>(dims: [usize; 3], kinds: [usize; 3], add: bool) -> Result<(
     for level in levels() {
         let mut memory = vec![T::Acc::ONE; 2 * m * n + 9 * (m + n) + 9];
         let c = MatrixMut { data: &mut memory[..], row_stride, col_stride };
-        product_at(level, &mut Scratch::default(), dims, a, b, add, c);
+        product_by(Way::Widened(level), &mut Scratch::default(), dims, a, b, add, c);
         for (at, want) in right.iter().enumerate() {
             let got = memory[at / n * row_stride + at % n * col_stride];
             if got != *want {
@@ -161,8 +161,29 @@ fn a_short_memory_is_refused() {
     );
 }
 
-/// Runs a stack of products on pools and compares with one product at a time.
+/// Runs a stack of products on pools and compares with one product at a time, by every means that there are for T.
 fn examine_stack<T: Float>(dims: [usize; 4], a_strides: [usize; 3], c_strides: [usize; 3]) {
+    for means in means::<T>() {
+        examine_stack_by::<T>(means, dims, a_strides, c_strides);
+    }
+}
+
+/// None, which widens, and what else there is for T.
+fn means<T: Float>() -> impl Iterator<Item = Option<Means>> {
+    let short = Means::all().iter().copied().filter(|_| T::DTYPE == DType::BF16);
+    std::iter::once(None).chain(short.map(Some))
+}
+
+fn way(means: Option<Means>) -> Way {
+    means.map_or(Way::Widened(level()), Way::Short)
+}
+
+fn examine_stack_by<T: Float>(
+    means: Option<Means>,
+    dims: [usize; 4],
+    a_strides: [usize; 3],
+    c_strides: [usize; 3],
+) {
     let [g, m, n, k] = dims;
     let (a, b) = (numbers::<T>(1, 2 * g * m * k), numbers::<T>(7, g * k * n));
     let b_strides = [k * n, n, 1];
@@ -172,14 +193,8 @@ fn examine_stack<T: Float>(dims: [usize; 4], a_strides: [usize; 3], c_strides: [
         let mut one = vec![T::Acc::ZERO; m * n];
         let x = Matrix { data: &a[p * a_strides[0]..], row_stride: a_strides[1], col_stride: a_strides[2] };
         let y = Matrix { data: &b[p * k * n..], row_stride: n, col_stride: 1 };
-        product(
-            &mut Scratch::default(),
-            [m, n, k],
-            x,
-            y,
-            false,
-            MatrixMut { data: &mut one[..], row_stride: n, col_stride: 1 },
-        );
+        let to = MatrixMut { data: &mut one[..], row_stride: n, col_stride: 1 };
+        product_by(way(means), &mut Scratch::default(), [m, n, k], x, y, false, to);
         for (at, value) in one.into_iter().enumerate() {
             right[p * c_strides[0] + at / n * c_strides[1] + at % n * c_strides[2]] = T::narrow(value);
         }
@@ -187,8 +202,9 @@ fn examine_stack<T: Float>(dims: [usize; 4], a_strides: [usize; 3], c_strides: [
     for threads in [1, 2, 3] {
         let mut c = vec![T::from_f64(9.0); len];
         let (x, y) = (Stack { data: &a[..], strides: a_strides }, Stack { data: &b[..], strides: b_strides });
-        products(&Pool::new(threads), dims, x, y, StackMut { data: &mut c[..], strides: c_strides });
-        assert!(c == right, "{} {dims:?} {c_strides:?} on {threads} threads", T::DTYPE);
+        let to = StackMut { data: &mut c[..], strides: c_strides };
+        products_by(means, &Pool::new(threads), dims, x, y, to);
+        assert!(c == right, "{} {means:?} {dims:?} {c_strides:?} on {threads} threads", T::DTYPE);
     }
 }
 
@@ -200,6 +216,7 @@ fn stacks_are_the_products_one_by_one() {
         examine_stack::<f32>([g, m, n, k], turned, [m * n, 1, m]);
         examine_stack::<f64>([g, m, n, k], shared, [n, g * n, 1]);
         examine_stack::<bf16>([g, m, n, k], rows, [2 * m * n, 2 * n, 2]);
+        examine_stack::<bf16>([g, m, n, k], turned, [m * n, 1, m]);
     }
 }
 
@@ -222,31 +239,31 @@ fn one_row_has_the_bits_that_it_has_among_others() {
         let (a, b) = (numbers::<f32>(1, g * 2 * k + 9), numbers::<f32>(4, g * k * n));
         let (narrow_a, narrow_b) = (numbers::<bf16>(1, g * 2 * k + 9), numbers::<bf16>(4, g * k * n));
         for b_strides in [[k * n, n, 1], [k * n, 1, k], [0, n, 1]] {
-            one_row([g, n, k], &a, &b, b_strides);
-            one_row([g, n, k], &narrow_a, &narrow_b, b_strides);
+            one_row(None, [g, n, k], &a, &b, b_strides);
+            for means in means::<bf16>() {
+                one_row(means, [g, n, k], &narrow_a, &narrow_b, b_strides);
+            }
         }
     }
 }
 
 /// Compares the first of two rows with itself alone, on several pools.
-fn one_row<T: Float>([g, n, k]: [usize; 3], a: &[T], b: &[T], b_strides: [usize; 3]) {
+fn one_row<T: Float>(means: Option<Means>, [g, n, k]: [usize; 3], a: &[T], b: &[T], b_strides: [usize; 3]) {
     let form = |m: usize, threads: usize| {
         let mut c = vec![T::from_f64(9.0); g * m * n];
         let (x, y) = (Stack { data: a, strides: [2 * k, k, 1] }, Stack { data: b, strides: b_strides });
-        products(
-            &Pool::new(threads),
-            [g, m, n, k],
-            x,
-            y,
-            StackMut { data: &mut c[..], strides: [m * n, n, 1] },
-        );
+        let to = StackMut { data: &mut c[..], strides: [m * n, n, 1] };
+        products_by(means, &Pool::new(threads), [g, m, n, k], x, y, to);
         c
     };
     let two = form(2, 1);
     for threads in [1, 2, 3] {
         let one = form(1, threads);
         for p in 0..g {
-            assert!(one[p * n..][..n] == two[2 * p * n..][..n], "{g} {n} {k} {b_strides:?} {threads}");
+            assert!(
+                one[p * n..][..n] == two[2 * p * n..][..n],
+                "{means:?} {g} {n} {k} {b_strides:?} {threads}"
+            );
         }
     }
 }

@@ -12,6 +12,12 @@ pub(crate) mod pack;
 pub(crate) mod blocks;
 pub(crate) mod thin;
 pub(crate) mod turned;
+pub(crate) mod pairs;
+#[cfg(target_arch = "x86_64")]
+mod dots;
+#[cfg(target_arch = "x86_64")]
+mod amx;
+pub(crate) mod bf16;
 
 /// The instruction sets that a body is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,6 +1,6 @@
 //! Memory for the time of a task, kept from task to task: a step takes none from the system.
 
-use crate::dtype::Real;
+use crate::dtype::Float;
 use std::fmt;
 
 /// One cache line, so that packed vectors are aligned.
@@ -14,7 +14,7 @@ pub struct Scratch(Vec<Line>);
 
 impl Scratch {
     /// Room for `len` elements, from the start of a cache line on, until the next request.
-    pub(crate) fn room<R: Real>(&mut self, len: usize) -> *mut R {
+    pub(crate) fn room<R: Float>(&mut self, len: usize) -> *mut R {
         let lines = (len * size_of::<R>()).div_ceil(size_of::<Line>());
         if self.0.len() < lines {
             self.0.clear();
@@ -24,7 +24,7 @@ impl Scratch {
     }
 
     /// Slices of these lengths with arbitrary contents, each from the start of a cache line on.
-    pub(crate) fn slices<R: Real, const N: usize>(&mut self, lens: [usize; N]) -> [&mut [R]; N] {
+    pub(crate) fn slices<R: Float, const N: usize>(&mut self, lens: [usize; N]) -> [&mut [R]; N] {
         let line = size_of::<Line>() / size_of::<R>();
         let whole = lens.map(|len| len.next_multiple_of(line));
         let mut start = self.room::<R>(whole.iter().sum());

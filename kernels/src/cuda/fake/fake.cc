@@ -3,12 +3,13 @@
 // A module is the text of a program; an entry is compiled by g++ against shim.h when it is asked for.
 //
 // Words in the file fake.txt of its folder change what it is: driver=12080, nvrtc=12, blas=120900, no-card, old-card, small-card,
-// no-start, lost, unordered (events are ignored).
+// no-start, lost, unordered (events are ignored), plain-products (products have no endings).
 #include <dlfcn.h>
 #include <pthread.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cmath>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -59,8 +60,12 @@ struct Event {
     std::shared_ptr<bool> reached = std::make_shared<bool>(true);
 };
 
+typedef std::vector<std::function<void()>> Work;
+
 struct Stream {
     std::deque<std::function<void()>> work;
+    // Where work is noted instead, if it is.
+    std::unique_ptr<Work> noted;
     bool busy = false, ends = false;
     std::thread thread;
     unsigned draws = 1;
@@ -85,6 +90,7 @@ struct Stream {
     }
     void give(std::function<void()> next) {
         std::lock_guard<std::mutex> held(lock);
+        if (noted) return noted->push_back(std::move(next));
         work.push_back(std::move(next));
         changed.notify_all();
     }
@@ -243,9 +249,34 @@ API int cuStreamDestroy_v2(void *stream) {
     return 0;
 }
 API int cuStreamSynchronize(void *stream) {
+    if (stream_of(stream)->noted) return 900;
     stream_of(stream)->finish();
     return lost;
 }
+API int cuStreamBeginCapture_v2(void *stream, int mode) {
+    if (stream_of(stream)->noted || mode != 2) return 900;
+    std::lock_guard<std::mutex> held(lock);
+    stream_of(stream)->noted.reset(new Work);
+    return 0;
+}
+API int cuStreamEndCapture(void *stream, void **graph) {
+    std::lock_guard<std::mutex> held(lock);
+    if (!stream_of(stream)->noted) return 901;
+    *graph = stream_of(stream)->noted.release();
+    return 0;
+}
+API int cuGraphInstantiateWithFlags(void **program, void *graph, unsigned long long) {
+    return *program = new Work(*static_cast<Work *>(graph)), 0;
+}
+API int cuGraphDestroy(void *graph) { return delete static_cast<Work *>(graph), 0; }
+API int cuGraphLaunch(void *program, void *stream) {
+    const Work *work = static_cast<Work *>(program);
+    stream_of(stream)->give([=] {
+        for (const auto &step : *work) step();
+    });
+    return 0;
+}
+API int cuGraphExecDestroy(void *program) { return delete static_cast<Work *>(program), 0; }
 API int cuEventCreate(void **event, unsigned) { return *event = new Event, 0; }
 API int cuEventDestroy_v2(void *event) { return delete static_cast<Event *>(event), 0; }
 API int cuEventRecord(void *event, void *stream) {
@@ -341,8 +372,16 @@ struct Layout {
     int count = 1;
 };
 struct Product {
-    int compute, turned[2] = {0, 0};
+    int compute, turned[2] = {0, 0}, ending = 1;
+    void *columns = nullptr, *whole = nullptr;
+    int64_t whole_lead = 0, whole_step = 0;
 };
+
+double gelu_gate(double x) { return 1 / (1 + exp(-2 * 0.7978845608028654 * (x + 0.044715 * x * x * x))); }
+double gelu_slope(double x) {
+    const double s = gelu_gate(x), slope = 2 * 0.7978845608028654 * (1 + 3 * 0.044715 * x * x);
+    return s + x * s * (1 - s) * slope;
+}
 
 double value(const void *at, int type, size_t i) {
     if (type == 1) return static_cast<const double *>(at)[i];
@@ -381,9 +420,17 @@ API int cublasLtDestroy(void *) { return 0; }
 API int cublasLtMatmulDescCreate(void **product, int compute, int) { return *product = new Product{compute}, 0; }
 API int cublasLtMatmulDescDestroy(void *product) { return delete static_cast<Product *>(product), 0; }
 API int cublasLtMatmulDescSetAttribute(void *product, int which, const void *x, size_t bytes) {
-    if ((which != 3 && which != 4) || bytes != 4) return 7;
-    static_cast<Product *>(product)->turned[which - 3] = *static_cast<const int *>(x);
-    return 0;
+    auto *p = static_cast<Product *>(product);
+    const auto take = [&](void *to, size_t size) { return bytes == size ? memcpy(to, x, size), 0 : 7; };
+    switch (which) {
+        case 3: case 4: return take(&p->turned[which - 3], 4);
+        case 7: return take(&p->ending, 4);
+        case 8: return take(&p->columns, 8);
+        case 11: return take(&p->whole, 8);
+        case 12: return take(&p->whole_lead, 8);
+        case 13: return take(&p->whole_step, 8);
+    }
+    return 7;
 }
 API int cublasLtMatrixLayoutCreate(void **layout, int type, uint64_t rows, uint64_t columns, int64_t lead) {
     if (!rows || !columns || lead < int64_t(rows)) return 7;
@@ -401,7 +448,8 @@ API int cublasLtMatmulPreferenceDestroy(void *preference) { return delete static
 API int cublasLtMatmulPreferenceSetAttribute(void *, int which, const void *, size_t bytes) {
     return bytes == (which == 1 ? 8u : 4u) ? 0 : 7;
 }
-API int cublasLtMatmulAlgoGetHeuristic(void *, void *, void *, void *, void *, void *, void *, int, void *, int *found) {
+API int cublasLtMatmulAlgoGetHeuristic(void *, void *product, void *, void *, void *, void *, void *, int, void *, int *found) {
+    if (is("plain-products") && static_cast<Product *>(product)->ending != 1) return 15;
     return *found = 1, 0;
 }
 API int cublasLtMatmul(void *, void *product, const void *alpha, const void *a, void *a_layout, const void *b, void *b_layout,
@@ -417,7 +465,11 @@ API int cublasLtMatmul(void *, void *product, const void *alpha, const void *a, 
         (p.turned[1] ? y.columns : y.rows) == k && x.count == z.count && y.count == z.count && x.type == z.type &&
         y.type == z.type && wide == (z.type == 1) && one == 1 && zero == 0 && c == d && workspace && workspace_bytes;
     if (!fits) return 7;
+    const bool sums_rows = p.ending == 208 || p.ending == 256, known = p.ending == 1 || p.ending == 4 || p.ending == 164 || sums_rows;
+    if (!known || (sums_rows && z.count != 1) || (p.ending != 1 && !p.columns) || ((p.ending & 128) && p.ending != 256 && !p.whole))
+        return 7;
     stream_of(stream)->give([=] {
+        std::vector<double> sums(m, 0.0);
         for (int g = 0; g < z.count; ++g)
             for (uint64_t j = 0; j < n; ++j)
                 for (uint64_t i = 0; i < m; ++i) {
@@ -425,8 +477,16 @@ API int cublasLtMatmul(void *, void *product, const void *alpha, const void *a, 
                     for (uint64_t l = 0; l < k; ++l)
                         sum += value(a, x.type, g * x.step + (p.turned[0] ? i * x.lead + l : l * x.lead + i)) *
                             value(b, y.type, g * y.step + (p.turned[1] ? l * y.lead + j : j * y.lead + l));
+                    const size_t beside = g * p.whole_step + j * p.whole_lead + i;
+                    if (p.ending == 4 || p.ending == 164) sum += value(p.columns, z.type, i);
+                    if (p.ending == 164) put(p.whole, z.type, beside, sum), sum *= gelu_gate(sum);
+                    if (p.ending == 208) sum *= gelu_slope(value(p.whole, z.type, beside)), sums[i] += sum;
                     put(d, z.type, g * z.step + j * z.lead + i, sum);
                 }
+        if (p.ending == 256)
+            for (uint64_t i = 0; i < m; ++i)
+                for (uint64_t l = 0; l < k; ++l) sums[i] += value(a, x.type, p.turned[0] ? i * x.lead + l : l * x.lead + i);
+        for (uint64_t i = 0; i < m && (p.ending == 208 || p.ending == 256); ++i) put(p.columns, z.type, i, sums[i]);
     });
     return 0;
 }

@@ -1,7 +1,5 @@
 //! What cases run on the host is compiled for cards too, where the compiler can be had: it must spill nothing and leave
-//! room for two blocks on a multiprocessor. In f64, which serves checks, functions of NVIDIA's library are called and not
-//! put in place, and what lives across a call is spilled: a few bytes are allowed there. So they are in f16, where
-//! one map of eight elements at a time spills; why is not known.
+//! room for two blocks on a multiprocessor.
 
 use crate::cuda::{Compiler, Places, Program, Usage};
 use crate::gpu::Grid;
@@ -15,8 +13,6 @@ const ARCHITECTURES: [(&str, u32); 2] = [("sm_80", 163 << 10), ("sm_90a", 227 <<
 const REGISTERS: u32 = 65_536;
 const REGISTERS_AT_ONCE: u32 = 256;
 const WARP: u32 = 32;
-/// Bytes that a program may spill whose macros hold one of these types; others may spill none.
-const SPILLS: [(&str, u32); 2] = [("double", 64), ("f16", 96)];
 /// Blocks of the launched size that fit: others compute while one waits. Where shared memory leaves room for one only,
 /// registers may too.
 const BLOCKS: u32 = 2;
@@ -50,8 +46,7 @@ pub(super) fn check(kernel: &'static str, grid: &Grid, text: &str, folder: &Path
 
 /// Refuses what spills and what takes too much of a multiprocessor.
 fn fits(usage: &Usage, grid: &Grid, shared_bytes: u32) -> Result<(), String> {
-    let of_type = SPILLS.iter().filter(|(name, _)| grid.defines.iter().any(|(_, value)| value == name));
-    if usage.spill_bytes > of_type.map(|(_, bytes)| *bytes).max().unwrap_or(0) {
+    if usage.spill_bytes > 0 {
         return Err(format!("{} bytes are spilled", usage.spill_bytes));
     }
     let taken = usage.shared_bytes + grid.shared_bytes;
@@ -84,7 +79,6 @@ mod tests {
             shared_bytes,
             args: vec![],
         };
-        let wide = Grid { defines: vec![("T", "double".into())], ..grid(256, 0) };
         let usage = |registers, spill_bytes| Usage { registers, spill_bytes, ..Usage::default() };
         assert!(fits(&usage(128, 0), &grid(256, 0), 163 << 10).is_ok());
         assert!(fits(&usage(129, 0), &grid(256, 0), 163 << 10).unwrap_err().contains("129 registers"));
@@ -92,7 +86,5 @@ mod tests {
         assert!(fits(&usage(168, 0), &grid(256, 100 << 10), 163 << 10).is_ok(), "one block");
         assert!(fits(&usage(168, 0), &grid(256, 164 << 10), 163 << 10).unwrap_err().contains("shared"));
         assert!(fits(&usage(32, 8), &grid(256, 0), 163 << 10).unwrap_err().contains("8 bytes are spilled"));
-        assert!(fits(&usage(32, 64), &wide, 163 << 10).is_ok());
-        assert!(fits(&usage(32, 64 + 4), &wide, 163 << 10).is_err());
     }
 }

@@ -7,7 +7,7 @@ mod cards;
 
 pub(crate) use build::compiler_is_found;
 
-use super::{Grid, GridArg, Plan, Product, Step};
+use super::{Ending, Grid, GridArg, Plan, Product, Step};
 use crate::cpu::Pool;
 use crate::error::KernelError;
 use crate::kernel::{Arg, ArgMut, Kernel, Launch};
@@ -71,6 +71,36 @@ struct Memory {
     fault: Guarded,
 }
 
+impl Memory {
+    /// An argument of a grid as it lies in memory.
+    fn argument(&mut self, launch: &Launch<'_>, arg: &GridArg) -> RawArg {
+        match arg {
+            GridArg::Input(i) => {
+                let x = &launch.inputs[*i];
+                self.inputs[*i].address(x.view.offset * x.dtype.size())
+            }
+            GridArg::Output(i) => {
+                let y = &launch.outputs[*i];
+                self.outputs[*i].address(y.view.offset * y.dtype.size())
+            }
+            GridArg::Scratch(i) => self.scratch[*i].address(0),
+            GridArg::Fault => self.fault.address(0),
+            GridArg::I32(x) => RawArg::I32(*x),
+            GridArg::I64(x) => RawArg::I64(*x),
+            GridArg::F32(x) => RawArg::F32(*x),
+            GridArg::F64(x) => RawArg::F64(*x),
+            GridArg::I64s(x) => RawArg::I64s(x.clone()),
+            GridArg::Addresses(operands) => {
+                let address = |arg: &GridArg| match self.argument(launch, arg) {
+                    RawArg::Pointer(at) => at.expose_provenance() as i64,
+                    other => unreachable!("{other:?} has no address"),
+                };
+                RawArg::I64s(operands.iter().map(address).collect())
+            }
+        }
+    }
+}
+
 /// Words of `Fault` of the prelude: lock and found, index, position, rows.
 const FAULT_BYTES: usize = 32;
 
@@ -128,31 +158,16 @@ fn run_grid(
     if x > i32::MAX as u32 || y.max(z) > 65_535 {
         return Err(format!("a device has no grid of {x} x {y} x {z} blocks"));
     }
-    let args: Vec<RawArg> = (grid.args.iter())
-        .map(|arg| match arg {
-            GridArg::Input(i) => {
-                let x = &launch.inputs[*i];
-                memory.inputs[*i].address(x.view.offset * x.dtype.size())
-            }
-            GridArg::Output(i) => {
-                let y = &launch.outputs[*i];
-                memory.outputs[*i].address(y.view.offset * y.dtype.size())
-            }
-            GridArg::Scratch(i) => memory.scratch[*i].address(0),
-            GridArg::Fault => memory.fault.address(0),
-            GridArg::I32(x) => RawArg::I32(*x),
-            GridArg::I64(x) => RawArg::I64(*x),
-            GridArg::F32(x) => RawArg::F32(*x),
-            GridArg::F64(x) => RawArg::F64(*x),
-            GridArg::I64s(x) => RawArg::I64s(x.clone()),
-        })
-        .collect();
+    let args: Vec<RawArg> = grid.args.iter().map(|arg| memory.argument(launch, arg)).collect();
     let raw = RawGrid { blocks: grid.blocks, threads: grid.threads, shared_bytes: grid.shared_bytes, order };
     load::run(library, grid.entry, &args, &raw)
 }
 
 /// A product by the reference of the kernel that is one.
 fn run_product(product: Product, launch: &mut Launch<'_>, memory: &mut Memory) -> Result<(), String> {
+    if product.ending != Ending::Plain {
+        return Err(format!("the host has no product with {:?}", product.ending));
+    }
     let inputs: [Arg<'_>; 2] = [product.a, product.b].map(|i| launch.inputs[i]);
     let c = &mut launch.outputs[product.c];
     c.buffer

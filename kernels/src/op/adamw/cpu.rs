@@ -1,28 +1,53 @@
-//! AdamW on the CPU: one pass over gradient, parameter and both moments.
+//! AdamW on the CPU: one pass over gradients, parameters and moments.
 
-use super::{Rates, STEP};
+use super::{Rates, STEP, STEP_MANY};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Float, Real};
 use crate::error::KernelError;
-use crate::kernel::Launch;
+use crate::kernel::{Launch, Scalar};
 use crate::match_float;
-use crate::op::rows::{operands, read, rows_per_task, write};
+use crate::op::rows::{read, rows_per_task, write};
 
 pub(super) fn step(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
-    let ([grad], [param, m, v], scalars) = operands(launch);
-    match_float!(grad.dtype, T => {
-        type Acc = <T as Float>::Acc;
-        let rates: Rates<Acc> = Rates::new(scalars);
-        let task = rows_per_task(1);
-        let moments = write::<Acc>(m).chunks_mut(task).zip(write::<Acc>(v).chunks_mut(task));
-        let grads = read::<T>(grad).chunks(task);
-        let mut tasks: Vec<_> = write::<T>(param).chunks_mut(task).zip(moments).zip(grads).collect();
-        pool.chunks(&mut tasks, 1, |_, part| {
-            let ((param, (m, v)), grad) = &mut part[0];
-            vectorized(#[inline(always)] || step_run(rates, grad, param, m, v));
+    steps(STEP.name, pool, launch, |_, scalars| Rates::new(scalars))
+}
+
+/// The runs of all parameters are tasks of one call of the pool.
+pub(super) fn step_many(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    steps(STEP_MANY.name, pool, launch, |i, scalars| Rates::of_many(scalars, i))
+}
+
+/// A run of a parameter: its rates, then parameter, moments and gradient.
+struct Run<'a, T: Float> {
+    rates: Rates<T::Acc>,
+    param: &'a mut [T],
+    moments: [&'a mut [T::Acc]; 2],
+    grad: &'a [T],
+}
+
+/// Steps every parameter of a launch with its rates, which are made in f64.
+fn steps(
+    kernel: &'static str,
+    pool: &Pool,
+    launch: &mut Launch<'_>,
+    rates: fn(usize, &[Scalar]) -> Rates<f64>,
+) -> Result<(), KernelError> {
+    let Some(first) = launch.inputs.first() else { return Ok(()) };
+    match_float!(first.dtype, T => {
+        let mut runs: Vec<Run<'_, T>> = Vec::new();
+        for (i, (grad, outputs)) in launch.inputs.iter().zip(launch.outputs.chunks_exact_mut(3)).enumerate() {
+            let [param, m, v] = outputs else { unreachable!("chunks of three") };
+            let (task, rates) = (rows_per_task(1), rates(i, launch.scalars).rounded());
+            let moments = write(m).chunks_mut(task).zip(write(v).chunks_mut(task));
+            let parts = write(param).chunks_mut(task).zip(moments).zip(read(grad).chunks(task));
+            runs.extend(parts.map(|((param, (m, v)), grad)| Run { rates, param, moments: [m, v], grad }));
+        }
+        pool.chunks(&mut runs, 1, |_, part| {
+            let Run { rates, param, moments: [m, v], grad } = &mut part[0];
+            vectorized(#[inline(always)] || step_run(*rates, grad, param, m, v));
         });
         Ok(())
-    }, else Err(KernelError::DType { kernel: STEP.name, dtype: grad.dtype }))
+    }, else Err(KernelError::DType { kernel, dtype: first.dtype }))
 }
 
 #[inline(always)]

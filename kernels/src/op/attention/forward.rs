@@ -1,6 +1,6 @@
 //! Attention on the CPU: one task per head and tile of queries; keys in tiles, with a running maximum and sum.
 
-use super::tile::{KEYS, Pairs, QUERIES};
+use super::tile::{KEYS, Operand, Pairs, QUERIES, with_operand};
 use super::{FORWARD, Head, Problem};
 use crate::cpu::math::Maths;
 use crate::cpu::simd::scratch::Scratch;
@@ -23,7 +23,10 @@ pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kernel
     match_float!(q.dtype, T => {
         let outputs = write::<T>(o).chunks_exact_mut(problem.c).zip(write::<<T as Float>::Acc>(lse));
         let mut tasks = by_tile(&problem, outputs);
-        pool.chunks(&mut tasks, 1, |task, outputs| forward_tile::<T>(&problem, [&mut pool.scratch(), &mut pool.scratch()], [q, k, v], task, &mut outputs[0]));
+        with_operand!(T, P => pool.chunks(&mut tasks, 1, |task, outputs| {
+            let mut rooms = [pool.scratch(), pool.scratch(), pool.scratch()];
+            forward_tile::<T, P>(&problem, rooms.each_mut().map(|room| &mut **room), [q, k, v], task, &mut outputs[0]);
+        }));
         Ok(())
     }, else Err(KernelError::DType { kernel: FORWARD.name, dtype: q.dtype }))
 }
@@ -41,9 +44,9 @@ fn by_tile<O>(problem: &Problem, outputs: impl Iterator<Item = O>) -> Vec<Vec<O>
     tasks
 }
 
-fn forward_tile<T: Float<Acc: Maths>>(
+fn forward_tile<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
     problem: &Problem,
-    [packs, rooms]: [&mut Scratch; 2],
+    [packs, rooms, operands]: [&mut Scratch; 3],
     [q, k, v]: [&Arg<'_>; 3],
     task: usize,
     outputs: &mut [Output<'_, T>],
@@ -53,10 +56,10 @@ fn forward_tile<T: Float<Acc: Maths>>(
     let (r, g, b) = (head % problem.r, head / problem.r % problem.g, head / problem.r / problem.g);
     let (q, k, v) = (Head::<T>::new(q, b, &[g, r]), Head::<T>::new(k, b, &[g]), Head::<T>::new(v, b, &[g]));
     let queries = outputs.len();
-    let mut state = State::new(rooms, queries, c);
+    let mut state = State::<P>::new(rooms, operands, queries, c);
     vectorized(
         #[inline(always)]
-        || q.gather(first, c, T::Acc::lit(problem.scale), state.q),
+        || q.gather(first, c, P::factors(problem.scale)[0], state.q),
     );
     for pairs in Pairs::of(*problem, first, queries) {
         pairs.score(packs, state.q, &k, state.scores);
@@ -64,7 +67,7 @@ fn forward_tile<T: Float<Acc: Maths>>(
             #[inline(always)]
             || state.soften(problem, pairs),
         );
-        pairs.gather_keys(packs, state.scores, &v, state.out);
+        pairs.gather_keys(packs, P::weights(state.scores, state.weights), &v, state.out);
     }
     vectorized(
         #[inline(always)]
@@ -73,20 +76,22 @@ fn forward_tile<T: Float<Acc: Maths>>(
 }
 
 /// A tile of queries on its way over the keys.
-struct State<'s, R> {
-    /// The queries, times the scale.
-    q: &'s mut [R],
+struct State<'s, P: Operand> {
+    /// The queries, times the first of [`Operand::factors`].
+    q: &'s mut [P],
     /// Scores, then exponentials, of one tile of keys: a row per key.
-    scores: &'s mut [R],
+    scores: &'s mut [P::Acc],
+    /// The exponentials, if they must be rounded.
+    weights: &'s mut [P],
     /// The sums of exponentials times values.
-    out: &'s mut [R],
+    out: &'s mut [P::Acc],
     /// Per query, filled up to a full vector: the largest score so far and the sum of exponentials measured from it.
-    max: &'s mut [R],
-    sum: &'s mut [R],
+    max: &'s mut [P::Acc],
+    sum: &'s mut [P::Acc],
     /// Per query, for one tile: what scores are measured from, what the state before is scaled by, and the new sum.
-    origin: &'s mut [R],
-    shrink: &'s mut [R],
-    total: &'s mut [R],
+    origin: &'s mut [P::Acc],
+    shrink: &'s mut [P::Acc],
+    total: &'s mut [P::Acc],
 }
 
 /// What scores are measured from. Without a finite maximum that is 0; the sum then tells 0 from not-a-number.
@@ -95,24 +100,29 @@ fn origin<R: Real>(max: R) -> R {
     if max == R::NEG_INFINITY { R::ZERO } else { max }
 }
 
-impl<'s, R: Maths> State<'s, R> {
-    fn new(rooms: &'s mut Scratch, queries: usize, c: usize) -> State<'s, R> {
+impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
+    fn new(rooms: &'s mut Scratch, operands: &'s mut Scratch, queries: usize, c: usize) -> State<'s, P> {
         let row_len = queries.next_multiple_of(LANES);
         let (matrix, tile) = (queries * c, row_len * KEYS);
-        let lens = [matrix, tile, matrix, row_len, row_len, row_len, row_len, row_len];
-        let [q, scores, out, max, sum, origin, shrink, total] = rooms.slices(lens);
+        let lens = [tile, matrix, row_len, row_len, row_len, row_len, row_len];
+        let [scores, out, max, sum, origin, shrink, total] = rooms.slices(lens);
+        let [q, weights] = operands.slices([matrix, P::rounded_len(tile)]);
         out.fill(R::ZERO);
         max.fill(R::NEG_INFINITY);
         for row in [&mut *sum, &mut *origin, &mut *shrink, &mut *total] {
             row.fill(R::ZERO);
         }
-        State { q, scores, out, max, sum, origin, shrink, total }
+        State { q, scores, weights, out, max, sum, origin, shrink, total }
     }
 
     /// Turns the scores of a tile into exponentials below the new maxima, and scales what came before down to them.
     #[inline(always)]
     fn soften(&mut self, problem: &Problem, pairs: Pairs) {
         let (row_len, skip, c) = (pairs.row_len(), pairs.skip, pairs.c);
+        if P::SHORT {
+            let factor = P::factors(problem.scale)[1];
+            self.scores[..pairs.keys * row_len].iter_mut().for_each(|score| *score *= factor);
+        }
         self.shrink.copy_from_slice(self.max);
         for (j, row) in self.scores.chunks_exact_mut(row_len).take(pairs.keys).enumerate() {
             let hidden = pairs.hidden(problem, j);
@@ -138,6 +148,7 @@ impl<'s, R: Maths> State<'s, R> {
                 *total += *score;
             }
         }
+        P::round(&self.scores[..pairs.keys * row_len], self.weights);
         for ((sum, &shrink), &total) in
             self.sum[skip..].iter_mut().zip(&self.shrink[skip..]).zip(&self.total[skip..])
         {

@@ -1,7 +1,7 @@
 //! Attention on GPUs. 16-bit heads of up to 128 channels go through tensor cores in tiles (`gpu/tile.cu`), all others
 //! through plain arithmetic (`gpu/plain.cu`).
 
-use super::{BACKWARD, FORWARD, Problem};
+use super::{ALLOWANCE, BACKWARD, FORWARD, Problem};
 use crate::dtype::DType;
 use crate::error::KernelError;
 use crate::gpu::{Grid, GridArg, Plan, type_name};
@@ -34,8 +34,6 @@ pub(super) const BACKWARD_SOURCE: &str = concat!(
 const BLOCK: usize = 128;
 /// Rows of a head are filled up to a multiple of this in scratch memory: the longest step over rows.
 const PADDING: usize = 64;
-/// What probabilities cost that are rounded to 16 bits, in units of the output at its largest magnitude.
-const ALLOWANCE: f64 = 4.0;
 
 /// How a launch is done.
 #[derive(Clone, Copy, Debug)]
@@ -144,12 +142,26 @@ impl Description<'_> {
     }
 }
 
+/// Blocks along the second and the third dim of a grid, at most.
+const BLOCKS_MAX: usize = 65_535;
+
+/// Refuses more sequences or heads than a grid has blocks for.
+fn check_grid(kernel: &'static str, problem: &Problem) -> Result<(), KernelError> {
+    let Problem { b, g, .. } = *problem;
+    if b.max(g) <= BLOCKS_MAX {
+        return Ok(());
+    }
+    let why = format!("{b} sequences of {g} heads of keys; a card takes {BLOCKS_MAX} of either at a time");
+    Err(KernelError::Device { call: kernel, why, lasting: false })
+}
+
 pub(super) fn forward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
     let (args, dtype) = (launch.inputs, launch.inputs[0].dtype);
     if !dtype.is_float() {
         return Err(KernelError::DType { kernel: FORWARD.name, dtype });
     }
     let problem = Problem::new(&args[0], &args[1], launch.scalars);
+    check_grid(FORWARD.name, &problem)?;
     let (way, shape) = (Way::new(dtype, &problem), shape(&problem, args));
     let defines = defines(way, &problem, launch);
     let it = Description { problem, dtype, way, defines, shape: &shape };
@@ -178,6 +190,7 @@ pub(super) fn backward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), Kerne
     if problem.c == 0 {
         return Ok(());
     }
+    check_grid(BACKWARD.name, &problem)?;
     let (way, shape) = (Way::new(dtype, &problem), shape(&problem, args));
     let defines = defines(way, &problem, launch);
     let it = Description { problem, dtype, way, defines, shape: &shape };

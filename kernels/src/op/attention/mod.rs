@@ -19,6 +19,9 @@ use crate::match_float;
 use crate::op::rows::{operands, write};
 use std::ops::Range;
 
+/// What probabilities cost that are rounded to 16 bits, in units of the output at its largest magnitude.
+const ALLOWANCE: f64 = 4.0;
+
 /// Attention.
 ///
 /// - in: q `(b, t, g, r, c)`, k `(b, s, g, c)`, v `(b, s, g, c)`, one float dtype, any strides
@@ -27,7 +30,8 @@ use std::ops::Range;
 ///
 /// No t by s matrix is formed. Keys are taken in tiles that start at multiples of 64, so a row's bits depend on
 /// its own query, its keys and its place only. On a GPU 16-bit heads of up to 128 channels go through tensor cores,
-/// which get probabilities rounded to 16 bits. Counted: 4 c operations per visible pair of query and key.
+/// which get probabilities rounded to 16 bits, as do dot products of bf16 on a CPU that has them; that may
+/// cost four units in the last place of the output's dtype at its largest magnitude. Counted: 4 c operations per visible pair of query and key.
 pub static FORWARD: Kernel = Kernel {
     name: "attention",
     reference: forward,

@@ -1,15 +1,96 @@
-//! Tiles of attention: rows of queries against rows of keys, in scratch memory of the accumulator type.
+//! Tiles of attention: rows of queries against rows of keys, in scratch memory of the accumulator type, or of bf16 where
+//! products of that are worth it.
 
 use super::{Head, Problem};
 use crate::cpu::gemm::{Matrix, MatrixMut, product};
+use crate::cpu::math::Maths;
 use crate::cpu::simd::scratch::Scratch;
 use crate::dtype::{Float, Real};
 use crate::op::rows::LANES;
+use half::{bf16, f16};
 
 /// Queries of a tile.
 pub(super) const QUERIES: usize = 128;
 /// Keys of a tile. Changing this changes results.
 pub(super) const KEYS: usize = 64;
+
+/// The type in which queries, cotangents and probabilities meet keys and values: the accumulator, or bf16 where the CPU
+/// has dot products of it.
+pub(super) trait Operand: Float<Acc: Maths> {
+    /// Whether scores must be rounded before they are weights, and scales do not go into queries.
+    const SHORT: bool;
+    /// Scores as weights: themselves, or what [`Operand::round`] made of them.
+    fn weights<'s>(scores: &'s [Self::Acc], rounded: &'s [Self]) -> &'s [Self];
+    /// Rounds scores, if that must be.
+    fn round(scores: &[Self::Acc], rounded: &mut [Self]);
+
+    /// What queries are multiplied by as they are loaded, and scores as they are used.
+    fn factors(scale: f64) -> [Self::Acc; 2] {
+        let (scale, one) = (Self::Acc::lit(scale), Self::Acc::ONE);
+        if Self::SHORT { [one, scale] } else { [scale, one] }
+    }
+
+    /// So many scores are rounded.
+    fn rounded_len(scores: usize) -> usize {
+        if Self::SHORT { scores } else { 0 }
+    }
+}
+
+macro_rules! accumulator_operand {
+    ($($t:ty)*) => {$(
+        impl Operand for $t {
+            const SHORT: bool = false;
+            #[inline(always)]
+            fn weights<'s>(scores: &'s [$t], _: &'s [$t]) -> &'s [$t] {
+                scores
+            }
+            #[inline(always)]
+            fn round(_: &[$t], _: &mut [$t]) {}
+        }
+    )*};
+}
+accumulator_operand!(f32 f64);
+
+impl Operand for bf16 {
+    const SHORT: bool = true;
+    #[inline(always)]
+    fn weights<'s>(_: &'s [f32], rounded: &'s [bf16]) -> &'s [bf16] {
+        rounded
+    }
+    #[inline(always)]
+    fn round(scores: &[f32], rounded: &mut [bf16]) {
+        rounded.iter_mut().zip(scores).for_each(|(to, &score)| *to = bf16::narrow(score));
+    }
+}
+
+/// Elements of heads.
+pub(super) trait Elements: Float<Acc: Maths> {
+    /// The [`Operand`] where the CPU has dot products of bf16.
+    type Short: Operand<Acc = Self::Acc>;
+}
+
+macro_rules! elements {
+    ($($t:ty: $short:ty)*) => {$(
+        impl Elements for $t {
+            type Short = $short;
+        }
+    )*};
+}
+elements!(f64: f64 f32: f32 f16: f32 bf16: bf16);
+
+/// Binds `$p` to the [`Operand`] for heads of type `$t` on this CPU.
+macro_rules! with_operand {
+    ($t:ty, $p:ident => $body:expr) => {
+        if $crate::cpu::gemm::meets_bf16() {
+            type $p = <$t as $crate::op::attention::tile::Elements>::Short;
+            $body
+        } else {
+            type $p = <$t as $crate::dtype::Float>::Acc;
+            $body
+        }
+    };
+}
+pub(super) use with_operand;
 
 impl<'a, T: Float> Head<'a, T> {
     /// The vectors from `row` on as a matrix with one row each.
@@ -21,17 +102,17 @@ impl<'a, T: Float> Head<'a, T> {
         }
     }
 
-    /// Widens the vectors from `row` on, times a factor, as many as fit.
+    /// The vectors from `row` on, times a factor, as many as fit.
     #[inline(always)]
-    pub(super) fn gather(&self, row: usize, c: usize, factor: T::Acc, to: &mut [T::Acc]) {
+    pub(super) fn gather<P: Float<Acc = T::Acc>>(&self, row: usize, c: usize, factor: T::Acc, to: &mut [P]) {
         for (i, to) in to.chunks_exact_mut(c).enumerate() {
             let from = &self.data[self.start + (row + i) * self.step..];
             if self.inner == 1 {
-                to.iter_mut().zip(from).for_each(|(to, from)| *to = from.widen() * factor);
+                to.iter_mut().zip(from).for_each(|(to, from)| *to = P::narrow(from.widen() * factor));
             } else {
                 to.iter_mut()
                     .zip(from.iter().step_by(self.inner))
-                    .for_each(|(to, from)| *to = from.widen() * factor);
+                    .for_each(|(to, from)| *to = P::narrow(from.widen() * factor));
             }
         }
     }
@@ -93,10 +174,10 @@ impl Pairs {
     }
 
     /// Scores of all pairs but those skipped: each row of `k` times each row of `q` (in scratch).
-    pub(super) fn score<T: Float>(
+    pub(super) fn score<T: Float, P: Float<Acc = T::Acc>>(
         &self,
         scratch: &mut Scratch,
-        q: &[T::Acc],
+        q: &[P],
         k: &Head<'_, T>,
         scores: &mut [T::Acc],
     ) {
@@ -107,10 +188,10 @@ impl Pairs {
     }
 
     /// Adds to each row of `to` (one per query) the rows of `k`, weighed by the scores.
-    pub(super) fn gather_keys<T: Float>(
+    pub(super) fn gather_keys<T: Float, P: Float<Acc = T::Acc>>(
         &self,
         scratch: &mut Scratch,
-        scores: &[T::Acc],
+        scores: &[P],
         k: &Head<'_, T>,
         to: &mut [T::Acc],
     ) {
@@ -121,7 +202,13 @@ impl Pairs {
     }
 
     /// Adds to each row of `to` (one per key) the rows of `q` (in scratch), weighed by the scores.
-    pub(super) fn gather_queries<R: Real>(&self, scratch: &mut Scratch, scores: &[R], q: &[R], to: &mut [R]) {
+    pub(super) fn gather_queries<P: Float>(
+        &self,
+        scratch: &mut Scratch,
+        scores: &[P],
+        q: &[P],
+        to: &mut [P::Acc],
+    ) {
         let dims = [self.keys, self.c, self.queries - self.skip];
         let (scores, q) =
             (rows(&scores[self.skip..], self.row_len()), rows(&q[self.skip * self.c..], self.c));

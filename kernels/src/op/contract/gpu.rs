@@ -2,7 +2,7 @@
 
 use super::{CONTRACT, strides};
 use crate::error::KernelError;
-use crate::gpu::{Grid, GridArg, Plan, Product, type_name};
+use crate::gpu::{Ending, Grid, GridArg, Plan, Product, type_name};
 use crate::kernel::Launch;
 use crate::op::gpu_rows::float;
 
@@ -16,7 +16,7 @@ pub(super) fn contract(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), Kerne
         return Ok(());
     }
     if launch.inputs[0].view.shape[2] > 0 {
-        plan.product(Product { a: 0, b: 1, c: 0 });
+        plan.product(Product { a: 0, b: 1, c: 0, ending: Ending::Plain });
         return Ok(());
     }
     let [g_step, m_step, n_step] = strides(c);

@@ -1,6 +1,6 @@
 //! Rows of a table are places of a dim (1, v, d): picking and adding by index.
 
-pub(super) use crate::op::index::gpu::SOURCE;
+pub(super) use crate::op::index::gpu::{ADDING, PICKING};
 
 use super::{BACKWARD, FORWARD};
 use crate::dtype::DType;

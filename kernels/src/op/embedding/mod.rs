@@ -21,7 +21,7 @@ pub static FORWARD: Kernel = Kernel {
     name: "embedding",
     reference: forward,
     cpu: Some(cpu::forward),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::forward }),
+    gpu: Some(Gpu { source: gpu::PICKING, plan: gpu::forward }),
     flops: |_| 0,
     bound: Bound { ulps: 0.0 },
 };
@@ -38,7 +38,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "embedding_backward",
     reference: backward,
     cpu: Some(cpu::backward),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::backward }),
+    gpu: Some(Gpu { source: gpu::ADDING, plan: gpu::backward }),
     flops: |launch| launch.inputs[1].view.numel() as u64,
     bound: Bound { ulps: 64.0 },
 };

@@ -1,15 +1,19 @@
-//! Picking and adding by index on GPUs. Where one list of indices serves all, tokens are first arranged by place, in the
-//! order in which they stand, so that each place is one sum in the stated order; only integers are added atomically.
+//! Picking and adding by index on GPUs. For sums, tokens are first sorted by place, and stay in the order in which they stand
+//! there, so that each place is one sum in the stated order.
 
 use crate::dtype::DType;
 use crate::gpu::{Grid, GridArg, Plan, bits_name, type_name};
+use crate::op::gpu_sort::Sorting;
 use std::borrow::Cow;
 
-pub(in crate::op) const SOURCE: &str = include_str!("gpu.cu");
+pub(in crate::op) const PICKING: &str = concat!(include_str!("extents.cu"), include_str!("gather.cu"));
+pub(in crate::op) const ADDING: &str =
+    concat!(include_str!("../gpu_sort.cu"), include_str!("extents.cu"), include_str!("sums.cu"));
 
 /// As in the source.
 const THREADS: usize = 256;
-const SCAN_THREADS: usize = 1024;
+/// Tokens of an element's own list that each place looks through; more are sorted.
+const FEW: usize = 32;
 
 /// A launch of either kernel, or of one for rows of a table.
 #[derive(Clone, Copy, Debug)]
@@ -41,30 +45,35 @@ impl Indexed {
             GridArg::Fault,
             self.numbers(vector),
         ];
-        self.grid(plan, "gather", (a * n * c / vector, THREADS), vector, args.to_vec());
+        self.grid(plan, "gather", a * n * c / vector, vector, args.to_vec());
     }
 
     /// dx = the sums. Inputs `index` and `dy`.
     pub(in crate::op) fn scatter_add(&self, plan: &mut Plan, index: usize, dy: usize) {
         let [a, n, v, c] = self.extents;
-        if !self.is_shared || a * v * c == 0 {
+        let (dx, one) = (GridArg::Output(0), self.numbers(1));
+        if a * v * c == 0 || n == 0 || (!self.is_shared && n <= FEW) {
             self.check(plan, index);
-            let args = [GridArg::Input(index), GridArg::Input(dy), GridArg::Output(0), self.numbers(1)];
-            return self.grid(plan, "sum_elements", (a * v * c, THREADS), 1, args.to_vec());
+            let args = [GridArg::Input(index), GridArg::Input(dy), dx, one];
+            return self.grid(plan, "sum_few", a * v * c, 1, args.to_vec());
         }
-        let vector = self.vector();
-        let (counts, starts, order) = (plan.scratch(4 * v), plan.scratch(4 * (v + 1)), plan.scratch(4 * n));
-        let (index, dy, numbers) = (GridArg::Input(index), GridArg::Input(dy), self.numbers(vector));
-        let args = vec![counts.clone(), GridArg::I64(v as i64)];
-        self.grid(plan, "clear", (v, THREADS), vector, args);
-        let args = vec![index.clone(), counts.clone(), GridArg::Fault, numbers.clone()];
-        self.grid(plan, "count", (n, THREADS), vector, args);
-        let args = vec![counts, starts.clone(), GridArg::I64(v as i64)];
-        self.grid(plan, "scan", (1, SCAN_THREADS), vector, args);
-        let args = vec![index, starts.clone(), order.clone(), numbers.clone()];
-        self.grid(plan, "arrange", (n, THREADS), vector, args);
-        let args = vec![dy, starts, order, GridArg::Output(0), numbers];
-        self.grid(plan, "sum_tokens", (a * v * c / vector, THREADS), vector, args);
+        let dy = GridArg::Input(dy);
+        let rows = if self.is_shared { 1 } else { a * c };
+        let sorting = Sorting { rows, n, kept: n, is_wide: false };
+        assert!(sorting.fits() && u32::try_from(v).is_ok(), "places and tokens are counted in 32 bits");
+        let vector = if self.is_shared { self.vector() } else { 1 };
+        let numbers = self.numbers(vector);
+        let keys = [GridArg::Input(index), GridArg::Fault, numbers.clone()];
+        let items = sorting.plan(plan, &self.defines("tiles", vector), &keys, None);
+        let items = items.expect("there are tokens");
+        if !self.is_shared {
+            return self.grid(plan, "sum_many", a * v * c, 1, vec![dy, items, dx, numbers]);
+        }
+        let starts = plan.scratch(4 * (v + 1));
+        let args = vec![items.clone(), starts.clone(), numbers.clone()];
+        self.grid(plan, "find_starts", v + 1, vector, args);
+        let args = vec![dy, items, starts, dx, numbers];
+        self.grid(plan, "sum_tokens", a * v * c / vector, vector, args);
     }
 
     /// Looks at the indices of a launch that picks nothing.
@@ -77,7 +86,7 @@ impl Indexed {
             GridArg::I64(count as i64),
             GridArg::I64(self.starts[1]),
         ];
-        self.grid(plan, "check", (count, THREADS), 1, args);
+        self.grid(plan, "check", count, 1, args);
     }
 
     /// How many neighbours along c are moved at once.
@@ -93,27 +102,27 @@ impl Indexed {
         GridArg::I64s(vec![a, n, v, c / vector as i64, self.starts[0], self.starts[1]])
     }
 
-    fn grid(
-        &self,
-        plan: &mut Plan,
-        entry: &'static str,
-        (items, threads): (usize, usize),
-        vector: usize,
-        args: Vec<GridArg>,
-    ) {
-        let moves = entry == "gather" || entry == "check";
+    fn grid(&self, plan: &mut Plan, entry: &'static str, items: usize, vector: usize, args: Vec<GridArg>) {
+        let blocks = u32::try_from(items.div_ceil(THREADS)).expect("fewer than 2^39 elements fit a device");
+        let (blocks, threads) = ([blocks, 1, 1], THREADS as u32);
+        let defines = self.defines(entry, vector);
+        plan.grid(Grid { entry, defines, blocks, threads, shared_bytes: 0, args });
+    }
+
+    fn defines(&self, entry: &str, vector: usize) -> Vec<(&'static str, Cow<'static, str>)> {
+        let moves = entry == "gather";
         let [a, n, v, c] = self.extents;
         let is_small = u32::try_from(a * n.max(v) * c).is_ok();
-        let defines: Vec<(&'static str, Cow<'static, str>)> = vec![
+        let mut defines = vec![
             ("S", if moves { bits_name(self.dtype).into() } else { type_name(self.dtype).into() }),
             ("A", type_name(self.dtype.accumulator()).into()),
-            ("SUMS", if moves { "0".into() } else { "1".into() }),
             ("VEC", vector.to_string().into()),
             ("SHARED", if self.is_shared { "1".into() } else { "0".into() }),
             ("INDEX", if is_small { "u32".into() } else { "u64".into() }),
         ];
-        let blocks = u32::try_from(items.div_ceil(threads)).expect("fewer than 2^39 elements fit a device");
-        let (blocks, threads) = ([blocks, 1, 1], threads as u32);
-        plan.grid(Grid { entry, defines, blocks, threads, shared_bytes: 0, args });
+        if !moves {
+            defines.push(("WIDE", "0".into()));
+        }
+        defines
     }
 }

@@ -23,7 +23,7 @@ pub static GATHER: Kernel = Kernel {
     reference: gather,
     cpu: Some(cpu::gather),
     gpu: Some(Gpu {
-        source: gpu::SOURCE,
+        source: gpu::PICKING,
         plan: |launch, plan| {
             let (x, index) = (&launch.inputs[0], &launch.inputs[1]);
             indexed(launch, index, (launch.outputs[0].view, x.view), x.dtype).gather(plan, 0, 1);
@@ -47,7 +47,7 @@ pub static SCATTER_ADD: Kernel = Kernel {
     reference: scatter_add,
     cpu: Some(cpu::scatter_add),
     gpu: Some(Gpu {
-        source: gpu::SOURCE,
+        source: gpu::ADDING,
         plan: |launch, plan| {
             let (index, dy, dx) = (&launch.inputs[0], &launch.inputs[1], &launch.outputs[0]);
             if !dy.dtype.is_float() && dy.dtype != DType::I64 {
@@ -205,6 +205,8 @@ mod tests {
             [2, 40, 300, 1],
             [1, 50, 30, 700],
             [700, 3, 5, 1],
+            [1, 5000, 40, 2],
+            [3, 70, 9, 5],
             [4, 0, 3, 2],
             [2, 3, 0, 2],
             [0, 2, 2, 2],

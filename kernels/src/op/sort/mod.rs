@@ -1,11 +1,12 @@
 //! Rows in order, with the places where the elements stood; or only the first few of them.
 
 mod cpu;
+mod gpu;
 
 use crate::cpu::Pool;
 use crate::dtype::{DType, Element};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Kernel, Launch};
+use crate::kernel::{Bound, Gpu, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{operands, read, width, write};
 use std::cmp::Ordering;
@@ -23,7 +24,7 @@ pub static SORT: Kernel = Kernel {
     name: "sort",
     reference: plain,
     cpu: Some(cpu::sort),
-    gpu: None,
+    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |launch| {
         let x = launch.inputs[0].view;
         let n = x.shape.last().copied().unwrap_or(1);
@@ -126,9 +127,18 @@ mod tests {
 
     #[test]
     fn the_fast_path_agrees() {
-        for (rows, n, k) in
-            [(1, 1, 1), (5, 40, 40), (3, 300, 7), (70, 3, 2), (2, 5, 0), (0, 4, 2), (3, 0, 0), (2, 9000, 20)]
-        {
+        for (rows, n, k) in [
+            (1, 1, 1),
+            (5, 40, 40),
+            (3, 300, 7),
+            (70, 3, 2),
+            (2, 5, 0),
+            (0, 4, 2),
+            (3, 0, 0),
+            (2, 9000, 20),
+            (2, 9000, 9000),
+            (1, 4097, 3000),
+        ] {
             // Few different values, so that there are ties.
             let x: Vec<f64> = values(1, rows * n).iter().map(|x| (4.0 * x).round()).collect();
             for descending in [0, 1] {

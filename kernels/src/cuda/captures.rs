@@ -1,0 +1,91 @@
+//! Captured work on a fake card, beside the same work given each time.
+
+use super::fake;
+use super::tests::{backend, twice};
+use crate::backend::{Backend, Cpu, download, upload};
+use crate::buffer::Buffer;
+use crate::error::KernelError;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+const N: usize = 300;
+
+/// x = x - 12.5 by way of memory that is taken and given back; gives `kept` - 2.5 in memory of its own.
+fn step(on: &dyn Backend, x: &mut Buffer, kept: &Buffer) -> Result<Buffer, KernelError> {
+    let mut out = on.alloc(4 * N)?;
+    for _ in 0..2 {
+        let mut middle = on.alloc(4 * N)?;
+        twice(on, x, &mut middle, N, 2.0)?;
+        let mut other = on.alloc(4 * N)?;
+        twice(on, &middle, &mut other, N, 0.5)?;
+        twice(on, &other, x, N, 1.0)?;
+    }
+    twice(on, kept, &mut out, N, 1.0)?;
+    Ok(out)
+}
+
+fn floats(on: &dyn Backend, buffer: &Buffer) -> Vec<f32> {
+    download(on, buffer, N).unwrap()
+}
+
+#[test]
+fn captured_work_gives_what_the_same_work_gives_each_time() {
+    let Some(folder) = fake::card("") else { return };
+    let card = backend(&folder);
+    let before = card.memory().in_use_bytes;
+    let data: Vec<f32> = (0..N).map(|i| 100.0 + i as f32).collect();
+    let (mut x, mut y) = (upload(&*card, &data).unwrap(), upload(&*card, &data).unwrap());
+    let kept = upload(&*card, &[7f32; N]).unwrap();
+    let mut out = None;
+    let graph = card
+        .capture(&mut || {
+            out = Some(step(&*card, &mut x, &kept)?);
+            Ok(())
+        })
+        .unwrap();
+    let out = out.unwrap();
+    assert_eq!(floats(&*card, &x), data, "nothing of it is done while it is captured");
+    let own = kept.device_address();
+    let spare = kept.clone();
+    drop(kept);
+    for round in 0..6 {
+        // Work of other kinds in between, on memory that must not be the graph's.
+        let junk = upload(&*card, &[900f32; N]).unwrap();
+        assert_ne!(junk.device_address(), own);
+        card.replay(&graph).unwrap();
+        let same = step(&*card, &mut y, &spare).unwrap();
+        assert_eq!(floats(&*card, &x), floats(&*card, &y), "{round}");
+        assert_eq!(floats(&*card, &out), floats(&*card, &same), "{round}");
+    }
+    drop(spare);
+    let blocks: Vec<Buffer> = (0..40).map(|_| upload(&*card, &[900f32; N]).unwrap()).collect();
+    assert!(blocks.iter().all(|block| block.device_address() != own), "the graph still reads it");
+    card.replay(&graph).unwrap();
+    assert_eq!(floats(&*card, &out), [4.5; N]);
+    assert!(card.memory().in_use_bytes > before);
+    drop((graph, blocks, x, y, out));
+    assert_eq!(card.memory().in_use_bytes, before, "all of it comes back");
+}
+
+#[test]
+fn what_cannot_be_part_of_a_graph_is_refused() {
+    let Some(folder) = fake::card("") else { return };
+    let card = backend(&folder);
+    let x = upload(&*card, &[1f32; N]).unwrap();
+    let refused = |work: &mut dyn FnMut() -> Result<(), KernelError>, what: &str| {
+        let error = card.capture(work).unwrap_err();
+        assert_eq!(error.to_string(), format!("work that is being captured {what}"));
+    };
+    refused(&mut || download::<f32>(&*card, &x, N).map(drop), "copies to the host");
+    refused(&mut || upload(&*card, &[1f32]).map(drop), "copies from the host");
+    refused(&mut || card.mark().map(drop), "shows a mark to others");
+    refused(&mut || card.finish(), "waits until all work is done");
+    refused(&mut || card.capture(&mut || Ok(())).map(drop), "captures other work");
+    // Whatever ended a capture, the next begins anew.
+    let unwound = catch_unwind(AssertUnwindSafe(|| card.capture(&mut || panic!("in between"))));
+    assert!(unwound.is_err());
+    let graph = card.capture(&mut || Ok(())).unwrap();
+    card.replay(&graph).unwrap();
+    assert_eq!(floats(&*card, &x), [1.0; N]);
+    let error = Cpu::backend(1).capture(&mut || Ok(())).unwrap_err();
+    assert!(matches!(error, KernelError::Unsupported { kernel: "capture", .. }));
+}

@@ -1,0 +1,152 @@
+//! Work that is noted once and given again as a whole. What is noted holds addresses: memory that is taken meanwhile comes from an
+//! allocator of its own, and blocks of the rank that the work uses are kept, until the graph is dropped.
+
+use super::driver::{Context, Stream};
+use super::memory::Memory;
+use crate::error::KernelError;
+use cudarc::driver::sys::{CUgraphExec, CUstreamCaptureMode};
+use std::ptr;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// What is kept for work that is being noted, or was.
+#[derive(Debug)]
+pub(super) struct Holdings {
+    /// Where memory comes from meanwhile.
+    pub(super) memory: Arc<Memory>,
+    /// The rank's own memory, and its blocks that are kept.
+    home: Arc<Memory>,
+    kept: Vec<u64>,
+}
+
+impl Holdings {
+    fn new(home: &Arc<Memory>) -> Holdings {
+        Holdings { memory: home.beside(), home: home.clone(), kept: Vec::new() }
+    }
+
+    /// Keeps the block at an address, if it is one of the rank's own.
+    pub(super) fn keep(&mut self, address: u64) {
+        if self.home.keep(address) {
+            self.kept.push(address);
+        }
+    }
+}
+
+impl Drop for Holdings {
+    fn drop(&mut self) {
+        self.kept.iter().for_each(|address| self.home.let_go(*address));
+    }
+}
+
+/// What a rank keeps while work is being noted; nothing otherwise.
+pub(super) type Noting = Mutex<Option<Holdings>>;
+
+/// Notes the work that a function gives to a stream. Nothing of it is done.
+pub(super) fn capture(
+    stream: &Stream,
+    home: &Arc<Memory>,
+    noting: &Noting,
+    work: &mut dyn FnMut() -> Result<(), KernelError>,
+) -> Result<Captured, KernelError> {
+    let locked = || noting.lock().unwrap_or_else(PoisonError::into_inner);
+    if locked().is_some() {
+        return Err(KernelError::Captured { what: "captures other work" });
+    }
+    let begun = Begun::new(stream)?;
+    *locked() = Some(Holdings::new(home));
+    let ends = Ends(noting);
+    let done = work();
+    let holdings = locked().take();
+    drop(ends);
+    let program = begun.end();
+    done?;
+    let holdings = holdings.expect("noting goes on until here");
+    Ok(Captured { program: program?, _holdings: holdings })
+}
+
+/// Ends the noting of a rank, whatever happens in between.
+struct Ends<'a>(&'a Noting);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
+}
+
+/// A stream that notes what it is given, until this is dropped.
+struct Begun<'a> {
+    stream: &'a Stream,
+    is_open: bool,
+}
+
+impl<'a> Begun<'a> {
+    fn new(stream: &'a Stream) -> Result<Begun<'a>, KernelError> {
+        // Other calls of this thread stay allowed: memory is taken and programs are loaded while work is noted.
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the stream is alive; it is told to end when this is dropped.
+        unsafe { stream.context().bound()?.cuStreamBeginCapture_v2(stream.handle(), mode) }?;
+        Ok(Begun { stream, is_open: true })
+    }
+
+    fn end(mut self) -> Result<Program, KernelError> {
+        self.close()
+    }
+
+    fn close(&mut self) -> Result<Program, KernelError> {
+        self.is_open = false;
+        let (context, mut graph, mut program) = (self.stream.context(), ptr::null_mut(), ptr::null_mut());
+        let table = context.bound()?;
+        // SAFETY: the stream is alive and notes work; the places outlive the calls. The graph is destroyed here, the program
+        // once, when what is given back is dropped.
+        unsafe {
+            table.cuStreamEndCapture(self.stream.handle(), &mut graph)?;
+            let made = table.cuGraphInstantiateWithFlags(&mut program, graph, 0);
+            let destroyed = table.cuGraphDestroy(graph);
+            made?;
+            let program = Program { context: context.clone(), handle: program.expose_provenance() };
+            destroyed.map(|()| program)
+        }
+    }
+}
+
+impl Drop for Begun<'_> {
+    fn drop(&mut self) {
+        if self.is_open {
+            // What was noted is not wanted.
+            let _ = self.close();
+        }
+    }
+}
+
+/// What a card runs as a whole.
+#[derive(Debug)]
+struct Program {
+    context: Arc<Context>,
+    handle: usize,
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        if let Ok(table) = self.context.bound() {
+            let handle: CUgraphExec = ptr::with_exposed_provenance_mut(self.handle);
+            // SAFETY: made once, destroyed once, after all work that may be part of it.
+            let _ = unsafe { table.cuCtxSynchronize().and_then(|()| table.cuGraphExecDestroy(handle)) };
+        }
+    }
+}
+
+/// Work that was noted, and what is kept for it.
+#[derive(Debug)]
+pub(super) struct Captured {
+    program: Program,
+    _holdings: Holdings,
+}
+
+impl Captured {
+    /// Gives the work to the stream that it was noted on.
+    pub(super) fn replay(&self, stream: &Stream) -> Result<(), KernelError> {
+        let handle: CUgraphExec = ptr::with_exposed_provenance_mut(self.program.handle);
+        // SAFETY: program and stream are alive. The addresses in it lead to memory that is kept for it, and work on that memory
+        // is given to this stream alone.
+        unsafe { stream.context().bound()?.cuGraphLaunch(handle, stream.handle()) }
+    }
+}

@@ -1,0 +1,99 @@
+//! How rows are sorted on GPUs: the grids of sources that stand behind `gpu_sort.cu`. Such a source has an entry `tiles` that
+//! makes items of elements, and where results are not items, `tiles_last` and `join_last` that hand them out.
+
+use crate::gpu::{Grid, GridArg, Plan};
+use std::borrow::Cow;
+
+/// As in the source.
+const THREADS: u32 = 256;
+const TILE: usize = 2048;
+
+/// Rows of which the first items are wanted.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sorting {
+    /// How many rows.
+    pub(crate) rows: usize,
+    /// Elements of a row, fewer than 2^32.
+    pub(crate) n: usize,
+    /// Items that are wanted of each.
+    pub(crate) kept: usize,
+    /// Whether keys have 64 bits, as the macro `WIDE` says.
+    pub(crate) is_wide: bool,
+}
+
+impl Sorting {
+    /// Whether places of a row can be counted in 32 bits.
+    pub(crate) fn fits(&self) -> bool {
+        u32::try_from(self.n).is_ok()
+    }
+
+    /// Adds the grids. `keys` are the arguments from which items are made, `results` those into which the last grid hands them
+    /// out, if it does; else the items lie, row by row, in what is given back.
+    pub(crate) fn plan(
+        &self,
+        plan: &mut Plan,
+        defines: &[(&'static str, Cow<'static, str>)],
+        keys: &[GridArg],
+        results: Option<&[GridArg]>,
+    ) -> Option<GridArg> {
+        if self.rows * self.n * self.kept == 0 {
+            return None;
+        }
+        let grid = |plan: &mut Plan, entry, blocks: usize, args: Vec<GridArg>| {
+            let blocks = u32::try_from(blocks).expect("fewer than 2^43 elements fit a device");
+            let (blocks, defines) = ([blocks, 1, 1], defines.to_vec());
+            plan.grid(Grid { entry, defines, blocks, threads: THREADS, shared_bytes: 0, args });
+        };
+        // The span of the runs that each grid leaves.
+        let mut spans = vec![TILE];
+        while spans[spans.len() - 1] < self.n {
+            spans.push(2 * spans[spans.len() - 1]);
+        }
+        let last = results.map(|_| spans.len() - 1);
+        let most =
+            spans.iter().enumerate().filter(|(i, _)| Some(*i) != last).map(|(_, span)| self.bytes(*span));
+        let most = most.max().unwrap_or(0);
+        let mut scratch: [Option<GridArg>; 2] = [None, None];
+        for (i, span) in spans.iter().enumerate() {
+            let from = if i == 0 { keys.to_vec() } else { scratch[(i + 1) % 2].iter().cloned().collect() };
+            let (to, entries) = match results {
+                Some(results) if Some(i) == last => {
+                    let behind = if i == 0 { &[][..] } else { keys };
+                    ([behind, results].concat(), ["tiles_last", "join_last"])
+                }
+                _ => (
+                    vec![scratch[i % 2].get_or_insert_with(|| plan.scratch(most)).clone()],
+                    ["tiles", "join"],
+                ),
+            };
+            let (entry, blocks, span) = if i == 0 {
+                (entries[0], self.tile_blocks(), TILE)
+            } else {
+                let of_run = self.kept.min(*span).div_ceil(TILE);
+                (entries[1], self.rows * self.n.div_ceil(*span) * of_run, span / 2)
+            };
+            grid(plan, entry, blocks, [from, to, vec![self.numbers(span)]].concat());
+        }
+        scratch.into_iter().nth((spans.len() - 1) % 2).flatten()
+    }
+
+    /// The smallest power of two that holds a row, or a tile of it.
+    fn segment(&self) -> usize {
+        self.n.next_power_of_two().min(TILE)
+    }
+
+    fn tile_blocks(&self) -> usize {
+        (self.rows * self.n.div_ceil(TILE)).div_ceil(TILE / self.segment())
+    }
+
+    /// What all runs of this span take.
+    fn bytes(&self, span: usize) -> usize {
+        self.rows * self.n.div_ceil(span) * self.kept.min(span) * if self.is_wide { 16 } else { 8 }
+    }
+
+    /// The source's `Runs`.
+    fn numbers(&self, span: usize) -> GridArg {
+        let numbers = [self.rows, self.n, self.kept, span, self.segment()];
+        GridArg::I64s(numbers.map(|n| n as i64).to_vec())
+    }
+}

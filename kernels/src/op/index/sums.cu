@@ -1,0 +1,106 @@
+// Sums into places that indices name: tokens are put in order of their places, and those of a place are added up as they stand.
+// Macros: S, storage; A, sums; VEC elements of a vector along c; SHARED, whether one list of indices serves every a and c; INDEX;
+// those of gpu_sort.cu.
+
+// Tokens whose terms are on their way at the same time.
+constexpr int AT_ONCE = 4;
+
+// The place that an item belongs to.
+__device__ __forceinline__ i64 owner_of(const Item &item) { return i64(item.bits >> 32); }
+// The first of n items in order that belongs to this place or one behind it.
+__device__ __forceinline__ i64 first_of(const Item *items, i64 n, i64 place) {
+    i64 low = 0, high = n;
+    while (low < high) {
+        const i64 middle = (low + high) / 2;
+        if (owner_of(items[middle]) < place) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+// The tokens of each list of indices; those whose place is not here come last.
+extern "C" __global__ void __launch_bounds__(SORT_THREADS)
+    tiles(const i64 *__restrict__ index, Fault *fault, Extents e, Item *__restrict__ to, Runs r) {
+    sort_tiles(
+        r,
+        [=](i64 row, i64 at) {
+            const i64 position = SHARED ? at : (row / e.c * e.n + at) * e.c + row % e.c;
+            const i64 i = index[position], local = i - e.v_start;
+            const bool is_here = index_fits(fault, i, position, e.v_global) && u64(local) < u64(e.v);
+            return item_of(is_here ? u32(local) : ~0u, u32(at));
+        },
+        [=](i64 row, i64 run, i64 j, const Item &item) { to[item_place(r, TILE, row, run, j)] = item; });
+}
+
+__device__ __forceinline__ i64 add(i64 a, i64 b) { return i64(u64(a) + u64(b)); }
+__device__ __forceinline__ float add(float a, float b) { return a + b; }
+__device__ __forceinline__ double add(double a, double b) { return a + b; }
+
+// ---- one list of indices for all ----
+
+// starts[i] = the first item of place i or one behind it, for i in 0..=v.
+extern "C" __global__ void __launch_bounds__(THREADS) find_starts(const Item *__restrict__ items, u32 *__restrict__ starts, Extents e) {
+    const i64 i = i64(blockIdx.x) * THREADS + threadIdx.x;
+    if (i <= e.v) starts[i] = u32(first_of(items, e.n, i));
+}
+
+template <int COUNT> __device__ __forceinline__ void add_tokens(A (&sums)[VEC], const S *dy, const Item *items, const Extents &e) {
+    Vec<S, VEC> terms[COUNT];
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) terms[k] = load<VEC>(dy + i64(place_of(items[k])) * e.c * VEC);
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) {
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) sums[i] = add(sums[i], widen(terms[k].at[i]));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) sum_tokens(const S *__restrict__ dy, const Item *__restrict__ items,
+                                                                 const u32 *__restrict__ starts, S *__restrict__ dx, Extents e) {
+    const i64 item = i64(blockIdx.x) * THREADS + threadIdx.x;
+    if (item >= e.a * e.v * e.c) return;
+    const i64 row = INDEX(item) / INDEX(e.c), c = item - row * e.c;
+    const i64 a = INDEX(row) / INDEX(e.v), place = row - a * e.v;
+    dy += (a * e.n * e.c + c) * VEC;
+    A sums[VEC];
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) sums[i] = A(0);
+    u32 k = starts[place];
+    const u32 end = starts[place + 1];
+    for (; end - k >= AT_ONCE; k += AT_ONCE) add_tokens<AT_ONCE>(sums, dy, items + k, e);
+    for (; k < end; ++k) add_tokens<1>(sums, dy, items + k, e);
+    Vec<S, VEC> out;
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) out.at[i] = narrow<S>(sums[i]);
+    store(dx + item * VEC, out);
+}
+
+// ---- an index for every element ----
+
+// A few tokens: each place looks at all that may be its own.
+extern "C" __global__ void __launch_bounds__(THREADS) sum_few(const i64 *__restrict__ index, const S *__restrict__ dy, S *__restrict__ dx,
+                                                              Extents e) {
+    const i64 item = i64(blockIdx.x) * THREADS + threadIdx.x;
+    if (item >= e.a * e.v * e.c) return;
+    const i64 row = INDEX(item) / INDEX(e.c), c = item - row * e.c;
+    const i64 a = INDEX(row) / INDEX(e.v), own = row - a * e.v + e.v_start;
+    A sum = A(0);
+    for (i64 n = 0; n < e.n; ++n) {
+        const i64 at = (a * e.n + n) * e.c + c;
+        if (index[at] == own) sum = add(sum, widen(dy[at]));
+    }
+    dx[item] = narrow<S>(sum);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) sum_many(const S *__restrict__ dy, const Item *__restrict__ items, S *__restrict__ dx,
+                                                               Extents e) {
+    const i64 item = i64(blockIdx.x) * THREADS + threadIdx.x;
+    if (item >= e.a * e.v * e.c) return;
+    const i64 row = INDEX(item) / INDEX(e.c), c = item - row * e.c;
+    const i64 a = INDEX(row) / INDEX(e.v), place = row - a * e.v;
+    items += (a * e.c + c) * e.n;
+    A sum = A(0);
+    for (i64 k = first_of(items, e.n, place); k < e.n && owner_of(items[k]) == place; ++k)
+        sum = add(sum, widen(dy[(a * e.n + place_of(items[k])) * e.c + c]));
+    dx[item] = narrow<S>(sum);
+}
