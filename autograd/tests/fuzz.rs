@@ -1,11 +1,11 @@
 //! Random programs over the list of ops; and planted faults, each of which the fuzzer must find and make small.
 
-use shardgrad_autograd::fuzz::{Program, Report, programs};
+use shardgrad_autograd::fuzz::{Feed, Marks, Place, Program, Report, Step, Verdict, programs};
 use shardgrad_autograd::{Var, fuzz_model};
 use shardgrad_dist::{Error, Result};
 use shardgrad_tensor::op::{Cotangents, Local, Op, Pieces, Vjp};
 use shardgrad_tensor::ops::{Case, Entry, Input, OPS};
-use shardgrad_tensor::{Piece, Tensor, Value};
+use shardgrad_tensor::{DType, Piece, Tensor, Value};
 use std::io::Write as _;
 use std::rc::Rc;
 
@@ -200,4 +200,26 @@ fn models_are_fuzzed_by_one_macro() {
     })
     .unwrap_err();
     assert_eq!(wrong.details()[0], ("mesh", "a=2".to_string()), "{wrong}");
+}
+
+/// In f32 sigmoid(expm1(x)) is 1 for an x for which it is less in f64: its floor says nothing about the mesh.
+#[test]
+fn what_one_rank_cannot_hold_in_f32_is_not_held_against_a_mesh() {
+    let apply = |op: &str, arg| Step::Apply { op: op.into(), case: 0, args: vec![arg], is_quiet: false };
+    let program = Program {
+        mesh: "a=2".into(),
+        dtype: DType::F32,
+        inputs: vec![Feed { input: Input::real(&[3, 2]), marks: Marks::whole(2), is_leaf: false }],
+        steps: vec![
+            apply("expm1", Place::Input(0)),
+            apply("sigmoid", Place::Made(0, 0)),
+            apply("floor", Place::Made(1, 0)),
+        ],
+        blocks: vec![],
+        outputs: vec![Place::Made(2, 0)],
+        seed: 167_525,
+    };
+    assert!(matches!(program.check(OPS), Ok(Verdict::IllPosed)), "{:?}", program.check(OPS));
+    let wide = Program { dtype: DType::F64, ..program };
+    assert!(matches!(wide.check(OPS), Ok(Verdict::Right)), "{:?}", wide.check(OPS));
 }
