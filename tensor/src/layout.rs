@@ -42,7 +42,8 @@ impl Layout {
     ///
     /// # Errors
     /// `Kind::Layout` (code `create`) for an axis that is named twice or is not on the mesh, a grain that does not
-    /// divide its extent, and more elements than memory has addresses; the help line gives the nearest layout.
+    /// divide its extent, truth values that are pending, and more elements than memory has addresses; the help line gives the
+    /// nearest layout.
     pub fn new(
         mesh: &Mesh,
         dtype: DType,
@@ -102,6 +103,14 @@ impl Layout {
         }
         self.partial = self.partial.iter().filter(|a| first_time(*a, &mut faults)).collect();
         self.replicate = self.replicate.iter().filter(|a| first_time(*a, &mut faults)).collect();
+        let pending = self.partial.iter().find(|a| mesh.size(*a) > 1);
+        if let (DType::Bool, Some(axis)) = (self.dtype, pending) {
+            faults.push(format!(
+                "truth values have no sum that could be pending over axis `{}`",
+                mesh.name(axis)
+            ));
+            self.partial = AxisSet::EMPTY;
+        }
         faults.into_iter().next()
     }
 
@@ -318,6 +327,17 @@ mod tests {
         assert_eq!(layout.with_state(one, State::Partial), layout);
         assert_eq!(layout.state(one), State::Invariant);
         assert_eq!(layout.sharded_axes(), AxisSet::one(Axis(0)));
+    }
+
+    #[test]
+    fn truth_values_are_never_pending() {
+        let error = Layout::parse("bool[4@b] +a", &mesh()).unwrap_err();
+        assert_eq!(error.kind(), Kind::Layout);
+        assert_eq!(error.message(), "truth values have no sum that could be pending over axis `a`");
+        assert_eq!(error.details(), [("help", "the nearest layout is bool[4@b]".to_string())]);
+        assert!(
+            Layout::parse("bool[4@b] +one", &mesh()).is_ok() && Layout::parse("i64[4] +a", &mesh()).is_ok()
+        );
     }
 
     #[test]

@@ -9,7 +9,8 @@ use shardgrad_kernels::DType;
 use smallvec::SmallVec;
 use std::rc::Rc;
 
-/// `..m -> ..m`: floats to floats round to nearest, ties to even; floats to integers go towards zero.
+/// `..m -> ..m`: floats to floats round to nearest, ties to even; floats to integers go towards zero; to bool everything but 0
+/// is true (not a number too).
 ///
 /// A cast up is exact, hence linear: a pending sum stays pending. A cast down rounds, so the sum is completed first.
 /// dx = g in the dtype of x. There each rank's share of a pending gradient is rounded, as it would be had the
@@ -79,6 +80,8 @@ pub(super) fn cases() -> Vec<Case> {
         case(DType::F64, Input::real(&[5, 3])),
         case(DType::F32, Input::real(&[5, 3])),
         Case::new(Cast::of(DType::I64, DType::F64), vec![Input::index(&[5, 3], 7)]).exact(),
+        Case::new(Cast::of(DType::I64, DType::Bool), vec![Input::index(&[5, 3], 3)]).exact(),
+        case(DType::Bool, Input::real(&[5, 3])),
     ]
 }
 
@@ -95,6 +98,10 @@ mod tests {
             assert_eq!(x.cast(DType::I64).to_host::<i64>()?, [1, -2, 1]);
             assert_eq!(x.cast(DType::BF16).to_f64()?, [1.5, -2.703125, 1.0]);
             assert_eq!(x.cast(DType::F32).to_f64()?[0], 1.5);
+            let x = Tensor::from_host(rank, &[5], &[0.25f32, 0.0, -0.0, -3.0, f32::NAN])?;
+            assert_eq!(x.cast(DType::Bool).to_f64()?, [1.0, 0.0, 0.0, 1.0, 1.0]);
+            let x = Tensor::from_host(rank, &[3], &[256i64, 0, -1])?;
+            assert_eq!(x.cast(DType::Bool).to_f64()?, [1.0, 0.0, 1.0]);
             Ok(())
         })
         .unwrap();

@@ -229,6 +229,7 @@ pub(super) fn cases() -> Vec<Case> {
         scatter(1, 4, real(&[2, 5, 3]), index(&[5], 4)),
         scatter(0, 3, index(&[5, 2], 9), index(&[5], 3)),
         scatter(1, 4, real(&[2, 5, 3]), index(&[2, 5, 3], 4)),
+        scatter(1, 3, index(&[2, 5], 9), index(&[2, 5], 3)),
         scatter(0, 2, real(&[0, 3]), index(&[0, 3], 2)),
     ]
 }
@@ -237,6 +238,7 @@ pub(super) fn cases() -> Vec<Case> {
 mod tests {
     use super::*;
     use crate::indexing::Indexing;
+    use crate::value::Value;
     use shardgrad_dist::{Mesh, World};
 
     #[test]
@@ -261,6 +263,21 @@ mod tests {
             assert_eq!(x.index_add(1, &list, &parts).to_host::<f32>()?, [102.0, 200.0, 308.0]);
             let table = Tensor::from_host(rank, &[1, 4], &[1i64, 1, 0, 2])?;
             assert_eq!(x.scatter_add(1, &table, &parts).to_host::<f32>()?, [103.0, 203.0, 304.0]);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn integers_are_added_up_at_their_places() {
+        World::run(Mesh::single(), |rank| {
+            let big = (1i64 << 53) + 1;
+            let parts = Tensor::from_host(rank, &[3], &[big, 5, 1])?;
+            let list = Tensor::from_host(rank, &[3], &[2i64, 0, 2])?;
+            for is_shared in [true, false] {
+                let op = ScatterAdd::along(1, 0, Dim::whole(4), is_shared)?;
+                assert_eq!(Tensor::apply_one(op, &[&parts, &list]).to_host::<i64>()?, [5, 0, big + 1, 0]);
+            }
             Ok(())
         })
         .unwrap();
