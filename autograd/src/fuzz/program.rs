@@ -10,9 +10,6 @@ use shardgrad_tensor::{DType, Value};
 use std::fmt;
 use std::ops::Range;
 
-/// The entry whose gradient is shared among the largest elements.
-const SHARED_BY_EQUALS: &str = "amax";
-
 /// A value of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Place {
@@ -178,11 +175,9 @@ impl Program {
     /// Whether no step rounds on small binary fractions. Whole numbers, which f32 gets, are often equal, and a gradient that
     /// three of them share is rounded.
     fn is_exact(&self, ops: &[Entry]) -> bool {
-        let shares = |op: &str| self.dtype != DType::F64 && op == SHARED_BY_EQUALS;
+        let is_exact = |c: Case| c.is_exact && (self.dtype == DType::F64 || !c.shares_gradients);
         self.steps.iter().all(|step| match step {
-            Step::Apply { op, case: number, .. } => {
-                !shares(op) && case(ops, op, *number).is_ok_and(|c| c.is_exact)
-            }
+            Step::Apply { op, case: number, .. } => case(ops, op, *number).is_ok_and(is_exact),
             _ => true,
         })
     }

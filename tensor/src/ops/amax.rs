@@ -234,7 +234,7 @@ impl Op for AmaxBackward {
 pub(super) fn cases() -> Vec<Case> {
     let case = |shape: &[usize], dims: &[usize], largest| {
         let op = Amax::over(shape.len(), dims, largest).expect("dims of the case");
-        Case::new(op, vec![Input::real(shape)]).exact()
+        Case::new(op, vec![Input::real(shape)]).exact().sharing()
     };
     vec![
         case(&[5, 7], &[1], true),

@@ -174,13 +174,15 @@ pub struct Case {
     pub is_fixed: bool,
     /// Whether arithmetic on small binary fractions is exact, so that every layout must give the same bits.
     pub is_exact: bool,
+    /// Whether elements that are equal share a gradient, which rounds it where there are three of them.
+    pub shares_gradients: bool,
 }
 
 impl Case {
     /// A call of an op that takes any extents; tests call it with extents of 1 too, where most shards are empty.
     #[must_use]
     pub fn new(op: Rc<dyn Op>, inputs: Vec<Input>) -> Case {
-        Case { op, inputs, is_fixed: false, is_exact: false }
+        Case { op, inputs, is_fixed: false, is_exact: false, shares_gradients: false }
     }
 
     /// A call of an op that was made for these extents.
@@ -193,6 +195,12 @@ impl Case {
     #[must_use]
     pub fn exact(self) -> Case {
         Case { is_exact: true, ..self }
+    }
+
+    /// Says that elements that are equal share a gradient.
+    #[must_use]
+    pub fn sharing(self) -> Case {
+        Case { shares_gradients: true, ..self }
     }
 }
 
