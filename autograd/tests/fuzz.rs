@@ -224,3 +224,27 @@ fn what_one_rank_cannot_hold_in_f32_is_not_held_against_a_mesh() {
     let wide = Program { dtype: DType::F64, ..program };
     assert!(matches!(wide.check(OPS), Ok(Verdict::Right)), "{:?}", wide.check(OPS));
 }
+
+/// Pending parts of 0, each divided by 3 and rounded, add up to almost 0, where |x| has another slope.
+#[test]
+fn a_kink_at_nothing_is_not_held_against_a_mesh() {
+    let apply = |op: &str, case, args| Step::Apply { op: op.into(), case, args, is_quiet: false };
+    let feed = |input, marks: &str, is_leaf| Feed { input, marks: Marks::parse(marks).unwrap(), is_leaf };
+    let program = Program {
+        mesh: "a=4".into(),
+        dtype: DType::F32,
+        inputs: vec![
+            feed(Input::real(&[1, 4]), "[, ]", false),
+            feed(Input::real(&[4]), "[:1] +a", true),
+            feed(Input::Positive(vec![3, 4]), "[, ]", false),
+        ],
+        steps: vec![
+            apply("div", 2, vec![Place::Input(1), Place::Input(2)]),
+            apply("abs", 0, vec![Place::Made(0, 0)]),
+        ],
+        blocks: vec![],
+        outputs: vec![Place::Made(1, 0)],
+        seed: 316_830,
+    };
+    assert!(matches!(program.check(OPS), Ok(Verdict::IllPosed)), "{:?}", program.check(OPS));
+}

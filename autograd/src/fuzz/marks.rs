@@ -88,7 +88,10 @@ impl fmt::Display for Marks {
             let grain = if *grain == 1 { String::new() } else { format!(":{grain}") };
             axes.iter().fold(grain, |text, axis| text + "@" + axis)
         };
-        write!(f, "[{}]", self.dims.iter().map(dim).collect::<Vec<_>>().join(", "))?;
+        let dims = self.dims.iter().map(dim).collect::<Vec<_>>().join(", ");
+        // One dim without a mark would read like none.
+        let dims = if self.dims.len() == 1 && dims.is_empty() { ":1" } else { &dims };
+        write!(f, "[{dims}]")?;
         self.partial.iter().try_for_each(|a| write!(f, " +{a}"))?;
         self.replicate.iter().try_for_each(|a| write!(f, " ~{a}"))
     }
@@ -101,7 +104,15 @@ mod tests {
     #[test]
     fn texts_are_read_as_they_are_written() {
         let mesh = Mesh::parse("a=2,b=2,c=2").unwrap();
-        for text in ["f64[4@b@a, 6:3@c]", "f64[]", "f64[] +a ~b", "f64[5, 3] +a +c", "f64[8:2, 1@a]"] {
+        for text in [
+            "f64[4@b@a, 6:3@c]",
+            "f64[]",
+            "f64[7]",
+            "f64[7] +a",
+            "f64[] +a ~b",
+            "f64[5, 3] +a +c",
+            "f64[8:2, 1@a]",
+        ] {
             let layout = Layout::parse(text, &mesh).unwrap();
             let marks = Marks::parse(&Marks::of(&layout).to_string()).unwrap();
             assert_eq!(marks.layout(&mesh, DType::F64, &layout.shape()).unwrap(), layout);

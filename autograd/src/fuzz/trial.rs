@@ -203,7 +203,8 @@ impl Trial<'_> {
             let mut globals = self.globals();
             for (i, global) in globals.iter_mut().enumerate().filter(|(_, g)| g.dtype.is_float()) {
                 let sign = |at: usize| if (at * 7 + i * 3) % 5 < 2 { -by } else { by };
-                global.data.iter_mut().enumerate().for_each(|(at, x)| *x += *x * sign(at));
+                let nudged = |at: usize, x: f64| if x == 0.0 { sign(at) } else { x + x * sign(at) };
+                global.data.iter_mut().enumerate().for_each(|(at, x)| *x = nudged(at, *x));
             }
             if !self.alone(&globals)?.is_near(made, tolerance / 10.0) {
                 return Ok(true);
