@@ -21,13 +21,14 @@ pub(super) struct Entry {
 #[derive(Debug)]
 pub(super) struct Cache {
     folder: PathBuf,
-    /// Tells apart files that this process writes at the same time.
-    written: AtomicU64,
 }
+
+/// Tells apart files that this process writes at the same time.
+static WRITTEN: AtomicU64 = AtomicU64::new(0);
 
 impl Cache {
     pub(super) fn new(folder: &Path) -> Cache {
-        Cache { folder: folder.join("cubin"), written: AtomicU64::new(0) }
+        Cache { folder: folder.join("cubin") }
     }
 
     pub(super) fn path(&self, key: &str) -> PathBuf {
@@ -43,7 +44,7 @@ impl Cache {
 
     /// Keeps what was made of a key. A folder that cannot be written costs the next run some seconds, and nothing else.
     pub(super) fn write(&self, key: &str, entry: &Entry) {
-        let number = self.written.fetch_add(1, Ordering::Relaxed);
+        let number = WRITTEN.fetch_add(1, Ordering::Relaxed);
         let draft = self.folder.join(format!("{}-{number}.draft", process::id()));
         let done = fs::create_dir_all(&self.folder)
             .and_then(|()| fs::write(&draft, bytes(key, entry)))

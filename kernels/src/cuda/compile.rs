@@ -9,6 +9,7 @@ use cudarc::nvrtc::sys::nvrtcProgram;
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::Path;
 use std::ptr;
+use std::sync::{Mutex, PoisonError};
 
 foreign!(Table, NVRTC, cudarc::nvrtc::sys, nvrtcResult {
     fn nvrtcCreateProgram(program: *mut nvrtcProgram, source: *const c_char, name: *const c_char,
@@ -30,6 +31,10 @@ impl Table {
 /// Where a source does not say how many blocks must fit a multiprocessor, the assembler decides, and rather spills a few bytes
 /// than let fewer fit. Two are enough: threads get the registers that they need.
 const REGISTERS_AS_NEEDED: &str = "--ptxas-options=--minnctapersm=2";
+
+/// Programs are compiled one after the other: where two are at the same time, the assembler's lines of either may be missing from
+/// both logs (seen with version 13.0).
+static TURN: Mutex<()> = Mutex::new(());
 
 /// What is to be compiled.
 #[derive(Clone, Copy, Debug)]
@@ -139,10 +144,12 @@ impl Compiler {
             )
         }?;
         let program = Handle { table: &self.table, program: handle };
+        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: the program was created above; the options end in zero bytes and outlive the call.
         let done = unsafe {
             self.table.nvrtcCompileProgram(program.program, options.len() as c_int, options.as_ptr())
         };
+        drop(turn);
         let log = program.log()?;
         match done {
             Ok(()) => Ok(Entry { log, cubin: program.cubin()? }),

@@ -1,6 +1,7 @@
 //! Options of the commands that look around: the op table, the machine, speeds.
 
 use clap::{Args, ValueEnum};
+use shardgrad::kernels::Device;
 
 /// Options of `ops`.
 #[derive(Args, Clone, Debug)]
@@ -33,6 +34,9 @@ pub(crate) struct BenchArgs {
     /// Where `growth` draws its picture
     #[arg(long, value_name = "FILE", default_value = "growth.svg")]
     pub(crate) picture: std::path::PathBuf,
+    /// Where `card-kernels` and `card-steps` measure: cuda or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "cuda", value_parser = super::values::device)]
+    pub(crate) device: Device,
     /// Print one JSON object a line
     #[arg(long)]
     pub(crate) json: bool,
@@ -55,11 +59,16 @@ pub(crate) enum BenchChoice {
     Presets,
     /// Rates and memory over length, width, depth, microbatches and ranks: minutes
     Growth,
+    /// Kernels on an NVIDIA card
+    CardKernels,
+    /// Whole training steps of GPT-2 124M and Llama 3 8B on an NVIDIA card
+    CardSteps,
 }
 
 impl BenchChoice {
     /// Whether it is done only if asked for.
     pub(crate) fn takes_minutes(self) -> bool {
-        matches!(self, BenchChoice::Presets | BenchChoice::Growth)
+        use BenchChoice::{CardKernels, CardSteps, Growth, Presets};
+        matches!(self, Presets | Growth | CardKernels | CardSteps)
     }
 }

@@ -1,6 +1,7 @@
 //! One measurement: repeated for a while, told as a line.
 
 use serde_json::json;
+use shardgrad::kernels::Device;
 use shardgrad::{Error, Kind, Result};
 use std::time::{Duration, Instant};
 
@@ -15,6 +16,7 @@ pub(super) struct Bench {
     pub(super) limit: Duration,
     pub(super) json: bool,
     pub(super) roof: Option<Roof>,
+    pub(super) device: Device,
 }
 
 /// Rates that all cores together reach at most.
@@ -110,7 +112,7 @@ impl Bench {
         if self.json {
             let version = env!("CARGO_PKG_VERSION");
             let line = json!({"bench": group, "case": case, "mesh": mesh, "seconds": seconds, "rate": rate,
-                "unit": unit, "of_roof": part, "peak_bytes": peak_bytes, "device": "cpu", "version": version});
+                "unit": unit, "of_roof": part, "peak_bytes": peak_bytes, "device": self.device.to_string(), "version": version});
             println!("{line}");
             return;
         }
@@ -168,7 +170,7 @@ mod tests {
 
     #[test]
     fn a_measurement_has_samples_enough() {
-        let bench = Bench { limit: Duration::from_millis(1), json: false, roof: None };
+        let bench = Bench { limit: Duration::from_millis(1), json: false, roof: None, device: Device::Cpu };
         let mut calls = 0;
         let seconds = bench.seconds(3, || {
             calls += 1;

@@ -10,14 +10,16 @@ mod tape;
 mod pipeline;
 mod train_step;
 mod growth;
+mod card;
 
 use super::args::{BenchArgs, BenchChoice};
 use line::Bench;
 use shardgrad::Result;
+use shardgrad::kernels::Device;
 
 /// Runs the command.
 pub(crate) fn run(args: &BenchArgs) -> Result<()> {
-    let plain = Bench { limit: args.seconds, json: args.json, roof: None };
+    let plain = Bench { limit: args.seconds, json: args.json, roof: None, device: Device::Cpu };
     let wanted = |choice: BenchChoice| match args.what.is_empty() {
         true => !choice.takes_minutes(),
         false => args.what.contains(&choice),
@@ -45,6 +47,13 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     }
     if wanted(BenchChoice::Growth) {
         growth::run(&bench, &args.picture)?;
+    }
+    let on_card = Bench { device: args.device, ..plain };
+    if wanted(BenchChoice::CardKernels) {
+        card::run(&on_card)?;
+    }
+    if wanted(BenchChoice::CardSteps) {
+        card::run_steps(&on_card)?;
     }
     Ok(())
 }

@@ -1,10 +1,11 @@
 //! Training steps of a GPT on tokens that follow a rule, to be measured.
 
 use super::line::{Bench, Work, check};
-use shardgrad::nn::hf::Gpt2Config;
+use shardgrad::kernels::Machine;
 use shardgrad::nn::{LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Steps before those that are measured; their losses are compared.
@@ -15,13 +16,19 @@ const STEPS: usize = 5;
 /// What is trained.
 #[derive(Clone, Debug)]
 pub(super) struct Training {
-    pub(super) config: Gpt2Config,
+    pub(super) config: ModelConfig,
     pub(super) rows: usize,
     pub(super) seq: usize,
     pub(super) microbatches: usize,
     pub(super) mesh: String,
     /// Threads of a rank; `None` shares the cores.
     pub(super) threads: Option<usize>,
+    /// In which floats is computed and stored.
+    pub(super) precision: Precision,
+    /// Whether blocks are computed again in the backward.
+    pub(super) recompute: bool,
+    /// Where; `None` is the processor.
+    pub(super) machine: Option<Arc<dyn Machine>>,
 }
 
 /// What was found.
@@ -38,9 +45,11 @@ pub(super) struct Found {
 }
 
 impl Training {
-    /// A model on one rank and all cores.
-    pub(super) fn new(config: Gpt2Config, rows: usize, seq: usize) -> Training {
-        Training { config, rows, seq, microbatches: 1, mesh: String::new(), threads: None }
+    /// A model on one rank and all cores, in f32.
+    pub(super) fn new(config: impl Into<ModelConfig>, rows: usize, seq: usize) -> Training {
+        let (config, mesh, precision) = (config.into(), String::new(), Precision::of(DType::F32));
+        let (microbatches, threads, recompute, machine) = (1, None, false, None);
+        Training { config, rows, seq, microbatches, mesh, threads, precision, recompute, machine }
     }
 
     /// Trains for a few steps.
@@ -49,7 +58,10 @@ impl Training {
         if let Some(threads) = self.threads {
             world = world.threads(threads);
         }
-        let ranks = world.launch(|rank| self.on(rank))?;
+        if let Some(machine) = &self.machine {
+            world = world.on(machine.clone());
+        }
+        let ranks = world.launch(|rank| self.steps(rank))?;
         let peak_bytes = ranks.iter().map(|r| r.peak_bytes).sum();
         let flops = ranks.iter().map(|r| r.flops).sum();
         Ok(Found { flops, peak_bytes, ..ranks.into_iter().next().expect("a world has a rank") })
@@ -64,17 +76,20 @@ impl Training {
         Ok(found)
     }
 
-    fn on(&self, rank: &Rank) -> Result<Found> {
-        let config = ModelConfig::Gpt2(self.config.clone());
-        let plan = LanguageModel::plan(&config);
-        let settings = Settings { microbatches: self.microbatches, ..Settings::new(self.rows) };
+    fn steps(&self, rank: &Rank) -> Result<Found> {
+        let config = &self.config;
+        let plan = LanguageModel::plan(config);
+        let Precision { dtype, param_dtype } = self.precision;
+        let plain = Settings::new(self.rows);
+        let settings =
+            Settings { microbatches: self.microbatches, dtype, param_dtype: Some(param_dtype), ..plain };
         let read = |rank: &Rank, step: u64, rows: Range<usize>| {
             let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), self.seq])?;
             let tokens = |ahead: usize| {
                 let ids: Vec<i64> = rows
                     .clone()
                     .flat_map(|row| (0..self.seq).map(move |at| (row, at + ahead)))
-                    .map(|(row, at)| ((at * at + 7 * row + step as usize) % self.config.vocab_size) as i64)
+                    .map(|(row, at)| ((at * at + 7 * row + step as usize) % config.vocab_size()) as i64)
                     .collect();
                 Tensor::from_global(rank, &layout, &ids)
             };
@@ -82,8 +97,8 @@ impl Training {
         };
         let loss = |model: &LanguageModel, x: &[Var]| model.loss_of(x);
         let optim = AdamW::new(1e-3).weight_decay(0.1);
-        let mut trainer =
-            Trainer::new(rank, LanguageModel::new(&config), &plan, optim, settings, read, loss)?;
+        let model = LanguageModel::new(config).recompute(self.recompute);
+        let mut trainer = Trainer::new(rank, model, &plan, optim, settings, read, loss)?;
         let mut losses = Vec::new();
         for _ in 0..STEPS_BEFORE {
             losses.push(trainer.step(&[])?.loss);
