@@ -3,8 +3,6 @@
 // Chunks of a thread that are on their way at the same time.
 constexpr int AT_ONCE = sizeof(T) == 8 ? 2 : 4;
 
-__device__ __forceinline__ float larger_number(float a, float b) { return fmaxf(a, b); }
-__device__ __forceinline__ double larger_number(double a, double b) { return fmax(a, b); }
 __device__ __forceinline__ float natural_log(float x) { return logf(x); }
 __device__ __forceinline__ double natural_log(double x) { return log(x); }
 
@@ -19,16 +17,13 @@ struct Online {
     template <int N> __device__ __forceinline__ void add(const ACC (&z)[N]) {
         ACC next = most, terms = 0;
 #pragma unroll
-        for (int i = 0; i < N; i++) next = larger_number(next, z[i]);
+        for (int i = 0; i < N; i++) next = LargerNumber()(next, z[i]);
         const ACC base = base_of(next);
 #pragma unroll
         for (int i = 0; i < N; i++) terms += natural_exp(z[i] - base);
         sum = fused(sum, natural_exp(most - base), terms);
         most = next;
     }
-};
-struct LargerNumber {
-    __device__ __forceinline__ ACC operator()(ACC a, ACC b) const { return larger_number(a, b); }
 };
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
@@ -53,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     for (; at < n; at += STEP) {
         const auto in = take(from, at, n);
         ACC wide[WIDTH];
-        EACH(e) wide[e] = at + e < n ? widen(in.at[e]) : -infinity<ACC>();
+        EACH(e) wide[e] = is_inside(at, e, n) ? widen(in.at[e]) : -infinity<ACC>();
         found.add(wide);
     }
     const ACC base = base_of(row_reduce(found.most, LargerNumber(), -infinity<ACC>()));

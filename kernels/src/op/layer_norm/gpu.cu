@@ -25,8 +25,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     EACH_CHUNK(i, at) {
         auto x = in.chunk(i, at);
         EACH(e) {
-            ACC apart = widen(x.at[e]) - mean;
-            if (at + e < n) sum += apart * apart;
+            ACC apart = is_inside(at, e, n) ? widen(x.at[e]) - mean : ACC(0);
+            sum += apart * apart;
         }
     }
     ACC rstd = ACC(1) / root(row_reduce(sum, Sum(), ACC(0)) / ACC(n) + eps);
