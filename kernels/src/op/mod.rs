@@ -120,6 +120,7 @@ pub static KERNELS: &[&Kernel] = &[
     &reduce::MAX,
     &reduce::MIN,
     &reduce::SUM_SQUARES,
+    &reduce::SUM_SQUARES_MANY,
     &contract::CONTRACT,
     &ranks::SUM,
     &ranks::MAX,
