@@ -121,6 +121,7 @@ pub static KERNELS: &[&Kernel] = &[
     &reduce::MAX,
     &reduce::MIN,
     &reduce::SUM_SQUARES,
+    &reduce::SUM_SQUARES_MANY,
     &contract::CONTRACT,
     &linear::LINEAR,
     &linear::LINEAR_GELU,
