@@ -178,21 +178,19 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         float probs[2][KEYS / 8][4] = {}, slopes[2][KEYS / 8][4] = {};
         score<2, KEYS / 16>(probs, left, right + shift);
         score<2, KEYS / 16>(slopes, left + TILE, right + shift + KEY_TILE);
-        bool all_seen = key >= all_from && key + KEYS <= all_to;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            int m = i / 2, h = i % 2, query = (own + i * 8 + lane / 4) / r;
-            int low = all_seen ? 0 : begin(p, query) - key, high = all_seen ? KEYS : end(p, query) - key;
+            int m = i / 2, h = i % 2;
 #pragma unroll
             for (int n = 0; n < KEYS / 8; n++) {
 #pragma unroll
                 for (int e = 2 * h; e < 2 * h + 2; e++) {
-                    int j = n * 8 + lane % 4 * 2 + e % 2;
                     float prob = exp2_of(fmaf(probs[m][n][e], scale2, -lse[m][h]));
-                    slopes[m][n][e] = j < low || j >= high ? 0.0f : prob * (slopes[m][n][e] - delta[m][h]);
+                    slopes[m][n][e] = prob * (slopes[m][n][e] - delta[m][h]);
                 }
             }
         }
+        if (key < all_from || key + KEYS > all_to) hide(p, slopes, own, key, 0.0f);
         unsigned weights[2][KEYS / 8][2];
         round_pairs(slopes, weights);
         gather<2, KEYS / 16>(sums, weights, turned + shift);

@@ -9,9 +9,9 @@ struct Problem {
     i64 q[5], k[4], v[4], o[5], lse[4], d_out[5];
 };
 
-// Query heads of a key head. Without GROUPED there is one.
+// Query heads of a key head: GROUP, or any number if that is 0.
 __device__ __forceinline__ int group(const Problem &p) {
-    return GROUPED ? (int)p.r : 1;
+    return GROUP ? GROUP : (int)p.r;
 }
 __device__ __forceinline__ int rows_of(const Problem &p) {
     return (int)p.t * group(p);
@@ -25,7 +25,11 @@ template <class E> struct QueryRows {
     int r, count;
 
     __device__ __forceinline__ i64 place(int n) const {
-        return GROUPED ? n / r * step + n % r * step_r : n * step;
+        return GROUP == 1 ? n * step : n / r * step + n % r * step_r;
+    }
+    // How far row n + many lies behind row n, for multiples of 8.
+    __device__ __forceinline__ i64 ahead(int n, int many) const {
+        return GROUP && 8 % (GROUP ? GROUP : 1) == 0 ? many / (GROUP ? GROUP : 1) * step : place(n + many) - place(n);
     }
 };
 // The same of keys, which are alone.
@@ -36,6 +40,9 @@ template <class E> struct KeyRows {
 
     __device__ __forceinline__ i64 place(int n) const {
         return n * step;
+    }
+    __device__ __forceinline__ i64 ahead(int, int many) const {
+        return many * step;
     }
 };
 

@@ -145,11 +145,14 @@ __device__ __forceinline__ unsigned at_step(unsigned place, int step) {
 template <int COUNT, int THREADS, class R>
 __device__ __forceinline__ void fetch(unsigned to, const R &from, int first, int c) {
 #if VEC
-#pragma unroll 2
-    for (int i = 0; i < COUNT * CHUNKS / THREADS; i++) {
-        int row = (threadIdx.x + i * THREADS) / CHUNKS, chunk = threadIdx.x % CHUNKS;
-        bool there = first + row < from.count && chunk * 8 < c;
-        copy16(to + place(row, chunk), from.data + (there ? from.place(first + row) + chunk * 8 : 0), there);
+    // A thread has one chunk of every APART-th row, so one place and one address lead to the others.
+    constexpr int APART = THREADS / CHUNKS;
+    int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, left = chunk * 8 < c ? from.count - first - row : 0;
+    const T *own = from.data + from.place(first + row) + chunk * 8;
+    to += place(row, chunk);
+#pragma unroll 4
+    for (int i = 0; i < COUNT / APART; i++) {
+        copy16(to + i * APART * WIDE, own + from.ahead(first + row, i * APART), i * APART < left);
     }
 #else
 #pragma unroll 1
@@ -178,6 +181,28 @@ __device__ __forceinline__ void score(float (&sums)[M][2 * N][4], unsigned left,
             for (int m = 0; m < M; m++) {
                 multiply(sums[m][2 * n], a[m], b[0], b[1]);
                 multiply(sums[m][2 * n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// Puts `hidden` in the places of keys that a row does not see. The warp's rows begin at `first`, the keys at `key`.
+template <int N>
+__device__ __forceinline__ void hide(const Problem &p, float (&scores)[2][N][4], int first, int key, float hidden) {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            int i = (first + m * 16 + h * 8 + lane / 4) / group(p);
+            int low = begin(p, i) - key, high = end(p, i) - key;
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    int j = n * 8 + lane % 4 * 2 + e;
+                    if (j < low || j >= high) scores[m][n][2 * h + e] = hidden;
+                }
             }
         }
     }
