@@ -186,6 +186,46 @@ __device__ __forceinline__ void score(float (&sums)[M][2 * N][4], unsigned left,
     }
 }
 
+// 16 M rows of a tile as a left factor, in registers where HEAD leaves them.
+template <int M> struct Left {
+#if HEAD == 64
+    unsigned chunks[HEAD / 16][M][4];
+#endif
+    unsigned at;
+
+    __device__ __forceinline__ void take(unsigned place) {
+        at = place;
+#if HEAD == 64
+#pragma unroll
+        for (int step = 0; step < HEAD / 16; step++) {
+#pragma unroll
+            for (int m = 0; m < M; m++) load4<false>(chunks[step][m], at_step(at, step) + m * 16 * WIDE);
+        }
+#endif
+    }
+
+    // As `score` above.
+    template <int N> __device__ __forceinline__ void score(float (&sums)[M][2 * N][4], unsigned right) const {
+#if HEAD == 64
+#pragma unroll
+        for (int step = 0; step < HEAD / 16; step++) {
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                unsigned b[4];
+                load4<false>(b, at_step(right, step) + n * 16 * WIDE);
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+                    multiply(sums[m][2 * n], chunks[step][m], b[0], b[1]);
+                    multiply(sums[m][2 * n + 1], chunks[step][m], b[2], b[3]);
+                }
+            }
+        }
+#else
+        ::score<M, N>(sums, at, right);
+#endif
+    }
+};
+
 // Puts `hidden` in the places of keys that a row does not see. The warp's rows begin at `first`, the keys at `key`.
 template <int N>
 __device__ __forceinline__ void hide(const Problem &p, float (&scores)[2][N][4], int first, int key, float hidden) {
