@@ -82,11 +82,15 @@ struct Description<'a> {
     shape: &'a GridArg,
 }
 
-/// Whether 16 bytes of a row can be read at once: channels side by side, rows and heads at multiples of 8.
+/// Whether 16 bytes of a row can be read at once: channels side by side, rows and heads at multiples of 8, so close that
+/// 32 bits count the bytes of 16 rows.
 fn is_vector(arg: &Arg<'_>) -> bool {
     let (&inner, outer) = arg.view.strides.split_last().expect("heads have channels");
     let extents = &arg.view.shape;
-    let apart = outer.iter().zip(extents).all(|(step, &extent)| extent <= 1 || step.is_multiple_of(8));
+    let apart = outer
+        .iter()
+        .zip(extents)
+        .all(|(step, &extent)| extent <= 1 || (step.is_multiple_of(8) && step < 1 << 26));
     inner == 1 && apart && arg.view.offset.is_multiple_of(8) && extents[outer.len()].is_multiple_of(8)
 }
 
