@@ -320,6 +320,23 @@ impl Param {
         Ok(())
     }
 
+    /// The same for several parameters at once; the function keeps their order.
+    pub(crate) fn update_all<'a>(
+        params: impl Iterator<Item = &'a Param> + Clone,
+        change: impl FnOnce(Vec<Tensor>) -> Result<Vec<Tensor>>,
+    ) -> Result<()> {
+        let take = |param: &Param| {
+            let mut placed = param.0.placed.borrow_mut();
+            let placed = placed.as_mut().ok_or_else(unplaced)?;
+            placed.stored.take().ok_or_else(|| lost(&placed.name))
+        };
+        let stored = params.clone().map(take).collect::<Result<Vec<Tensor>>>()?;
+        for (param, tensor) in params.zip(change(stored)?) {
+            param.0.placed.borrow_mut().as_mut().ok_or_else(unplaced)?.stored = Some(tensor);
+        }
+        Ok(())
+    }
+
     /// Names the parameter and says how it lies, without a value as yet.
     ///
     /// # Errors

@@ -6,8 +6,8 @@ use crate::state::State;
 use crate::tensor::Tensor;
 use crate::watch::Watch;
 use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Phase, Rank, ReduceOp, Result};
-use shardgrad_kernels::op::reduce::SUM_SQUARES;
-use shardgrad_kernels::{DType, download};
+use shardgrad_kernels::op::reduce::SUM_SQUARES_MANY;
+use shardgrad_kernels::{DType, Strides, download};
 use std::panic::Location;
 
 /// The sums of each number over all ranks of the world (of a slice: of the world it is cut from), the same bits on every rank: one all_reduce over all axes, none
@@ -114,27 +114,45 @@ impl Tensor {
         let value = self.to_local_f64()?.first().copied().unwrap_or(0.0);
         Ok(if layout.mesh().axes().all(counts) { value } else { 0.0 })
     }
+}
 
-    /// This rank's share of the sum of squares, in f64: added up over the world, every global element counts once.
-    /// Copies count where this rank stands at 0 on every axis that does not split the tensor. No communication; 0 on the
-    /// null back end.
-    ///
-    /// # Errors
-    /// `Kind::Layout` for a pending sum, whose squares are not known before it is completed.
-    pub fn local_sum_squares_once(&self) -> Result<f64> {
-        let (rank, layout) = (self.rank(), self.layout());
+/// This rank's share of the sum of the squares of all elements of some tensors, in f64: added up over the world, every global
+/// element counts once. Copies count where this rank stands at 0 on every axis that does not split the tensor. The sums of all
+/// tensors of one dtype are one launch, and all of them are one copy to the host; they are added up in the order of the tensors.
+/// No communication; 0 on the null back end.
+///
+/// # Errors
+/// `Kind::Layout` for a pending sum, whose squares are not known before it is completed.
+pub fn local_sum_squares_once<'a>(rank: &Rank, tensors: impl IntoIterator<Item = &'a Tensor>) -> Result<f64> {
+    let mut counted = Vec::new();
+    for tensor in tensors {
+        let (layout, rank) = (tensor.layout(), tensor.rank());
         if !layout.partial().is_empty() {
             return Err(Error::new(Kind::Layout, format!("the squares of a pending sum, {layout}"))
                 .detail("help", "complete it first, or bring a gradient to its stored layout"));
         }
         let split = layout.sharded_axes();
         if layout.mesh().axes().any(|a| !split.contains(a) && rank.coordinate(a) != 0) {
-            return Ok(0.0);
+            continue;
         }
-        let mut sum = Piece::alloc(rank, DType::F64, &[])?;
-        launch(rank, &SUM_SQUARES, &[self.piece()], &mut [&mut sum], &[])?;
-        Ok(sum.front(rank, 1)?.first().copied().unwrap_or(0.0))
+        counted.push(tensor.piece().contiguous(rank)?);
     }
+    let mut dtypes: Vec<DType> = counted.iter().map(|piece| piece.dtype).collect();
+    dtypes.sort_unstable();
+    dtypes.dedup();
+    let mut sums = Piece::alloc(rank, DType::F64, &[counted.len()])?;
+    // The place of each tensor's sum: those of one dtype lie side by side.
+    let (mut places, mut filled) = (vec![0; counted.len()], 0);
+    for dtype in dtypes {
+        let own: Vec<usize> = (0..counted.len()).filter(|&i| counted[i].dtype == dtype).collect();
+        own.iter().zip(filled..).for_each(|(&i, place)| places[i] = place);
+        let pieces: Vec<&Piece> = own.iter().map(|&i| &counted[i]).collect();
+        sums.view = Strides { offset: filled, ..Strides::contiguous(&[own.len()]) };
+        launch(rank, &SUM_SQUARES_MANY, &pieces, &mut [&mut sums], &[])?;
+        filled += own.len();
+    }
+    let sums: Vec<f64> = if filled == 0 { Vec::new() } else { sums.front(rank, filled)? };
+    Ok(if sums.is_empty() { 0.0 } else { places.iter().fold(0.0, |all, &place| all + sums[place]) })
 }
 
 #[cfg(test)]
@@ -146,6 +164,7 @@ mod tests {
     #[test]
     fn every_element_counts_once_on_every_layout() {
         let data: Vec<f32> = (0..15).map(|i| i as f32).collect();
+        let wide: Vec<f64> = data.iter().map(|x| f64::from(*x)).collect();
         let expected: f64 = data.iter().map(|x| f64::from(*x).powi(2)).sum();
         for mesh in ["", "a=1", "a=3", "a=2,b=2"] {
             for text in
@@ -155,8 +174,14 @@ mod tests {
                 let Ok(layout) = Layout::parse(text, &mesh) else { continue };
                 World::run(mesh, |rank| {
                     let x = Tensor::from_global(rank, &layout, &data)?;
-                    let sums = world_sum(rank, &[x.local_sum_squares_once()?, 1.0], Location::caller())?;
-                    assert_eq!(sums, [expected, rank.mesh().num_ranks() as f64], "{layout}");
+                    let wide = Tensor::from_global(rank, &layout.with_dtype(DType::F64), &wide)?;
+                    // Of one tensor, and of several of two dtypes.
+                    for (tensors, times) in [(vec![&x], 1.0), (vec![&x, &wide, &x, &x], 4.0)] {
+                        let word = [local_sum_squares_once(rank, tensors)?, 1.0];
+                        let sums = world_sum(rank, &word, Location::caller())?;
+                        assert_eq!(sums, [times * expected, rank.mesh().num_ranks() as f64], "{layout}");
+                    }
+                    assert_eq!(local_sum_squares_once(rank, [])?, 0.0);
                     Ok(())
                 })
                 .unwrap();
@@ -165,10 +190,26 @@ mod tests {
     }
 
     #[test]
+    fn squares_are_added_up_in_the_order_of_the_tensors() {
+        World::run(Mesh::single(), |rank| {
+            let numbers = [(DType::F64, 1e8), (DType::F32, 1e8), (DType::F64, 1.5), (DType::F32, 1.5)];
+            let full = |(dtype, x)| Tensor::full(rank, &Layout::invariant(rank.mesh(), dtype, &[]), x);
+            let tensors = numbers.into_iter().map(full).collect::<Result<Vec<Tensor>>>()?;
+            let sum = |order: [usize; 4]| order.iter().fold(0.0, |sum, &i| sum + numbers[i].1 * numbers[i].1);
+            assert_eq!(local_sum_squares_once(rank, &tensors)?, sum([0, 1, 2, 3]));
+            for other in [[0, 2, 1, 3], [1, 3, 0, 2]] {
+                assert_ne!(sum(other), sum([0, 1, 2, 3]), "the numbers tell orders apart");
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
     fn a_pending_sum_has_no_squares_yet() {
         World::run(Mesh::parse("a=2").unwrap(), |rank| {
             let x = Tensor::zeros(rank, &Layout::parse("f32[4] +a", rank.mesh())?)?;
-            assert_eq!(x.local_sum_squares_once().unwrap_err().kind(), Kind::Layout);
+            assert_eq!(local_sum_squares_once(rank, [&x]).unwrap_err().kind(), Kind::Layout);
             Ok(())
         })
         .unwrap();

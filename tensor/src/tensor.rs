@@ -217,16 +217,23 @@ impl Tensor {
     /// # Errors
     /// `Kind::OutOfMemory`.
     pub fn update(self, change: impl FnOnce(&mut Piece) -> Result<()>) -> Result<Tensor> {
+        let (rank, layout) = (self.rank().clone(), self.layout().clone());
+        let mut piece = self.into_own_piece()?;
+        change(&mut piece)?;
+        Ok(Tensor::assemble(&rank, layout, piece))
+    }
+
+    /// The piece, on memory that nobody shares (a copy is made if somebody does).
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub(crate) fn into_own_piece(self) -> Result<Piece> {
         let (rank, layout, mut piece) = match Rc::try_unwrap(self.0) {
             Ok(inner) => (inner.rank, inner.layout, inner.piece),
             Err(shared) => (shared.rank.clone(), shared.layout.clone(), shared.piece.clone()),
         };
         let owned = piece.view.is_contiguous() && piece.buffer.is_unique();
-        if !owned {
-            piece = piece.converted(&rank, layout.dtype())?;
-        }
-        change(&mut piece)?;
-        Ok(Tensor::assemble(&rank, layout, piece))
+        if owned { Ok(piece) } else { piece.converted(&rank, layout.dtype()) }
     }
 }
 

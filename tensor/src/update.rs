@@ -4,9 +4,9 @@ use crate::layout::Layout;
 use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
-use shardgrad_kernels::Scalar;
-use shardgrad_kernels::op::adamw::STEP;
+use shardgrad_kernels::op::adamw::{STEP, STEP_MANY};
 use shardgrad_kernels::op::sgd;
+use shardgrad_kernels::{DType, Scalar};
 
 /// The numbers of one AdamW step; see [`STEP`] for the formula.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -78,15 +78,7 @@ impl Moments {
     /// # Errors
     /// `Kind::Layout` if parameter or gradient lie otherwise than the means; `Kind::OutOfMemory`.
     pub fn step(&mut self, param: Tensor, grad: &Tensor, rates: &AdamWRates) -> Result<Tensor> {
-        let layout = param.layout().clone();
-        if layout.with_dtype(self.layout.dtype()) != self.layout || *grad.layout() != layout {
-            let text = format!(
-                "an AdamW step of {layout} with a gradient of {} and moments of {}",
-                grad.layout(),
-                self.layout
-            );
-            return Err(Error::new(Kind::Layout, text));
-        }
+        self.check(&param, grad)?;
         let rank = param.rank().clone();
         let grad = grad.piece().contiguous(&rank)?;
         own(&rank, &mut self.m)?;
@@ -96,6 +88,70 @@ impl Moments {
             [lr, beta1, beta2, eps, weight_decay, correction1, correction2, grad_scale].map(Scalar::Real);
         param.update(|p| launch(&rank, &STEP, &[&grad], &mut [p, &mut self.m, &mut self.v], &scalars))
     }
+
+    fn check(&self, param: &Tensor, grad: &Tensor) -> Result<()> {
+        let layout = param.layout();
+        if layout.with_dtype(self.layout.dtype()) == self.layout && grad.layout() == layout {
+            return Ok(());
+        }
+        let text = format!(
+            "an AdamW step of {layout} with a gradient of {} and moments of {}",
+            grad.layout(),
+            self.layout
+        );
+        Err(Error::new(Kind::Layout, text))
+    }
+}
+
+/// One parameter of [`step_many`].
+#[derive(Debug)]
+pub struct AdamWStep<'a> {
+    /// The parameter before the step.
+    pub param: Tensor,
+    /// Its gradient.
+    pub grad: &'a Tensor,
+    /// Its means.
+    pub moments: &'a mut Moments,
+    /// Its learning rate and decay. The other numbers are those of the first parameter.
+    pub rates: AdamWRates,
+}
+
+/// The parameters after a step each, in their order: [`Moments::step`] of many at once, and with the same bits. All parameters
+/// of one dtype are one launch. If it fails, parameters and means are of no more use.
+///
+/// # Errors
+/// As for [`Moments::step`].
+pub fn step_many(steps: Vec<AdamWStep<'_>>) -> Result<Vec<Tensor>> {
+    steps.iter().try_for_each(|step| step.moments.check(&step.param, step.grad))?;
+    let Some(first) = steps.first() else { return Ok(Vec::new()) };
+    let rank = &first.param.rank().clone();
+    let AdamWRates { beta1, beta2, eps, correction1, correction2, grad_scale, .. } = first.rates;
+    let common = [beta1, beta2, eps, correction1, correction2, grad_scale];
+    let (mut layouts, mut params) = (Vec::with_capacity(steps.len()), Vec::with_capacity(steps.len()));
+    let mut others = Vec::with_capacity(steps.len());
+    for AdamWStep { param, grad, moments, rates } in steps {
+        layouts.push(param.layout().clone());
+        params.push(param.into_own_piece()?);
+        own(rank, &mut moments.m)?;
+        own(rank, &mut moments.v)?;
+        others.push((grad.piece().contiguous(rank)?, moments, [rates.lr, rates.weight_decay]));
+    }
+    let mut dtypes: Vec<DType> = layouts.iter().map(Layout::dtype).collect();
+    dtypes.sort_unstable();
+    dtypes.dedup();
+    for dtype in dtypes {
+        let (mut grads, mut outputs, mut scalars) = (Vec::new(), Vec::new(), common.to_vec());
+        for (param, (grad, moments, rates)) in params.iter_mut().zip(&mut others) {
+            if param.dtype == dtype {
+                grads.push(&*grad);
+                outputs.extend([param, &mut moments.m, &mut moments.v]);
+                scalars.extend(&*rates);
+            }
+        }
+        let scalars: Vec<Scalar> = scalars.into_iter().map(Scalar::Real).collect();
+        launch(rank, &STEP_MANY, &grads, &mut outputs, &scalars)?;
+    }
+    Ok(layouts.into_iter().zip(params).map(|(layout, p)| Tensor::assemble(rank, layout, p)).collect())
 }
 
 /// The numbers of one step of gradient descent with momentum; see [`sgd::STEP`] for the
@@ -243,6 +299,48 @@ mod tests {
             assert!(values(&other)?.iter().zip(&before).all(|(new, old)| new != old));
             let saved = Moments::from_tensors(&layout, moments.tensors(rank))?;
             assert_eq!(saved.tensors(rank)[1].to_f64()?, moments.tensors(rank)[1].to_f64()?);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn many_are_stepped_as_one_by_one() {
+        World::run(Mesh::parse("tp=2").unwrap(), |rank| {
+            let texts = ["f32[5@tp]", "f64[3]", "f32[2, 40]", "bf16[7@tp]", "f32[1@tp]", "f64[9@tp]"];
+            let layouts = texts.map(|text| Layout::parse(text, rank.mesh()).unwrap());
+            let tensor = |i: usize, key| {
+                let wide = Tensor::normal(rank, &layouts[i].with_dtype(DType::F64), key, i as u64, 1.0)?;
+                let piece = wide.piece().converted(rank, layouts[i].dtype())?;
+                Ok::<_, Error>(Tensor::assemble(rank, layouts[i].clone(), piece))
+            };
+            let rates = |i: usize| AdamWRates { lr: 0.1 * i as f64, weight_decay: 0.01 * i as f64, ..RATES };
+            let zeros = layouts.iter().map(|layout| Moments::zeros(rank, layout));
+            let mut moments = zeros.collect::<Result<Vec<Moments>>>()?;
+            // Means that somebody else holds stay as they are.
+            let mut other = moments.clone();
+            for round in 0..3 {
+                let grads = (0..texts.len()).map(|i| tensor(i, round)).collect::<Result<Vec<Tensor>>>()?;
+                let kept = tensor(2, 9)?;
+                let mut steps = Vec::new();
+                for (i, moments) in moments.iter_mut().enumerate() {
+                    let param = if i == 2 { kept.clone() } else { tensor(i, 9)? };
+                    steps.push(AdamWStep { param, grad: &grads[i], moments, rates: rates(i) });
+                }
+                for (i, many) in step_many(steps)?.into_iter().enumerate() {
+                    let one = other[i].step(tensor(i, 9)?, &grads[i], &rates(i))?;
+                    assert_eq!((many.to_f64()?, many.layout()), (one.to_f64()?, one.layout()));
+                }
+                assert_eq!(kept.to_f64()?, tensor(2, 9)?.to_f64()?, "a value that somebody holds");
+            }
+            for (many, one) in moments.iter().zip(&other) {
+                let [a, b] = [many, one].map(|m| m.tensors(rank).map(|t| t.to_f64().unwrap()));
+                assert_eq!(a, b);
+            }
+            assert!(step_many(Vec::new())?.is_empty());
+            let (param, grad) = (tensor(0, 9)?, &tensor(2, 9)?);
+            let wrong = AdamWStep { param, grad, moments: &mut moments[0], rates: RATES };
+            assert_eq!(step_many(vec![wrong]).unwrap_err().kind(), Kind::Layout);
             Ok(())
         })
         .unwrap();

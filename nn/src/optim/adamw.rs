@@ -3,7 +3,7 @@
 use super::step::{Group, Groups, Optimizer};
 use crate::param::Param;
 use shardgrad_autograd::Key;
-use shardgrad_tensor::update::{AdamWRates, Moments};
+use shardgrad_tensor::update::{AdamWRates, AdamWStep, Moments, step_many};
 use shardgrad_tensor::{Result, Tensor};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -127,12 +127,24 @@ impl Optimizer for AdamW {
         self.num_steps += 1;
     }
 
-    fn change(&mut self, param: &Param, gradient: &Tensor, lr: f64, grad_scale: f64) -> Result<()> {
-        let rates = self.rates(param, lr, grad_scale);
-        let moments = match self.moments.entry(param.key()) {
-            Entry::Occupied(known) => known.into_mut(),
-            Entry::Vacant(new) => new.insert(Moments::zeros(param.tensor().rank(), &param.layout())?),
-        };
-        param.update(|tensor| moments.step(tensor, gradient, &rates))
+    fn change(&mut self, params: &[(&Param, Tensor)], lr: f64, grad_scale: f64) -> Result<()> {
+        let mut rates = Vec::with_capacity(params.len());
+        for (param, _) in params {
+            rates.push(self.rates(param, lr, grad_scale));
+            if let Entry::Vacant(new) = self.moments.entry(param.key()) {
+                new.insert(Moments::zeros(param.tensor().rank(), &param.layout())?);
+            }
+        }
+        let mut moments: BTreeMap<Key, &mut Moments> =
+            self.moments.iter_mut().map(|(key, moments)| (*key, moments)).collect();
+        Param::update_all(params.iter().map(|(param, _)| *param), |tensors| {
+            let mut steps = Vec::with_capacity(params.len());
+            for ((param, (of, grad)), rates) in tensors.into_iter().zip(params).zip(rates) {
+                let moments =
+                    moments.remove(&of.key()).expect("they were made above, and each parameter comes once");
+                steps.push(AdamWStep { param, grad, moments, rates });
+            }
+            step_many(steps)
+        })
     }
 }

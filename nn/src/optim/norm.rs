@@ -2,7 +2,7 @@
 
 use crate::param::Param;
 use shardgrad_autograd::Gradients;
-use shardgrad_tensor::control::world_sum;
+use shardgrad_tensor::control::{local_sum_squares_once, world_sum};
 use shardgrad_tensor::{Rank, Result};
 use std::panic::Location;
 
@@ -23,11 +23,8 @@ pub struct Norm {
 #[track_caller]
 pub fn grad_norm(rank: &Rank, params: &[Param], gradients: &Gradients, control: &[f64]) -> Result<Norm> {
     let mut word = Vec::with_capacity(1 + control.len());
-    let mut squares = 0.0;
-    for gradient in params.iter().filter(|p| p.counts_here()).filter_map(|p| gradients.get(&p.key())) {
-        squares += gradient.local_sum_squares_once()?;
-    }
-    word.push(squares);
+    let counted = params.iter().filter(|p| p.counts_here()).filter_map(|p| gradients.get(&p.key()));
+    word.push(local_sum_squares_once(rank, counted)?);
     word.extend_from_slice(control);
     let mut sums = world_sum(rank, &word, Location::caller())?;
     Ok(Norm { grad_norm: sums.remove(0).sqrt(), control: sums })

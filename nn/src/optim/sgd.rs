@@ -117,12 +117,15 @@ impl Optimizer for Sgd {
         self.num_steps += 1;
     }
 
-    fn change(&mut self, param: &Param, gradient: &Tensor, lr: f64, grad_scale: f64) -> Result<()> {
-        let rates = self.rates(param, lr, grad_scale);
-        let velocity = match self.velocities.entry(param.key()) {
-            Entry::Occupied(known) => known.into_mut(),
-            Entry::Vacant(new) => new.insert(Velocity::zeros(param.tensor().rank(), &param.layout())?),
-        };
-        param.update(|tensor| velocity.step(tensor, gradient, &rates))
+    fn change(&mut self, params: &[(&Param, Tensor)], lr: f64, grad_scale: f64) -> Result<()> {
+        for (param, gradient) in params {
+            let rates = self.rates(param, lr, grad_scale);
+            let velocity = match self.velocities.entry(param.key()) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(new) => new.insert(Velocity::zeros(param.tensor().rank(), &param.layout())?),
+            };
+            param.update(|tensor| velocity.step(tensor, gradient, &rates))?;
+        }
+        Ok(())
     }
 }

@@ -87,12 +87,13 @@ pub trait Optimizer: fmt::Debug {
     /// Counts a step that is about to be taken.
     fn begin(&mut self);
 
-    /// Changes one parameter of that step, at the common learning rate `lr`, by its gradient times `grad_scale`. The gradient
-    /// lies as the parameter is stored.
+    /// Changes the parameters of that step, at the common learning rate `lr`, each by its gradient times `grad_scale`. They
+    /// come all at once, since one launch can take care of many. A gradient lies as its parameter is stored, and no parameter
+    /// comes twice.
     ///
     /// # Errors
-    /// What the kernels report.
-    fn change(&mut self, param: &Param, gradient: &Tensor, lr: f64, grad_scale: f64) -> Result<()>;
+    /// What the kernels report. Parameters may be lost then.
+    fn change(&mut self, params: &[(&Param, Tensor)], lr: f64, grad_scale: f64) -> Result<()>;
 
     /// Takes a step, unless the gradient norm or one of the control sums is not finite. One all-reduce over the whole
     /// mesh; every rank calls this together. Parameters without a gradient stay as they are.
@@ -150,9 +151,9 @@ pub(crate) fn step(
     optim.begin();
     let clip = args.clip.filter(|most| *most < report.grad_norm);
     let grad_scale = clip.map_or(1.0, |most| most / report.grad_norm) / args.loss_scale;
-    for param in params.iter().filter(|p| !p.is_frozen()) {
-        let Some(gradient) = gradients.remove(&param.key()) else { continue };
-        optim.change(param, &gradient, args.lr, grad_scale)?;
-    }
+    let trained = params.iter().filter(|p| !p.is_frozen());
+    let changed: Vec<(&Param, Tensor)> =
+        trained.filter_map(|param| Some((param, gradients.remove(&param.key())?))).collect();
+    optim.change(&changed, args.lr, grad_scale)?;
     Ok(report)
 }

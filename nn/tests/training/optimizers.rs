@@ -29,8 +29,9 @@ impl Optimizer for Signs {
         self.num_steps += 1;
     }
 
-    fn change(&mut self, param: &Param, gradient: &Tensor, lr: f64, _: f64) -> Result<()> {
-        param.set_tensor(param.tensor().sub(&gradient.sign().scale(lr)))
+    fn change(&mut self, params: &[(&Param, Tensor)], lr: f64, _: f64) -> Result<()> {
+        let sign = |gradient: &Tensor| gradient.sign().scale(lr);
+        params.iter().try_for_each(|(param, gradient)| param.set_tensor(param.tensor().sub(&sign(gradient))))
     }
 }
 

@@ -7,7 +7,9 @@
 
 mod cpu;
 mod gpu;
+mod squares;
 
+use crate::cpu::Pool;
 use crate::dtype::{Element, Float, Real};
 use crate::error::KernelError;
 use crate::gpu::Plan;
@@ -114,21 +116,8 @@ pub static MIN: Kernel = Kernel {
 /// - out: y, f64, no dims
 pub static SUM_SQUARES: Kernel = Kernel {
     name: "sum_squares",
-    reference: |_, launch| {
-        let ([x], [y], _) = operands(launch);
-        match_float!(x.dtype, T => {
-            let memory = x.buffer.as_slice::<T>();
-            let mut squares = (0..x.view.numel()).map(|i| memory[place(x.view, i)].to_f64().powi(2));
-            write::<f64>(y)[0] = total(&mut squares);
-        }, else return Err(KernelError::DType { kernel: SUM_SQUARES.name, dtype: x.dtype }));
-        Ok(())
-    },
-    cpu: Some(|pool, launch| {
-        let ([x], [y], _) = operands(launch);
-        match_float!(x.dtype, T => cpu::reduce::<cpu::Squares<T>, f64>(pool, x, x.view.ndim(), write(y), |sum| sum),
-            else return Err(KernelError::DType { kernel: SUM_SQUARES.name, dtype: x.dtype }));
-        Ok(())
-    }),
+    reference: |_, launch| plain_squares(&SUM_SQUARES, launch),
+    cpu: Some(|pool, launch| squares(&SUM_SQUARES, pool, launch)),
     gpu: Some(Gpu {
         source: gpu::SOURCE,
         plan: |launch, plan| {
@@ -138,6 +127,40 @@ pub static SUM_SQUARES: Kernel = Kernel {
     flops: |launch| 2 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 16.0 },
 };
+
+/// The sum of the squares of each of k operands, with the same bits as by [`SUM_SQUARES`].
+///
+/// - in: x_1 .. x_k of any shapes, of one float dtype, contiguous
+/// - out: y `(k)`, f64
+pub static SUM_SQUARES_MANY: Kernel = Kernel {
+    name: "sum_squares_many",
+    reference: |_, launch| plain_squares(&SUM_SQUARES_MANY, launch),
+    cpu: Some(|pool, launch| squares(&SUM_SQUARES_MANY, pool, launch)),
+    gpu: Some(Gpu { source: squares::SOURCE, plan: squares::plan }),
+    flops: |launch| launch.inputs.iter().map(|x| 2 * x.view.numel() as u64).sum(),
+    bound: Bound { ulps: 16.0 },
+};
+
+fn plain_squares(kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let inputs = launch.inputs;
+    for (x, y) in inputs.iter().zip(write::<f64>(&mut launch.outputs[0])) {
+        match_float!(x.dtype, T => {
+            let memory = x.buffer.as_slice::<T>();
+            let mut squares = (0..x.view.numel()).map(|i| memory[place(x.view, i)].to_f64().powi(2));
+            *y = total(&mut squares);
+        }, else return Err(KernelError::DType { kernel: kernel.name, dtype: x.dtype }));
+    }
+    Ok(())
+}
+
+fn squares(kernel: &Kernel, pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let inputs = launch.inputs;
+    for (x, y) in inputs.iter().zip(write::<f64>(&mut launch.outputs[0]).chunks_mut(1)) {
+        match_float!(x.dtype, T => cpu::reduce::<cpu::Squares<T>, f64>(pool, x, x.view.ndim(), y, |sum| sum),
+            else return Err(KernelError::DType { kernel: kernel.name, dtype: x.dtype }));
+    }
+    Ok(())
+}
 
 fn described(
     kernel: &'static str,

@@ -61,6 +61,63 @@ fn fast_paths_agree() {
     }
 }
 
+/// As many as one launch on a GPU takes and some more; short ones, empty ones, and such as are cut into branches.
+fn sizes_of_many() -> Vec<usize> {
+    (0..170).map(|i| [1, 0, 300, 17, 256, 4100][i % 6]).chain([16_384, 40_001]).collect()
+}
+
+#[test]
+fn squares_of_many_agree() {
+    let sizes = sizes_of_many();
+    for k in [0, 1, 7, sizes.len()] {
+        let case = Case::new(&SUM_SQUARES_MANY).output_as(Kind::Fixed(DType::F64), &[k]);
+        let case = sizes[sizes.len() - k..].iter().enumerate().fold(case, |case, (i, &n)| {
+            let view = Strides { offset: [0, 3][i % 2], ..Strides::contiguous(&[n]) };
+            case.input_view(Kind::Tested, view, &values(i as u64, n + 3))
+        });
+        case.run();
+    }
+    // More parts than the threads that join them.
+    let n = 300 * 16_384 + 5;
+    let case = Case::new(&SUM_SQUARES_MANY).input(&[n], &values(1, n)).input(&[2], &[1.0, 2.0]);
+    case.output_as(Kind::Fixed(DType::F64), &[2]).run_for(&[DType::F32]);
+}
+
+/// The bits of the sums of squares of runs of a memory by some code.
+fn squares_by(code: &dyn Fn(&mut Launch<'_>), sizes: &[usize], memory: &[f32]) -> Vec<u64> {
+    let cpu = Cpu::backend(2);
+    let x = upload(&*cpu, memory).unwrap();
+    let views: Vec<Strides> = sizes.iter().map(|&n| Strides::contiguous(&[n])).collect();
+    let inputs: Vec<Arg<'_>> = views.iter().map(|view| Arg { buffer: &x, dtype: DType::F32, view }).collect();
+    let mut y = upload(&*cpu, &vec![0f64; sizes.len()]).unwrap();
+    let out = Strides::contiguous(&[sizes.len()]);
+    let mut outputs = [ArgMut { buffer: &mut y, dtype: DType::F64, view: &out }];
+    code(&mut Launch { inputs: &inputs, outputs: &mut outputs, scalars: &[] });
+    y.as_slice::<f64>().iter().map(|y| y.to_bits()).collect()
+}
+
+#[test]
+fn squares_of_many_have_the_bits_of_each() {
+    let mut sizes = sizes_of_many();
+    sizes.push(300 * 16_384 + 5);
+    let memory: Vec<f32> = values(7, sizes[sizes.len() - 1]).iter().map(|&x| x as f32).collect();
+    let cpu = Cpu::backend(2);
+    let on_cpu = |kernel: &'static Kernel| {
+        let cpu = &cpu;
+        move |launch: &mut Launch<'_>| cpu.launch(kernel, launch).unwrap()
+    };
+    let each: Vec<u64> =
+        sizes.iter().flat_map(|n| squares_by(&on_cpu(&SUM_SQUARES), &[*n], &memory)).collect();
+    assert_eq!(squares_by(&on_cpu(&SUM_SQUARES_MANY), &sizes, &memory), each);
+    #[cfg(feature = "cuda")]
+    if crate::gpu::shim::compiler_is_found() {
+        let on_gpu = |launch: &mut Launch<'_>| {
+            crate::gpu::shim::run(&SUM_SQUARES_MANY, launch, crate::gpu::shim::ORDERS[0]).unwrap();
+        };
+        assert_eq!(squares_by(&on_gpu, &sizes, &memory), each, "GPU source");
+    }
+}
+
 #[test]
 fn special_values() {
     let (inf, nan) = (f64::INFINITY, f64::NAN);

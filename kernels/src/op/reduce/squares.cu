@@ -1,0 +1,88 @@
+// Sums of squares of up to COUNT inputs, each in the order that the module states, so with the host's bits. What is missing
+// is 0, which changes no result. Macros: S, storage; COUNT.
+
+constexpr int THREADS = 256;
+constexpr int LANES = 16;
+constexpr int BLOCK = 256;
+constexpr int TURNS = BLOCK / LANES;
+constexpr int GROUPS = THREADS / LANES;
+// Blocks of elements of a group of 16 threads.
+constexpr int EACH = 4;
+
+// Where each input begins.
+struct Operands {
+    const S *x[COUNT];
+};
+// The first thread block of each input, its elements.
+struct Numbers {
+    i64 first[COUNT], n[COUNT];
+};
+// The first part of each input, and how many there are in all.
+struct Firsts {
+    i64 at[COUNT + 1];
+};
+
+__device__ __forceinline__ double square(S x) { return __dmul_rn(double(widen(x)), double(widen(x))); }
+
+// Joins what threads hold that are `distance` apart, `count` (a power of two) of them, in a balanced tree. All threads of
+// the block take part; the result is that of number 0.
+__device__ __forceinline__ double join_neighbours(double *shared, double x, int number, int count, int distance) {
+    for (int by = 1; by < count; by *= 2) {
+        shared[threadIdx.x] = x;
+        __syncthreads();
+        if (number % (2 * by) == 0) x += shared[threadIdx.x + by * distance];
+        __syncthreads();
+    }
+    return x;
+}
+
+// A thread block forms one branch of the tree of an input: EACH blocks of elements by each group of 16 threads.
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+    squares(const Operands operands, const Numbers numbers, double *parts, int count) {
+    __shared__ double shared[THREADS];
+    // The last input that begins at this thread block or before it.
+    int own = 0, end = count;
+    while (end - own > 1) {
+        const int middle = (own + end) / 2;
+        if (numbers.first[middle] <= (i64)blockIdx.x) own = middle;
+        else end = middle;
+    }
+    const S *x = operands.x[own];
+    const i64 n = numbers.n[own], branch = (i64)blockIdx.x - numbers.first[own];
+    const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
+    double blocks[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const i64 start = ((branch * GROUPS + group) * EACH + i) * BLOCK;
+        double part = 0;
+        if (start + BLOCK <= n) {
+            S in[TURNS];
+#pragma unroll
+            for (int t = 0; t < TURNS; ++t) in[t] = x[start + lane + t * LANES];
+#pragma unroll
+            for (int t = 0; t < TURNS; ++t) part += square(in[t]);
+        } else {
+            for (i64 at = start + lane; at < n; at += LANES) part += square(x[at]);
+        }
+#pragma unroll
+        for (int by = LANES / 2; by > 0; by /= 2) part += __shfl_down_sync(ALL_LANES, part, by, LANES);
+        blocks[i] = part;
+    }
+    const double branch_sum = (blocks[0] + blocks[1]) + (blocks[2] + blocks[3]);
+    const double sum = join_neighbours(shared, branch_sum, group, GROUPS, LANES);
+    if (threadIdx.x == 0) parts[blockIdx.x] = sum;
+}
+
+// A thread block joins the parts of one input, the first of which has number `from`. Each thread takes a branch of them, in place; then threads join theirs.
+extern "C" __global__ void __launch_bounds__(THREADS) join_squares(double *parts, double *y, const Firsts firsts, i64 from) {
+    __shared__ double shared[THREADS];
+    parts += firsts.at[blockIdx.x];
+    const i64 count = firsts.at[blockIdx.x + 1] - firsts.at[blockIdx.x];
+    i64 each = 1;
+    while (each * THREADS < count) each *= 2;
+    const i64 begin = threadIdx.x * each;
+    for (i64 by = 1; by < each; by *= 2)
+        for (i64 at = begin; at < begin + each && at + by < count; at += 2 * by) parts[at] += parts[at + by];
+    const double sum = join_neighbours(shared, begin < count ? parts[begin] : 0.0, threadIdx.x, THREADS, 1);
+    if (threadIdx.x == 0) y[from + blockIdx.x] = sum;
+}

@@ -1,0 +1,69 @@
+//! The sums of squares of many operands on GPUs: one launch over all of them, one that joins what its thread blocks found.
+
+use super::SUM_SQUARES_MANY;
+use crate::dtype::DType;
+use crate::error::KernelError;
+use crate::gpu::{Grid, GridArg, Plan, type_name};
+use crate::kernel::Launch;
+
+pub(super) const SOURCE: &str = include_str!("squares.cu");
+
+/// Operands of one launch: three words of each are arguments, of which 4096 bytes are allowed.
+const COUNT: usize = 160;
+/// As in the source.
+const THREADS: usize = 256;
+/// Elements of a thread block: a power of two of blocks of 256, and so a branch of the tree.
+const BRANCH: usize = 1 << 14;
+
+pub(super) fn plan(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+    let Some(first) = launch.inputs.first() else { return Ok(()) };
+    if !first.dtype.is_float() {
+        return Err(KernelError::DType { kernel: SUM_SQUARES_MANY.name, dtype: first.dtype });
+    }
+    let mut done = 0;
+    while done < launch.inputs.len() {
+        let count = COUNT.min(launch.inputs.len() - done);
+        many(launch, plan, done, count);
+        done += count;
+    }
+    Ok(())
+}
+
+/// The operands from number `from` on. What is left of the tables repeats the first.
+fn many(launch: &Launch<'_>, plan: &mut Plan, from: usize, count: usize) {
+    let sizes: Vec<usize> = launch.inputs[from..from + count].iter().map(|x| x.view.numel()).collect();
+    let mut firsts = vec![0];
+    // A thread block also where there is no element: it writes the 0.
+    sizes.iter().for_each(|n| firsts.push(firsts[firsts.len() - 1] + n.div_ceil(BRANCH).max(1) as i64));
+    let blocks = firsts[count];
+    let parts = plan.scratch(blocks as usize * DType::F64.size());
+    let padded = |list: &mut dyn Iterator<Item = i64>, with: i64, to: usize| {
+        list.chain(std::iter::repeat(with)).take(to).collect::<Vec<i64>>()
+    };
+    let first_of = padded(&mut firsts[..count].iter().copied(), 0, COUNT);
+    let size_of = padded(&mut sizes.iter().map(|n| *n as i64), 0, COUNT);
+    let operands = (0..COUNT).map(|i| GridArg::Input(from + if i < count { i } else { 0 }));
+    let args = vec![
+        GridArg::Addresses(operands.collect()),
+        GridArg::I64s([first_of, size_of].concat()),
+        parts.clone(),
+        GridArg::I32(count as i32),
+    ];
+    grid(plan, launch, "squares", blocks as usize, args);
+    let ends = padded(&mut firsts.iter().copied(), blocks, COUNT + 1);
+    let args = vec![parts, GridArg::Output(0), GridArg::I64s(ends), GridArg::I64(from as i64)];
+    grid(plan, launch, "join_squares", count, args);
+}
+
+fn grid(plan: &mut Plan, launch: &Launch<'_>, entry: &'static str, blocks: usize, args: Vec<GridArg>) {
+    let blocks = u32::try_from(blocks).expect("fewer than 2^45 elements fit a device");
+    let defines = vec![("S", type_name(launch.inputs[0].dtype).into()), ("COUNT", COUNT.to_string().into())];
+    plan.grid(Grid {
+        entry,
+        defines,
+        blocks: [blocks, 1, 1],
+        threads: THREADS as u32,
+        shared_bytes: 0,
+        args,
+    });
+}
