@@ -90,7 +90,7 @@ fn is_vector(arg: &Arg<'_>) -> bool {
     let apart = outer
         .iter()
         .zip(extents)
-        .all(|(step, &extent)| extent <= 1 || (step.is_multiple_of(8) && step < 1 << 26));
+        .all(|(step, &extent)| extent <= 1 || (step.is_multiple_of(8) && *step < 1 << 26));
     inner == 1 && apart && arg.view.offset.is_multiple_of(8) && extents[outer.len()].is_multiple_of(8)
 }
 
