@@ -8,10 +8,13 @@
 // Shared memory: k and v of 128 keys, two tiles of q and d_out, two of lse and delta: 132096 bytes at HEAD = 128, 49664 at 64.
 // Its limit at HEAD = 128, per warp and 64 rows: 144 load4, 576 clocks, against 410 clocks for 256 products.
 //
-// queries_back: a block takes 128 rows, 32 a warp, over the keys that they see, 32 (HEAD = 128) or 64 at a time. Registers:
-// HEAD of sums, STEP of scores and as many of cotangents, about 55 more; two blocks a multiprocessor. Shared memory: 128
-// rows of q and d_out, two tiles of k and v: 768 HEAD bytes at HEAD = 128 (96 KiB), 1024 HEAD at 64 (64 KiB). Per warp and
-// 32 keys at HEAD = 128: 80 load4, 320 clocks, against 307 clocks for 192 products.
+// queries_back: a block takes 128 rows, 32 a warp, over the keys that they see, 32 at a time. Registers: HEAD of sums, 32
+// of scores and as many of cotangents; at HEAD = 64 as many again for q and d_out, which stay there; two blocks a
+// multiprocessor. Shared memory: 128 rows of q and d_out, two tiles of 32 (HEAD = 128) or 64 keys and values: 96 or 64 KiB.
+// Per warp and 32 keys at HEAD = 128: 80 load4, 320 clocks, against 307 clocks for 192 products; at 64: 24 and 96.
+//
+// What a tile costs is waits: where no branch stands inside, the assembler lets products, exponentials and loads run
+// beside each other. So tiles that all rows of a warp see have a run of instructions of their own.
 
 #define BLOCK 128
 #define GROUPS (HEAD == 64 ? 2 : 1)

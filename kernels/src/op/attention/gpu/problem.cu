@@ -20,6 +20,13 @@ __device__ __forceinline__ int rows_of(const Problem &p) {
     return (int)p.t * group(p);
 }
 
+// Counts elements between rows that are at most 16 apart. In heads whose number is known they come in order, and 32 bits do.
+#if GROUP
+typedef unsigned Near;
+#else
+typedef i64 Near;
+#endif
+
 // The rows of one operand that belong to key head (b, g) = (blockIdx.z, blockIdx.y): row n, channel i lies at
 // (n / r) step + (n % r) step_r + i inner.
 template <class E> struct QueryRows {
@@ -34,10 +41,9 @@ template <class E> struct QueryRows {
     __device__ __forceinline__ i64 ahead(int n, int many) const {
         return GROUP ? many / group_or(1) * step : place(n + many) - place(n);
     }
-    // How far row n + few lies behind row n, a multiple of 8: 32 bits do for it.
-    __device__ __forceinline__ unsigned behind(int n, unsigned few) const {
-        if (!GROUP) return (unsigned)(place(n + few) - place(n));
-        return few / group_or(1) * (unsigned)step + few % group_or(1) * (unsigned)step_r;
+    // How far row n + few lies behind row n, a multiple of 8.
+    __device__ __forceinline__ Near behind(int n, int few) const {
+        return GROUP ? Near(few / group_or(1)) * Near(step) + Near(few % group_or(1)) * Near(step_r) : Near(place(n + few) - place(n));
     }
 };
 // The same of keys, which are alone.
@@ -52,8 +58,8 @@ template <class E> struct KeyRows {
     __device__ __forceinline__ i64 ahead(int, int many) const {
         return many * step;
     }
-    __device__ __forceinline__ unsigned behind(int, unsigned few) const {
-        return few * (unsigned)step;
+    __device__ __forceinline__ Near behind(int, int few) const {
+        return Near(few) * Near(step);
     }
 };
 
