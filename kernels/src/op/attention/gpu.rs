@@ -175,8 +175,8 @@ pub(super) fn forward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), Kernel
     let (way, shape) = (Way::new(dtype, &problem), shape(&problem, args));
     let defines = defines(way, &problem, launch);
     let it = Description { problem, dtype, way, defines, shape: &shape };
-    // 128 rows of q, 64 of k and 64 of v; four totals for each of 128 threads.
-    let shared_bytes = way.shared_bytes(dtype, 512, 2048);
+    // 128 rows of q, 64 of k and 64 of v; four totals for each of 128 threads and two bounds.
+    let shared_bytes = way.shared_bytes(dtype, 512, 2064);
     let (entry, scale) = match way {
         Way::Tiles(_) => ("attend", problem.scale * std::f64::consts::LOG2_E),
         Way::Plain(_) => ("attend_plain", problem.scale),

@@ -17,6 +17,7 @@
 #define K_AT (ROWS * WIDE)
 #define V_AT (K_AT + (HEAD == 64 ? 2 : 1) * KEY_TILE)
 #define TOTALS_AT (V_AT + KEY_TILE)
+#define ALL_AT (TOTALS_AT + 16 * ROWS)
 #define LOG2_E 1.4426950408889634f
 // Exponentials, in powers of 2, grow so far before a row is measured anew.
 #define SLACK 8.0f
@@ -174,8 +175,12 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         step(odd, even, key + KEYS, 1);
     }
 #else
-    // What all rows of the block see.
-    int all_from = begin(p, last / r), all_to = end(p, first / r);
+    // What all rows of the block see: like the totals it is met once a tile.
+    int *all = (int *)(shared() + ALL_AT);
+    if (threadIdx.x == 0) {
+        all[0] = begin(p, last / r);
+        all[1] = end(p, first / r);
+    }
     fetch<KEYS, 128>(K_AT, k, from, c);
     copies_end();
     for (int key = from; key < limit; key += KEYS) {
@@ -185,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         copies_end();
         Scores scores = {};
         score<2, KEYS / 16>(scores, q_place, k_place);
-        if (key < all_from || key + KEYS > all_to) hide(p, scores, own, key, -infinity<float>());
+        if (key < all[0] || key + KEYS > all[1]) hide(p, scores, own, key, -infinity<float>());
         arrive();
         __syncthreads();
         if (key + KEYS < limit) fetch<KEYS, 128>(K_AT, k, key + KEYS, c);

@@ -20,13 +20,6 @@ __device__ __forceinline__ int rows_of(const Problem &p) {
     return (int)p.t * group(p);
 }
 
-// Counts elements between rows that are at most 16 apart. In heads whose number is known they come in order, and 32 bits do.
-#if GROUP
-typedef unsigned Near;
-#else
-typedef i64 Near;
-#endif
-
 // The rows of one operand that belong to key head (b, g) = (blockIdx.z, blockIdx.y): row n, channel i lies at
 // (n / r) step + (n % r) step_r + i inner.
 template <class E> struct QueryRows {
@@ -41,9 +34,11 @@ template <class E> struct QueryRows {
     __device__ __forceinline__ i64 ahead(int n, int many) const {
         return GROUP ? many / group_or(1) * step : place(n + many) - place(n);
     }
-    // How far row n + few lies behind row n, a multiple of 8.
-    __device__ __forceinline__ Near behind(int n, int few) const {
-        return GROUP ? Near(few / group_or(1)) * Near(step) + Near(few % group_or(1)) * Near(step_r) : Near(place(n + few) - place(n));
+    // Row n + few, fewer than 16 behind a multiple of 8: where the number of heads is known 32 bits count the bytes between.
+    __device__ __forceinline__ E *near(int n, unsigned few) const {
+        if (!GROUP) return data + place(n + few);
+        unsigned apart = few / group_or(1) * (unsigned)step + few % group_or(1) * (unsigned)step_r;
+        return (E *)((char *)(data + place(n)) + apart * (unsigned)sizeof(E));
     }
 };
 // The same of keys, which are alone.
@@ -58,8 +53,8 @@ template <class E> struct KeyRows {
     __device__ __forceinline__ i64 ahead(int, int many) const {
         return many * step;
     }
-    __device__ __forceinline__ Near behind(int, int few) const {
-        return Near(few) * Near(step);
+    __device__ __forceinline__ E *near(int n, unsigned few) const {
+        return (E *)((char *)(data + place(n)) + few * (unsigned)step * (unsigned)sizeof(E));
     }
 };
 

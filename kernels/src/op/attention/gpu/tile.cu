@@ -158,8 +158,7 @@ __device__ __forceinline__ void fetch(unsigned to, const R &from, int first, int
     // A thread has one chunk of every APART-th row, so one place and one address lead to the others.
     constexpr int APART = THREADS / CHUNKS;
     int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, left = chunk * 8 < c ? from.count - first - row : 0;
-    const T *own = from.data + from.place(first);
-    own = (const T *)((const char *)own + (from.behind(first, row) + chunk * 8) * 2);
+    const T *own = from.near(first, row) + chunk * 8;
     to += place(row, chunk);
 #pragma unroll 2
     for (int i = 0; i < COUNT / APART; i++) {
