@@ -14,7 +14,7 @@ use crate::op::contract::CONTRACT;
 use crate::op::copy::COPY;
 use crate::op::fill::FILL;
 use crate::op::reduce::SUM;
-use crate::op::unary::{GELU, GELU_GRAD};
+use crate::op::unary::GELU;
 use crate::strides::Strides;
 use cudarc::cublaslt::sys::cublasLtEpilogue_t;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -61,7 +61,7 @@ impl Maker<'_> {
         let lies = [beside.columns, beside.whole].iter().all(|at| at.is_multiple_of(BESIDE_BYTES))
             && c_view.shape[2].is_multiple_of(BESIDE_ELEMENTS);
         // Sums run over one matrix there.
-        let sums = matches!(product.ending, Ending::GeluGrad { .. } | Ending::SumsOfB { .. });
+        let sums = matches!(product.ending, Ending::SumsOfB { .. });
         let address = place(c.buffer, &c_view, c.dtype);
         let Some(described) = Operand::by_rows(&c_view, address).filter(|_| lies) else { return Ok(false) };
         if sums && c_view.shape[0] != 1 {
@@ -112,12 +112,6 @@ impl Maker<'_> {
                 let [c, before] = two(launch, product.c, before);
                 self.one(&ADD, &terms, again(before), &[])?;
                 self.one(&GELU, &[seen(before)], again(c), &[])
-            }
-            Ending::GeluGrad { before, sums } => {
-                let before = launch.inputs[before];
-                let [c, sums] = two(launch, product.c, sums);
-                self.one(&GELU_GRAD, &[before, bare], again(c), &[])?;
-                self.column_sums(&seen(c), sums)
             }
             Ending::SumsOfB { sums } => {
                 let b = launch.inputs[product.b];
@@ -250,10 +244,6 @@ fn beside(launch: &Launch<'_>, ending: Ending) -> (cublasLtEpilogue_t, Beside) {
         Ending::BiasGelu { bias, before } => {
             (E::CUBLASLT_EPILOGUE_GELU_AUX_BIAS, at(input(bias), output(before)))
         }
-        Ending::GeluGrad { before, sums } => {
-            (E::CUBLASLT_EPILOGUE_DGELU_BGRAD, at(output(sums), input(before)))
-        }
-        // Our b is the library's a, since rows of c are its columns.
         Ending::SumsOfB { sums } => (E::CUBLASLT_EPILOGUE_BGRADA, at(output(sums), 0)),
     }
 }

@@ -198,13 +198,6 @@ pub enum Ending {
         /// The output, like c, that keeps what goes into gelu.
         before: usize,
     },
-    /// c = (a b) gelu'(before), and sums_j = the sum of c_ij over i.
-    GeluGrad {
-        /// The input, like c, that went into gelu.
-        before: usize,
-        /// The output (n).
-        sums: usize,
-    },
     /// c = a b of one matrix each, and sums_j = the sum of b_ij over i.
     SumsOfB {
         /// The output (n).

@@ -2,17 +2,17 @@
 //! arXiv 1606.08415), and their gradients. On a card the library of products does both in one call where it can.
 
 mod cpu;
+mod gpu;
 #[cfg(test)]
 mod tests;
 
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::gpu::{Ending, Plan, Product};
+use crate::gpu::Ending;
 use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch};
 use crate::match_float;
 use crate::op::contract::CONTRACT;
 use crate::op::formula::{gelu_gate, gelu_slope};
-use crate::op::gpu_rows::float;
 use crate::op::rows::{operands, read, write};
 use crate::op::walk::place;
 
@@ -41,7 +41,7 @@ pub static LINEAR: Kernel = Kernel {
     cpu: Some(cpu::linear),
     gpu: Some(Gpu {
         source: "",
-        plan: |launch, plan| planned(&LINEAR, launch, plan, Ending::Bias { bias: 2 }),
+        plan: |launch, plan| gpu::ended(&LINEAR, launch, plan, Ending::Bias { bias: 2 }),
     }),
     flops,
     bound: BOUND,
@@ -71,7 +71,7 @@ pub static LINEAR_GELU: Kernel = Kernel {
     cpu: Some(cpu::linear_gelu),
     gpu: Some(Gpu {
         source: "",
-        plan: |launch, plan| planned(&LINEAR_GELU, launch, plan, Ending::BiasGelu { bias: 2, before: 1 }),
+        plan: |launch, plan| gpu::ended(&LINEAR_GELU, launch, plan, Ending::BiasGelu { bias: 2, before: 1 }),
     }),
     flops,
     bound: BOUND,
@@ -102,12 +102,7 @@ pub static PRODUCT_GELU_GRAD: Kernel = Kernel {
         Ok(())
     },
     cpu: Some(cpu::product_gelu_grad),
-    gpu: Some(Gpu {
-        source: "",
-        plan: |launch, plan| {
-            planned(&PRODUCT_GELU_GRAD, launch, plan, Ending::GeluGrad { before: 2, sums: 1 })
-        },
-    }),
+    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::gelu_grad }),
     flops,
     bound: BOUND,
 };
@@ -134,7 +129,7 @@ pub static PRODUCT_SUMS: Kernel = Kernel {
     cpu: Some(cpu::product_sums),
     gpu: Some(Gpu {
         source: "",
-        plan: |launch, plan| planned(&PRODUCT_SUMS, launch, plan, Ending::SumsOfB { sums: 1 }),
+        plan: |launch, plan| gpu::ended(&PRODUCT_SUMS, launch, plan, Ending::SumsOfB { sums: 1 }),
     }),
     flops,
     bound: BOUND,
@@ -142,15 +137,6 @@ pub static PRODUCT_SUMS: Kernel = Kernel {
 
 fn flops(launch: &Launch<'_>) -> u64 {
     (CONTRACT.flops)(launch)
-}
-
-fn planned(kernel: &Kernel, launch: &Launch<'_>, plan: &mut Plan, ending: Ending) -> Result<(), KernelError> {
-    if float(kernel.name, launch)?.size() == 2 {
-        // What comes out of a product may be rounded before the ending, and once more between its parts.
-        plan.allow(if matches!(ending, Ending::Bias { .. }) { 1.0 } else { 2.0 });
-    }
-    plan.product(Product { a: 0, b: 1, c: 0, ending });
-    Ok(())
 }
 
 /// All elements of an operand, row-major.

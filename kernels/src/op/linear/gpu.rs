@@ -1,0 +1,74 @@
+//! Products and their surroundings on GPUs: endings of the device's library where it has them in one kernel, else passes of our own.
+
+use super::PRODUCT_GELU_GRAD;
+use crate::error::KernelError;
+use crate::gpu::{Ending, Grid, GridArg, Plan, Product, type_name};
+use crate::kernel::{Kernel, Launch};
+use crate::op::gpu_rows::float;
+
+pub(super) const SOURCE: &str = include_str!("gpu.cu");
+
+/// As in the source.
+const LANES: usize = 32;
+const GROUPS: usize = 8;
+const ROWS: usize = 256;
+/// Bytes that a thread loads at once where columns lie so.
+const VECTOR_BYTES: usize = 16;
+
+/// A product that the library ends.
+pub(super) fn ended(
+    kernel: &Kernel,
+    launch: &Launch<'_>,
+    plan: &mut Plan,
+    ending: Ending,
+) -> Result<(), KernelError> {
+    if float(kernel.name, launch)?.size() == 2 {
+        // What comes out of a product may be rounded before the ending, and once more between its parts.
+        plan.allow(if matches!(ending, Ending::Bias { .. }) { 1.0 } else { 2.0 });
+    }
+    plan.product(Product { a: 0, b: 1, c: 0, ending });
+    Ok(())
+}
+
+/// A product, what gelu does to it, and sums of columns. The library has an ending for that too, and runs it as a kernel that takes
+/// twice as long as these passes (H100, cuBLASLt 13.1).
+pub(super) fn gelu_grad(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+    let (dtype, c) = (float(PRODUCT_GELU_GRAD.name, launch)?, launch.outputs[0].view);
+    if dtype.size() == 2 {
+        plan.allow(2.0);
+    }
+    let columns = c.shape[2];
+    let rows = c.shape[0] * c.shape[1];
+    if columns == 0 {
+        return Ok(());
+    }
+    let vector = VECTOR_BYTES / dtype.size();
+    let is_whole = |n: usize| n.is_multiple_of(vector);
+    let fits = is_whole(columns) && is_whole(c.offset) && is_whole(launch.inputs[2].view.offset);
+    let vector = if fits { vector } else { 1 };
+    let defines = || vec![("T", type_name(dtype).into()), ("VEC", vector.to_string().into())];
+    let blocks = rows.div_ceil(ROWS);
+    let parts = plan.scratch(blocks * columns * dtype.accumulator().size());
+    let grid = |entry, blocks: [usize; 2], args| Grid {
+        entry,
+        defines: defines(),
+        blocks: [blocks[0] as u32, blocks[1] as u32, 1],
+        threads: (LANES * GROUPS) as u32,
+        shared_bytes: 0,
+        args,
+    };
+    if rows > 0 {
+        plan.product(Product { a: 0, b: 1, c: 0, ending: Ending::Plain });
+        let args = vec![
+            GridArg::Output(0),
+            GridArg::Input(2),
+            parts.clone(),
+            GridArg::I64(rows as i64),
+            GridArg::I64(columns as i64),
+        ];
+        plan.grid(grid("gelu_back", [columns.div_ceil(LANES * vector), blocks], args));
+    }
+    let args = vec![parts, GridArg::Output(1), GridArg::I64(blocks as i64), GridArg::I64(columns as i64)];
+    plan.grid(grid("join_columns", [columns.div_ceil(LANES), 1], args));
+    Ok(())
+}
