@@ -9,7 +9,6 @@ use cudarc::nvrtc::sys::nvrtcProgram;
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::Path;
 use std::ptr;
-use std::sync::{Mutex, PoisonError};
 
 foreign!(Table, NVRTC, cudarc::nvrtc::sys, nvrtcResult {
     fn nvrtcCreateProgram(program: *mut nvrtcProgram, source: *const c_char, name: *const c_char,
@@ -32,9 +31,8 @@ impl Table {
 /// than let fewer fit. Two are enough: threads get the registers that they need.
 const REGISTERS_AS_NEEDED: &str = "--ptxas-options=--minnctapersm=2";
 
-/// Programs are compiled one after the other: where two are at the same time, the assembler's lines of either may be missing from
-/// both logs (seen with version 13.0).
-static TURN: Mutex<()> = Mutex::new(());
+/// The compiler's own cache would give the code without what the assembler says of it.
+const COMPILED_HERE: &str = "--no-cache";
 
 /// What is to be compiled.
 #[derive(Clone, Copy, Debug)]
@@ -107,7 +105,8 @@ impl Compiler {
     /// [`KernelError::Compile`] with the compiler's log.
     pub fn compile(&self, program: &Program<'_>, architecture: &str) -> Result<Compiled, KernelError> {
         let architecture = format!("--gpu-architecture={architecture}");
-        let options = [&*architecture, "--std=c++17", "--ptxas-options=-v", REGISTERS_AS_NEEDED];
+        let options =
+            [&*architecture, "--std=c++17", "--ptxas-options=-v", REGISTERS_AS_NEEDED, COMPILED_HERE];
         let (major, minor) = self.version;
         let key = format!("nvrtc {major}.{minor}\n{}\n{}", options.join("\n"), program.text);
         let found = self.cache.as_ref().and_then(|cache| cache.read(&key));
@@ -144,12 +143,10 @@ impl Compiler {
             )
         }?;
         let program = Handle { table: &self.table, program: handle };
-        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: the program was created above; the options end in zero bytes and outlive the call.
         let done = unsafe {
             self.table.nvrtcCompileProgram(program.program, options.len() as c_int, options.as_ptr())
         };
-        drop(turn);
         let log = program.log()?;
         match done {
             Ok(()) => Ok(Entry { log, cubin: program.cubin()? }),
