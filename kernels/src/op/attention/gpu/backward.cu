@@ -222,7 +222,8 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         if (key + KEYS < limit) fetch_keys(half ^ 1, k, v, key + KEYS, c);
         unsigned shift = 2 * half * KEY_TILE;
         bool whole = key >= all_from && key + KEYS <= all_to;
-#if HEAD == 64
+#if HEAD == 64 || GROUP != 1
+        // No registers are left for two such runs.
         if (!GROUP || key < any_to) {
 #pragma unroll
             for (int part = 0; part < KEYS; part += 32) take(key + part, shift + part * WIDE, !whole);
