@@ -38,6 +38,11 @@ impl Point {
         x.to_layout(&to)
     }
 
+    /// Whether no plan speaks of it.
+    pub(crate) fn is_silent(&self) -> bool {
+        self.placed.borrow().as_ref().is_none_or(|placed| placed.states.is_empty())
+    }
+
     /// The dotted name, once a model with this point is placed.
     #[must_use]
     pub fn name(&self) -> Option<Rc<str>> {

@@ -117,6 +117,12 @@ impl Dim {
         Dim { extent, grain: 1, axes: AxisList::EMPTY }
     }
 
+    /// Whether no axis splits it.
+    #[must_use]
+    pub const fn is_whole(&self) -> bool {
+        self.axes.0 == AxisList::EMPTY.0
+    }
+
     /// A dim in grains of 1 that some axes split, outer first.
     #[must_use]
     pub fn split(extent: usize, axes: impl IntoIterator<Item = Axis>) -> Dim {

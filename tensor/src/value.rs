@@ -15,8 +15,10 @@ use crate::ops::embedding::Embedding;
 use crate::ops::exp::Exp;
 use crate::ops::gelu::Gelu;
 use crate::ops::layer_norm::LayerNorm;
+use crate::ops::linear::Linear;
 use crate::ops::log::Log;
 use crate::ops::max_last::MaxLast;
+use crate::ops::mlp::Mlp;
 use crate::ops::mul::Mul;
 use crate::ops::neg::Neg;
 use crate::ops::permute::Permute;
@@ -92,6 +94,25 @@ pub trait Value: Clone {
     #[must_use]
     fn matmul_nt(&self, w: &Self) -> Self {
         Self::apply_one(einsum::matmul_nt(), &[self, w])
+    }
+
+    /// x w + b in one pass: `[..m, k] x [k, n] + [n] -> [..m, n]`. k must be whole; else multiply and add.
+    #[track_caller]
+    #[must_use]
+    fn linear(&self, w: &Self, b: &Self) -> Self {
+        Self::apply_one(Rc::new(Linear::new(1, 1)), &[self, w, b])
+    }
+
+    /// gelu(x w1 + b1) w2 (+ b2), GELU in its tanh form: `[..m, d]`, `[d, h]`, `[h]`, `[h, e]` (and `[e]`) give `[..m, e]`. d must be
+    /// whole, and with b2 so must h; without it the result is pending where h is split.
+    #[track_caller]
+    #[must_use]
+    fn mlp(&self, w1: &Self, b1: &Self, w2: &Self, b2: Option<&Self>) -> Self {
+        let op = Rc::new(Mlp { has_last_bias: b2.is_some() });
+        match b2 {
+            None => Self::apply_one(op, &[self, w1, b1, w2]),
+            Some(b2) => Self::apply_one(op, &[self, w1, b1, w2, b2]),
+        }
     }
 
     /// The product of two tensors by an index signature, such as `b t d, d h c -> b t h c`.

@@ -126,7 +126,7 @@ impl<'a> Case<'a> {
         self
     }
 
-    /// Grants the fast path so many units in the last place of a bf16 output at its largest magnitude: what its contract
+    /// Grants the fast path so many units in the last place of a 16-bit output at its largest magnitude: what its contract
     /// allows where operands are rounded on the way.
     pub(crate) fn allow(mut self, units: f64) -> Self {
         self.allowance = units;
@@ -185,7 +185,7 @@ impl<'a> Case<'a> {
         let mut first = None;
         for pool in pools {
             let got = self.launch(pool, fast, tested, &rounded, &written)?;
-            let allowance = if tested == DType::BF16 { self.allowance } else { 0.0 };
+            let allowance = if matches!(tested, DType::BF16 | DType::F16) { self.allowance } else { 0.0 };
             self.compare("fast path", tested, &got, &exact, allowance)?;
             let bits: Vec<Vec<u64>> = got.iter().map(|o| o.iter().map(|x| x.to_bits()).collect()).collect();
             if *first.get_or_insert_with(|| bits.clone()) != bits {

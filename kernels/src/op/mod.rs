@@ -18,6 +18,7 @@ pub mod binary;
 pub mod truth;
 pub mod reduce;
 pub mod contract;
+pub mod linear;
 pub mod ranks;
 pub mod row_share;
 pub mod scan;
@@ -122,6 +123,10 @@ pub static KERNELS: &[&Kernel] = &[
     &reduce::SUM_SQUARES,
     &reduce::SUM_SQUARES_MANY,
     &contract::CONTRACT,
+    &linear::LINEAR,
+    &linear::LINEAR_GELU,
+    &linear::PRODUCT_GELU_GRAD,
+    &linear::PRODUCT_SUMS,
     &ranks::SUM,
     &ranks::MAX,
     &ranks::MIN,

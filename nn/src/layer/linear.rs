@@ -4,7 +4,8 @@ use crate::module;
 use crate::param::{Init, Param};
 use crate::point::Point;
 use shardgrad_autograd::Var;
-use shardgrad_tensor::Value;
+use shardgrad_tensor::{Value, ops};
+use std::rc::Rc;
 
 module! {
     /// y = x w + b. The weight is `[in.., out..]`, the bias `[out..]`.
@@ -17,8 +18,8 @@ module! {
         pub weight: Param,
         /// `[out..]`.
         pub bias: Option<Param>,
-        input: Point,
-        out: Point;
+        pub(super) input: Point,
+        pub(super) out: Point;
         signature: Option<String>,
         num_in: usize,
     }
@@ -99,15 +100,36 @@ impl Linear {
         };
         let x = self.input.at(x);
         let weight = self.weight.on(&x);
+        self.through(&x, &weight, bias.as_ref())
+    }
+
+    /// [`Linear::forward`] of what has arrived, with the parameters on its tape.
+    #[track_caller]
+    pub(super) fn through(&self, x: &Var, weight: &Var, bias: Option<&Var>) -> Var {
+        if let Some(bias) = bias
+            && self.sums_are_whole(x, weight)
+        {
+            let op = Rc::new(ops::linear::Linear::new(self.num_in, weight.layout().ndim() - self.num_in));
+            return self.out.at(&Var::apply_one(op, &[x, weight, bias]));
+        }
         let y = match &self.signature {
-            None => x.matmul(&weight),
-            Some(signature) => x.einsum(signature, &weight),
+            None => x.matmul(weight),
+            Some(signature) => x.einsum(signature, weight),
         };
         let y = self.out.at(&y);
         match bias {
-            Some(bias) => y.add(&bias),
+            Some(bias) => y.add(bias),
             None => y,
         }
+    }
+
+    /// Whether no rank holds a part of a sum, so that a bias may be added to what comes out of the product.
+    pub(super) fn sums_are_whole(&self, x: &Var, weight: &Var) -> bool {
+        let (x, weight) = (x.layout(), weight.layout());
+        let Some(first) = x.ndim().checked_sub(self.num_in) else { return false };
+        let summed = x.dims()[first..].iter().chain(&weight.dims()[..self.num_in]);
+        let whole = summed.into_iter().all(|dim| dim.is_whole());
+        whole && x.partial().is_empty() && weight.partial().is_empty()
     }
 }
 

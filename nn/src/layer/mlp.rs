@@ -37,6 +37,23 @@ impl Mlp {
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
-        self.c_proj.forward(&self.c_fc.forward(x).gelu())
+        let (first, last) = (&self.c_fc, &self.c_proj);
+        match (&first.bias, &last.bias) {
+            // Nothing happens between the two products, so that one op can do them.
+            (Some(b1), Some(b2)) if first.out.is_silent() && last.input.is_silent() => {
+                let b1 = b1.on(x);
+                let x = first.input.at(x);
+                let w1 = first.weight.on(&x);
+                if !first.sums_are_whole(&x, &w1) {
+                    return last.forward(&first.through(&x, &w1, Some(&b1)).gelu());
+                }
+                let (b2, w2) = (b2.on(&x), last.weight.on(&x));
+                if [&w1.layout().dims()[1], &w2.layout().dims()[0]].iter().all(|dim| dim.is_whole()) {
+                    return last.out.at(&x.mlp(&w1, &b1, &w2, Some(&b2)));
+                }
+                last.out.at(&x.mlp(&w1, &b1, &w2, None)).add(&b2)
+            }
+            _ => last.forward(&first.forward(x).gelu()),
+        }
     }
 }

@@ -48,7 +48,7 @@ impl Einsum {
     }
 
     /// The same product, for signatures written in this library.
-    fn of(signature: &str) -> Rc<dyn Op> {
+    pub(super) fn of(signature: &str) -> Rc<dyn Op> {
         Rc::new(Einsum { signature: signature.into() })
     }
 }

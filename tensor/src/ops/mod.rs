@@ -46,6 +46,8 @@ pub mod diagonal;
 pub mod cross_entropy_terms;
 pub mod dropout;
 pub mod einsum;
+pub mod linear;
+pub mod mlp;
 pub mod erf;
 pub mod exp;
 pub mod gelu;
@@ -258,6 +260,7 @@ list! {
     gelu_exact,
     layer_norm,
     leaky_relu,
+    linear,
     log,
     log1p,
     log_sum_exp,
@@ -265,6 +268,7 @@ list! {
     masked_fill,
     max_last,
     maximum,
+    mlp,
     mul,
     neg,
     one_hot,

@@ -32,7 +32,8 @@ pub(super) const BACKWARD_SOURCE: &str = concat!(
 
 /// Rows, or keys, that a block of the tiles has.
 const BLOCK: usize = 128;
-/// Rows of a head are filled up to a multiple of this in scratch memory: the longest step over rows.
+/// Rows of a head are filled up to a multiple of this in scratch memory: the longest step over rows, and those of a block
+/// of `row_deltas`.
 const PADDING: usize = 64;
 
 /// How a launch is done.
@@ -81,11 +82,15 @@ struct Description<'a> {
     shape: &'a GridArg,
 }
 
-/// Whether 16 bytes of a row can be read at once: channels side by side, rows and heads at multiples of 8.
+/// Whether 16 bytes of a row can be read at once: channels side by side, rows and heads at multiples of 8, so close that
+/// 32 bits count the bytes of 16 rows.
 fn is_vector(arg: &Arg<'_>) -> bool {
     let (&inner, outer) = arg.view.strides.split_last().expect("heads have channels");
     let extents = &arg.view.shape;
-    let apart = outer.iter().zip(extents).all(|(step, &extent)| extent <= 1 || step.is_multiple_of(8));
+    let apart = outer
+        .iter()
+        .zip(extents)
+        .all(|(step, &extent)| extent <= 1 || (step.is_multiple_of(8) && step < 1 << 26));
     inner == 1 && apart && arg.view.offset.is_multiple_of(8) && extents[outer.len()].is_multiple_of(8)
 }
 
@@ -109,10 +114,15 @@ fn real(dtype: DType, x: f64) -> GridArg {
     if dtype == DType::F64 { GridArg::F64(x) } else { GridArg::F32(x as f32) }
 }
 
+/// Query heads of a key head that a program is compiled for; 0 stands for any number of them.
+fn group(heads: usize) -> usize {
+    if matches!(heads, 1 | 2 | 4 | 8) { heads } else { 0 }
+}
+
 fn defines(way: Way, problem: &Problem, launch: &Launch<'_>) -> Vec<(&'static str, Cow<'static, str>)> {
     let dtype = launch.inputs[0].dtype;
     let number = |n: usize| Cow::from(n.to_string());
-    let mut defines = vec![("T", type_name(dtype).into()), ("GROUPED", number(usize::from(problem.r != 1)))];
+    let mut defines = vec![("T", type_name(dtype).into()), ("GROUP", number(group(problem.r)))];
     match way {
         Way::Tiles(head) => {
             // Statistics, the fifth operand, are read one by one.
@@ -211,7 +221,7 @@ impl Description<'_> {
     /// delta and lse of each row, in the order (b, g, t, r), into `numbers`.
     fn deltas(&self, [lse, delta]: &[GridArg; 2], padded: usize) -> Grid {
         let factor = if matches!(self.way, Way::Tiles(_)) { std::f64::consts::LOG2_E } else { 1.0 };
-        let mut grid = self.grid_of("row_deltas", padded / 4, 128, 0);
+        let mut grid = self.grid_of("row_deltas", padded / PADDING, 128, 0);
         grid.args.extend([3, 4, 5].map(GridArg::Input));
         grid.args.extend([delta.clone(), lse.clone(), real(self.dtype, factor), GridArg::I32(padded as i32)]);
         grid

@@ -163,39 +163,45 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         lse[i / 2][i % 2] = row < count ? lse_data[at] : infinity<float>();
         delta[i / 2][i % 2] = row < count ? delta_data[at] : 0.0f;
     }
+    Left<2> queries, cotangents;
     unsigned left = warp * 32 * WIDE + left_place(lane);
     unsigned right = 2 * TILE + right_place(lane), turned = 2 * TILE + left_place(lane);
     fetch<BLOCK, 128>(0, of_queries(p, q_data, p.q), first, c);
     fetch<BLOCK, 128>(TILE, of_queries(p, d_out_data, p.d_out), first, c);
     copies_end();
     if (from < limit) fetch_keys(0, k, v, from, c);
+    arrive();
+    __syncthreads();
+    queries.take(left);
+    cotangents.take(left + TILE);
     int half = 0;
     for (int key = from; key < limit; key += KEYS) {
         arrive();
         __syncthreads();
         if (key + KEYS < limit) fetch_keys(half ^ 1, k, v, key + KEYS, c);
-        unsigned shift = 2 * half * KEY_TILE;
-        float probs[2][KEYS / 8][4] = {}, slopes[2][KEYS / 8][4] = {};
-        score<2, KEYS / 16>(probs, left, right + shift);
-        score<2, KEYS / 16>(slopes, left + TILE, right + shift + KEY_TILE);
-        bool all_seen = key >= all_from && key + KEYS <= all_to;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            int m = i / 2, h = i % 2, query = (own + i * 8 + lane / 4) / r;
-            int low = all_seen ? 0 : begin(p, query) - key, high = all_seen ? KEYS : end(p, query) - key;
+        for (int part = 0; part < KEYS; part += 32) {
+            unsigned shift = 2 * half * KEY_TILE + part * WIDE;
+            float probs[2][4][4] = {}, slopes[2][4][4] = {};
+            queries.score<2>(probs, right + shift);
+            cotangents.score<2>(slopes, right + shift + KEY_TILE);
 #pragma unroll
-            for (int n = 0; n < KEYS / 8; n++) {
+            for (int i = 0; i < 4; i++) {
+                int m = i / 2, h = i % 2;
 #pragma unroll
-                for (int e = 2 * h; e < 2 * h + 2; e++) {
-                    int j = n * 8 + lane % 4 * 2 + e % 2;
-                    float prob = exp2_of(fmaf(probs[m][n][e], scale2, -lse[m][h]));
-                    slopes[m][n][e] = j < low || j >= high ? 0.0f : prob * (slopes[m][n][e] - delta[m][h]);
+                for (int n = 0; n < 4; n++) {
+#pragma unroll
+                    for (int e = 2 * h; e < 2 * h + 2; e++) {
+                        float prob = exp2_of(fmaf(probs[m][n][e], scale2, -lse[m][h]));
+                        slopes[m][n][e] = prob * (slopes[m][n][e] - delta[m][h]);
+                    }
                 }
             }
+            if (key + part < all_from || key + part + 32 > all_to) hide(p, slopes, own, key + part, 0.0f);
+            unsigned weights[2][4][2];
+            round_pairs(slopes, weights);
+            gather<2, 2>(sums, weights, turned + shift);
         }
-        unsigned weights[2][KEYS / 8][2];
-        round_pairs(slopes, weights);
-        gather<2, KEYS / 16>(sums, weights, turned + shift);
         half ^= 1;
     }
     arrive();

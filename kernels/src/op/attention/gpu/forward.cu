@@ -18,50 +18,56 @@
 #define V_AT (K_AT + KEYS * WIDE)
 #define TOTALS_AT (V_AT + KEYS * WIDE)
 #define LOG2_E 1.4426950408889634f
-
-// Hides the scores of keys that a row does not see. The warp's rows begin at `first`, the keys at `key`.
-__device__ __forceinline__ void hide(const Problem &p, float (&scores)[2][KEYS / 8][4], int first, int key) {
-    int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int m = 0; m < 2; m++) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            int i = (first + m * 16 + h * 8 + lane / 4) / group(p);
-            int low = begin(p, i) - key, high = end(p, i) - key;
-#pragma unroll
-            for (int n = 0; n < KEYS / 8; n++) {
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    int j = n * 8 + lane % 4 * 2 + e;
-                    if (j < low || j >= high) scores[m][n][2 * h + e] = -infinity<float>();
-                }
-            }
-        }
-    }
-}
+// Exponentials, in powers of 2, grow so far before a row is measured anew.
+#define SLACK 8.0f
 
 // The total of a lane's keys in one of its four rows: it is met once a tile, so it leaves its register to others.
 __device__ __forceinline__ float *total_of(int row) {
     return (float *)(shared() + TOTALS_AT) + row * ROWS + threadIdx.x;
 }
 
-// Turns scores into exponentials below the new maxima, and scales what came before down to them. A lane adds up its own
-// keys; the four lanes of a row have the same maximum.
+// Turns scores into exponentials and scales what came before to the same origin. A row's origin is its maximum as long as
+// that moves by less than SLACK; only a row that outgrows it takes its new maximum, and what is multiplied by 1 beside it
+// stays as it is. So bits depend on the row alone, and hardly a tile after the first one touches the sums. A lane adds
+// up its own keys; the four lanes of a row have the same maximum.
 __device__ __forceinline__ void soften(const float (&scores)[2][KEYS / 8][4], unsigned (&weights)[2][KEYS / 8][2], float (&sums)[2][CHUNKS][4], float (&most)[2][2], float scale) {
+    float top[2][2];
+    bool moves = false;
 #pragma unroll
     for (int m = 0; m < 2; m++) {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float top = most[m][h];
+            float x = -infinity<float>();
 #pragma unroll
-            for (int n = 0; n < KEYS / 8; n++) top = fmaxf(top, fmaxf(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
-            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+            for (int n = 0; n < KEYS / 8; n++) x = fmaxf(x, fmaxf(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
+            x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
+            top[m][h] = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
+            moves = moves || (top[m][h] - most[m][h]) * scale > SLACK;
+        }
+    }
+    if (__any_sync(ALL_LANES, moves)) {
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                bool own = (top[m][h] - most[m][h]) * scale > SLACK;
+                float shrink = own ? exp2_of((most[m][h] - top[m][h]) * scale) : 1.0f;
+                most[m][h] = own ? top[m][h] : most[m][h];
+                *total_of(2 * m + h) *= shrink;
+#pragma unroll
+                for (int n = 0; n < CHUNKS; n++) {
+                    sums[m][n][2 * h] *= shrink;
+                    sums[m][n][2 * h + 1] *= shrink;
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
             // Without a finite maximum scores are measured from 0: the total then tells 0 from not-a-number.
-            float origin = top == -infinity<float>() ? 0.0f : top * scale;
-            float shrink = exp2_of(most[m][h] * scale - origin);
-            most[m][h] = top;
-            float part = 0.0f;
+            float origin = most[m][h] == -infinity<float>() ? 0.0f : most[m][h] * scale, part = 0.0f;
 #pragma unroll
             for (int n = 0; n < KEYS / 8; n++) {
                 float one = exp2_of(fmaf(scores[m][n][2 * h], scale, -origin));
@@ -69,13 +75,7 @@ __device__ __forceinline__ void soften(const float (&scores)[2][KEYS / 8][4], un
                 part += one + two;
                 weights[m][n][h] = pack(one, two);
             }
-            float *total = total_of(2 * m + h);
-            *total = fmaf(*total, shrink, part);
-#pragma unroll
-            for (int n = 0; n < CHUNKS; n++) {
-                sums[m][n][2 * h] *= shrink;
-                sums[m][n][2 * h + 1] *= shrink;
-            }
+            *total_of(2 * m + h) += part;
         }
     }
 }
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         copies_end();
         float scores[2][KEYS / 8][4] = {};
         score<2, KEYS / 16>(scores, q_place, k_place);
-        if (key < all_from || key + KEYS > all_to) hide(p, scores, first + warp * 32, key);
+        if (key < all_from || key + KEYS > all_to) hide(p, scores, first + warp * 32, key, -infinity<float>());
         arrive();
         __syncthreads();
         if (key + KEYS < limit) fetch<KEYS, 128>(K_AT, k, key + KEYS, c);

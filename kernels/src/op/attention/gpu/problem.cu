@@ -9,9 +9,12 @@ struct Problem {
     i64 q[5], k[4], v[4], o[5], lse[4], d_out[5];
 };
 
-// Query heads of a key head. Without GROUPED there is one.
+// Query heads of a key head: GROUP, a divisor of 8, or any number if that is 0.
+__device__ __forceinline__ constexpr int group_or(int other) {
+    return GROUP ? GROUP : other;
+}
 __device__ __forceinline__ int group(const Problem &p) {
-    return GROUPED ? (int)p.r : 1;
+    return group_or((int)p.r);
 }
 __device__ __forceinline__ int rows_of(const Problem &p) {
     return (int)p.t * group(p);
@@ -25,7 +28,16 @@ template <class E> struct QueryRows {
     int r, count;
 
     __device__ __forceinline__ i64 place(int n) const {
-        return GROUPED ? n / r * step + n % r * step_r : n * step;
+        return GROUP == 1 ? n * step : n / r * step + n % r * step_r;
+    }
+    // How far row n + many lies behind row n, for multiples of 8.
+    __device__ __forceinline__ i64 ahead(int n, int many) const {
+        return GROUP ? many / group_or(1) * step : place(n + many) - place(n);
+    }
+    // How far row n + few lies behind row n, a multiple of 8: 32 bits do for it.
+    __device__ __forceinline__ unsigned behind(int n, unsigned few) const {
+        if (!GROUP) return (unsigned)(place(n + few) - place(n));
+        return few / group_or(1) * (unsigned)step + few % group_or(1) * (unsigned)step_r;
     }
 };
 // The same of keys, which are alone.
@@ -36,6 +48,12 @@ template <class E> struct KeyRows {
 
     __device__ __forceinline__ i64 place(int n) const {
         return n * step;
+    }
+    __device__ __forceinline__ i64 ahead(int, int many) const {
+        return many * step;
+    }
+    __device__ __forceinline__ unsigned behind(int, unsigned few) const {
+        return few * (unsigned)step;
     }
 };
 

@@ -26,6 +26,7 @@ __device__ inline void copy16(unsigned to, const void *from, bool there) {
 }
 inline void copies_end() {}
 inline void arrive() {}
+template <int LATE> inline void arrive_but() {}
 template <bool TURNED> __device__ inline void load4(unsigned (&to)[4], unsigned from) {
     unsigned lanes[32];
     shim::exchange(ALL_LANES, &from, sizeof from, lanes);
@@ -69,6 +70,10 @@ __device__ __forceinline__ void copies_end() {
 // Waits for all copies of this thread.
 __device__ __forceinline__ void arrive() {
     asm volatile("cp.async.wait_group 0;" ::: "memory");
+}
+// The same for all but those of the last LATE calls of copies_end.
+template <int LATE> __device__ __forceinline__ void arrive_but() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LATE) : "memory");
 }
 // Four matrices of 8 by 8 numbers; lane l says where row l % 8 of matrix l / 8 begins.
 template <bool TURNED> __device__ __forceinline__ void load4(unsigned (&to)[4], unsigned from) {
@@ -145,11 +150,15 @@ __device__ __forceinline__ unsigned at_step(unsigned place, int step) {
 template <int COUNT, int THREADS, class R>
 __device__ __forceinline__ void fetch(unsigned to, const R &from, int first, int c) {
 #if VEC
-#pragma unroll 2
-    for (int i = 0; i < COUNT * CHUNKS / THREADS; i++) {
-        int row = (threadIdx.x + i * THREADS) / CHUNKS, chunk = threadIdx.x % CHUNKS;
-        bool there = first + row < from.count && chunk * 8 < c;
-        copy16(to + place(row, chunk), from.data + (there ? from.place(first + row) + chunk * 8 : 0), there);
+    // A thread has one chunk of every APART-th row, so one place and one address lead to the others.
+    constexpr int APART = THREADS / CHUNKS;
+    int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, left = chunk * 8 < c ? from.count - first - row : 0;
+    const T *own = from.data + from.place(first);
+    own = (const T *)((const char *)own + (from.behind(first, row) + chunk * 8) * 2);
+    to += place(row, chunk);
+#pragma unroll 4
+    for (int i = 0; i < COUNT / APART; i++) {
+        copy16(to + i * APART * WIDE, own + from.ahead(first + row, i * APART), i * APART < left);
     }
 #else
 #pragma unroll 1
@@ -162,10 +171,47 @@ __device__ __forceinline__ void fetch(unsigned to, const R &from, int first, int
 #endif
 }
 
+// Loads rows of keys COUNT at a time, one tile after the other, with one address that moves on.
+template <int COUNT, int THREADS> struct Stream {
+    static constexpr int APART = THREADS / CHUNKS;
+#if VEC
+    const T *own;
+    i64 apart;
+    int left;
+    unsigned spot;
+
+    __device__ __forceinline__ Stream(const KeyRows<const T> &from, int first, int c) {
+        int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+        own = from.data + from.place(first + row) + chunk * 8;
+        apart = from.ahead(0, APART);
+        left = chunk * 8 < c ? from.count - first - row : 0;
+        spot = place(row, chunk);
+    }
+    // Begins to load the next tile.
+    __device__ __forceinline__ void next(unsigned to) {
+#pragma unroll
+        for (int i = 0; i < COUNT / APART; i++) {
+            copy16(to + spot + i * APART * WIDE, own, i * APART < left);
+            own += apart;
+        }
+        left -= COUNT;
+    }
+#else
+    KeyRows<const T> from;
+    int first, c;
+
+    __device__ __forceinline__ Stream(const KeyRows<const T> &from, int first, int c) : from(from), first(first), c(c) {}
+    __device__ __forceinline__ void next(unsigned to) {
+        fetch<COUNT, THREADS>(to, from, first, c);
+        first += COUNT;
+    }
+#endif
+};
+
 // sums += left right^T over all channels: 16 M rows of one tile, 16 N rows of another. The places are those of the lane.
-template <int M, int N>
+template <int M, int N, int UNROLL = 4>
 __device__ __forceinline__ void score(float (&sums)[M][2 * N][4], unsigned left, unsigned right) {
-#pragma unroll 4
+#pragma unroll UNROLL
     for (int step = 0; step < HEAD / 16; step++) {
         unsigned a[M][4];
 #pragma unroll
@@ -178,6 +224,68 @@ __device__ __forceinline__ void score(float (&sums)[M][2 * N][4], unsigned left,
             for (int m = 0; m < M; m++) {
                 multiply(sums[m][2 * n], a[m], b[0], b[1]);
                 multiply(sums[m][2 * n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// 16 M rows of a tile as a left factor, in registers where HEAD leaves them.
+template <int M> struct Left {
+#if HEAD == 64
+    unsigned chunks[HEAD / 16][M][4];
+#endif
+    unsigned at;
+
+    __device__ __forceinline__ void take(unsigned place) {
+        at = place;
+#if HEAD == 64
+#pragma unroll
+        for (int step = 0; step < HEAD / 16; step++) {
+#pragma unroll
+            for (int m = 0; m < M; m++) load4<false>(chunks[step][m], at_step(at, step) + m * 16 * WIDE);
+        }
+#endif
+    }
+
+    // As `score` above.
+    template <int N> __device__ __forceinline__ void score(float (&sums)[M][2 * N][4], unsigned right) const {
+#if HEAD == 64
+#pragma unroll
+        for (int step = 0; step < HEAD / 16; step++) {
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                unsigned b[4];
+                load4<false>(b, at_step(right, step) + n * 16 * WIDE);
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+                    multiply(sums[m][2 * n], chunks[step][m], b[0], b[1]);
+                    multiply(sums[m][2 * n + 1], chunks[step][m], b[2], b[3]);
+                }
+            }
+        }
+#else
+        ::score<M, N, HEAD / 16>(sums, at, right);
+#endif
+    }
+};
+
+// Puts `hidden` in the places of keys that a row does not see. The warp's rows begin at `first`, the keys at `key`.
+template <int N>
+__device__ __forceinline__ void hide(const Problem &p, float (&scores)[2][N][4], int first, int key, float hidden) {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            int i = (first + m * 16 + h * 8 + lane / 4) / group(p);
+            int low = begin(p, i) - key, high = end(p, i) - key;
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    int j = n * 8 + lane % 4 * 2 + e;
+                    if (j < low || j >= high) scores[m][n][2 * h + e] = hidden;
+                }
             }
         }
     }

@@ -1,0 +1,170 @@
+//! Products with what stands around them in a layer of a model: a bias, the gated unit GELU in its tanh form (Hendrycks and Gimpel,
+//! arXiv 1606.08415), and their gradients. On a card the library of products does both in one call where it can.
+
+mod cpu;
+#[cfg(test)]
+mod tests;
+
+use crate::dtype::Element;
+use crate::error::KernelError;
+use crate::gpu::{Ending, Plan, Product};
+use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch};
+use crate::match_float;
+use crate::op::contract::CONTRACT;
+use crate::op::formula::{gelu_gate, gelu_slope};
+use crate::op::gpu_rows::float;
+use crate::op::rows::{operands, read, write};
+use crate::op::walk::place;
+
+/// The accuracy of the product decides.
+const BOUND: Bound = Bound { ulps: 64.0 };
+
+/// c_ij = sum_l a_il b_lj + bias_j, for every matrix of a stack.
+///
+/// - in: a (g, m, k), b (g, k, n), any strides; bias (n), contiguous; one float dtype
+/// - out: c (g, m, n), contiguous, same dtype
+///
+/// The sum over l is that of [`CONTRACT`]. In 16-bit floats it may be rounded before the bias is added: one unit in the last place.
+/// Counted: 2 g m n k.
+pub static LINEAR: Kernel = Kernel {
+    name: "linear",
+    reference: |_, launch| {
+        let ([a, b, bias], [c], _) = operands(launch);
+        match_float!(a.dtype, T => {
+            let (bias, sums) = (read::<T>(bias), products::<T>(a, b));
+            let columns = bias.len().max(1);
+            let to = write::<T>(c).iter_mut().zip(sums).enumerate();
+            to.for_each(|(at, (c, sum))| *c = T::from_f64(sum + bias[at % columns].to_f64()));
+        }, else return Err(KernelError::DType { kernel: LINEAR.name, dtype: a.dtype }));
+        Ok(())
+    },
+    cpu: Some(cpu::linear),
+    gpu: Some(Gpu {
+        source: "",
+        plan: |launch, plan| planned(&LINEAR, launch, plan, Ending::Bias { bias: 2 }),
+    }),
+    flops,
+    bound: BOUND,
+};
+
+/// z_ij = sum_l a_il b_lj + bias_j and c = gelu(z), for every matrix of a stack.
+///
+/// - in: as for [`LINEAR`]
+/// - out: c (g, m, n), z (g, m, n), contiguous, same dtype
+///
+/// z as in [`LINEAR`]; what goes into gelu may be z before it is rounded. Counted: 2 g m n k.
+pub static LINEAR_GELU: Kernel = Kernel {
+    name: "linear_gelu",
+    reference: |_, launch| {
+        let ([a, b, bias], [c, z], _) = operands(launch);
+        match_float!(a.dtype, T => {
+            let (bias, sums) = (read::<T>(bias), products::<T>(a, b));
+            let columns = bias.len().max(1);
+            let to = write::<T>(c).iter_mut().zip(write::<T>(z)).zip(sums).enumerate();
+            to.for_each(|(at, ((c, z), sum))| {
+                let x = sum + bias[at % columns].to_f64();
+                (*c, *z) = (T::from_f64(x * gelu_gate(x)), T::from_f64(x));
+            });
+        }, else return Err(KernelError::DType { kernel: LINEAR_GELU.name, dtype: a.dtype }));
+        Ok(())
+    },
+    cpu: Some(cpu::linear_gelu),
+    gpu: Some(Gpu {
+        source: "",
+        plan: |launch, plan| planned(&LINEAR_GELU, launch, plan, Ending::BiasGelu { bias: 2, before: 1 }),
+    }),
+    flops,
+    bound: BOUND,
+};
+
+/// c = (a b) gelu'(z) for every matrix of a stack, and sums_j = the sum of c_ij over all rows: what goes back through the bias and the
+/// gelu of [`LINEAR_GELU`].
+///
+/// - in: a (g, m, k), b (g, k, n), any strides; z (g, m, n), contiguous; one float dtype
+/// - out: c (g, m, n), contiguous; sums (n), same dtype
+///
+/// The product may be rounded before it is multiplied, and c before it is summed. Counted: 2 g m n k.
+pub static PRODUCT_GELU_GRAD: Kernel = Kernel {
+    name: "product_gelu_grad",
+    reference: |_, launch| {
+        let ([a, b, z], [c, sums], _) = operands(launch);
+        match_float!(a.dtype, T => {
+            let columns = sums.view.numel();
+            let mut totals = vec![0.0; columns];
+            let to = write::<T>(c).iter_mut().zip(read::<T>(z)).zip(products::<T>(a, b)).enumerate();
+            to.for_each(|(at, ((c, z), sum))| {
+                let x = sum * gelu_slope(z.to_f64());
+                totals[at % columns] += x;
+                *c = T::from_f64(x);
+            });
+            write::<T>(sums).iter_mut().zip(totals).for_each(|(to, x)| *to = T::from_f64(x));
+        }, else return Err(KernelError::DType { kernel: PRODUCT_GELU_GRAD.name, dtype: a.dtype }));
+        Ok(())
+    },
+    cpu: Some(cpu::product_gelu_grad),
+    gpu: Some(Gpu {
+        source: "",
+        plan: |launch, plan| {
+            planned(&PRODUCT_GELU_GRAD, launch, plan, Ending::GeluGrad { before: 2, sums: 1 })
+        },
+    }),
+    flops,
+    bound: BOUND,
+};
+
+/// c = a b, and sums_j = the sum of b_lj over l: the gradients of weights and bias of a layer, from the turned x and the cotangent.
+///
+/// - in: a (1, m, k), b (1, k, n), any strides, one float dtype
+/// - out: c (1, m, n), contiguous; sums (n), same dtype
+///
+/// Counted: 2 m n k.
+pub static PRODUCT_SUMS: Kernel = Kernel {
+    name: "product_sums",
+    reference: |_, launch| {
+        let ([a, b], [c, sums], _) = operands(launch);
+        match_float!(a.dtype, T => {
+            let (columns, terms) = (sums.view.numel(), read_any::<T>(b));
+            let mut totals = vec![0.0; columns];
+            terms.iter().enumerate().for_each(|(at, x)| totals[at % columns] += x);
+            write::<T>(c).iter_mut().zip(products::<T>(a, b)).for_each(|(c, x)| *c = T::from_f64(x));
+            write::<T>(sums).iter_mut().zip(totals).for_each(|(to, x)| *to = T::from_f64(x));
+        }, else return Err(KernelError::DType { kernel: PRODUCT_SUMS.name, dtype: a.dtype }));
+        Ok(())
+    },
+    cpu: Some(cpu::product_sums),
+    gpu: Some(Gpu {
+        source: "",
+        plan: |launch, plan| planned(&PRODUCT_SUMS, launch, plan, Ending::SumsOfB { sums: 1 }),
+    }),
+    flops,
+    bound: BOUND,
+};
+
+fn flops(launch: &Launch<'_>) -> u64 {
+    (CONTRACT.flops)(launch)
+}
+
+fn planned(kernel: &Kernel, launch: &Launch<'_>, plan: &mut Plan, ending: Ending) -> Result<(), KernelError> {
+    if float(kernel.name, launch)?.size() == 2 {
+        // What comes out of a product may be rounded before the ending, and once more between its parts.
+        plan.allow(if matches!(ending, Ending::Bias { .. }) { 1.0 } else { 2.0 });
+    }
+    plan.product(Product { a: 0, b: 1, c: 0, ending });
+    Ok(())
+}
+
+/// All elements of an operand, row-major.
+fn read_any<T: Element>(x: &Arg<'_>) -> Vec<f64> {
+    let memory = x.buffer.as_slice::<T>();
+    (0..x.view.numel()).map(|at| memory[place(x.view, at)].to_f64()).collect()
+}
+
+/// The elements of a b, row-major, before they are rounded.
+fn products<T: Element>(a: &Arg<'_>, b: &Arg<'_>) -> Vec<f64> {
+    let ([g, m, k], n) = ([a.view.shape[0], a.view.shape[1], a.view.shape[2]], b.view.shape[2]);
+    let (a, b) = (read_any::<T>(a), read_any::<T>(b));
+    let sum = |p: usize, i: usize, j: usize| -> f64 {
+        (0..k).map(|l| a[(p * m + i) * k + l] * b[(p * k + l) * n + j]).sum()
+    };
+    (0..g * m * n).map(|at| sum(at / (m * n), at / n % m, at % n)).collect()
+}

@@ -1,0 +1,65 @@
+use super::*;
+use crate::dtype::DType;
+use crate::op::check::{Case, values};
+use crate::op::differences::{Value, evaluate};
+
+/// Extents g, m, n and k.
+const SHAPES: [[usize; 4]; 7] = [
+    [1, 1, 1, 1],
+    [1, 5, 7, 9],
+    [3, 4, 16, 6],
+    [1, 33, 24, 65],
+    [1, 0, 8, 3],
+    [1, 6, 8, 0],
+    [1, 90, 160, 12],
+];
+
+fn product_case(kernel: &'static Kernel, [g, m, n, k]: [usize; 4]) -> Case<'static> {
+    let (a, b) = (values(1, g * m * k), values(2, g * k * n));
+    Case::new(kernel).input(&[g, m, k], &a).input(&[g, k, n], &b).scale(1.0)
+}
+
+#[test]
+fn by_hand() {
+    let a = || Value::real(&[1, 2, 2], &[1.0, 2.0, 3.0, 4.0]);
+    let b = || Value::real(&[1, 2, 3], &[1.0, 0.0, -1.0, 2.0, 1.0, 0.0]);
+    let bias = || Value::real(&[3], &[10.0, 20.0, -40.0]);
+    let c = evaluate(&LINEAR, &[a(), b(), bias()], &[&[1, 2, 3]], &[]).remove(0);
+    assert_eq!(c, [15.0, 22.0, -41.0, 21.0, 24.0, -43.0]);
+    let both = evaluate(&LINEAR_GELU, &[a(), b(), bias()], &[&[1, 2, 3], &[1, 2, 3]], &[]);
+    // So far out gelu is x or 0.
+    assert_eq!(both[1], c);
+    assert_eq!(both[0], c.iter().map(|x| x.max(0.0)).collect::<Vec<f64>>());
+    let z = Value::real(&[1, 2, 3], &[90.0, -90.0, 0.0, 90.0, 90.0, 0.0]);
+    let both = evaluate(&PRODUCT_GELU_GRAD, &[a(), b(), z], &[&[1, 2, 3], &[3]], &[]);
+    let near = |got: &[f64], want: &[f64]| got.iter().zip(want).all(|(g, w)| (g - w).abs() < 1e-12);
+    assert!(
+        near(&both[0], &[5.0, 0.0, -0.5, 11.0, 4.0, -1.5]) && near(&both[1], &[16.0, 4.0, -2.0]),
+        "{both:?}"
+    );
+    let both = evaluate(&PRODUCT_SUMS, &[a(), b()], &[&[1, 2, 3], &[3]], &[]);
+    assert_eq!(both, [vec![5.0, 2.0, -1.0, 11.0, 4.0, -3.0], vec![3.0, 1.0, -1.0]]);
+}
+
+#[test]
+fn the_fast_path_agrees() {
+    for shape @ [g, m, n, _] in SHAPES {
+        let (bias, z) = (values(3, n), values(4, g * m * n));
+        let c = &[g, m, n];
+        product_case(&LINEAR, shape).input(&[n], &bias).output(c).allow(1.0).run();
+        product_case(&LINEAR_GELU, shape).input(&[n], &bias).output(c).output(c).allow(2.0).run();
+        product_case(&PRODUCT_GELU_GRAD, shape).input(c, &z).output(c).output(&[n]).allow(2.0).run();
+        if g == 1 {
+            product_case(&PRODUCT_SUMS, shape).strided().output(c).output(&[n]).run();
+        }
+    }
+}
+
+#[test]
+fn other_dtypes_are_refused() {
+    let bias = [1.0, 2.0];
+    let case = product_case(&LINEAR, [1, 2, 2, 2]).input(&[2], &bias).output(&[1, 2, 2]);
+    assert!(case.verify(&[DType::I64]).unwrap_err().contains("linear: no kernel for dtype i64"));
+    let case = product_case(&PRODUCT_SUMS, [1, 2, 2, 2]).output(&[1, 2, 2]).output(&[2]);
+    assert!(case.verify(&[DType::I64]).unwrap_err().contains("product_sums: no kernel for dtype i64"));
+}
