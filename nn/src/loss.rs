@@ -6,17 +6,16 @@ use shardgrad_tensor::{Elementwise, Value};
 /// `-log softmax(logits)[target]` of each row: logits `[..m, v]` (any float), targets `[..m]` (i64); `[..m]` in the
 /// accumulator type of the logits. Its mean is the usual loss.
 ///
-/// It is log(sum exp(z - max)) + max - picked. Over a split vocabulary the sum and the picked logit are pending sums, so
-/// that three all-reduces of one number a row are needed forward, and none backward.
+/// It is ln(sum exp z) - z_target, formed in one pass over the logits. Over a split vocabulary three all-reduces of one number
+/// a row are needed forward, of maxima, sums and targets' logits, and none backward.
 ///
 /// # Panics
 /// Unwinds with an error if the shapes do not fit, or a target is outside of `0..v`.
 #[track_caller]
 #[must_use]
 pub fn cross_entropy(logits: &Var, targets: &Var) -> Var {
-    let max = logits.max_last();
-    let (sum, picked) = logits.cross_entropy_terms(&max, targets);
-    sum.log().add(&max).sub(&picked)
+    let (lse, picked) = logits.cross_entropy_terms(targets);
+    lse.sub(&picked)
 }
 
 /// Variants of the cross-entropy.
@@ -39,9 +38,8 @@ impl CrossEntropy {
     pub fn rows(&self, logits: &Var, targets: &Var) -> Var {
         let ignored = self.ignored.map(|i| targets.eq_scalar(i as f64));
         let known = ignored.as_ref().map_or(targets.clone(), |mask| targets.masked_fill(mask, 0.0));
-        let max = logits.max_last();
-        let (sum, picked) = logits.cross_entropy_terms(&max, &known);
-        let mut loss = sum.log().add(&max).sub(&picked);
+        let (lse, picked) = logits.cross_entropy_terms(&known);
+        let mut loss = lse.sub(&picked);
         if self.smoothing != 0.0 {
             let last = logits.layout().ndim() - 1;
             let mean = wide(logits).mean_dims(&[last]);

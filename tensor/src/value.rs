@@ -449,12 +449,12 @@ pub trait Value: Clone {
         Self::apply_one(Attention::of(self.layout().ndim(), Mask::Window(keys)), &[self, k, v])
     }
 
-    /// Of logits `[.., v]`, given the maximum of each row (see [`Value::max_last`]) and targets (i64, `[..]`):
-    /// sum_j exp(z_j - max) and z_target, in the accumulator dtype. The cross-entropy is max + ln(first) - second.
+    /// Of logits `[.., v]` and targets (i64, `[..]`): ln(sum_j exp(z_j)) and z_target, in the accumulator dtype. The
+    /// cross-entropy is first - second.
     #[track_caller]
     #[must_use]
-    fn cross_entropy_terms(&self, max: &Self, target: &Self) -> (Self, Self) {
-        let mut outputs = Self::apply(Rc::new(CrossEntropyTerms), &[self, max, target]);
+    fn cross_entropy_terms(&self, target: &Self) -> (Self, Self) {
+        let mut outputs = Self::apply(Rc::new(CrossEntropyTerms), &[self, target]);
         let picked = outputs.pop().expect("the op has two outputs");
         (outputs.pop().expect("the op has two outputs"), picked)
     }

@@ -25,6 +25,9 @@ __device__ __forceinline__ bool is_first() {
     return place_in_row() == 0;
 }
 
+// Whether element e of the chunk at a place is one of n.
+__device__ __forceinline__ bool is_inside(int at, int e, int n) { return ALIGNED ? at < n : at + e < n; }
+
 // A chunk from place `at` of n elements; what is not there is 0.
 template <class S, class I> __device__ __forceinline__ Vec<S, WIDTH> take(const S *from, I at, I n) {
     Vec<S, WIDTH> x;
@@ -70,6 +73,12 @@ struct Row {
 template <class J> __device__ __forceinline__ ACC row_reduce(ACC x, J join, ACC empty) {
     return THREADS == 32 ? warp_reduce(x, join) : block_reduce(x, join, empty);
 }
+
+// The larger; what is not a number is passed over, in one instruction.
+struct LargerNumber {
+    __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
+    __device__ __forceinline__ double operator()(double a, double b) const { return fmax(a, b); }
+};
 
 __device__ __forceinline__ float natural_exp(float x) { return expf(x); }
 __device__ __forceinline__ double natural_exp(double x) { return exp(x); }

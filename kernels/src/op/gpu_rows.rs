@@ -6,8 +6,10 @@ use crate::gpu::{Grid, GridArg, type_name};
 use crate::kernel::{Launch, Scalar};
 use std::borrow::Cow;
 
-/// The most threads of a row: 128 registers each.
-const THREADS: usize = 512;
+/// The most threads of a row.
+pub(crate) const THREADS: usize = 512;
+/// Chunks of 16 bytes that a thread holds of each operand at most: enough of them are on their way then.
+const HELD: usize = 4;
 /// Threads of a block whose warps have a row each.
 const WARPS: usize = 128;
 /// Threads of a block for runs of elements.
@@ -46,20 +48,24 @@ pub(crate) fn ints(scalars: &[Scalar]) -> Vec<GridArg> {
 pub(crate) struct Rows {
     /// Threads of a row.
     threads: usize,
+    /// Chunks of 16 bytes that a thread holds in registers; 0: rows are read anew in each pass.
+    pub(crate) held: usize,
+    /// Whether a chunk can be loaded at once.
+    pub(crate) is_aligned: bool,
     /// Their macros.
     defines: Vec<(&'static str, Cow<'static, str>)>,
 }
 
 impl Rows {
-    /// Rows of n elements of which a thread can hold so many chunks of 16 bytes in registers; rows that are longer than
-    /// that are read anew in each pass. Threads and chunks are functions of the dtype and n.
-    pub(crate) fn new(launch: &Launch<'_>, dtype: DType, n: usize, most_held: usize) -> Rows {
+    /// Rows of n elements that are held in registers if they are not too long for so many threads; longer ones are read anew in
+    /// each pass. Threads and chunks are functions of the dtype and n.
+    pub(crate) fn new(launch: &Launch<'_>, dtype: DType, n: usize, threads_that_hold: usize) -> Rows {
         let chunks = n.div_ceil(width(dtype)).max(1);
-        // Two chunks of 16-bit numbers a thread, and four of wider ones, where there are threads enough.
-        let each = if dtype.size() == 2 { 2 } else { 4 };
-        let threads = chunks.div_ceil(each).next_power_of_two().clamp(32, THREADS);
-        let held = Some(chunks.div_ceil(threads)).filter(|&held| held <= most_held).unwrap_or(0);
-        let mut rows = Rows { threads, defines: defines(dtype, is_aligned(launch, dtype, n)) };
+        let threads = chunks.div_ceil(HELD).next_multiple_of(32).min(THREADS);
+        let held = chunks.div_ceil(threads);
+        let held = if threads <= threads_that_hold && held <= HELD { held } else { 0 };
+        let is_aligned = is_aligned(launch, dtype, n);
+        let mut rows = Rows { threads, held, is_aligned, defines: defines(dtype, is_aligned) };
         let numbers = [("THREADS", threads), ("HELD", held), ("BLOCK", rows.block())];
         rows.defines.extend(numbers.map(|(name, x)| (name, x.to_string().into())));
         rows
@@ -71,7 +77,8 @@ impl Rows {
         self
     }
 
-    fn block(&self) -> usize {
+    /// Threads of a block.
+    pub(crate) fn block(&self) -> usize {
         if self.threads == 32 { WARPS } else { self.threads }
     }
 
@@ -87,8 +94,14 @@ impl Rows {
     }
 
     /// A grid of another entry of the same program.
-    pub(crate) fn other(&self, entry: &'static str, blocks: usize, threads: u32, args: Vec<GridArg>) -> Grid {
-        let (blocks, defines) = ([blocks as u32, 1, 1], self.defines.clone());
+    pub(crate) fn other(
+        &self,
+        entry: &'static str,
+        blocks: [usize; 2],
+        threads: u32,
+        args: Vec<GridArg>,
+    ) -> Grid {
+        let (blocks, defines) = ([blocks[0] as u32, blocks[1] as u32, 1], self.defines.clone());
         Grid { entry, defines, blocks, threads, shared_bytes: 0, args }
     }
 }

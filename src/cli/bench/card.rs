@@ -169,14 +169,14 @@ fn memory_bound() -> Vec<Case> {
         Case::new(
             "cross_entropy bf16",
             &cross_entropy::TERMS,
-            [(BF16, z), (F32, of), (I64, of)],
+            [(BF16, z), (I64, of)],
             [(F32, of), (F32, of)],
             &table,
         ),
         Case::new(
             "cross_entropy gradient bf16",
             &cross_entropy::BACKWARD,
-            [(BF16, z), (F32, of), (I64, of), (F32, of), (F32, of)],
+            [(BF16, z), (I64, of), (F32, of), (F32, of), (F32, of)],
             [(BF16, z)],
             &table,
         ),

@@ -48,6 +48,17 @@ pub(super) struct Reduced {
     order: Dims,
 }
 
+/// The rule of the signature for the way back, but that the values beside x stay `=` on the axes that split what is
+/// reduced: x is split there, and so is its cotangent.
+pub(super) fn unsettled(inferred: Rc<Inference>, axes: AxisSet) -> Rc<Inference> {
+    let mut inference = Rc::unwrap_or_clone(inferred);
+    inference.steps.retain(|step| !(axes.contains(step.1) && step.2 == State::Replicate));
+    if inference.steps.is_empty() {
+        inference.targets.iter_mut().for_each(|target| *target = None);
+    }
+    Rc::new(inference)
+}
+
 impl Reduced {
     /// Some dims of a tensor of `ndim` dims, for a vjp that reads `num_kept` values beside x.
     pub(super) fn over(name: &str, ndim: usize, dims: &[usize], num_kept: usize) -> Result<Reduced> {
@@ -98,16 +109,9 @@ impl Reduced {
         Rc::new(inference)
     }
 
-    /// The rule of the signature for the way back, but that the values beside x stay `=` on the axes that split what is
-    /// reduced: x is split there, and so is its cotangent.
+    /// [`unsettled`] for the axes that split what is reduced.
     pub(super) fn unsettled(&self, inferred: Rc<Inference>, x: &Layout) -> Rc<Inference> {
-        let mut inference = Rc::unwrap_or_clone(inferred);
-        let axes = self.axes(x);
-        inference.steps.retain(|step| !(axes.contains(step.1) && step.2 == State::Replicate));
-        if inference.steps.is_empty() {
-            inference.targets.iter_mut().for_each(|target| *target = None);
-        }
-        Rc::new(inference)
+        unsettled(inferred, self.axes(x))
     }
 
     /// x with the reduced dims last; a view.

@@ -1,26 +1,36 @@
-//! sum_exp = sum_j exp(z_j - max) and picked = z_target over the last dim, which may be split: what a cross-entropy is
-//! made of. The loss per row is max + ln(sum_exp) - picked.
+//! lse = ln(sum_j exp(z_j)) and picked = z_target over the last dim, which may be split: what a cross-entropy is made of. The
+//! loss per row is lse - picked.
 
+use super::amax::unsettled;
 use super::embedding::check_index;
 use super::{Case, Input};
-use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float};
-use crate::piece::Piece;
+use crate::context::Context;
+use crate::infer::Inference;
+use crate::layout::Layout;
+use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float, infer_by_signature};
+use crate::piece::{Piece, launch};
+use crate::redistribute::combine;
+use crate::refusal::Refusal;
+use crate::state::State;
 use crate::tensor::Tensor;
-use shardgrad_dist::{Error, Kind, Result};
+use shardgrad_dist::{AxisSet, ReduceOp, Result};
 use shardgrad_kernels::op::cross_entropy::{BACKWARD, TERMS};
+use shardgrad_kernels::op::row_share::{EXP_SUM, JOIN};
 use shardgrad_kernels::{DType, Scalar};
 use smallvec::SmallVec;
 use std::rc::Rc;
 
-/// `..m [v], ..m, ..m -> ..m, ..m` on logits z (any float), the maximum of each row (in the accumulator of z, see
-/// [`MaxLast`](super::max_last::MaxLast)) and targets (i64, each in 0..v); both results are in the accumulator.
+/// `..m [v], ..m -> ..m, ..m` on logits z (any float) and targets (i64, each in 0..v); both results are in the accumulator
+/// of z. z is read once.
 ///
-/// Differentiable in z only: dz_j = exp(z_j - max) dsum_exp + (dpicked where j is the target); max is a constant, on
-/// which the loss does not depend. Both results are pending over the axes that split v.
+/// Differentiable in z: dz_j = exp(z_j - lse) dlse + (dpicked where j is the target). Picked is pending over the axes that
+/// split v. Logarithms have no pending form, so there the op states its own rule: lse ends as `=`, by two all-reduces of one
+/// number a row over all of those axes inside the op, of the largest lse of a shard and of the sum of exp(lse - largest). A
+/// pending z is completed before.
 #[derive(Debug)]
 pub struct CrossEntropyTerms;
 
-/// The cotangent of z, linear in those of the two sums jointly.
+/// The cotangent of z, linear in those of the two results jointly.
 #[derive(Debug)]
 struct CrossEntropyBackward;
 
@@ -30,41 +40,67 @@ fn columns(local: &Local<'_>) -> [Scalar; 2] {
     [Scalar::Int(range.start as i64), Scalar::Int(count as i64)]
 }
 
+/// The axes that split v.
+fn axes(inference: &Inference) -> AxisSet {
+    inference.label_dim("v").expect("the signature has the label v").axes.iter().collect()
+}
+
 impl Op for CrossEntropyTerms {
     fn name(&self) -> &'static str {
         "cross_entropy_terms"
     }
 
     fn signature(&self) -> &str {
-        "..m [v], ..m, ..m -> ..m, ..m"
+        "..m [v], ..m -> ..m, ..m"
     }
 
     fn differentiable(&self) -> &'static [bool] {
-        &[true, false, false]
+        &[true, false]
     }
 
     fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0, 1, 2], outputs: &[] }
+        Keeps { inputs: &[0, 1], outputs: &[0] }
     }
 
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
-        check_index(inputs[2])?;
-        let accumulator = common_float(&inputs[..1])?.accumulator();
-        if inputs[1] != accumulator {
-            let text = format!("row maxima of {} for logits of {}", inputs[1], inputs[0]);
-            return Err(Error::new(Kind::DType, text).detail("help", "use z.max_last()"));
-        }
-        Ok(SmallVec::from_elem(accumulator, num_outputs))
+        check_index(inputs[1])?;
+        Ok(SmallVec::from_elem(common_float(&inputs[..1])?.accumulator(), num_outputs))
+    }
+
+    fn infer(
+        &self,
+        context: &Context,
+        args: &[&Layout],
+        dtypes: &[DType],
+        want: &[Option<Layout>],
+    ) -> Result<Rc<Inference>, Refusal> {
+        let mut inference = Rc::unwrap_or_clone(infer_by_signature(self, context, args, dtypes, want)?);
+        let split = axes(&inference);
+        let lse = &mut inference.outputs[0];
+        *lse = split.iter().fold(lse.clone(), |layout, axis| layout.with_state(axis, State::Invariant));
+        Ok(Rc::new(inference))
     }
 
     fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
         let x = local.contiguous(x)?;
-        local.launch(&TERMS, &[&x[0], &x[1], &x[2]], &columns(local))
+        let mut terms = local.launch(&TERMS, &[&x[0], &x[1]], &columns(local))?;
+        let axes = axes(local.inference);
+        if axes.is_empty() {
+            return Ok(terms);
+        }
+        let (mut sum, mut lse) = (local.output(0)?, local.output(0)?);
+        let largest = combine(local.rank, terms[0].clone(), axes, ReduceOp::Max, local.site)?;
+        // Rows of one element each.
+        launch(local.rank, &EXP_SUM, &[&terms[0], &largest], &mut [&mut sum], &[Scalar::Int(1)])?;
+        let sum = combine(local.rank, sum, axes, ReduceOp::Sum, local.site)?;
+        launch(local.rank, &JOIN, &[&largest, &sum], &mut [&mut lse], &[])?;
+        terms[0] = lse;
+        Ok(terms)
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         cx.each(|_| {
-            let args = [cx.input(0), cx.input(1), cx.input(2), &cx.grad(0), &cx.grad(1)];
+            let args = [cx.input(0), cx.input(1), cx.output(0), &cx.grad(0), &cx.grad(1)];
             Tensor::results(Rc::new(CrossEntropyBackward), &args).remove(0)
         })
     }
@@ -91,6 +127,18 @@ impl Op for CrossEntropyBackward {
         Ok(SmallVec::from_slice(&inputs[..1]))
     }
 
+    fn infer(
+        &self,
+        context: &Context,
+        args: &[&Layout],
+        dtypes: &[DType],
+        want: &[Option<Layout>],
+    ) -> Result<Rc<Inference>, Refusal> {
+        let inference = infer_by_signature(self, context, args, dtypes, want)?;
+        let split = axes(&inference);
+        Ok(unsettled(inference, split))
+    }
+
     fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
         let x = local.contiguous(x)?;
         local.launch(&BACKWARD, &[&x[0], &x[1], &x[2], &x[3], &x[4]], &columns(local))
@@ -101,7 +149,7 @@ pub(super) fn cases() -> Vec<Case> {
     let op = Rc::new(CrossEntropyTerms);
     let case = |rows: &[usize], v: usize| {
         let logits: Vec<usize> = rows.iter().copied().chain([v]).collect();
-        Case::new(op.clone(), vec![Input::real(&logits), Input::positive(rows), Input::index(rows, v)])
+        Case::new(op.clone(), vec![Input::real(&logits), Input::index(rows, v)])
     };
     vec![case(&[5], 7), case(&[2, 3], 4)]
 }
@@ -117,8 +165,8 @@ mod tests {
         World::run(Mesh::single(), |rank| {
             let z = Tensor::from_host(rank, &[1, 3], &[2f64.ln(), 0.0, 4f64.ln()])?;
             let target = Tensor::from_host(rank, &[1], &[2i64])?;
-            let (sum_exp, picked) = z.cross_entropy_terms(&z.max_last(), &target);
-            assert!((sum_exp.item()? - 1.75).abs() < 1e-15);
+            let (lse, picked) = z.cross_entropy_terms(&target);
+            assert!((lse.item()? - 7f64.ln()).abs() < 1e-15);
             assert_eq!(picked.item()?, 4f64.ln());
             Ok(())
         })

@@ -1,4 +1,4 @@
-//! Cross-entropy on the CPU: rows in fixed tasks, one pass over z each way.
+//! Cross-entropy on the CPU: rows in fixed tasks; a row stays in the cache for the two passes of the way there.
 
 use super::{BACKWARD, TERMS, local};
 use crate::cpu::math::Maths;
@@ -7,22 +7,25 @@ use crate::dtype::{Float, Real};
 use crate::error::KernelError;
 use crate::kernel::Launch;
 use crate::match_float;
-use crate::op::rows::{check_indices, operands, read, rows_per_task, sum, width, write};
+use crate::op::rows::{check_indices, largest, operands, read, rows_per_task, sum, width, write};
+
+/// Terms that are added up in partial sums before these are: long rows lose fewer digits so.
+const BLOCK: usize = 1024;
 
 pub(super) fn terms(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
-    let ([z, max, target], [sum_exp, picked], scalars) = operands(launch);
+    let ([z, target], [lse, picked], scalars) = operands(launch);
     let (v, v_start, target) = (width(z), scalars[0].int(), read::<i64>(target));
     check_indices(TERMS.name, target, scalars[1].int())?;
     match_float!(z.dtype, T => {
         type Acc = <T as Float>::Acc;
-        let (z, max) = (read::<T>(z), read::<Acc>(max));
+        let z = read::<T>(z);
         let rows = rows_per_task(v);
-        pool.chunks2((write::<Acc>(sum_exp), rows), (write::<Acc>(picked), rows), |i, sum_exp, picked| {
+        pool.chunks2((write::<Acc>(lse), rows), (write::<Acc>(picked), rows), |i, lse, picked| {
             vectorized(#[inline(always)] || {
-                for (j, (sum_exp, picked)) in sum_exp.iter_mut().zip(picked).enumerate() {
+                for (j, (lse, picked)) in lse.iter_mut().zip(picked).enumerate() {
                     let row = i * rows + j;
                     let z = &z[row * v..][..v];
-                    *sum_exp = terms_row(z, max[row]);
+                    *lse = lse_row(z);
                     *picked = local(target[row], v_start, v).map_or(Acc::ZERO, |at| z[at].widen());
                 }
             });
@@ -32,7 +35,7 @@ pub(super) fn terms(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelEr
 }
 
 pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
-    let ([z, max, target, d_sum, d_picked], [dz], scalars) = operands(launch);
+    let ([z, target, lse, d_lse, d_picked], [dz], scalars) = operands(launch);
     let (v, v_start, target) = (width(z), scalars[0].int(), read::<i64>(target));
     check_indices(BACKWARD.name, target, scalars[1].int())?;
     if v == 0 {
@@ -40,8 +43,8 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
     }
     match_float!(z.dtype, T => {
         type Acc = <T as Float>::Acc;
-        let (z, max) = (read::<T>(z), read::<Acc>(max));
-        let (d_sum, d_picked) = (read::<Acc>(d_sum), read::<Acc>(d_picked));
+        let (z, lse) = (read::<T>(z), read::<Acc>(lse));
+        let (d_lse, d_picked) = (read::<Acc>(d_lse), read::<Acc>(d_picked));
         let rows = rows_per_task(v);
         pool.chunks(write::<T>(dz), rows * v, |i, dz| {
             vectorized(#[inline(always)] || {
@@ -49,7 +52,7 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
                     let row = i * rows + j;
                     let z = &z[row * v..][..v];
                     let picked = local(target[row], v_start, v).map(|at| (at, d_picked[row]));
-                    backward_row(z, max[row], d_sum[row], picked, dz);
+                    backward_row(z, lse[row], d_lse[row], picked, dz);
                 }
             });
         });
@@ -60,22 +63,29 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
 // The elementary functions are reached through generic code only: on a plain f32, `exp` would be that of std.
 
 #[inline(always)]
-fn terms_row<T: Float<Acc: Maths>>(z: &[T], max: T::Acc) -> T::Acc {
-    sum(z, |z| (z.widen() - max).exp())
+fn lse_row<T: Float<Acc: Maths>>(z: &[T]) -> T::Acc {
+    let most = largest(z, T::widen);
+    // Where there is nothing above negative infinity, the terms are 0 and not exp(-inf + inf).
+    let base = if most == <T::Acc as Real>::NEG_INFINITY { <T::Acc as Real>::ZERO } else { most };
+    let mut total = <T::Acc as Real>::ZERO;
+    for block in z.chunks(BLOCK) {
+        total += sum(block, |z| (z.widen() - base).exp());
+    }
+    base + total.ln()
 }
 
 #[inline(always)]
 fn backward_row<T: Float<Acc: Maths>>(
     z: &[T],
-    max: T::Acc,
-    d_sum: T::Acc,
+    lse: T::Acc,
+    d_lse: T::Acc,
     picked: Option<(usize, T::Acc)>,
     dz: &mut [T],
 ) {
     for (dz, z) in dz.iter_mut().zip(z) {
-        *dz = T::narrow((z.widen() - max).exp() * d_sum);
+        *dz = T::narrow((z.widen() - lse).exp() * d_lse);
     }
     if let Some((at, d_picked)) = picked {
-        dz[at] = T::narrow((z[at].widen() - max).exp().fma(d_sum, d_picked));
+        dz[at] = T::narrow((z[at].widen() - lse).exp().fma(d_lse, d_picked));
     }
 }

@@ -1,36 +1,78 @@
 // Vocabularies are long and each pass needs a row once, so nothing is held.
 
+// Chunks of a thread that are on their way at the same time.
+constexpr int AT_ONCE = sizeof(T) == 8 ? 2 : 4;
+
+__device__ __forceinline__ float natural_log(float x) { return logf(x); }
+__device__ __forceinline__ double natural_log(double x) { return log(x); }
+
+// What is taken off before exponentials are formed: where all is negative infinity, terms are 0 and not exp(-inf + inf).
+__device__ __forceinline__ ACC base_of(ACC most) { return most == -infinity<ACC>() ? ACC(0) : most; }
+
+// The largest of some numbers, and the sum of exp(number - it), in one pass: what was summed is scaled when a larger one comes
+// (Milakov and Gimelshein, arXiv 1805.02867). What is not a number is passed over by the maximum and found in the sum.
+struct Online {
+    ACC most = -infinity<ACC>(), sum = 0;
+
+    template <int N> __device__ __forceinline__ void add(const ACC (&z)[N]) {
+        ACC next = most, terms = 0;
+#pragma unroll
+        for (int i = 0; i < N; i++) next = LargerNumber()(next, z[i]);
+        const ACC base = base_of(next);
+#pragma unroll
+        for (int i = 0; i < N; i++) terms += natural_exp(z[i] - base);
+        sum = fused(sum, natural_exp(most - base), terms);
+        most = next;
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    cross_entropy(const T *z, const ACC *max, const i64 *target, ACC *sum_exp, ACC *picked, Fault *fault, i64 rows, int n, i64 v_start, i64 v_global) {
+    cross_entropy(const T *z, const i64 *target, ACC *lse, ACC *picked, Fault *fault, i64 rows, int n, i64 v_start, i64 v_global) {
     i64 row = own_row();
     if (row >= rows) return;
-    Row in(z + row * n, n);
-    ACC sum = 0, most = max[row];
-    EACH_CHUNK(i, at) {
-        auto z = in.chunk(i, at);
-        EACH(e) if (at + e < n) sum += natural_exp(widen(z.at[e]) - most);
+    const T *from = z + row * n;
+    constexpr int STEP = THREADS * WIDTH;
+    Online found;
+    int at = place_in_row();
+    for (; at + (AT_ONCE - 1) * STEP + WIDTH <= n; at += AT_ONCE * STEP) {
+        Vec<T, WIDTH> in[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) in[k] = take(from, at + k * STEP, n);
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            ACC wide[WIDTH];
+            EACH(e) wide[e] = widen(in[k].at[e]);
+            found.add(wide);
+        }
     }
-    sum = row_reduce(sum, Sum(), ACC(0));
+    for (; at < n; at += STEP) {
+        const auto in = take(from, at, n);
+        ACC wide[WIDTH];
+        EACH(e) wide[e] = is_inside(at, e, n) ? widen(in.at[e]) : -infinity<ACC>();
+        found.add(wide);
+    }
+    const ACC base = base_of(row_reduce(found.most, LargerNumber(), -infinity<ACC>()));
+    const ACC sum = row_reduce(found.sum * natural_exp(found.most - base), Sum(), ACC(0));
     if (is_first()) {
         i64 at = target[row] - v_start;
         bool is_here = index_fits(fault, target[row], row, v_global) && at >= 0 && at < n;
-        sum_exp[row] = sum;
-        picked[row] = is_here ? widen(z[row * n + at]) : ACC(0);
+        lse[row] = base + natural_log(sum);
+        picked[row] = is_here ? widen(from[at]) : ACC(0);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    cross_entropy_backward(const T *z, const ACC *max, const i64 *target, const ACC *d_sum, const ACC *d_picked, T *dz, Fault *fault, i64 rows, int n, i64 v_start, i64 v_global) {
+    cross_entropy_backward(const T *z, const i64 *target, const ACC *lse, const ACC *d_lse, const ACC *d_picked, T *dz, Fault *fault, i64 rows, int n, i64 v_start, i64 v_global) {
     i64 row = own_row();
     if (row >= rows) return;
     Row in(z + row * n, n);
     if (is_first()) index_fits(fault, target[row], row, v_global);
-    ACC most = max[row], share = d_sum[row], pick = d_picked[row];
+    ACC base = lse[row], share = d_lse[row], pick = d_picked[row];
     i64 hit = target[row] - v_start;
     EACH_CHUNK(i, at) {
         auto z = in.chunk(i, at);
         ACC found[WIDTH];
-        EACH(e) found[e] = fused(natural_exp(widen(z.at[e]) - most), share, hit == at + e ? pick : ACC(0));
+        EACH(e) found[e] = fused(natural_exp(widen(z.at[e]) - base), share, hit == at + e ? pick : ACC(0));
         put(dz + row * n, at, n, found);
     }
 }

@@ -23,7 +23,7 @@ pub(super) fn backward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), Kerne
 }
 
 fn by_rows(entry: &'static str, launch: &Launch<'_>, plan: &mut Plan) {
-    let (z, rows) = (&launch.inputs[0], launch.inputs[2].view.numel());
+    let (z, rows) = (&launch.inputs[0], launch.inputs[1].view.numel());
     let n = width(z);
     let mut args: Vec<GridArg> = (0..launch.inputs.len()).map(GridArg::Input).collect();
     args.extend((0..launch.outputs.len()).map(GridArg::Output));

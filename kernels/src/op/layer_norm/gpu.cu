@@ -1,5 +1,6 @@
-// Layer normalisation (CENTRED) and root-mean-square normalisation. Sums over rows: a block (a warp, for short rows) adds up
-// RUN rows, each thread its own columns; `add_parts` adds up what they found.
+// Layer normalisation (CENTRED) and root-mean-square normalisation. Sums over rows: a block (each of its warps, for short rows)
+// adds up a run of rows, each thread its own columns; `add_parts` adds up what the blocks found. BLOCKS of those of the gradient
+// fit a multiprocessor.
 
 #if CENTRED
 #define CENTRE(...) __VA_ARGS__
@@ -24,8 +25,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     EACH_CHUNK(i, at) {
         auto x = in.chunk(i, at);
         EACH(e) {
-            ACC apart = widen(x.at[e]) - mean;
-            if (at + e < n) sum += apart * apart;
+            ACC apart = is_inside(at, e, n) ? widen(x.at[e]) - mean : ACC(0);
+            sum += apart * apart;
         }
     }
     ACC rstd = ACC(1) / root(row_reduce(sum, Sum(), ACC(0)) / ACC(n) + eps);
@@ -48,35 +49,79 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     }
 }
 
-// Sums of a run of rows, one for each column: in registers where rows are held, else in the memory that the next kernel reads.
+// Warps of a block that have runs of rows of their own.
+constexpr int RUNS = BLOCK / THREADS;
+
+// Sums of rows, one for each column: in registers where rows are held, else in the memory that the next kernel reads.
 struct Parts {
     ACC *to;
     ACC held[SLOTS][WIDTH];
 
+    __device__ __forceinline__ Parts(ACC *to) : to(to) {
+#if HELD
+#pragma unroll
+        for (int i = 0; i < HELD; i++) EACH(e) held[i][e] = ACC(0);
+#endif
+    }
     __device__ __forceinline__ void add(int i, int at, int n, bool is_new, const ACC (&x)[WIDTH]) {
 #if HELD
-        EACH(e) held[i][e] = is_new ? x[e] : held[i][e] + x[e];
+        EACH(e) held[i][e] += x[e];
 #else
         EACH(e) if (at + e < n) to[at + e] = is_new ? x[e] : to[at + e] + x[e];
 #endif
     }
+    // What the block found, the runs of its warps in order. All threads of the block take part.
     __device__ __forceinline__ void finish(int n) const {
-#if HELD
+#if HELD && THREADS == 32
+        __shared__ ACC found[RUNS][THREADS * HELD * WIDTH];
+        __syncthreads();
+        EACH_CHUNK(i, at) EACH(e) found[threadIdx.x / THREADS][at + e] = held[i][e];
+        __syncthreads();
+        for (int column = threadIdx.x; column < n; column += BLOCK) {
+            ACC sum = found[0][column];
+#pragma unroll
+            for (int run = 1; run < RUNS; run++) sum += found[run][column];
+            to[column] = sum;
+        }
+#elif HELD
         EACH_CHUNK(i, at) EACH(e) if (at + e < n) to[at + e] = held[i][e];
 #endif
     }
 };
 
-extern "C" __global__ void __launch_bounds__(BLOCK)
-    normalize_backward(const T *x, const T *w, CENTRE(const ACC *means, ) const ACC *rstds, const T *dy, T *dx, ACC *dw, CENTRE(ACC *db, ) i64 rows, int n, int run) {
-    i64 part = own_row(), first = part * run;
-    if (first >= rows) return;
-    i64 end = first + run < rows ? first + run : rows;
-    Parts dw_parts = {dw + part * n};
+// The sums of two numbers over the threads of a row. Blocks use other memory in odd rows than in even ones, so that one
+// barrier is enough: who writes again has seen all threads pass the barrier between.
+__device__ __forceinline__ void sum_pair(ACC &a, ACC &b, int row) {
+    a = warp_reduce(a, Sum());
 #if CENTRED
-    Parts db_parts = {db + part * n};
+    b = warp_reduce(b, Sum());
 #endif
-    for (i64 row = first; row < end; row++) {
+#if THREADS > 32
+    __shared__ ACC parts[2][2][WARP];
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    if (lane == 0) {
+        parts[row % 2][0][warp] = a;
+        parts[row % 2][1][warp] = b;
+    }
+    __syncthreads();
+    a = warp_reduce(lane < THREADS / 32 ? parts[row % 2][0][lane] : ACC(0), Sum());
+#if CENTRED
+    b = warp_reduce(lane < THREADS / 32 ? parts[row % 2][1][lane] : ACC(0), Sum());
+#endif
+#endif
+}
+
+// Each warp of a block, for short rows, or the block has `run` rows one after another.
+extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS)
+    normalize_backward(const T *x, const T *w, CENTRE(const ACC *means, ) const ACC *rstds, const T *dy, T *dx, ACC *dw, CENTRE(ACC *db, ) i64 rows, int n, int run) {
+    const i64 part = blockIdx.x, first = (part * RUNS + threadIdx.x / THREADS) * run;
+    const int count = first >= rows ? 0 : first + run < rows ? run : int(rows - first);
+    Parts dw_parts(dw + part * n);
+#if CENTRED
+    Parts db_parts(db + part * n);
+#endif
+    for (int turn = 0; turn < count; turn++) {
+        const i64 row = first + turn;
         Row in(x + row * n, n), slope(dy + row * n, n);
         ACC mean = 0, rstd = rstds[row], g_sum = 0, gh_sum = 0;
 #if CENTRED
@@ -92,14 +137,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
                 g_sum += g;
                 gh_sum += g * h;
             }
-            dw_parts.add(i, at, n, row == first, product);
+            dw_parts.add(i, at, n, turn == 0, product);
 #if CENTRED
-            db_parts.add(i, at, n, row == first, wide);
+            db_parts.add(i, at, n, turn == 0, wide);
 #endif
         }
-        gh_sum = row_reduce(gh_sum, Sum(), ACC(0)) / ACC(n);
+        sum_pair(gh_sum, g_sum, turn);
+        gh_sum /= ACC(n);
 #if CENTRED
-        g_sum = row_reduce(g_sum, Sum(), ACC(0)) / ACC(n);
+        g_sum /= ACC(n);
 #else
         g_sum = 0;
 #endif
@@ -120,20 +166,27 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 }
 
 // The sum of `count` parts for each of 32 columns a block: 32 warps take equal runs of parts in order, then the first one
-// adds up theirs.
-extern "C" __global__ void __launch_bounds__(1024) add_parts(const ACC *parts, T *out, int n, int count) {
+// adds up theirs. Blocks of the second row of the grid do the same for the second operand.
+extern "C" __global__ void __launch_bounds__(1024) add_parts(const ACC *parts, T *out, CENTRE(const ACC *more_parts, T *more_out, ) int n, int count) {
     __shared__ ACC sums[32][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
     int each = (count + 31) / 32, end = min((warp + 1) * each, count);
+#if CENTRED
+    if (blockIdx.y == 1) {
+        parts = more_parts;
+        out = more_out;
+    }
+#endif
     ACC sum = 0;
     if (column < n) {
-#pragma unroll 4
+#pragma unroll 8
         for (int part = warp * each; part < end; part++) sum += parts[(i64)part * n + column];
     }
     sums[warp][lane] = sum;
     __syncthreads();
     if (warp == 0 && column < n) {
         sum = 0;
+#pragma unroll
         for (int i = 0; i < 32; i++) sum += sums[i][lane];
         out[column] = narrow<T>(sum);
     }

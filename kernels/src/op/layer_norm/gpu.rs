@@ -1,7 +1,6 @@
 //! Normalisation of rows on GPUs: with (layer norm) or without (root mean square) a centre.
 
 use super::{BACKWARD, FORWARD};
-use crate::dtype::DType;
 use crate::error::KernelError;
 use crate::gpu::{GridArg, Plan};
 use crate::kernel::Launch;
@@ -11,12 +10,19 @@ use crate::op::rows::width;
 /// The kernels of this folder, and those of root-mean-square normalisation.
 pub(in crate::op) const SOURCE: &str = concat!(include_str!("../gpu_rows.cu"), include_str!("gpu.cu"));
 
-/// Chunks that a thread holds: 4 of x alone; 4 in f32, else 2, where sums for the weights are held too.
-const HELD: usize = 4;
-const HELD_BACKWARD: [usize; 2] = [4, 2];
+/// Threads that hold a row in registers at most: those of the gradient hold sums for the weights too.
+const HOLDING: usize = 512;
+const HOLDING_BACKWARD: usize = 256;
 
-/// Runs of rows that are added up: about so many blocks where a block has a row, and of at most so many rows.
-const RUNS: usize = 512;
+/// Warps of a multiprocessor that the gradient's registers are meant for, with 48 KB on their way: with four chunks of 16-bit
+/// numbers and both sums a thread needs more of them, and with single elements more still.
+const WARPS: usize = 16;
+const WARPS_OF_FOUR: usize = 12;
+const WARPS_OF_SINGLES: usize = 8;
+/// Where rows are not held.
+const WARPS_UNHELD: usize = 32;
+/// Multiprocessors that all have a block at the same time, up to this many rows for each warp.
+const MULTIPROCESSORS: usize = 128;
 const LONGEST_RUN: usize = 64;
 
 pub(super) fn forward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
@@ -36,7 +42,7 @@ pub(in crate::op) fn forward_of(
     let dtype = float(kernel, launch)?;
     let (inputs, outputs) = (launch.inputs.len(), launch.outputs.len());
     let (d, rows) = (width(&launch.inputs[0]), launch.outputs[outputs - 1].view.numel());
-    let split = Rows::new(launch, dtype, d, HELD).define("CENTRED", inputs - 2);
+    let split = Rows::new(launch, dtype, d, HOLDING).define("CENTRED", inputs - 2).define("BLOCKS", 2);
     let mut args: Vec<GridArg> = (0..inputs).map(GridArg::Input).collect();
     args.extend((0..outputs).map(GridArg::Output));
     args.extend([GridArg::I64(rows as i64), GridArg::I32(d as i32)]);
@@ -57,20 +63,28 @@ pub(in crate::op) fn backward_of(
     if d == 0 {
         return Ok(());
     }
-    let most = HELD_BACKWARD[usize::from(dtype != DType::F32)];
-    let split = Rows::new(launch, dtype, d, most).define("CENTRED", outputs - 2);
-    let run = (rows / (RUNS * split.of_block())).clamp(1, LONGEST_RUN);
-    let parts = rows.div_ceil(run);
+    let split = Rows::new(launch, dtype, d, HOLDING_BACKWARD);
+    let warps = match split.held {
+        0 => WARPS_UNHELD,
+        _ if !split.is_aligned => WARPS_OF_SINGLES,
+        4 if dtype.size() == 2 && outputs == 3 => WARPS_OF_FOUR,
+        _ => WARPS,
+    };
+    let at_once = (warps * 32 / split.block()).max(1);
+    let split = split.define("CENTRED", outputs - 2).define("BLOCKS", at_once);
+    let blocks = MULTIPROCESSORS * at_once;
+    let run = rows.div_ceil(blocks * split.of_block()).clamp(1, LONGEST_RUN);
+    let parts = rows.div_ceil(run * split.of_block());
     let sums: Vec<GridArg> =
         (1..outputs).map(|_| plan.scratch(parts * d * dtype.accumulator().size())).collect();
     let mut args: Vec<GridArg> = (0..inputs).map(GridArg::Input).collect();
     args.push(GridArg::Output(0));
     args.extend(sums.iter().cloned());
     args.extend([GridArg::I64(rows as i64), GridArg::I32(d as i32), GridArg::I32(run as i32)]);
-    plan.grid(split.grid("normalize_backward", parts, args));
-    for (i, sums) in sums.into_iter().enumerate() {
-        let args = vec![sums, GridArg::Output(i + 1), GridArg::I32(d as i32), GridArg::I32(parts as i32)];
-        plan.grid(split.other("add_parts", d.div_ceil(32), 1024, args));
-    }
+    plan.grid(split.other("normalize_backward", [parts, 1], split.block() as u32, args));
+    let mut args: Vec<GridArg> =
+        sums.into_iter().enumerate().flat_map(|(i, sums)| [sums, GridArg::Output(i + 1)]).collect();
+    args.extend([GridArg::I32(d as i32), GridArg::I32(parts as i32)]);
+    plan.grid(split.other("add_parts", [d.div_ceil(32), outputs - 1], 1024, args));
     Ok(())
 }

@@ -13,9 +13,9 @@ pub(super) const SOURCE: &str = include_str!("gpu.cu");
 const THREADS: usize = 256;
 const LANES: usize = 16;
 const BLOCK: usize = 256;
+/// Parts of one result that a thread joins at most, and results that are joined by one block.
+const PARTS: usize = 16;
 const COLUMNS: usize = 32;
-/// The groups of 16 threads of a block.
-const GROUPS: usize = THREADS / LANES;
 /// Thread blocks that keep a large card busy: with fewer, each of them takes less.
 const BUSY: usize = 1024;
 
@@ -42,6 +42,8 @@ struct Reduction {
     accumulator: DType,
     results: usize,
     count: usize,
+    /// Elements that are loaded at once.
+    vector: usize,
 }
 
 pub(super) fn plan(plan: &mut Plan, x: &Arg<'_>, num_reduced: usize, y: &ArgMut<'_>, fold: Fold) {
@@ -54,8 +56,13 @@ pub(super) fn plan(plan: &mut Plan, x: &Arg<'_>, num_reduced: usize, y: &ArgMut<
     }
     let accumulator = if fold == Fold::Squares { DType::F64 } else { x.dtype.accumulator() };
     let (kept_dims, reduced_dims) = (padded_dims(kept.dims()), padded_dims(reduced.dims()));
+    let (neighbours, step) = kept.dims()[kept.dims().len() - 1];
+    let is_across = step == [1] && neighbours >= LANES && reduced.steps() != [1];
+    let vector = vector(x, &kept, &reduced, is_across);
+    let mut defines = defines(x, y, accumulator, fold, &kept_dims, &reduced_dims);
+    defines.push(("VEC", vector.to_string().into()));
     let reduction = Reduction {
-        defines: defines(x, y, accumulator, fold, &kept_dims, &reduced_dims),
+        defines,
         walk: [kept_dims.numbers(), reduced_dims.numbers()].concat(),
         factor: match (fold, accumulator) {
             (Fold::Sum(c), DType::F64) => GridArg::F64(c),
@@ -66,13 +73,29 @@ pub(super) fn plan(plan: &mut Plan, x: &Arg<'_>, num_reduced: usize, y: &ArgMut<
         accumulator,
         results,
         count,
+        vector,
     };
-    let (neighbours, step) = kept.dims()[kept.dims().len() - 1];
-    if step == [1] && neighbours >= LANES && reduced.steps() != [1] {
+    if is_across {
         reduction.across(plan, neighbours);
     } else {
         reduction.along(plan);
     }
+}
+
+/// How many elements are loaded at once: 16 bytes of neighbours, or of a row, if all of these begin at multiples of as many,
+/// else 1.
+fn vector(x: &Arg<'_>, kept: &Walk<1>, reduced: &Walk<1>, is_across: bool) -> usize {
+    let vector = 16 / x.dtype.size();
+    let is_whole = |n: &usize| n.is_multiple_of(vector);
+    let (inner, outer) = kept.dims().split_last().expect("a walk has a dim");
+    let steps_are_whole =
+        |dims: &[(usize, [usize; 1])]| dims.iter().all(|(extent, [step])| *extent == 1 || is_whole(step));
+    let fits = if is_across {
+        is_whole(&inner.0) && steps_are_whole(outer) && steps_are_whole(reduced.dims())
+    } else {
+        matches!(reduced.dims(), [(_, [1])]) && steps_are_whole(kept.dims())
+    };
+    if fits && is_whole(&x.view.offset) { vector } else { 1 }
 }
 
 fn defines(
@@ -108,9 +131,11 @@ impl Reduction {
     /// Each result on its own; long rows are cut into branches of the tree.
     fn along(&self, plan: &mut Plan) {
         let blocks = self.count.div_ceil(BLOCK).max(1);
-        let groups = blocks.next_power_of_two().min(GROUPS);
+        // Groups of a thread block.
+        let most = THREADS / (LANES / self.vector);
+        let groups = blocks.next_power_of_two().min(most);
         let each = each(blocks.div_ceil(groups), |each| {
-            self.results * blocks.div_ceil(groups * each) / (GROUPS / groups)
+            self.results * blocks.div_ceil(groups * each) / (most / groups)
         });
         let branches = blocks.div_ceil(groups * each);
         let parts = self.parts(plan, branches);
@@ -126,7 +151,7 @@ impl Reduction {
             GridArg::I64(branches as i64),
             self.factor.clone(),
         ];
-        self.grid(plan, "along", (self.results * branches).div_ceil(GROUPS / groups), args);
+        self.grid(plan, "along", (self.results * branches).div_ceil(most / groups), args);
         self.join(plan, parts, branches);
     }
 
@@ -134,7 +159,8 @@ impl Reduction {
     fn across(&self, plan: &mut Plan, neighbours: usize) {
         let blocks = self.count.div_ceil(BLOCK).max(1);
         let outer = self.results / neighbours;
-        let tiles = outer * neighbours.div_ceil(COLUMNS);
+        let tile = if self.vector == 1 { 32 } else { 16 * self.vector };
+        let tiles = outer * neighbours.div_ceil(tile);
         let each = each(blocks, |each| tiles * blocks.div_ceil(each));
         let branches = blocks.div_ceil(each);
         let parts = self.parts(plan, branches);
@@ -159,7 +185,7 @@ impl Reduction {
         while count > 1 {
             let columns = if self.results < COLUMNS { 1 } else { COLUMNS };
             let groups = count.next_power_of_two().min(THREADS / columns);
-            let each = count.div_ceil(groups).next_power_of_two().min(4);
+            let each = count.div_ceil(groups).next_power_of_two().min(PARTS);
             let branches = count.div_ceil(groups * each);
             let to = self.parts(plan, branches);
             let args = vec![

@@ -1,4 +1,7 @@
-// A row is read once where it is held; exponentials are formed twice rather than kept.
+// A row is read once where it is held. What is not a number is passed over by the maximum and found in
+// the sum. Exponentials are formed once if there are registers for them, else twice.
+
+#define KEPT (HELD && THREADS <= 256)
 
 extern "C" __global__ void __launch_bounds__(BLOCK) softmax(const T *x, T *y, i64 rows, int n) {
     i64 row = own_row();
@@ -7,18 +10,32 @@ extern "C" __global__ void __launch_bounds__(BLOCK) softmax(const T *x, T *y, i6
     ACC most = -infinity<ACC>(), sum = 0;
     EACH_CHUNK(i, at) {
         auto x = in.chunk(i, at);
-        EACH(e) if (at + e < n) most = Larger()(most, widen(x.at[e]));
+        EACH(e) most = LargerNumber()(most, is_inside(at, e, n) ? widen(x.at[e]) : -infinity<ACC>());
     }
-    most = row_reduce(most, Larger(), -infinity<ACC>());
+    most = row_reduce(most, LargerNumber(), -infinity<ACC>());
+#if KEPT
+    ACC kept[SLOTS][WIDTH];
+#endif
     EACH_CHUNK(i, at) {
         auto x = in.chunk(i, at);
-        EACH(e) if (at + e < n) sum += natural_exp(widen(x.at[e]) - most);
+        EACH(e) {
+            // 0 for what is not there, without a branch.
+            ACC term = natural_exp(is_inside(at, e, n) ? widen(x.at[e]) - most : -infinity<ACC>());
+            sum += term;
+#if KEPT
+            kept[i][e] = term;
+#endif
+        }
     }
     ACC scale = ACC(1) / row_reduce(sum, Sum(), ACC(0));
     EACH_CHUNK(i, at) {
-        auto x = in.chunk(i, at);
         ACC out[WIDTH];
+#if KEPT
+        EACH(e) out[e] = kept[i][e] * scale;
+#else
+        auto x = in.chunk(i, at);
         EACH(e) out[e] = natural_exp(widen(x.at[e]) - most) * scale;
+#endif
         put(y + row * n, at, n, out);
     }
 }

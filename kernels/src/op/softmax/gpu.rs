@@ -1,7 +1,6 @@
 //! Softmax on GPUs: a row a warp or a block, read once up to 8192 elements of 32 bits or 16384 of 16.
 
 use super::{BACKWARD, FORWARD};
-use crate::dtype::DType;
 use crate::error::KernelError;
 use crate::gpu::{GridArg, Plan};
 use crate::kernel::Launch;
@@ -11,20 +10,20 @@ use crate::op::rows::width;
 /// The kernels of this folder.
 pub(super) const SOURCE: &str = concat!(include_str!("../gpu_rows.cu"), include_str!("gpu.cu"));
 
-/// Chunks that a thread holds of each operand: with them two blocks of 512 threads fit a multiprocessor.
-const HELD: usize = 4;
-const HELD_BACKWARD: [usize; 2] = [4, 2];
+/// Threads that hold a row in registers at most: where there are more, two blocks of them do not fit a multiprocessor.
+const HOLDING: usize = 512;
+const HOLDING_BACKWARD: usize = 256;
 
 pub(super) fn forward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
     let dtype = float(FORWARD.name, launch)?;
-    by_rows("softmax", launch, plan, Rows::new(launch, dtype, width(&launch.inputs[0]), HELD));
+    by_rows("softmax", launch, plan, Rows::new(launch, dtype, width(&launch.inputs[0]), HOLDING));
     Ok(())
 }
 
 pub(super) fn backward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
     let dtype = float(BACKWARD.name, launch)?;
-    let most = HELD_BACKWARD[usize::from(dtype != DType::F32)];
-    by_rows("softmax_backward", launch, plan, Rows::new(launch, dtype, width(&launch.inputs[0]), most));
+    let split = Rows::new(launch, dtype, width(&launch.inputs[0]), HOLDING_BACKWARD);
+    by_rows("softmax_backward", launch, plan, split);
     Ok(())
 }
 
