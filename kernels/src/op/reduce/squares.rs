@@ -29,29 +29,29 @@ pub(super) fn plan(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelErr
     Ok(())
 }
 
-/// The operands from number `from` on. What is left of the tables repeats the first.
+/// `count` operands from number `from` on. What is left of the tables repeats the first.
 fn many(launch: &Launch<'_>, plan: &mut Plan, from: usize, count: usize) {
-    let sizes: Vec<usize> = launch.inputs[from..from + count].iter().map(|x| x.view.numel()).collect();
+    let sizes = launch.inputs[from..from + count].iter().map(|x| x.view.numel());
+    // A thread block also where there is no element: it finds the 0.
     let mut firsts = vec![0];
-    // A thread block also where there is no element: it writes the 0.
-    sizes.iter().for_each(|n| firsts.push(firsts[firsts.len() - 1] + n.div_ceil(BRANCH).max(1) as i64));
-    let blocks = firsts[count];
-    let parts = plan.scratch(blocks as usize * DType::F64.size());
-    let padded = |list: &mut dyn Iterator<Item = i64>, with: i64, to: usize| {
-        list.chain(std::iter::repeat(with)).take(to).collect::<Vec<i64>>()
+    sizes.clone().for_each(|n| firsts.push(firsts[firsts.len() - 1] + n.div_ceil(BRANCH).max(1) as i64));
+    let blocks = firsts[count] as usize;
+    let parts = plan.scratch(blocks * DType::F64.size());
+    let padded = |mut list: Vec<i64>, len: usize| {
+        list.resize(len, list[0]);
+        list
     };
-    let first_of = padded(&mut firsts[..count].iter().copied(), 0, COUNT);
-    let size_of = padded(&mut sizes.iter().map(|n| *n as i64), 0, COUNT);
+    let tables = [firsts[..count].to_vec(), sizes.map(|n| n as i64).collect()];
     let operands = (0..COUNT).map(|i| GridArg::Input(from + if i < count { i } else { 0 }));
     let args = vec![
         GridArg::Addresses(operands.collect()),
-        GridArg::I64s([first_of, size_of].concat()),
+        GridArg::I64s(tables.map(|list| padded(list, COUNT)).concat()),
         parts.clone(),
         GridArg::I32(count as i32),
     ];
-    grid(plan, launch, "squares", blocks as usize, args);
-    let ends = padded(&mut firsts.iter().copied(), blocks, COUNT + 1);
-    let args = vec![parts, GridArg::Output(0), GridArg::I64s(ends), GridArg::I64(from as i64)];
+    grid(plan, launch, "squares", blocks, args);
+    let args =
+        vec![parts, GridArg::Output(0), GridArg::I64s(padded(firsts, COUNT + 1)), GridArg::I64(from as i64)];
     grid(plan, launch, "join_squares", count, args);
 }
 
