@@ -90,7 +90,7 @@ fn is_vector(arg: &Arg<'_>) -> bool {
     let apart = outer
         .iter()
         .zip(extents)
-        .all(|(step, &extent)| extent <= 1 || (step.is_multiple_of(8) && step < 1 << 26));
+        .all(|(step, &extent)| extent <= 1 || (step.is_multiple_of(8) && *step < 1 << 26));
     inner == 1 && apart && arg.view.offset.is_multiple_of(8) && extents[outer.len()].is_multiple_of(8)
 }
 
@@ -175,8 +175,8 @@ pub(super) fn forward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), Kernel
     let (way, shape) = (Way::new(dtype, &problem), shape(&problem, args));
     let defines = defines(way, &problem, launch);
     let it = Description { problem, dtype, way, defines, shape: &shape };
-    // 128 rows of q, 64 of k and 64 of v; four totals for each of 128 threads.
-    let shared_bytes = way.shared_bytes(dtype, 512, 2048);
+    // 128 rows of q, 64 of k and 64 of v; four totals for each of 128 threads and two bounds.
+    let shared_bytes = way.shared_bytes(dtype, 512, 2064);
     let (entry, scale) = match way {
         Way::Tiles(_) => ("attend", problem.scale * std::f64::consts::LOG2_E),
         Way::Plain(_) => ("attend_plain", problem.scale),

@@ -99,6 +99,9 @@ fn heads_of_real_models_agree() {
     agree([1, 130, 70, 1, 1, 128], &scalars(0.09, false, 0), &[DType::BF16]);
     agree([1, 150, 150, 1, 1, 128], &windowed(0.09, 0, 90), &[DType::F16]);
     agree([1, 33, 140, 1, 3, 80], &scalars(0.1, true, 107), &[DType::F16]);
+    // Groups that programs know, in rows that are read 16 bytes at a time.
+    agree([1, 45, 100, 1, 4, 64], &scalars(0.125, true, 55), &[DType::BF16]);
+    agree([1, 20, 70, 2, 8, 128], &scalars(0.09, true, 50), &[DType::BF16]);
     // What no tile takes: long heads, and scales that turn maxima around.
     agree([1, 9, 20, 1, 2, 136], &scalars(0.1, true, 11), &[DType::F32, DType::BF16]);
     agree([1, 9, 20, 1, 2, 24], &scalars(-0.2, true, 11), &[DType::BF16, DType::F16]);
@@ -161,6 +164,27 @@ fn special_values() {
         case.output(&[1, 3, 1, 1, 1])
             .output_as(Kind::Accumulator, &[1, 3, 1, 1])
             .scalars(&scalars(1.0, true, 0))
+            .run();
+    }
+}
+
+#[test]
+fn maxima_that_move_far_and_near() {
+    // Scores that rise, fall and hardly move along the keys: a row is measured anew where it outgrows its origin, and the
+    // rows beside it are not.
+    for c in [8, 72] {
+        let slopes = [1.0, -1.0, 0.03125, 0.0, 0.5];
+        let q: Vec<f64> = (0..5 * c).map(|n| if n % c == 0 { slopes[n / c] } else { 0.0 }).collect();
+        let k: Vec<f64> =
+            (0..200 * c).map(|n| if n % c == 0 { (n / c) as f64 * 0.25 } else { 0.0 }).collect();
+        Case::new(&FORWARD)
+            .input(&[1, 5, 1, 1, c], &q)
+            .input(&[1, 200, 1, c], &k)
+            .input(&[1, 200, 1, c], &values(3, 200 * c))
+            .output(&[1, 5, 1, 1, c])
+            .output_as(Kind::Accumulator, &[1, 5, 1, 1])
+            .scalars(&scalars(1.0, false, 0))
+            .allow(ALLOWANCE)
             .run();
     }
 }

@@ -34,10 +34,11 @@ template <class E> struct QueryRows {
     __device__ __forceinline__ i64 ahead(int n, int many) const {
         return GROUP ? many / group_or(1) * step : place(n + many) - place(n);
     }
-    // How far row n + few lies behind row n, a multiple of 8: 32 bits do for it.
-    __device__ __forceinline__ unsigned behind(int n, unsigned few) const {
-        if (!GROUP) return (unsigned)(place(n + few) - place(n));
-        return few / group_or(1) * (unsigned)step + few % group_or(1) * (unsigned)step_r;
+    // Row n + few, fewer than 16 behind a multiple of 8: where the number of heads is known 32 bits count the bytes between.
+    __device__ __forceinline__ E *near(int n, unsigned few) const {
+        if (!GROUP) return data + place(n + few);
+        unsigned apart = few / group_or(1) * (unsigned)step + few % group_or(1) * (unsigned)step_r;
+        return (E *)((char *)(data + place(n)) + apart * (unsigned)sizeof(E));
     }
 };
 // The same of keys, which are alone.
@@ -52,8 +53,8 @@ template <class E> struct KeyRows {
     __device__ __forceinline__ i64 ahead(int, int many) const {
         return many * step;
     }
-    __device__ __forceinline__ unsigned behind(int, unsigned few) const {
-        return few * (unsigned)step;
+    __device__ __forceinline__ E *near(int n, unsigned few) const {
+        return (E *)((char *)(data + place(n)) + few * (unsigned)step * (unsigned)sizeof(E));
     }
 };
 

@@ -14,6 +14,11 @@ __device__ __forceinline__ unsigned char *shared() {
     return bytes;
 }
 
+// The number of this warp in its block, in a way that tells the compiler that all its lanes agree.
+__device__ __forceinline__ int warp_number() {
+    return __shfl_sync(ALL_LANES, (int)threadIdx.x / 32, 0);
+}
+
 __device__ __forceinline__ unsigned place(int row, int chunk) {
     return row * WIDE + ((chunk ^ (row & 7)) << 4);
 }
@@ -153,10 +158,9 @@ __device__ __forceinline__ void fetch(unsigned to, const R &from, int first, int
     // A thread has one chunk of every APART-th row, so one place and one address lead to the others.
     constexpr int APART = THREADS / CHUNKS;
     int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, left = chunk * 8 < c ? from.count - first - row : 0;
-    const T *own = from.data + from.place(first);
-    own = (const T *)((const char *)own + (from.behind(first, row) + chunk * 8) * 2);
+    const T *own = from.near(first, row) + chunk * 8;
     to += place(row, chunk);
-#pragma unroll 4
+#pragma unroll 2
     for (int i = 0; i < COUNT / APART; i++) {
         copy16(to + i * APART * WIDE, own + from.ahead(first + row, i * APART), i * APART < left);
     }
@@ -209,9 +213,9 @@ template <int COUNT, int THREADS> struct Stream {
 };
 
 // sums += left right^T over all channels: 16 M rows of one tile, 16 N rows of another. The places are those of the lane.
-template <int M, int N, int UNROLL = 4>
+template <int M, int N>
 __device__ __forceinline__ void score(float (&sums)[M][2 * N][4], unsigned left, unsigned right) {
-#pragma unroll UNROLL
+#pragma unroll 4
     for (int step = 0; step < HEAD / 16; step++) {
         unsigned a[M][4];
 #pragma unroll
@@ -264,7 +268,7 @@ template <int M> struct Left {
             }
         }
 #else
-        ::score<M, N, HEAD / 16>(sums, at, right);
+        ::score<M, N>(sums, at, right);
 #endif
     }
 };
