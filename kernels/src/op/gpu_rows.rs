@@ -7,7 +7,7 @@ use crate::kernel::{Launch, Scalar};
 use std::borrow::Cow;
 
 /// The most threads of a row.
-pub(crate) const THREADS: usize = 512;
+const THREADS: usize = 512;
 /// Chunks of 16 bytes that a thread holds of each operand at most: enough of them are on their way then.
 const HELD: usize = 4;
 /// Threads of a block whose warps have a row each.

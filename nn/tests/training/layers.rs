@@ -67,7 +67,8 @@ fn a_loss_by_hand_over_whole_and_split_vocabularies() {
             losses.sum().backward()?;
             let got = tape.gradients().remove(&0).unwrap().to_f64()?;
             let want = [0.125, -0.75, 0.625, -0.5, 0.5, 0.0];
-            assert!(got.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-14), "{got:?}");
+            // exp(z - lse) is as exact as lse is at 700.
+            assert!(got.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-13), "{got:?}");
             Ok(())
         });
     }
