@@ -103,8 +103,8 @@ pub trait Value: Clone {
         Self::apply_one(Rc::new(Linear::new(1, 1)), &[self, w, b])
     }
 
-    /// gelu(x w1 + b1) w2 (+ b2), GELU in its tanh form: `[..m, d]`, `[d, h]`, `[h]`, `[h, e]` (and `[e]`) give `[..m, e]`. d must be
-    /// whole, and with b2 so must h; without it the result is pending where h is split.
+    /// gelu(x w1 + b1) w2 (+ b2), GELU in its tanh form: `[..m, d]`, `[d, h]`, `[h]`, `[h, e]` (and `[e]`) give `[..m, e]`. d and e
+    /// must be whole, and with b2 so must h; without it the result is pending where h is split.
     #[track_caller]
     #[must_use]
     fn mlp(&self, w1: &Self, b1: &Self, w2: &Self, b2: Option<&Self>) -> Self {

@@ -376,9 +376,8 @@ fn ending_by_hand(
             1 => gelu(sum + third[j]),
             _ => sum,
         };
-        match number {
-            1 => beside[at] = sum + third[j],
-            _ => {}
+        if number == 1 {
+            beside[at] = sum + third[j];
         }
     }
     match number {

@@ -12,8 +12,9 @@ use shardgrad_kernels::op::linear::{LINEAR, LINEAR_GELU, PRODUCT_GELU_GRAD};
 use smallvec::smallvec;
 use std::rc::Rc;
 
-/// `..m d!, d! h, h, h e -> ..m e` on x, w1, b1 and w2 of one float dtype, with GELU in its tanh form; z = x w1 + b1 and gelu(z) are
-/// kept for the backward (`..m h`). Where h is split the result is pending. With a fifth argument b2 (`e`), h must be whole.
+/// `..m d!, d! h, h, h e! -> ..m e!` on x, w1, b1 and w2 of one float dtype, with GELU in its tanh form; z = x w1 + b1 and gelu(z) are
+/// kept for the backward (`..m h`). Where h is split the result is pending. With a fifth argument b2 (`e!`), h must be whole. A pending w2
+/// is completed, although y is linear in it: what is kept is not.
 ///
 /// With u = (g w2^T) gelu'(z): dx = u w1^T, dw1 = x^T u, db1 = the sum of u over all rows, dw2 = gelu(z)^T g and db2 = the sum of g.
 /// One op gives all of them.
@@ -36,13 +37,9 @@ impl Op for Mlp {
 
     fn signature(&self) -> &str {
         match self.has_last_bias {
-            false => "..m d!, d! h, h, h e -> ..m e, ..m h, ..m h",
-            true => "..m d!, d! h!, h!, h! e, e -> ..m e, ..m h!, ..m h!",
+            false => "..m d!, d! h, h, h e! -> ..m e!, ..m h, ..m h",
+            true => "..m d!, d! h!, h!, h! e!, e! -> ..m e!, ..m h!, ..m h!",
         }
-    }
-
-    fn linear_in(&self) -> &'static [&'static [usize]] {
-        if self.has_last_bias { &[] } else { &[&[3]] }
     }
 
     fn num_saved(&self) -> usize {
@@ -83,8 +80,8 @@ impl Op for MlpBackward {
 
     fn signature(&self) -> &str {
         match self.has_last_bias {
-            false => "..m d!, d! h, h e, ..m h, ..m h, ..m e -> ..m d!, d! h, h, h e",
-            true => "..m d!, d! h!, h! e, ..m h!, ..m h!, ..m e -> ..m d!, d! h!, h!, h! e, e",
+            false => "..m d!, d! h, h e!, ..m h, ..m h, ..m e! -> ..m d!, d! h, h, h e!",
+            true => "..m d!, d! h!, h! e!, ..m h!, ..m h!, ..m e! -> ..m d!, d! h!, h!, h! e!, e!",
         }
     }
 
