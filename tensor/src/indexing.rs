@@ -32,7 +32,7 @@ pub trait Indexing: Value {
 
     /// x with `parts` (like x, but as long as the list along the dim) added at the places of a list. Equal indices add up,
     /// in the order of the list, before x is added. Any float. Integers have the op without x,
-    /// [`ScatterAdd`](crate::ops::gather::ScatterAdd).
+    /// [`ScatterAdd`].
     #[track_caller]
     #[must_use]
     fn index_add(&self, dim: usize, index: &Self, parts: &Self) -> Self {

@@ -4,7 +4,6 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 const MAGIC: &[u8; 8] = b"sgcubin1";
 
@@ -22,9 +21,6 @@ pub(super) struct Entry {
 pub(super) struct Cache {
     folder: PathBuf,
 }
-
-/// Tells apart files that this process writes at the same time.
-static WRITTEN: AtomicU64 = AtomicU64::new(0);
 
 impl Cache {
     pub(super) fn new(folder: &Path) -> Cache {
@@ -44,8 +40,9 @@ impl Cache {
 
     /// Keeps what was made of a key. A folder that cannot be written costs the next run some seconds, and nothing else.
     pub(super) fn write(&self, key: &str, entry: &Entry) {
-        let number = WRITTEN.fetch_add(1, Ordering::Relaxed);
-        let draft = self.folder.join(format!("{}-{number}.draft", process::id()));
+        // A thread writes one file at a time.
+        let own = format!("{}-{:?}.draft", process::id(), std::thread::current().id());
+        let draft = self.folder.join(own.replace(['(', ')'], ""));
         let done = fs::create_dir_all(&self.folder)
             .and_then(|()| fs::write(&draft, bytes(key, entry)))
             .and_then(|()| fs::rename(&draft, self.path(key)));

@@ -114,18 +114,29 @@ pub(super) fn run_steps(bench: &Bench) -> Result<()> {
 
 /// Kernels that should take as long as their bytes need.
 fn memory_bound() -> Vec<Case> {
-    let (x, w, rows): (&[usize], &[usize], &[usize]) = (&[ROWS, WIDTH], &[WIDTH], &[ROWS]);
-    let eps = [Scalar::Real(1e-5)];
-    let (z, of): (&[usize], &[usize]) = (&[TOKENS / 4, VOCAB], &[TOKENS / 4]);
-    let table = [Scalar::Int(0), Scalar::Int(VOCAB as i64)];
+    let mut cases = elements();
+    cases.extend(rows());
+    cases.extend(tokens());
+    for case in &mut cases {
+        match case.name.as_str() {
+            "turn bf16 8192x8192" | "sum of columns bf16" => case.inputs[0].2 = Form::Turned,
+            "add row bf16" => case.inputs[1].2 = Form::Repeated(ROWS),
+            _ => {}
+        }
+    }
+    cases
+}
+
+/// Kernels of elements: copies, arithmetic, rotations, the optimizer.
+fn elements() -> Vec<Case> {
+    let (x, w): (&[usize], &[usize]) = (&[ROWS, WIDTH], &[WIDTH]);
     let (turned, heads): (&[usize], &[usize]) = (&[8192, 8192], &[8, 4096, 32, 128]);
+    let hidden: &[usize] = &[8192, 14_336];
     let angles: Vec<Scalar> = std::iter::once(Scalar::Int(0))
         .chain((0..64).map(|i| Scalar::Real(1e4f64.powf(-f64::from(i) / 64.0))))
         .collect();
     let step = [1e-3, 0.9, 0.95, 1e-8, 0.1, 0.1, 0.05, 1.0].map(Scalar::Real);
-    let last = |c: f64| [Scalar::Int(1), Scalar::Real(c)];
-    let hidden: &[usize] = &[8192, 14_336];
-    let mut cases = vec![
+    vec![
         Case::new("copy bf16", &copy::COPY, [(BF16, x)], [(BF16, x)], &[]),
         Case::new("cast bf16 to f32", &copy::COPY, [(BF16, x)], [(F32, x)], &[]),
         Case::new("turn bf16 8192x8192", &copy::COPY, [(BF16, turned)], [(BF16, turned)], &[]),
@@ -133,6 +144,32 @@ fn memory_bound() -> Vec<Case> {
         Case::new("add row bf16", &binary::ADD, [(BF16, x), (BF16, w)], [(BF16, x)], &[]),
         Case::new("gelu bf16", &unary::GELU, [(BF16, x)], [(BF16, x)], &[]),
         Case::new("gelu gradient bf16", &unary::GELU_GRAD, [(BF16, x), (BF16, x)], [(BF16, x)], &[]),
+        Case::new("rope bf16", &rope::ROTATE, [(BF16, heads)], [(BF16, heads)], &angles),
+        Case::new(
+            "swiglu gradient bf16",
+            &swiglu::BACKWARD,
+            [(BF16, hidden), (BF16, hidden), (BF16, hidden)],
+            [(BF16, hidden), (BF16, hidden)],
+            &[],
+        ),
+        Case::new(
+            "adamw f32",
+            &adamw::STEP,
+            [(F32, &[PARAMETERS])],
+            [(F32, &[PARAMETERS]), (F32, &[PARAMETERS]), (F32, &[PARAMETERS])],
+            &step,
+        ),
+        Case::new("sum of squares f32", &reduce::SUM_SQUARES, [(F32, &[PARAMETERS])], [(F32, &[])], &[]),
+    ]
+}
+
+/// Kernels of rows: norms, softmax, sums, maxima.
+fn rows() -> Vec<Case> {
+    let (x, w, rows): (&[usize], &[usize], &[usize]) = (&[ROWS, WIDTH], &[WIDTH], &[ROWS]);
+    let (z, of): (&[usize], &[usize]) = (&[TOKENS / 4, VOCAB], &[TOKENS / 4]);
+    let eps = [Scalar::Real(1e-5)];
+    let last = |c: f64| [Scalar::Int(1), Scalar::Real(c)];
+    vec![
         Case::new(
             "layer_norm bf16",
             &layer_norm::FORWARD,
@@ -166,6 +203,15 @@ fn memory_bound() -> Vec<Case> {
         Case::new("sum of rows bf16", &reduce::SUM, [(BF16, x)], [(BF16, rows)], &last(1.0)),
         Case::new("sum of columns bf16", &reduce::SUM, [(BF16, &[WIDTH, ROWS])], [(BF16, w)], &last(1.0)),
         Case::new("max of rows bf16, vocabulary", &reduce::MAX, [(BF16, z)], [(BF16, of)], &last(1.0)[..1]),
+    ]
+}
+
+/// Kernels of tokens: where they come in and where they are compared.
+fn tokens() -> Vec<Case> {
+    let (x, rows): (&[usize], &[usize]) = (&[ROWS, WIDTH], &[ROWS]);
+    let (z, of): (&[usize], &[usize]) = (&[TOKENS / 4, VOCAB], &[TOKENS / 4]);
+    let table = [Scalar::Int(0), Scalar::Int(VOCAB as i64)];
+    vec![
         Case::new(
             "cross_entropy bf16",
             &cross_entropy::TERMS,
@@ -194,31 +240,7 @@ fn memory_bound() -> Vec<Case> {
             [(BF16, &[VOCAB, WIDTH])],
             &table,
         ),
-        Case::new("rope bf16", &rope::ROTATE, [(BF16, heads)], [(BF16, heads)], &angles),
-        Case::new(
-            "swiglu gradient bf16",
-            &swiglu::BACKWARD,
-            [(BF16, hidden), (BF16, hidden), (BF16, hidden)],
-            [(BF16, hidden), (BF16, hidden)],
-            &[],
-        ),
-        Case::new(
-            "adamw f32",
-            &adamw::STEP,
-            [(F32, &[PARAMETERS])],
-            [(F32, &[PARAMETERS]), (F32, &[PARAMETERS]), (F32, &[PARAMETERS])],
-            &step,
-        ),
-        Case::new("sum of squares f32", &reduce::SUM_SQUARES, [(F32, &[PARAMETERS])], [(F32, &[])], &[]),
-    ];
-    for case in &mut cases {
-        match case.name.as_str() {
-            "turn bf16 8192x8192" | "sum of columns bf16" => case.inputs[0].2 = Form::Turned,
-            "add row bf16" => case.inputs[1].2 = Form::Repeated(ROWS),
-            _ => {}
-        }
-    }
-    cases
+    ]
 }
 
 /// Products and attention.

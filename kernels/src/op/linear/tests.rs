@@ -1,3 +1,5 @@
+//! Products with their surroundings, by hand and against the plain loops.
+
 use super::*;
 use crate::dtype::DType;
 use crate::op::check::{Case, values};
