@@ -249,6 +249,7 @@ fn beside(launch: &Launch<'_>, ending: Ending) -> (cublasLtEpilogue_t, Beside) {
         Ending::BiasGelu { bias, before } => {
             (E::CUBLASLT_EPILOGUE_GELU_AUX_BIAS, at(input(bias), output(before)))
         }
+        // Our b is the library's a, since rows of c are its columns.
         Ending::SumsOfB { sums } => (E::CUBLASLT_EPILOGUE_BGRADA, at(output(sums), 0)),
     }
 }
