@@ -14,6 +14,10 @@ use std::time::Duration;
 const UNIT: Duration = Duration::from_millis(5);
 /// Numbers of ranks.
 const RANKS: [usize; 3] = [2, 4, 8];
+/// Steps that are timed, at most, after one that is not.
+const STEPS_MAX: usize = 5;
+/// Naps take long: a schedule is given so many times the time of another case, which is enough for all steps by default.
+const PATIENCE: u32 = 25;
 
 /// y = x, in a time of its own in every pass; w is there to have a gradient.
 #[derive(Debug)]
@@ -74,7 +78,7 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
     }
     for num_ranks in RANKS {
         for name in NAMES {
-            let (schedule, naps, seconds) = measured(name, num_ranks, 2 * num_ranks)?;
+            let (schedule, naps, seconds) = measured(bench, name, num_ranks)?;
             let expected = simulated(&schedule, &naps);
             bench.tell("pipeline", name, &format!("pp={num_ranks}"), seconds, Work::Call);
             if !bench.json {
@@ -105,9 +109,15 @@ fn simulated(schedule: &Schedule, naps: &[usize]) -> f64 {
     schedule.simulate(&chain(naps.len()), &times, 0.0).makespan()
 }
 
-/// The lists that were run, the naps of each stage, and seconds of a step as it ran: the median of five, after one.
-fn measured(name: &str, num_ranks: usize, num_microbatches: usize) -> Result<(Schedule, Vec<usize>, f64)> {
+/// The lists that were run with two microbatches a rank, the naps of each stage, and seconds of a step as it ran: the
+/// median of those that there was time for.
+fn measured(bench: &Bench, name: &str, num_ranks: usize) -> Result<(Schedule, Vec<usize>, f64)> {
+    let num_microbatches = 2 * num_ranks;
     let num_layers = Schedule::named(name, num_ranks, num_microbatches)?.num_stages();
+    // Of a rank in a step: forward, input and weight of every layer.
+    let naps = 3 * num_microbatches * num_layers / num_ranks;
+    let num_steps = ((bench.limit * PATIENCE).as_secs_f64() / (naps as f64 * UNIT.as_secs_f64())) as usize;
+    let num_steps = num_steps.clamp(1, STEPS_MAX);
     let plan = Plan::pipeline("pp").schedule(name);
     let ranks = World::new(Mesh::new(&[("pp", num_ranks)])?).threads(1).launch(|rank| {
         let model = Sleeper { layers: (0..num_layers).map(|_| Param::new(&[1])).collect() };
@@ -118,7 +128,7 @@ fn measured(name: &str, num_ranks: usize, num_microbatches: usize) -> Result<(Sc
         let settings = Settings { microbatches: num_microbatches, ..Settings::new(num_microbatches) };
         let mut trainer = Trainer::new(rank, model, &plan, AdamW::new(0.0), settings, read, loss)?;
         let mut seconds = Vec::new();
-        for _ in 0..6 {
+        for _ in 0..=num_steps {
             let started = std::time::Instant::now();
             let report = trainer.step(&[])?;
             seconds.push(started.elapsed().as_secs_f64());

@@ -1,5 +1,6 @@
 //! What cases run on the host is compiled for cards too, where the compiler can be had: it must spill nothing and leave
-//! room for two blocks on a multiprocessor.
+//! room for two blocks on a multiprocessor. Programs in f64 and f16 are compiled for the newer architecture only, and with
+//! `SHARDGRAD_CARDS=all` for both.
 
 use crate::cuda::{Compiler, Places, Program, Usage};
 use crate::gpu::Grid;
@@ -24,8 +25,9 @@ pub(super) fn compiler_is_found() -> bool {
 
 /// Compiles the program of a grid for each architecture, once; a mark in `folder` says that it is done.
 pub(super) fn check(kernel: &'static str, grid: &Grid, text: &str, folder: &Path) -> Result<(), String> {
+    let is_full = std::env::var("SHARDGRAD_CARDS").is_ok_and(|v| v == "all");
     let mut hasher = DefaultHasher::new();
-    (text, grid.entry, grid.threads, grid.shared_bytes).hash(&mut hasher);
+    (text, grid.entry, grid.threads, grid.shared_bytes, is_full).hash(&mut hasher);
     let mark = folder.join(format!("{:016x}.fits", hasher.finish()));
     if mark.exists() {
         return Ok(());
@@ -33,7 +35,8 @@ pub(super) fn check(kernel: &'static str, grid: &Grid, text: &str, folder: &Path
     let places = Places { cache: Some(folder.to_path_buf()), ..Places::from_env() };
     let Ok(compiler) = Compiler::open(&places) else { return Ok(()) };
     let mut found = String::new();
-    for (architecture, shared_bytes) in ARCHITECTURES {
+    let architectures = if is_full || is_common(grid) { &ARCHITECTURES[..] } else { &ARCHITECTURES[1..] };
+    for &(architecture, shared_bytes) in architectures {
         let compiled =
             compiler.compile(&Program { kernel, text }, architecture).map_err(|e| e.to_string())?;
         let usage = compiled.usage.iter().find(|usage| usage.entry == grid.entry);
@@ -42,6 +45,12 @@ pub(super) fn check(kernel: &'static str, grid: &Grid, text: &str, folder: &Path
         found += &format!("{kernel} {} {architecture} {} registers\n", grid.entry, usage.registers);
     }
     std::fs::write(mark, found).map_err(|e| e.to_string())
+}
+
+/// Whether models are trained with it on old cards: neither in f64 nor in f16.
+fn is_common(grid: &Grid) -> bool {
+    let is_rare = |name: &str| ["double", "f16"].contains(&name);
+    !grid.defines.iter().any(|(_, value)| value.split(|c: char| !c.is_alphanumeric()).any(is_rare))
 }
 
 /// Refuses what spills and what takes too much of a multiprocessor.
@@ -85,6 +94,12 @@ mod tests {
         assert!(fits(&usage(255, 0), &grid(128, 0), 163 << 10).is_ok());
         assert!(fits(&usage(168, 0), &grid(256, 100 << 10), 163 << 10).is_ok(), "one block");
         assert!(fits(&usage(168, 0), &grid(256, 164 << 10), 163 << 10).unwrap_err().contains("shared"));
+        let in_dtype = |dtype: &'static str| Grid {
+            defines: vec![("X", "float".into()), ("V", dtype.into())],
+            ..grid(32, 0)
+        };
+        assert!(is_common(&in_dtype("Number<bf16>")) && is_common(&grid(32, 0)));
+        assert!(!is_common(&in_dtype("Number<double>")) && !is_common(&in_dtype("f16")));
         assert!(fits(&usage(32, 8), &grid(256, 0), 163 << 10).unwrap_err().contains("8 bytes are spilled"));
     }
 }
