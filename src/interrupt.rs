@@ -1,8 +1,9 @@
-//! SIGINT and SIGTERM: the first asks the run to stop after the step it is in, the second ends the process.
+//! SIGINT, SIGTERM and SIGHUP: the first asks the run to stop after the step it is in; a second SIGINT or SIGTERM ends the
+//! process, unless the run has begun to save.
 
 use shardgrad::{Error, Kind, Result};
-use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::flag;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::{SigId, flag, low_level};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -12,29 +13,54 @@ pub(crate) const EXIT_CODE: i32 = 130;
 /// Whether somebody has asked the process to stop. Clones share the answer, so each rank may hold one; ranks
 /// must agree on the step at which they act on it.
 #[derive(Clone, Debug)]
-pub(crate) struct Interrupt(Arc<AtomicBool>);
+pub(crate) struct Interrupt {
+    asked: Arc<AtomicBool>,
+    /// What ends the process at the second signal.
+    ends: Arc<[SigId]>,
+}
 
 impl Interrupt {
-    /// Catches SIGINT and SIGTERM from now on.
+    /// Catches the signals from now on. A SIGHUP that the caller has the process ignore, as `nohup` does, stays ignored;
+    /// one alone never ends the process, since a terminal that closes may send several.
     ///
     /// # Errors
     /// `Kind::Io` if the system refuses.
     pub(crate) fn install() -> Result<Interrupt> {
         let asked = Arc::new(AtomicBool::new(false));
+        let failed = |signal| move |e| Error::new(Kind::Io, format!("cannot catch signal {signal}: {e}"));
+        let mut ends = Vec::new();
         for signal in [SIGINT, SIGTERM] {
             // In this order: the first signal finds the flag down and raises it, the next finds it up.
-            flag::register_conditional_shutdown(signal, EXIT_CODE, Arc::clone(&asked))
-                .and_then(|_| flag::register(signal, Arc::clone(&asked)))
-                .map_err(|e| Error::new(Kind::Io, format!("cannot catch signal {signal}: {e}")))?;
+            let end = flag::register_conditional_shutdown(signal, EXIT_CODE, Arc::clone(&asked));
+            ends.push(end.map_err(failed(signal))?);
+            flag::register(signal, Arc::clone(&asked)).map_err(failed(signal))?;
         }
-        Ok(Interrupt(asked))
+        if !is_ignored(SIGHUP) {
+            flag::register(SIGHUP, Arc::clone(&asked)).map_err(failed(SIGHUP))?;
+        }
+        Ok(Interrupt { asked, ends: ends.into() })
     }
 
     /// Whether a signal has come.
     #[must_use]
     pub(crate) fn requested(&self) -> bool {
-        self.0.load(Ordering::SeqCst)
+        self.asked.load(Ordering::SeqCst)
     }
+
+    /// From now on no number of signals ends the process: it is about to save what it has.
+    pub(crate) fn hold(&self) {
+        for end in self.ends.iter() {
+            low_level::unregister(*end);
+        }
+    }
+}
+
+/// Whether the process was started with a signal ignored, where the system tells (Linux).
+fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
 }
 
 #[cfg(test)]
@@ -43,15 +69,17 @@ mod tests {
     use signal_hook::low_level::raise;
     use std::process::Command;
 
-    /// Set in the process that `signals_in_a_process_of_its_own` starts: the signals it shall send itself.
+    /// Set in the process that `signals_in_a_process_of_its_own` starts: the signals it shall send itself; 0 is the
+    /// beginning of the save.
     const SIGNALS: &str = "SHARDGRAD_TEST_SIGNALS";
 
     /// Signals reach the whole process, so they are tried in a child: this test binary, asked for this test
     /// alone.
-    fn child(signals: &str) -> Option<i32> {
+    fn child(signals: &[i32]) -> Option<i32> {
         let mut child = Command::new(std::env::current_exe().unwrap());
-        child.args(["--exact", "interrupt::tests::signals_in_a_process_of_its_own"]).env(SIGNALS, signals);
-        child.output().unwrap().status.code()
+        let signals: Vec<String> = signals.iter().map(i32::to_string).collect();
+        child.args(["--exact", "interrupt::tests::signals_in_a_process_of_its_own"]);
+        child.env(SIGNALS, signals.join(",")).output().unwrap().status.code()
     }
 
     #[test]
@@ -61,14 +89,22 @@ mod tests {
             let held_by_a_rank = interrupt.clone();
             assert!(!held_by_a_rank.requested());
             for signal in signals.split(',') {
-                raise(signal.parse().unwrap()).unwrap();
+                match signal.parse().unwrap() {
+                    0 => interrupt.hold(),
+                    signal => raise(signal).unwrap(),
+                }
                 assert!(held_by_a_rank.requested());
             }
             std::process::exit(7);
         }
-        assert_eq!(child(&SIGINT.to_string()), Some(7), "the first signal only raises the flag");
-        assert_eq!(child(&SIGTERM.to_string()), Some(7));
-        assert_eq!(child(&format!("{SIGINT},{SIGINT}")), Some(EXIT_CODE));
-        assert_eq!(child(&format!("{SIGTERM},{SIGINT}")), Some(EXIT_CODE));
+        assert_eq!(child(&[SIGINT]), Some(7), "the first signal only raises the flag");
+        assert_eq!(child(&[SIGTERM]), Some(7));
+        assert_eq!(child(&[SIGINT, SIGINT]), Some(EXIT_CODE));
+        assert_eq!(child(&[SIGTERM, SIGINT]), Some(EXIT_CODE));
+        if !is_ignored(SIGHUP) {
+            assert_eq!(child(&[SIGHUP, SIGHUP]), Some(7), "a terminal that closes says so twice");
+            assert_eq!(child(&[SIGHUP, SIGTERM]), Some(EXIT_CODE));
+        }
+        assert_eq!(child(&[SIGINT, 0, SIGINT, SIGTERM, SIGINT]), Some(7), "nothing ends a save");
     }
 }

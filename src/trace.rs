@@ -27,7 +27,7 @@ impl Trace {
         events.extend(passes.iter().map(|pass| (rank, step, *pass)));
     }
 
-    /// Writes the file.
+    /// Writes the file, if there is something in it: a run that has not done a step leaves an older one as it is.
     ///
     /// # Errors
     /// `Kind::Io` naming it.
@@ -40,6 +40,9 @@ impl Trace {
                 "dur": end - start, "pid": 0, "tid": rank, "args": {"step": step}})
         };
         let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        if events.is_empty() {
+            return Ok(());
+        }
         let all: Vec<Value> = (0..num_ranks).map(name).chain(events.iter().map(event)).collect();
         let text = json!({"traceEvents": all, "displayTimeUnit": "ms"}).to_string();
         std::fs::write(&self.path, text)

@@ -82,7 +82,7 @@ impl ModelArgs {
     /// The shape of the model.
     pub(crate) fn config(&self) -> Result<ModelConfig> {
         match &self.model {
-            Some(dir) => ModelConfig::read(dir),
+            Some(dir) => config_of(dir),
             None => ModelConfig::preset(&self.preset)
                 .ok_or_else(|| Error::new(Kind::Config, format!("there is no preset `{}`", self.preset))),
         }
@@ -99,6 +99,37 @@ impl ModelArgs {
     }
 }
 
+/// The shape that a model folder tells.
+///
+/// # Errors
+/// As [`ModelConfig::read`]; for the folder of a run, the model's is offered.
+pub(crate) fn config_of(dir: &Path) -> Result<ModelConfig> {
+    let model = dir.join("model");
+    let holds = |dir: &Path| dir.join("config.json").is_file();
+    ModelConfig::read(dir).map_err(|e| match !holds(dir) && holds(&model) {
+        true => Error::new(e.kind(), e.message())
+            .detail("help", format!("did you mean `{}`? that is where the run left its model", model.display())),
+        false => e,
+    })
+}
+
+/// Refuses more tokens in a step than any training takes, whose memory could not be had.
+///
+/// # Errors
+/// `Kind::Config` naming the limit.
+pub(crate) fn check_tokens(batch: usize, seq: usize) -> Result<()> {
+    if batch.checked_mul(seq).is_some_and(|n| n <= defaults::TOKENS_MAX) {
+        return Ok(());
+    }
+    let most = defaults::TOKENS_MAX;
+    let why = format!("--batch {batch} of {seq} tokens each is too much: a step takes at most {most} tokens");
+    let help = match most / seq {
+        0 => format!("use --seq {most} or less"),
+        rows => format!("use --batch {rows} or less"),
+    };
+    Err(Error::new(Kind::Config, why).detail("help", help))
+}
+
 /// What to read.
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Data")]
@@ -111,7 +142,7 @@ pub(crate) struct DataArgs {
     #[arg(long, value_name = "WIDTH", value_parser = widths(), conflicts_with = "tokens")]
     width: Option<Width>,
     /// Token between two texts [default: the end-of-text token of config.json, or a newline between texts read as bytes]
-    #[arg(long, value_name = "TOKEN", conflicts_with = "tokens")]
+    #[arg(long, value_name = "TOKEN", conflicts_with = "tokens", value_parser = values::token)]
     end_of_text: Option<u32>,
     /// Safetensors file with `input_ids`, i64 [N, T+1]; for an encoder [N, T], with `labels`
     #[arg(long, value_name = "FILE")]
@@ -119,6 +150,11 @@ pub(crate) struct DataArgs {
 }
 
 impl DataArgs {
+    /// The files and folders that are named.
+    pub(crate) fn inputs(&self) -> impl Iterator<Item = &Path> {
+        self.data.iter().chain(&self.tokens).map(PathBuf::as_path)
+    }
+
     /// How documents are read for a model, and for the folder that it comes from; files that are needed meanwhile lie in
     /// `scratch`.
     pub(crate) fn how<'a>(
@@ -151,7 +187,7 @@ pub(crate) struct RunArgs {
     )]
     pub(crate) mesh: Mesh,
     /// Threads of each rank [default: cores divided by ranks]
-    #[arg(long, value_name = "N", value_parser = values::count)]
+    #[arg(long, value_name = "N", value_parser = values::threads)]
     threads: Option<usize>,
     /// Seconds that a rank waits for another before the run fails
     #[arg(
@@ -233,6 +269,14 @@ impl RunArgs {
             return Err(
                 Error::new(Kind::Config, why).detail("help", "`explain` takes any mesh and computes nothing")
             );
+        }
+        if let Some(threads) = self.threads.filter(|n| n * num_ranks > values::THREADS_MAX) {
+            let why = format!(
+                "--threads {threads} for each of {num_ranks} ranks; one process runs at most {} threads",
+                values::THREADS_MAX
+            );
+            let help = format!("use --threads {} or less", values::THREADS_MAX / num_ranks);
+            return Err(Error::new(Kind::Config, why).detail("help", help));
         }
         let world = World::new(self.mesh.clone()).timeout(self.timeout).on(open(self.device)?);
         Ok(self.threads.map_or(world.clone(), |n| world.threads(n)))
@@ -354,7 +398,7 @@ pub(crate) struct SamplingArgs {
     #[arg(long, conflicts_with_all = ["temperature", "top_k", "top_p", "seed"])]
     pub(crate) greedy: bool,
     /// Seed of the choices
-    #[arg(long, value_name = "N", default_value = "0")]
+    #[arg(long, value_name = "N", default_value = "0", value_parser = values::seed)]
     pub(crate) seed: u64,
 }
 
@@ -391,6 +435,22 @@ pub(crate) struct ExplainArgs {
     /// Print one JSON object a line
     #[arg(long, help_heading = "Output")]
     pub(crate) json: bool,
+}
+
+impl ExplainArgs {
+    /// The mesh of the step.
+    ///
+    /// # Errors
+    /// `Kind::Unsupported` for axes that no plan splits anything over; `Kind::Config` for more ranks than can be told of.
+    pub(crate) fn mesh(&self) -> Result<&Mesh> {
+        check_axes(&self.mesh)?;
+        let (num_ranks, most) = (self.mesh.num_ranks(), defaults::EXPLAINED_MAX);
+        if num_ranks > most {
+            let why = format!("--mesh asks for {num_ranks} ranks; at most {most} are explained");
+            return Err(Error::new(Kind::Config, why).detail("help", "use fewer"));
+        }
+        Ok(&self.mesh)
+    }
 }
 
 #[cfg(test)]

@@ -1,11 +1,12 @@
 //! `eval`: the mean loss of a model on a text or on token numbers, on any mesh.
 
-use super::args::EvalArgs;
+use super::args::{EvalArgs, check_tokens, config_of};
 use crate::data::{Order, Sampler, TokenFile, Vocabulary};
-use crate::train::{batch, mean_loss};
+use crate::outputs::check_target;
+use crate::train::{Measured, batch, mean_loss};
 use serde_json::json;
 use shardgrad::nn::hf::TensorWriter;
-use shardgrad::nn::{LanguageModel, ModelConfig};
+use shardgrad::nn::LanguageModel;
 use shardgrad::prelude::*;
 use std::ops::Range;
 use std::path::Path;
@@ -13,7 +14,7 @@ use std::sync::Arc;
 
 /// Runs the command.
 pub(crate) fn run(args: &EvalArgs) -> Result<()> {
-    let config = ModelConfig::read(&args.model)?;
+    let config = config_of(&args.model)?;
     let seq = args.seq(&config)?;
     let (windows, what) = match &args.source.tokens {
         Some(path) => {
@@ -31,6 +32,10 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
             (Sampler::of_text(corpus, args.split, seq, Order::InFileOrder)?, what)
         }
     };
+    check_tokens(args.batch.min(windows.num_windows() as usize), windows.seq())?;
+    if let Some(path) = &args.logits {
+        check_target("--logits", path, args.source.inputs().chain([args.model.as_path()]))?;
+    }
     let plan = LanguageModel::plan(&config);
     let losses = args.run.world()?.launch(|rank| {
         let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 0, args.run.dtype)?;
@@ -38,12 +43,22 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
         if let Some(path) = &args.logits {
             write_logits(&model, &plan, &windows, args.batch, path)?;
         }
-        mean_loss(rank, &plan, &windows, args.batch, |x| {
+        let part = |x: &[Tensor]| {
             let tape = model.inference();
             let x: Vec<Var> = x.iter().map(|x| tape.constant(x.clone())).collect();
             model.loss_of(&x).tensor().local_part_once()
-        })
+        };
+        match mean_loss(rank, &plan, &windows, args.batch, || false, part)? {
+            Measured::Loss(loss) => Ok(loss),
+            // A rank that could not read says so; the others have nothing to say.
+            Measured::Abandoned(why) => why.map_or(Ok(f64::NAN), Err),
+        }
     })?;
+    if !losses[0].is_finite() {
+        let why = format!("eval: the mean loss of {} is {}", args.model.display(), losses[0]);
+        let help = "its weights are not finite, or too large for --dtype";
+        return Err(Error::new(Kind::NotFinite, why).detail("help", help));
+    }
     let (loss, tokens) = (losses[0], windows.num_windows() * windows.seq() as u64);
     if args.json {
         println!("{}", json!({"loss": loss, "perplexity": loss.exp(), "tokens": tokens}));

@@ -1,6 +1,6 @@
 //! `explain`: what one training step of a model would hold, move and compute on a mesh. Nothing is computed.
 
-use super::args::{ExplainArgs, check_axes};
+use super::args::{ExplainArgs, check_tokens};
 use crate::data::Batch;
 use crate::train::batch;
 use serde_json::json;
@@ -28,14 +28,14 @@ struct Step {
 /// Runs the command.
 pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     let config = args.model.config()?;
-    let mesh = args.mesh.clone();
-    check_axes(&mesh)?;
+    let mesh = args.mesh()?.clone();
     let precision = args.stored.precision(args.dtype);
-    let faults = [args.pipeline.fault(args.batch), args.stored.fault(args.dtype)];
-    if let Some(fault) = faults.into_iter().flatten().next() {
+    let faults = args.pipeline.faults(&mesh, args.batch).into_iter().chain(args.stored.fault(args.dtype));
+    if let Some(fault) = faults.into_iter().next() {
         return Err(Error::new(Kind::Config, fault));
     }
     let seq = args.seq.unwrap_or(config.positions().min(1024));
+    check_tokens(args.batch, seq)?;
     let plan = args.pipeline.plan(LanguageModel::plan(&config));
     let microbatches = args.pipeline.microbatches(&mesh, args.batch);
     let one = |rank: &Rank| -> Result<Step> {

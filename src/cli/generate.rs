@@ -1,6 +1,6 @@
 //! `generate`: continues a prompt, token by token, on any mesh.
 
-use super::args::{GenerateArgs, SamplingArgs};
+use super::args::{GenerateArgs, SamplingArgs, config_of};
 use crate::tokenizer::Tokenizer;
 use serde_json::json;
 use shardgrad::kernels::op::random::uniform_at;
@@ -9,7 +9,7 @@ use shardgrad::prelude::*;
 
 /// Runs the command.
 pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
-    let config = ModelConfig::read(&args.model)?;
+    let config = config_of(&args.model)?;
     refuse_encoders(&config)?;
     let tokenizer = Tokenizer::of(Some(&args.model), &config)?;
     let prompt = Prompt::new(&args.prompt, &tokenizer)?;
@@ -67,7 +67,9 @@ fn continued(
     for n in 0..count {
         let logits = reading.read(&unread)?;
         // A token that the tokenizer lacks has no text.
-        let next = choose(&logits[..prompt.tokenizer.vocab()], how, uniform_at(how.seed, 0, n as u64));
+        let logits = &logits[..prompt.tokenizer.vocab()];
+        check_finite(logits, n)?;
+        let next = choose(logits, how, uniform_at(how.seed, 0, n as u64));
         tokens.push(next as u32);
         unread = vec![next as i64];
         text = prompt.tokenizer.decode(&tokens)?.split_off(prompt.len);
@@ -92,6 +94,17 @@ fn refuse_encoders(config: &ModelConfig) -> Result<()> {
     let why = "generate: an encoder reads a text as a whole and does not continue it";
     Err(Error::new(Kind::Unsupported, why)
         .detail("help", "use a model of another type; `eval` measures this one"))
+}
+
+/// Refuses logits of which none can be said to be the largest.
+fn check_finite(logits: &[f64], token: usize) -> Result<()> {
+    let best = logits.iter().copied().fold(f64::NEG_INFINITY, |best, x| if x > best { x } else { best });
+    if best.is_finite() && !logits.iter().any(|x| x.is_nan()) {
+        return Ok(());
+    }
+    let why = format!("generate: the logits of new token {} are not finite", token + 1);
+    Err(Error::new(Kind::NotFinite, why)
+        .detail("help", "the weights of the model are not finite, or too large for --dtype"))
 }
 
 /// Chooses among tokens by their logits; `u` is uniform in 0..1.
@@ -167,6 +180,15 @@ mod tests {
         assert_eq!(choose(&logits, &how(Some(1), None, false), 0.99), 1);
         assert_eq!(choose(&logits, &how(None, Some(0.6), false), 0.99), 2);
         assert_eq!(choose(&logits, &how(None, Some(0.5), false), 0.99), 1);
+    }
+
+    #[test]
+    fn logits_that_are_not_finite_are_refused() {
+        let (nan, inf) = (f64::NAN, f64::INFINITY);
+        assert!(check_finite(&[0.0, -inf, 2.0], 0).is_ok(), "a token that is never chosen");
+        for bad in [[0.0, nan], [0.0, -nan], [0.0, inf], [-inf, -inf]] {
+            assert_eq!(check_finite(&bad, 0).unwrap_err().kind(), Kind::NotFinite, "{bad:?}");
+        }
     }
 
     #[test]

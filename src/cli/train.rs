@@ -1,13 +1,14 @@
 //! `train`: a language model on text or tokens, on any mesh.
 
-use super::args::TrainArgs;
+use super::args::{TrainArgs, check_tokens};
 use crate::data::{Order, Sampler, Split, TokenFile, Vocabulary};
 use crate::interrupt::Interrupt;
-use crate::metrics::{self, MetricsWriter, StepMetrics};
+use crate::metrics::{Metrics, StepMetrics};
+use crate::outputs::{OutFolder, check_target, copy_files};
 use crate::plot;
 use crate::tokenizer::TOKENIZER_FILE;
 use crate::trace::Trace;
-use crate::train::{Recipe, mean_loss};
+use crate::train::{Measured, Recipe, mean_loss};
 use indicatif::{ProgressBar, ProgressStyle};
 use shardgrad::nn::{Cast, LanguageModel, ModelConfig, Trainer};
 use shardgrad::prelude::*;
@@ -39,20 +40,32 @@ struct Job {
     eval_every: Option<usize>,
     check_every: usize,
     start: Option<PathBuf>,
-    out: PathBuf,
+    out: OutFolder,
     shard_bytes_max: u64,
     save_dtype: DType,
     cast: Cast,
     json: bool,
     interrupt: Interrupt,
-    metrics: Mutex<MetricsWriter>,
+    metrics: Mutex<Metrics>,
     trace: Option<Trace>,
     /// Whether cuts or lists depend on times that are measured.
     measures: bool,
 }
 
+/// How the run of a rank ended, with its model saved.
+#[derive(Default)]
+struct Ended {
+    /// Steps that were taken.
+    steps: usize,
+    /// Whether a signal came.
+    stopped: bool,
+    /// What went wrong, on a rank that saw it; the weights of the last step were good all the same.
+    failed: Option<Error>,
+}
+
 /// Runs the command.
 pub(crate) fn run(args: &TrainArgs) -> Result<()> {
+    crate::outlive_stdout();
     args.check()?;
     let world = args.run.train_world()?;
     let mesh = args.run.train_mesh();
@@ -69,18 +82,22 @@ pub(crate) fn run(args: &TrainArgs) -> Result<()> {
         println!("training {text}");
     }
     let ended = world.launch(|rank| train(rank, &job));
-    if let Some(trace) = &job.trace {
-        trace.write(mesh.num_ranks())?;
-    }
-    let ended = ended?;
-    let steps = metrics::read(&job.out.join("metrics.jsonl"))?;
-    plot::write_loss_plot(&job.out.join("loss.svg"), &text, &steps)?;
-    let stopped = ended.into_iter().any(|early| early);
+    let traced = job.trace.as_ref().map_or(Ok(()), |trace| trace.write(mesh.num_ranks()));
+    let mut ended = ended?;
+    let metrics = job.metrics.lock().unwrap_or_else(PoisonError::into_inner);
+    let drawn = plot::write_loss_plot(&job.out.join("loss.svg"), &text, metrics.steps());
+    let Ended { steps, stopped, .. } = ended[0];
+    let failed = ended.iter_mut().find_map(|one| one.failed.take());
+    let saved = |e: Error| {
+        let model = job.out.join("model");
+        e.detail("saved", format!("the model after step {steps}, in {}", model.display()))
+    };
+    failed.map_or(Ok(()), Err).and(drawn).and(traced).map_err(saved)?;
     if !job.json {
-        tell(&job, &steps);
+        tell(&job, metrics.steps());
     }
-    if stopped {
-        let text = format!("stopped by a signal after step {}; the model is saved", steps.len());
+    if stopped && steps < job.recipe.steps {
+        let text = format!("stopped by a signal after step {steps}; the model is saved");
         return Err(Error::new(Kind::Interrupted, text));
     }
     Ok(())
@@ -131,7 +148,14 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         seed: steps.seed,
         precision: args.precision(),
     };
-    let metrics = Mutex::new(MetricsWriter::create(&args.out.join("metrics.jsonl"))?);
+    check_tokens(recipe.batch, recipe.seq)?;
+    let out = OutFolder::open(&args.out)?;
+    let metrics = out.join("metrics.jsonl");
+    if let Some(trace) = &args.trace {
+        let own = [metrics.clone(), out.join("loss.svg"), out.join("model")];
+        let read = args.source.inputs().chain(args.model.dir());
+        check_target("--trace", trace, read.chain(own.iter().map(PathBuf::as_path)))?;
+    }
     Ok(Job {
         plan: args.pipeline.plan(LanguageModel::plan(&config)),
         config,
@@ -142,51 +166,92 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         eval_every: args.eval_every(),
         check_every: args.check_every,
         start: args.model.dir().map(Path::to_path_buf),
-        out: args.out.clone(),
-        shard_bytes_max: args.shard_size,
+        out,
+        shard_bytes_max: args.shard_size.0,
         save_dtype: args.save_dtype.unwrap_or(args.precision().param_dtype),
         cast: args.run.cast(),
         json: args.json,
         interrupt: Interrupt::install()?,
-        metrics,
+        metrics: Mutex::new(Metrics::new(&metrics)),
         trace: args.trace.as_deref().map(Trace::new),
         measures: args.pipeline.measures(),
     })
 }
 
-/// One rank's run; says whether it was stopped before its last step.
-fn train(rank: &Rank, job: &Job) -> Result<bool> {
+/// One rank's run: its steps, then the model, whatever ended them.
+fn train(rank: &Rank, job: &Job) -> Result<Ended> {
     let recipe = &job.recipe;
     let mut trainer = recipe.trainer(rank, LanguageModel::new(&job.config), &job.plan, &job.rows)?;
     if let Some(dir) = &job.start {
         super::load(trainer.model(), dir, job.cast)?;
     }
-    if job.measures && rank.index() == 0 {
-        tell_measured(&trainer, job)?;
+    let leads = rank.index() == 0;
+    let mut ended = take_steps(&mut trainer, leads, job)?;
+    job.interrupt.hold();
+    if leads && job.interrupt.requested() {
+        eprintln!("stopping: step {} of {} is done; saving the model", ended.steps, recipe.steps);
     }
-    let progress = (rank.index() == 0).then(|| Progress::new(recipe.steps, job.json));
+    match save(&trainer, leads, job) {
+        Ok(()) => Ok(ended),
+        Err(e) => Err(match ended.failed.take() {
+            Some(first) => first.detail("not saved", e.message()),
+            None => e,
+        }),
+    }
+}
+
+/// Saves the model. Every rank calls this together.
+fn save(trainer: &Trainer<'_, LanguageModel>, leads: bool, job: &Job) -> Result<()> {
+    let out = job.out.join("model");
+    trainer.model().save_as(&out, job.shard_bytes_max, job.save_dtype)?;
+    match &job.start {
+        Some(from) if leads => copy_files(&TOKENIZER_FILES, from, &out),
+        _ => Ok(()),
+    }
+}
+
+/// The steps of one rank. What goes wrong on one of them and leaves good weights ends the run on all, at the same step.
+///
+/// # Errors
+/// What leaves nothing to save: a first step that fails, an op, a lost rank.
+fn take_steps(trainer: &mut Trainer<'_, LanguageModel>, leads: bool, job: &Job) -> Result<Ended> {
+    let recipe = &job.recipe;
+    let progress = leads.then(|| Progress::new(recipe.steps, job.json));
     let began = Instant::now();
-    let mut stopped = false;
+    let mut ended = Ended::default();
     for step in 0..recipe.steps {
         if step == 0 || job.check_every > 0 && step % job.check_every == 0 {
             trainer.check_alike()?;
         }
         let started = Instant::now();
-        let report = trainer.step(&[f64::from(u8::from(job.interrupt.requested()))])?;
+        if leads && ended.failed.is_none() {
+            ended.failed = read_ahead(job, step + 1).err();
+        }
+        let word = [job.interrupt.requested(), ended.failed.is_some()].map(|b| f64::from(u8::from(b)));
+        let report = match trainer.step(&word) {
+            Err(e) if e.kind() == Kind::NotFinite && step > 0 => {
+                ended.failed = Some(with_cure(e));
+                break;
+            }
+            report => report?,
+        };
         let seconds = started.elapsed().as_secs_f64();
         if let Some(trace) = &job.trace {
-            trace.add(rank.index(), report.step, &trainer.passes());
+            trace.add(trainer.rank().world().index(), report.step, &trainer.passes());
         }
-        stopped = report.control[0] > 0.0;
-        let last = step + 1 == recipe.steps || stopped;
-        let due = job.eval_every.is_some_and(|n| (step + 1) % n == 0 || last);
-        let val_loss = match &job.held_out {
-            Some(windows) if due => {
-                let part = |x: &[Tensor]| trainer.loss_part(x);
-                Some(mean_loss(trainer.rank(), &job.plan, windows, recipe.batch, part)?)
+        (ended.steps, ended.stopped) = (step + 1, report.control[0] > 0.0);
+        let mut over = ended.stopped || report.control[1] > 0.0;
+        let due = job.eval_every.is_some_and(|n| (step + 1) % n == 0 || step + 1 == recipe.steps);
+        let mut val_loss = None;
+        if let (Some(windows), true) = (&job.held_out, due && !over) {
+            match held_out_loss(trainer, windows, job)? {
+                Measured::Loss(loss) => val_loss = Some(loss),
+                Measured::Abandoned(why) => {
+                    (ended.stopped, over) = (true, true);
+                    ended.failed = ended.failed.or(why);
+                }
             }
-            _ => None,
-        };
+        }
         if let Some(progress) = &progress {
             let entry = StepMetrics {
                 step: step as u64 + 1,
@@ -199,19 +264,57 @@ fn train(rank: &Rank, job: &Job) -> Result<bool> {
                 skipped: report.loss_scale.map(|_| report.skipped),
                 val_loss,
             };
-            job.metrics.lock().unwrap_or_else(PoisonError::into_inner).write(&entry)?;
-            progress.show(&entry)?;
+            let told = record(trainer, job, progress, &entry);
+            ended.failed = ended.failed.or(told.err());
         }
-        if stopped {
+        if over {
             break;
         }
     }
-    let out = job.out.join("model");
-    trainer.model().save_as(&out, job.shard_bytes_max, job.save_dtype)?;
-    if let (Some(from), 0) = (&job.start, rank.world().index()) {
-        keep_tokenizer(from, &out)?;
+    Ok(ended)
+}
+
+/// Sees to it that the rows of a step can be read, while there is a step to go before it: where one rank alone fails to
+/// read, the others wait for it in vain, and the weights of all are lost.
+fn read_ahead(job: &Job, step: usize) -> Result<()> {
+    let Recipe { steps, batch, .. } = job.recipe;
+    if step < steps {
+        job.rows.batch(Sampler::step(step as u64, batch as u64))?;
     }
-    Ok(stopped)
+    Ok(())
+}
+
+/// The mean loss of the held-out windows, unless a signal comes. Every rank calls this together.
+fn held_out_loss(
+    trainer: &Trainer<'_, LanguageModel>,
+    windows: &Sampler,
+    job: &Job,
+) -> Result<Measured> {
+    let stop = || job.interrupt.requested();
+    let part = |x: &[Tensor]| trainer.loss_part(x);
+    mean_loss(trainer.rank(), &job.plan, windows, job.recipe.batch, stop, part)
+}
+
+/// Writes down and shows a step.
+fn record(
+    trainer: &Trainer<'_, LanguageModel>,
+    job: &Job,
+    progress: &Progress,
+    entry: &StepMetrics,
+) -> Result<()> {
+    job.metrics.lock().unwrap_or_else(PoisonError::into_inner).add(entry)?;
+    if entry.step == 1 && job.measures {
+        tell_measured(trainer, job)?;
+    }
+    progress.show(entry)
+}
+
+/// An error of a step that followed good ones, with what to do about it.
+fn with_cure(e: Error) -> Error {
+    if e.details().iter().any(|(label, _)| *label == "help") {
+        return e;
+    }
+    e.detail("help", "a smaller --lr, or more steps of --warmup, is the usual cure")
 }
 
 /// Says what was chosen by measured times, and keeps it, so that a run can be repeated.
@@ -224,19 +327,6 @@ fn tell_measured(trainer: &Trainer<'_, LanguageModel>, job: &Job) -> Result<()> 
         let starts = trainer.stage_starts();
         let starts: Vec<&str> = starts.iter().skip(1).map(|(_, path)| &**path).collect();
         println!("stages begin at {}; the lists are in {}", starts.join(", "), path.display());
-    }
-    Ok(())
-}
-
-/// Copies what tells the tokens of a model from the folder that it came from.
-fn keep_tokenizer(from: &Path, to: &Path) -> Result<()> {
-    for name in TOKENIZER_FILES {
-        match std::fs::copy(from.join(name), to.join(name)) {
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-                return Err(Error::new(Kind::Io, format!("cannot copy {name} to {}: {e}", to.display())));
-            }
-            _ => {}
-        }
     }
     Ok(())
 }

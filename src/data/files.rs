@@ -42,6 +42,15 @@ impl How<'_> {
         self.width.unwrap_or(Width::of(self.config.vocab_size()))
     }
 
+    /// Refuses a width of numbers where there are none.
+    fn check_width(&self, files: &[PathBuf]) -> Result<()> {
+        if self.width.is_none() || files.iter().any(|path| is_numbers(path)) {
+            return Ok(());
+        }
+        let why = format!("--width is about token numbers, and no file that is read ends in .{NUMBERS}");
+        Err(Error::new(Kind::Config, why).detail("help", format!("leave it out, or call the file NAME.{NUMBERS}")))
+    }
+
     /// That of the system for temporary files.
     fn scratch(&self) -> PathBuf {
         self.scratch.map_or_else(std::env::temp_dir, Path::to_path_buf)
@@ -62,6 +71,7 @@ impl Corpus {
     /// # Errors
     /// `Kind::Data` if the folder holds none; what the tokenizer of the model reports.
     pub(crate) fn from_sources(dir: &Path, how: &How<'_>) -> Result<Corpus> {
+        how.check_width(&[])?;
         let (origin, text) = read_sources(dir)?;
         let tokenizer = Tokenizer::of(how.model, how.config)?;
         let part = if tokenizer.is_bytes() {
@@ -80,18 +90,19 @@ impl Corpus {
     ///
     /// # Errors
     /// `Kind::Data` naming the file if it is missing, a pipe or a device, empty, not UTF-8 (with the offset of the first bad
-    /// byte), or has a length that its numbers do not divide; for a folder without files; what the tokenizer of the model
+    /// byte), or has a length that its numbers do not divide; `Kind::Config` for a width where no file has numbers; for a folder without files; what the tokenizer of the model
     /// reports; `Kind::Io` if the system refuses.
     pub(crate) fn open(paths: &[PathBuf], how: &How<'_>) -> Result<Corpus> {
         let mut files = Vec::new();
         for path in paths {
             expand(path, &mut files)?;
         }
+        how.check_width(&files)?;
         let keep = files.len() <= OPEN_MAX;
         let (mut tokenizer, mut disk) = (None, None);
         let (mut parts, mut texts) = (Vec::new(), 0);
         for path in &files {
-            if path.extension().is_some_and(|e| e == NUMBERS) {
+            if is_numbers(path) {
                 parts.push(numbers(path, how.width(), keep)?);
                 continue;
             }
@@ -120,6 +131,11 @@ fn separator(end: u32, bytes: bool) -> Part {
         Ok(byte) if bytes => Part::of_bytes(vec![byte]),
         _ => Part::of(&[end]),
     }
+}
+
+/// Whether a file holds token numbers.
+fn is_numbers(path: &Path) -> bool {
+    path.extension().is_some_and(|e| e == NUMBERS)
 }
 
 fn refuse(path: &Path, why: &str, help: &str) -> Error {

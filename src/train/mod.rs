@@ -2,7 +2,7 @@
 
 mod validate;
 
-pub(crate) use validate::mean_loss;
+pub(crate) use validate::{Measured, mean_loss};
 
 use crate::data::{Batch, Sampler};
 use shardgrad::nn::optim::Schedule;

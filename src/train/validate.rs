@@ -7,9 +7,20 @@ use shardgrad::tensor::control::world_sum;
 use std::ops::Range;
 use std::panic::Location;
 
+/// What a measurement came to, on every rank alike.
+#[derive(Debug)]
+pub(crate) enum Measured {
+    /// The mean loss.
+    Loss(f64),
+    /// It was given up, since some rank was told to stop or could not read its rows; with the reason, on a rank that could
+    /// not.
+    Abandoned(Option<Error>),
+}
+
 /// Mean next-token loss over all tokens of all windows of a sampler whose order is sequential, `rows_max` windows at a
 /// time, which `part` takes as inputs and targets on the mesh of `rank`: it gives a rank's part of their mean loss. Every
-/// rank calls this together and gets the same number.
+/// rank calls this together and gets the same number, or gives up at the same place: before each piece they agree on
+/// whether one has been told to `stop`, or could not read.
 ///
 /// # Errors
 /// What `part` and the collectives report.
@@ -19,15 +30,21 @@ pub(crate) fn mean_loss(
     plan: &Plan,
     windows: &Sampler,
     rows_max: usize,
+    stop: impl Fn() -> bool,
     part: impl Fn(&[Tensor]) -> Result<f64>,
-) -> Result<f64> {
+) -> Result<Measured> {
     let site = Location::caller();
     let num_windows = windows.num_windows();
     let mut sum = 0.0;
     for first in (0..num_windows).step_by(rows_max) {
         let rows = rows_max.min((num_windows - first) as usize);
         let read = |own: Range<usize>| windows.batch(first + own.start as u64..first + own.end as u64);
-        sum += part(&batch(rank, plan, [rows, windows.seq()], read)?)? * rows as f64;
+        let piece = batch(rank, plan, [rows, windows.seq()], read);
+        let over = f64::from(u8::from(stop() || piece.is_err()));
+        if world_sum(rank, &[over], site)?[0] > 0.0 {
+            return Ok(Measured::Abandoned(piece.err()));
+        }
+        sum += part(&piece?)? * rows as f64;
     }
-    Ok(world_sum(rank, &[sum], site)?[0] / num_windows as f64)
+    Ok(Measured::Loss(world_sum(rank, &[sum], site)?[0] / num_windows as f64))
 }

@@ -9,11 +9,17 @@ use shardgrad_dist::{Error, Kind, Result};
 pub const NAMES: [&str; 10] =
     ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v", "searched"];
 
+/// Stages of a rank at most.
+const CHUNKS_MAX: usize = 1024;
+/// Forward passes of all ranks at most: lists of more take gigabytes.
+const PASSES_MAX: usize = 1 << 21;
+
 impl Schedule {
     /// A schedule by its name: one of [`NAMES`]. What is searched is searched for even passes.
     ///
     /// # Errors
-    /// `Kind::Config` for another name, no rank or microbatch, and for a number of microbatches that it does not take.
+    /// `Kind::Config` for another name, no rank or microbatch, for a number of microbatches that it does not take, for more
+    /// than 1024 stages a rank, and for lists of more than 2^21 forward passes.
     pub fn named(name: &str, num_ranks: usize, num_microbatches: usize) -> Result<Schedule> {
         let even = Times { forward: 1.0, input: 1.0, weight: 1.0 };
         Schedule::named_for(name, (num_ranks, num_microbatches), even, 0.0)
@@ -33,6 +39,7 @@ impl Schedule {
         if num_ranks == 0 || num_microbatches == 0 {
             return Err(Error::new(Kind::Config, "a schedule has at least one rank and one microbatch"));
         }
+        check_size(name, num_ranks, num_microbatches)?;
         Ok(match name {
             "gpipe" => Schedule::gpipe(num_ranks, num_microbatches),
             "1f1b" => Schedule::one_f_one_b(num_ranks, num_microbatches),
@@ -44,6 +51,8 @@ impl Schedule {
             "dualpipe-v" => Schedule::dualpipe_v(num_ranks, num_microbatches),
             _ => match (held_max(name, num_ranks), counted(name, "interleaved")) {
                 (Some(held_max), _) => {
+                    // No rank holds more, whatever was asked for.
+                    let held_max = held_max.min(PASSES_MAX);
                     Schedule::searched((num_ranks, num_microbatches), held_max, times, transfer)?
                 }
                 (None, Some(chunks)) => {
@@ -58,17 +67,39 @@ impl Schedule {
     }
 }
 
+/// Refuses lists that are too long to be made.
+fn check_size(name: &str, num_ranks: usize, num_microbatches: usize) -> Result<()> {
+    let chunks = counted(name, "interleaved").map_or(1, |count| count.unwrap_or(2));
+    if chunks > CHUNKS_MAX {
+        let why = format!("`{name}`: a rank of a pipeline has at most {CHUNKS_MAX} stages");
+        return Err(Error::new(Kind::Config, why).detail("help", "use interleaved-2 or a little more"));
+    }
+    let passes = num_ranks.checked_mul(num_microbatches).and_then(|n| n.checked_mul(chunks));
+    if passes.is_some_and(|n| n <= PASSES_MAX) {
+        return Ok(());
+    }
+    let why = format!(
+        "{num_ranks} ranks and {num_microbatches} microbatches of `{name}` are too many: lists have at most {PASSES_MAX} \
+         forward passes"
+    );
+    Err(Error::new(Kind::Config, why).detail("help", "use fewer ranks or microbatches"))
+}
+
 /// How many microbatches a rank may hold in a searched schedule of this name; `None` if it is the name of another one.
 #[must_use]
 pub fn held_max(name: &str, num_ranks: usize) -> Option<usize> {
     counted(name, "searched").map(|count| count.unwrap_or(num_ranks))
 }
 
-/// The count behind a word; `None` if the name is not made so.
+/// The count behind a word, the largest there is if it is beyond all numbers; `None` if the name is not made so.
 fn counted(name: &str, word: &str) -> Option<Option<usize>> {
     match name.strip_prefix(word)? {
         "" => Some(None),
-        rest => rest.strip_prefix('-')?.parse().ok().filter(|n| *n > 0).map(Some),
+        rest => {
+            let digits = rest.strip_prefix('-')?;
+            let is_count = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
+            is_count.then(|| digits.parse().unwrap_or(usize::MAX)).filter(|n| *n > 0).map(Some)
+        }
     }
 }
 
@@ -92,6 +123,28 @@ mod tests {
         }
         for name in NAMES {
             assert!(Schedule::named(name, 4, 8).is_ok(), "{name}");
+        }
+    }
+
+    #[test]
+    fn lists_that_are_too_long_are_refused_and_the_limit_is_named() {
+        let told = |name, ranks, microbatches| {
+            let error = Schedule::named(name, ranks, microbatches).unwrap_err();
+            assert_eq!(error.kind(), Kind::Config);
+            error.message().to_string()
+        };
+        for many in ["1025", "18446744073709551615", "99999999999999999999"] {
+            let name = format!("interleaved-{many}");
+            assert_eq!(told(&name, 4, 8), format!("`{name}`: a rank of a pipeline has at most 1024 stages"));
+        }
+        for (name, ranks, microbatches) in
+            [("1f1b", 1 << 31, 8), ("zb-v", 4, 1 << 31), ("searched", usize::MAX, 2), ("interleaved-1024", 64, 64)]
+        {
+            let text = told(name, ranks, microbatches);
+            assert!(text.ends_with("are too many: lists have at most 2097152 forward passes"), "{text}");
+        }
+        for name in ["searched-18446744073709551615", "interleaved-1024"] {
+            assert!(Schedule::named(name, 2, 4).is_ok(), "{name}");
         }
     }
 

@@ -2,6 +2,8 @@
 
 use super::Cli;
 use super::nearest::nearest;
+use super::values::Bytes;
+use crate::outputs::read_small;
 use clap::{Arg, ArgAction, ArgMatches, Command, CommandFactory, FromArgMatches};
 use shardgrad::{Error, Kind, Result};
 use std::any::TypeId;
@@ -15,6 +17,8 @@ use toml::Value;
 const OPTION: &str = "config";
 /// Commands that take one.
 const COMMANDS: [&str; 5] = ["train", "eval", "generate", "explain", "plan"];
+/// A file of options has no more bytes than these.
+const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// Reads the command line and the file that it names. Misuse of the command line ends the program as clap does it.
 ///
@@ -35,19 +39,43 @@ pub(crate) fn parse(mut argv: Vec<OsString>) -> Result<Cli> {
     Ok(Cli::from_arg_matches(&matches).unwrap_or_else(|e| e.exit()))
 }
 
+/// Whether the values of an option are numbers.
+fn is_number(option: &Arg) -> bool {
+    let parser = option.get_value_parser().type_id();
+    let numbers = [
+        TypeId::of::<usize>(),
+        TypeId::of::<u32>(),
+        TypeId::of::<u64>(),
+        TypeId::of::<f64>(),
+        TypeId::of::<Duration>(),
+    ];
+    numbers.iter().any(|t| parser == *t)
+}
+
+/// Takes `-1` behind a number's option for its value, so that the option says what is wrong with it; and any text behind
+/// `--prompt`.
+fn with_values(option: Arg) -> Arg {
+    match option.get_id().as_str() {
+        "prompt" => option.allow_hyphen_values(true),
+        "shard_size" | "times" => option.allow_negative_numbers(true),
+        _ if is_number(&option) => option.allow_negative_numbers(true),
+        _ => option,
+    }
+}
+
 /// The command line with `--config` where it is taken.
 pub(super) fn command() -> Command {
     let help = "TOML file with long options as keys; the command line wins";
     let option = Arg::new(OPTION).long(OPTION).value_name("FILE").help(help);
     let option = option.value_parser(clap::value_parser!(PathBuf)).help_heading("Options");
-    COMMANDS.into_iter().fold(Cli::command(), |c, name| c.mut_subcommand(name, |c| c.arg(option.clone())))
+    let all = Cli::command().mut_subcommands(|c| c.mut_args(with_values));
+    COMMANDS.into_iter().fold(all, |c, name| c.mut_subcommand(name, |c| c.arg(option.clone())))
 }
 
 /// The arguments that a file adds to a command line.
 fn from_file(path: &Path, command: &Command, given: &ArgMatches) -> Result<Vec<String>> {
     let name = path.display();
-    let text = std::fs::read_to_string(path)
-        .map_err(|e| Error::new(Kind::Io, format!("cannot read the options in {name}: {e}")))?;
+    let text = read_small(path, FILE_BYTES_MAX).map_err(|e| e.detail("help", "--config takes a TOML file"))?;
     let table: toml::Table = toml::from_str(&text).map_err(|e| {
         let line = 1 + text[..e.span().map_or(0, |s| s.start)].matches('\n').count();
         let why = e.message().replace('\n', ", ");
@@ -103,19 +131,14 @@ fn argument(option: &Arg, long: &str, value: &Value, command: &Command) -> Resul
         let on = value.as_bool().ok_or_else(|| format!("must be true or false; found: {found}"))?;
         return Ok(on.then(|| format!("--{long}")).into_iter().collect());
     }
-    let parser = option.get_value_parser().type_id();
-    let numbers = [
-        TypeId::of::<usize>(),
-        TypeId::of::<u32>(),
-        TypeId::of::<u64>(),
-        TypeId::of::<f64>(),
-        TypeId::of::<Duration>(),
-    ];
+    let number = is_number(option);
     let text = match value {
-        Value::Integer(n) if numbers.iter().any(|t| parser == *t) => n.to_string(),
-        Value::Float(x) if numbers.iter().any(|t| parser == *t) => x.to_string(),
-        Value::String(text) if !numbers.iter().any(|t| parser == *t) => text.clone(),
-        _ if numbers.iter().any(|t| parser == *t) => return Err(format!("must be a number; found: {found}")),
+        Value::Integer(n) if number => n.to_string(),
+        // As in `shard-size = "5GB"`.
+        Value::Integer(n) if option.get_value_parser().type_id() == TypeId::of::<Bytes>() => n.to_string(),
+        Value::Float(x) if number => x.to_string(),
+        Value::String(text) if !number => text.clone(),
+        _ if number => return Err(format!("must be a number; found: {found}")),
         _ => return Err(format!("must be a string; found: {found}")),
     };
     let typed = format!("--{long}={text}");
@@ -217,6 +240,6 @@ mod tests {
         let argv = ["shardgrad", "eval", "--config", "/no/such/file"].map(OsString::from);
         let error = parse(argv.into()).unwrap_err();
         assert_eq!(error.kind(), Kind::Io);
-        assert!(error.to_string().starts_with("cannot read the options in /no/such/file: "), "{error}");
+        assert!(error.to_string().starts_with("cannot read /no/such/file: "), "{error}");
     }
 }

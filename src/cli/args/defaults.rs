@@ -24,5 +24,9 @@ pub(super) const TIMEOUT_SECONDS: &str = "60";
 pub(super) const SHARD_SIZE: &str = "5GB";
 pub(super) const NEW_TOKENS: &str = "200";
 pub(super) const TEMPERATURE: &str = "0.8";
+/// More tokens than these are not put into one step: the largest batches of published models have half as many.
+pub(super) const TOKENS_MAX: usize = 1 << 25;
+/// A mesh of more ranks than these is not explained.
+pub(super) const EXPLAINED_MAX: usize = 1 << 20;
 /// More ranks than this are not started as threads of one process.
 pub(super) const RANKS_MAX: usize = 256;

@@ -14,40 +14,47 @@ pub(crate) struct PipelineArgs {
     #[arg(long, value_name = "N", value_parser = values::count)]
     microbatches: Option<usize>,
     /// Order of passes over the axis pp: gpipe, 1f1b, interleaved-2, zb-h1, zb-h2, zb-v, v-half, v-min, dualpipe-v, searched
-    /// (searched-6 to hold 6 microbatches at most), or a file with lists
-    #[arg(long, value_name = "NAME|FILE", default_value = "1f1b", value_parser = values::schedule)]
-    schedule: PassOrder,
+    /// (searched-6 to hold 6 microbatches at most), or a file with lists [default: 1f1b]
+    #[arg(long, value_name = "NAME|FILE", value_parser = values::schedule)]
+    schedule: Option<PassOrder>,
     /// Where the model is cut: balanced, measured, layers a stage as in 3,5, or where stages begin as in h.2,h.7
-    #[arg(long, value_name = "CUTS", default_value = "balanced", value_parser = values::cut)]
-    cut: Cut,
+    /// [default: balanced]
+    #[arg(long, value_name = "CUTS", value_parser = values::cut)]
+    cut: Option<Cut>,
 }
 
 impl PipelineArgs {
     /// A plan with the pipeline that was asked for.
     pub(crate) fn plan(&self, plan: Plan) -> Plan {
-        let plan = plan.cut(self.cut.clone());
-        match &self.schedule {
-            PassOrder::Named(name) => plan.schedule(name),
-            PassOrder::Lists(lists) => plan.schedule_lists(lists.clone()),
+        let plan = plan.cut(self.cut.clone().unwrap_or(Cut::Balanced));
+        match self.order() {
+            PassOrder::Named(name) => plan.schedule(&name),
+            PassOrder::Lists(lists) => plan.schedule_lists(lists),
         }
+    }
+
+    /// The order of passes: as asked for, or 1F1B.
+    fn order(&self) -> PassOrder {
+        self.schedule.clone().unwrap_or_else(|| PassOrder::Named("1f1b".to_string()))
     }
 
     /// Whether cuts or lists depend on times that are measured.
     pub(crate) fn measures(&self) -> bool {
-        let searched = matches!(&self.schedule, PassOrder::Named(name) if held_max(name, 1).is_some());
-        searched || self.cut == Cut::Measured
+        let searched = matches!(&self.schedule, Some(PassOrder::Named(name)) if held_max(name, 1).is_some());
+        searched || self.cut == Some(Cut::Measured)
     }
 
     /// How many pieces a batch is cut into on a mesh.
     pub(crate) fn microbatches(&self, mesh: &Mesh, batch: usize) -> usize {
         let stages = mesh.axis("pp").map_or(1, |axis| mesh.size(axis));
         let most = if stages > 1 { 2 * stages } else { 1 };
-        let runs = |m: usize| match &self.schedule {
+        let order = self.order();
+        let runs = |m: usize| match &order {
             _ if stages == 1 => true,
             PassOrder::Named(name) => held_max(name, 1).is_some() || Schedule::named(name, stages, m).is_ok(),
             PassOrder::Lists(lists) => lists.num_microbatches == m,
         };
-        let told = match &self.schedule {
+        let told = match &order {
             PassOrder::Lists(lists) if stages > 1 => Some(lists.num_microbatches),
             _ => None,
         };
@@ -56,9 +63,16 @@ impl PipelineArgs {
         self.microbatches.or(told).unwrap_or_else(found)
     }
 
-    /// What is wrong with it for a batch, if anything is.
-    pub(crate) fn fault(&self, batch: usize) -> Option<String> {
-        let count = self.microbatches.filter(|m| !batch.is_multiple_of(*m))?;
-        Some(format!("--batch {batch} cannot be cut into {count} equal parts (--microbatches)"))
+    /// What is wrong with it for a batch on a mesh.
+    pub(crate) fn faults(&self, mesh: &Mesh, batch: usize) -> Vec<String> {
+        let uneven = self.microbatches.filter(|m| !batch.is_multiple_of(*m));
+        let uneven = uneven
+            .map(|count| format!("--batch {batch} cannot be cut into {count} equal parts (--microbatches)"));
+        let given = [("--schedule", self.schedule.is_some()), ("--cut", self.cut.is_some())];
+        let idle = given.into_iter().filter(|(_, given)| *given && mesh.axis("pp").is_none());
+        let idle = idle.map(|(name, _)| {
+            format!("{name} is about a pipeline, and the mesh has none; add pp=2 to --mesh, or leave it out")
+        });
+        uneven.into_iter().chain(idle).collect()
     }
 }

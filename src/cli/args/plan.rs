@@ -23,7 +23,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "F,I,W", default_value = "1,1,1", value_parser = values::times)]
     pub(crate) times: Times,
     /// Time from the end of a pass to the arrival of what it made
-    #[arg(long, value_name = "T", default_value = "0", value_parser = values::not_negative)]
+    #[arg(long, value_name = "T", default_value = "0", value_parser = values::transfer)]
     pub(crate) transfer: f64,
     /// Prove that nobody waits in a circle even if a send waits for its receive, with transfers put where that holds
     #[arg(long)]

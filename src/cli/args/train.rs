@@ -47,7 +47,7 @@ pub(crate) struct TrainArgs {
         long, value_name = "BYTES", default_value = defaults::SHARD_SIZE, help_heading = "Output",
         value_parser = values::bytes
     )]
-    pub(crate) shard_size: u64,
+    pub(crate) shard_size: values::Bytes,
     /// Numbers of the saved weights [default: those of the stored ones]
     #[arg(long, value_name = "NAME", value_parser = super::dtypes(), help_heading = "Output")]
     pub(crate) save_dtype: Option<DType>,
@@ -79,7 +79,7 @@ pub(crate) struct StepsArgs {
     #[arg(long, value_name = "N", value_parser = values::count)]
     pub(crate) seq: Option<usize>,
     /// Seed of weights, data order and dropout
-    #[arg(long, value_name = "N", default_value = "0")]
+    #[arg(long, value_name = "N", default_value = "0", value_parser = values::seed)]
     pub(crate) seed: u64,
 }
 
@@ -174,7 +174,7 @@ impl TrainArgs {
         let mut faults = Vec::new();
         let StepsArgs { steps, batch, .. } = self.steps;
         let OptimArgs { lr, min_lr, lr_schedule, warmup, .. } = self.optim;
-        faults.extend(self.pipeline.fault(batch));
+        faults.extend(self.pipeline.faults(&self.run.mesh, batch));
         faults.extend(self.stored.fault(self.run.dtype));
         match min_lr {
             Some(_) if lr_schedule == LrSchedule::Constant => {

@@ -1,6 +1,7 @@
 //! The values of options: text in, checked values out. What is refused is told in one line.
 
 use super::nearest::nearest;
+use crate::outputs::read_small;
 use shardgrad::autograd::pipeline::{Cut, NAMES, Schedule, Times};
 use shardgrad::dist::Mesh;
 use shardgrad::kernels::Device;
@@ -15,6 +16,16 @@ pub(crate) const AXES: [&str; 4] = ["pp", "dp", "cp", "tp"];
 
 /// No count is larger than this; steps times batch then fit 64 bits.
 const COUNT_MAX: usize = 1 << 31;
+/// One process has no more threads than these.
+pub(super) const THREADS_MAX: usize = 1024;
+/// The times of a pipeline lie between this and its inverse.
+const TIME_MIN: f64 = 1e-6;
+/// A file of lists has no more bytes than these.
+const LISTS_BYTES_MAX: u64 = 64 << 20;
+
+/// A number of bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Bytes(pub(crate) u64);
 
 /// A mesh such as `dp=2,tp=2`: its axes are put into their fixed order; those left out have one rank and do
 /// not appear.
@@ -61,29 +72,55 @@ pub(super) fn cut(text: &str) -> Result<Cut> {
 
 /// The name of a pipeline schedule, or a file with the lists of one.
 pub(super) fn schedule(text: &str) -> Result<PassOrder> {
-    if Schedule::named(text, 1, 1).is_ok() {
-        return Ok(PassOrder::Named(text.to_string()));
-    }
+    let refused = match Schedule::named(text, 1, 1) {
+        Ok(_) => return Ok(PassOrder::Named(text.to_string())),
+        Err(e) => e,
+    };
     let path = Path::new(text);
     if !path.exists() {
+        let counts = |rest: &str| rest.strip_prefix('-').is_some_and(|n| n.bytes().all(|b| b.is_ascii_digit()));
+        if ["interleaved", "searched"].iter().any(|name| text.strip_prefix(name).is_some_and(counts)) {
+            return Err(refused);
+        }
         let near = nearest(text, NAMES).map_or(String::new(), |n| format!("did you mean `{n}`? "));
         let help =
             format!("{near}schedules are {}, or a file with lists (plan --save FILE)", NAMES.join(", "));
         let error = Error::new(Kind::Config, "there is no such schedule and no such file");
         return Err(error.detail("help", help));
     }
-    let lists = std::fs::read_to_string(path)
-        .map_err(|e| Error::new(Kind::Io, format!("cannot read {}: {e}", path.display())))?;
-    Schedule::from_text(&lists).map(PassOrder::Lists)
+    Schedule::from_text(&read_small(path, LISTS_BYTES_MAX)?).map(PassOrder::Lists)
 }
 
 /// Three times of a pass: forward, gradients of inputs, gradients of weights.
 pub(super) fn times(text: &str) -> Result<Times, String> {
-    let parts: Vec<f64> = text.split(',').map(|t| positive(t.trim())).collect::<Result<_, _>>()?;
+    let known = |x: f64| (TIME_MIN..=1.0 / TIME_MIN).contains(&x);
+    let time = |text: &str| number(text.trim(), "numbers from 0.000001 to 1000000, as in 1,1,1", known);
+    let parts: Vec<f64> = text.split(',').map(time).collect::<Result<_, _>>()?;
     match parts[..] {
         [forward, input, weight] => Ok(Times { forward, input, weight }),
         _ => Err("must be three times, as in 1,1,1".to_string()),
     }
+}
+
+/// The time of a transfer.
+pub(super) fn transfer(text: &str) -> Result<f64, String> {
+    number(text, "a number from 0 to 1000000", |x| (0.0..=1.0 / TIME_MIN).contains(&x))
+}
+
+/// The threads of a rank.
+pub(super) fn threads(text: &str) -> Result<usize, String> {
+    let found = count(text).ok().filter(|n| *n <= THREADS_MAX);
+    found.ok_or_else(|| format!("must be a whole number from 1 to {THREADS_MAX}"))
+}
+
+/// A seed.
+pub(super) fn seed(text: &str) -> Result<u64, String> {
+    text.parse().map_err(|_| format!("must be a whole number from 0 to {}", u64::MAX))
+}
+
+/// The number of a token.
+pub(super) fn token(text: &str) -> Result<u32, String> {
+    text.parse().map_err(|_| format!("must be a whole number from 0 to {}", u32::MAX))
 }
 
 /// A whole number of at least one.
@@ -101,12 +138,12 @@ pub(super) fn count_or_none(text: &str) -> Result<usize, String> {
 }
 
 /// A number of bytes, at least one: `5GB`, `500MB`, `20KB` (powers of 1000), or without a unit.
-pub(super) fn bytes(text: &str) -> Result<u64, String> {
+pub(super) fn bytes(text: &str) -> Result<Bytes, String> {
     let units = [("GB", 1_000_000_000), ("MB", 1_000_000), ("KB", 1000), ("", 1)];
     let read = |(unit, size): (&str, u64)| {
         text.strip_suffix(unit)?.trim_end().parse::<u64>().ok()?.checked_mul(size)
     };
-    let found = units.into_iter().find_map(read).filter(|n| *n > 0);
+    let found = units.into_iter().find_map(read).filter(|n| *n > 0).map(Bytes);
     found.ok_or_else(|| "must be a number of bytes above 0, as in 500MB or 5GB".to_string())
 }
 
@@ -149,7 +186,7 @@ mod tests {
     fn bytes_by_hand() {
         assert_eq!(
             ["5GB", "12 MB", "3KB", "7"].map(|text| bytes(text).unwrap()),
-            [5_000_000_000, 12_000_000, 3000, 7]
+            [5_000_000_000, 12_000_000, 3000, 7].map(Bytes)
         );
         for bad in ["", "GB", "0", "0MB", "-1", "1.5GB", "5TB", "99999999999999GB"] {
             assert!(bytes(bad).is_err(), "{bad}");
