@@ -38,8 +38,9 @@ impl OutFolder {
         let lock = lock.map_err(|e| refuse(path, &e))?;
         if let Err(TryLockError::WouldBlock) = lock.try_lock() {
             let text = format!("another run is writing to {}", path.display());
-            return Err(Error::new(Kind::Io, text)
-                .detail("help", format!("wait until it has ended, or {ELSEWHERE}")));
+            return Err(
+                Error::new(Kind::Io, text).detail("help", format!("wait until it has ended, or {ELSEWHERE}"))
+            );
         }
         // A file system without locks is no reason to refuse.
         for name in FILES {
@@ -234,7 +235,8 @@ mod tests {
         let dir = Scratch::new();
         dir.file("from/a", "of from");
         let old = dir.file("to/a", "older and longer");
-        let copy = |from: &str, to: &str| copy_files(&["a", "absent"], &dir.path(from), &dir.path(to)).unwrap();
+        let copy =
+            |from: &str, to: &str| copy_files(&["a", "absent"], &dir.path(from), &dir.path(to)).unwrap();
         copy("from", "from/../from");
         copy("from", "to");
         std::os::unix::fs::symlink(&old, dir.file("links/b", "").with_file_name("a")).unwrap();

@@ -131,6 +131,8 @@ fn a_loss_that_is_not_finite_stops_every_rank_before_the_update() {
     ]);
     assert_eq!(code, 1, "{said}");
     assert!(said.contains("the step was not taken") && said.contains("error: step "), "{said}");
+    assert!(said.contains("a smaller --lr") && said.contains("saved      the model after step "), "{said}");
+    assert!(Path::new(&out).join("model/model.safetensors").is_file());
 }
 
 #[test]

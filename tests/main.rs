@@ -4,6 +4,7 @@ mod agreement;
 mod cli;
 mod documents;
 mod errors;
+mod endings;
 mod explain;
 mod hf;
 mod invariants;
@@ -14,6 +15,7 @@ mod pipelines;
 mod schedules;
 mod not_finite;
 mod packaging;
+mod refusals;
 mod steps;
 #[cfg(feature = "tokenizers")]
 mod tokenizer;

@@ -130,6 +130,25 @@ fn large_head(name: &str, i: usize, large: f64) -> Option<f64> {
 }
 
 #[test]
+fn what_is_measured_or_chosen_with_such_weights_is_an_error() {
+    let folder = Folder::new("not-finite-result");
+    let model = model(&folder, DType::F32, |name, _| (name == "ln_f.weight").then_some(f64::NAN));
+    let data = folder.file("text", "a".repeat(400));
+    for (args, why) in [
+        (&["eval", "--data", &data, "--seq", "8", "--json"][..], "error: eval: the mean loss of "),
+        (
+            &["generate", "--prompt", "a", "--greedy"],
+            "error: generate: the logits of new token 1 are not finite",
+        ),
+        (&["generate", "--prompt", "a"], "error: generate: the logits of new token 1 are not finite"),
+    ] {
+        let (code, said) = told(&[args, &["--model", &model]].concat());
+        assert!(code == 1 && said.starts_with(why), "{said}");
+        assert!(line(&said, "help").ends_with("not finite, or too large for --dtype"), "{said}");
+    }
+}
+
+#[test]
 fn an_op_of_the_backward_pass_is_named() {
     let folder = Folder::new("not-finite-backward");
     let model = model(&folder, DType::F32, |name, i| large_head(name, i, 3e38));

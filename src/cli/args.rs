@@ -107,8 +107,10 @@ pub(crate) fn config_of(dir: &Path) -> Result<ModelConfig> {
     let model = dir.join("model");
     let holds = |dir: &Path| dir.join("config.json").is_file();
     ModelConfig::read(dir).map_err(|e| match !holds(dir) && holds(&model) {
-        true => Error::new(e.kind(), e.message())
-            .detail("help", format!("did you mean `{}`? that is where the run left its model", model.display())),
+        true => Error::new(e.kind(), e.message()).detail(
+            "help",
+            format!("did you mean `{}`? that is where the run left its model", model.display()),
+        ),
         false => e,
     })
 }

@@ -285,11 +285,7 @@ fn read_ahead(job: &Job, step: usize) -> Result<()> {
 }
 
 /// The mean loss of the held-out windows, unless a signal comes. Every rank calls this together.
-fn held_out_loss(
-    trainer: &Trainer<'_, LanguageModel>,
-    windows: &Sampler,
-    job: &Job,
-) -> Result<Measured> {
+fn held_out_loss(trainer: &Trainer<'_, LanguageModel>, windows: &Sampler, job: &Job) -> Result<Measured> {
     let stop = || job.interrupt.requested();
     let part = |x: &[Tensor]| trainer.loss_part(x);
     mean_loss(trainer.rank(), &job.plan, windows, job.recipe.batch, stop, part)

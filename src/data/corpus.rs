@@ -173,7 +173,7 @@ impl Corpus {
 
     /// Bytes of a text that is in memory already; `origin` names it in messages.
     #[cfg(test)]
-    pub(super) fn new(origin: String, bytes: Vec<u8>) -> Corpus {
+    pub(crate) fn new(origin: String, bytes: Vec<u8>) -> Corpus {
         Corpus::of(origin, Corpus::VOCAB, vec![Part::of_bytes(bytes)])
     }
 

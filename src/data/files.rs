@@ -48,7 +48,8 @@ impl How<'_> {
             return Ok(());
         }
         let why = format!("--width is about token numbers, and no file that is read ends in .{NUMBERS}");
-        Err(Error::new(Kind::Config, why).detail("help", format!("leave it out, or call the file NAME.{NUMBERS}")))
+        Err(Error::new(Kind::Config, why)
+            .detail("help", format!("leave it out, or call the file NAME.{NUMBERS}")))
     }
 
     /// That of the system for temporary files.

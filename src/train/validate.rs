@@ -48,3 +48,43 @@ pub(crate) fn mean_loss(
     }
     Ok(Measured::Loss(world_sum(rank, &[sum], site)?[0] / num_windows as f64))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::{Order, Split};
+    use shardgrad::nn::Plan;
+    use std::cell::Cell;
+    use std::sync::Arc;
+
+    fn measured(mesh: &str, stop: impl Fn(usize, usize) -> bool + Sync) -> Vec<(String, usize)> {
+        let corpus = Arc::new(crate::data::Corpus::new("t".into(), vec![1; 33]));
+        let windows = Sampler::of_text(corpus, Split::All, 4, Order::InFileOrder).unwrap();
+        let plan = Plan::tensor("tp");
+        let one = |rank: &Rank| {
+            let (asked, parts) = (Cell::new(0), Cell::new(0));
+            let stop = || {
+                asked.set(asked.get() + 1);
+                stop(rank.index(), asked.get())
+            };
+            let part = |_: &[Tensor]| {
+                parts.set(parts.get() + 1);
+                Ok(1.0)
+            };
+            let measured = mean_loss(rank, &plan, &windows, 2, stop, part)?;
+            Ok((format!("{measured:?}"), parts.get()))
+        };
+        World::run(Mesh::parse(mesh).unwrap(), one).unwrap()
+    }
+
+    #[test]
+    fn a_rank_that_is_told_to_stop_stops_all_at_the_same_place() {
+        assert_eq!(measured("", |_, _| false), [("Loss(1.0)".to_string(), 4)]);
+        let given_up = ("Abandoned(None)".to_string(), 2);
+        for mesh in ["", "tp=2"] {
+            let last = Mesh::parse(mesh).unwrap().num_ranks() - 1;
+            let ranks = measured(mesh, |rank, asked| rank == last && asked == 3);
+            assert!(ranks.len() == last + 1 && ranks.iter().all(|rank| *rank == given_up), "{ranks:?}");
+        }
+    }
+}

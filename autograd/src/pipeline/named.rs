@@ -128,7 +128,7 @@ mod tests {
 
     #[test]
     fn lists_that_are_too_long_are_refused_and_the_limit_is_named() {
-        let told = |name, ranks, microbatches| {
+        let told = |name: &str, ranks, microbatches| {
             let error = Schedule::named(name, ranks, microbatches).unwrap_err();
             assert_eq!(error.kind(), Kind::Config);
             error.message().to_string()
@@ -137,9 +137,12 @@ mod tests {
             let name = format!("interleaved-{many}");
             assert_eq!(told(&name, 4, 8), format!("`{name}`: a rank of a pipeline has at most 1024 stages"));
         }
-        for (name, ranks, microbatches) in
-            [("1f1b", 1 << 31, 8), ("zb-v", 4, 1 << 31), ("searched", usize::MAX, 2), ("interleaved-1024", 64, 64)]
-        {
+        for (name, ranks, microbatches) in [
+            ("1f1b", 1 << 31, 8),
+            ("zb-v", 4, 1 << 31),
+            ("searched", usize::MAX, 2),
+            ("interleaved-1024", 64, 64),
+        ] {
             let text = told(name, ranks, microbatches);
             assert!(text.ends_with("are too many: lists have at most 2097152 forward passes"), "{text}");
         }

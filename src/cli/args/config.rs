@@ -52,12 +52,12 @@ fn is_number(option: &Arg) -> bool {
     numbers.iter().any(|t| parser == *t)
 }
 
-/// Takes `-1` behind a number's option for its value, so that the option says what is wrong with it; and any text behind
+/// Takes `-1` behind the option of a number for its value, so that the option says what is wrong with it; and any text behind
 /// `--prompt`.
 fn with_values(option: Arg) -> Arg {
     match option.get_id().as_str() {
-        "prompt" => option.allow_hyphen_values(true),
-        "shard_size" | "times" => option.allow_negative_numbers(true),
+        "prompt" | "times" => option.allow_hyphen_values(true),
+        "shard_size" => option.allow_negative_numbers(true),
         _ if is_number(&option) => option.allow_negative_numbers(true),
         _ => option,
     }
@@ -75,7 +75,8 @@ pub(super) fn command() -> Command {
 /// The arguments that a file adds to a command line.
 fn from_file(path: &Path, command: &Command, given: &ArgMatches) -> Result<Vec<String>> {
     let name = path.display();
-    let text = read_small(path, FILE_BYTES_MAX).map_err(|e| e.detail("help", "--config takes a TOML file"))?;
+    let text =
+        read_small(path, FILE_BYTES_MAX).map_err(|e| e.detail("help", "--config takes a TOML file"))?;
     let table: toml::Table = toml::from_str(&text).map_err(|e| {
         let line = 1 + text[..e.span().map_or(0, |s| s.start)].matches('\n').count();
         let why = e.message().replace('\n', ", ");
@@ -211,6 +212,17 @@ mod tests {
         assert!(args.prompt == "fn " && args.sampling.greedy);
         let Chosen::Explain(args) = parsed("", &["explain", "--batch=3"]).unwrap().command else { panic!() };
         assert_eq!(args.batch, 3);
+    }
+
+    #[test]
+    fn bytes_may_have_a_unit() {
+        for (file, bytes) in [("shard-size = \"5MB\"", 5_000_000), ("shard-size = 7000", 7000)] {
+            let Chosen::Train(args) = parsed(file, &["train"]).unwrap().command else { panic!() };
+            assert_eq!(args.shard_size, Bytes(bytes));
+        }
+        let text = told("shard-size = \"5 fish\"\nseed = \"x\"", &["train"]);
+        assert!(text.contains("`shard-size`: invalid value '5 fish'"), "{text}");
+        assert!(text.contains("`seed`: must be a number; found: string"), "{text}");
     }
 
     #[test]

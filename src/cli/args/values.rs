@@ -78,7 +78,8 @@ pub(super) fn schedule(text: &str) -> Result<PassOrder> {
     };
     let path = Path::new(text);
     if !path.exists() {
-        let counts = |rest: &str| rest.strip_prefix('-').is_some_and(|n| n.bytes().all(|b| b.is_ascii_digit()));
+        let counts =
+            |rest: &str| rest.strip_prefix('-').is_some_and(|n| n.bytes().all(|b| b.is_ascii_digit()));
         if ["interleaved", "searched"].iter().any(|name| text.strip_prefix(name).is_some_and(counts)) {
             return Err(refused);
         }
