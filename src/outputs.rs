@@ -2,9 +2,11 @@
 //! nothing that an earlier run left, or that is read, is destroyed by a slip.
 
 use shardgrad::{Error, Kind, Result};
+use std::fmt::Display;
 use std::fs::{self, File, TryLockError};
-use std::io::{self, ErrorKind};
+use std::io::{self, ErrorKind, Read as _, Write as _};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Files of a run's folder that a run replaces.
 const FILES: [&str; 3] = ["metrics.jsonl", "loss.svg", "schedule.txt"];
@@ -14,6 +16,26 @@ const ELSEWHERE: &str = "give another folder with --out DIR";
 /// An error of the operating system about a file.
 pub(crate) fn cannot(doing: &str, path: &Path, e: &io::Error) -> Error {
     Error::new(Kind::Io, format!("cannot {doing} {}: {e}", path.display()))
+}
+
+/// Lines on stdout of a program that leaves more than them: where nobody reads any more, it goes on in silence.
+#[derive(Debug, Default)]
+pub(crate) struct Lines {
+    over: AtomicBool,
+}
+
+impl Lines {
+    /// Writes a line at once. That stdout cannot be written, unless its reader has gone, is told once on stderr.
+    pub(crate) fn say(&self, line: impl Display) {
+        if self.over.load(Ordering::Relaxed) {
+            return;
+        }
+        let mut out = io::stdout().lock();
+        let Err(e) = writeln!(out, "{line}").and_then(|()| out.flush()) else { return };
+        if !self.over.swap(true, Ordering::Relaxed) && e.kind() != ErrorKind::BrokenPipe {
+            eprintln!("cannot write to stdout: {e}; the run goes on without it");
+        }
+    }
 }
 
 /// The folder of a run, which no other run writes into until this is dropped or the process ends.
@@ -152,7 +174,6 @@ pub(crate) fn copy_files(names: &[&str], from: &Path, to: &Path) -> Result<()> {
 /// # Errors
 /// `Kind::Io` if the system refuses; `Kind::Data` for a pipe, a device, a folder, and for more bytes.
 pub(crate) fn read_small(path: &Path, bytes_max: u64) -> Result<String> {
-    use std::io::Read as _;
     let refuse = |why: String| Err(Error::new(Kind::Data, format!("{}: {why}", path.display())));
     let found = fs::metadata(path).map_err(|e| cannot("read", path, &e))?;
     if !found.is_file() {

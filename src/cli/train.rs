@@ -4,7 +4,7 @@ use super::args::{TrainArgs, check_tokens};
 use crate::data::{Order, Sampler, Split, TokenFile, Vocabulary};
 use crate::interrupt::Interrupt;
 use crate::metrics::{Metrics, StepMetrics};
-use crate::outputs::{OutFolder, check_target, copy_files};
+use crate::outputs::{Lines, OutFolder, check_target, copy_files};
 use crate::plot;
 use crate::tokenizer::TOKENIZER_FILE;
 use crate::trace::Trace;
@@ -45,6 +45,7 @@ struct Job {
     save_dtype: DType,
     cast: Cast,
     json: bool,
+    lines: Lines,
     interrupt: Interrupt,
     metrics: Mutex<Metrics>,
     trace: Option<Trace>,
@@ -65,7 +66,6 @@ struct Ended {
 
 /// Runs the command.
 pub(crate) fn run(args: &TrainArgs) -> Result<()> {
-    crate::outlive_stdout();
     args.check()?;
     let world = args.run.train_world()?;
     let mesh = args.run.train_mesh();
@@ -79,7 +79,7 @@ pub(crate) fn run(args: &TrainArgs) -> Result<()> {
         job.recipe.precision
     );
     if !job.json {
-        println!("training {text}");
+        job.lines.say(format_args!("training {text}"));
     }
     let ended = world.launch(|rank| train(rank, &job));
     let traced = job.trace.as_ref().map_or(Ok(()), |trace| trace.write(mesh.num_ranks()));
@@ -109,30 +109,9 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
     if let Some(p) = args.dropout {
         config = config.with_dropout(p);
     }
-    let seq = args.seq(&config)?;
+    let lines = Lines::default();
+    let Rows { rows, held_out, unit } = rows(args, &config, &lines)?;
     let steps = &args.steps;
-    let order = if args.no_shuffle { Order::InFileOrder } else { Order::Shuffled { seed: steps.seed } };
-    let mut unit = "token";
-    let (rows, held_out) = match &args.source.tokens {
-        Some(path) => {
-            let file = TokenFile::open(path, &Vocabulary::new(&config))?;
-            if steps.seq.is_some() {
-                file.require_seq(seq)?;
-            }
-            (Sampler::of_tokens(Arc::new(file), order), None)
-        }
-        None => {
-            super::refuse_texts(&config)?;
-            let how = args.source.how(args.model.dir(), &config, Some(&args.out))?;
-            let corpus = Arc::new(super::documents(&args.source.data, &how)?);
-            unit = corpus.unit();
-            if !args.json {
-                println!("reading {corpus}");
-            }
-            let held_out = Sampler::of_text(corpus.clone(), Split::Val, seq, Order::InFileOrder)?;
-            (Sampler::of_text(corpus, Split::Train, seq, order)?, Some(held_out))
-        }
-    };
     let optim = &args.optim;
     let recipe = Recipe {
         steps: steps.steps,
@@ -171,11 +150,49 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         save_dtype: args.save_dtype.unwrap_or(args.precision().param_dtype),
         cast: args.run.cast(),
         json: args.json,
+        lines,
         interrupt: Interrupt::install()?,
         metrics: Mutex::new(Metrics::new(&metrics)),
         trace: args.trace.as_deref().map(Trace::new),
         measures: args.pipeline.measures(),
     })
+}
+
+/// What is trained on.
+struct Rows {
+    rows: Sampler,
+    held_out: Option<Sampler>,
+    /// What a loss is measured by.
+    unit: &'static str,
+}
+
+/// Opens what there is to read.
+fn rows(args: &TrainArgs, config: &ModelConfig, lines: &Lines) -> Result<Rows> {
+    let seq = args.seq(config)?;
+    let steps = &args.steps;
+    let order = if args.no_shuffle { Order::InFileOrder } else { Order::Shuffled { seed: steps.seed } };
+    let mut unit = "token";
+    let (rows, held_out) = match &args.source.tokens {
+        Some(path) => {
+            let file = TokenFile::open(path, &Vocabulary::new(config))?;
+            if steps.seq.is_some() {
+                file.require_seq(seq)?;
+            }
+            (Sampler::of_tokens(Arc::new(file), order), None)
+        }
+        None => {
+            super::refuse_texts(config)?;
+            let how = args.source.how(args.model.dir(), config, Some(&args.out))?;
+            let corpus = Arc::new(super::documents(&args.source.data, &how)?);
+            unit = corpus.unit();
+            if !args.json {
+                lines.say(format_args!("reading {corpus}"));
+            }
+            let held_out = Sampler::of_text(corpus.clone(), Split::Val, seq, Order::InFileOrder)?;
+            (Sampler::of_text(corpus, Split::Train, seq, order)?, Some(held_out))
+        }
+    };
+    Ok(Rows { rows, held_out, unit })
 }
 
 /// One rank's run: its steps, then the model, whatever ended them.
@@ -216,7 +233,7 @@ fn save(trainer: &Trainer<'_, LanguageModel>, leads: bool, job: &Job) -> Result<
 /// What leaves nothing to save: a first step that fails, an op, a lost rank.
 fn take_steps(trainer: &mut Trainer<'_, LanguageModel>, leads: bool, job: &Job) -> Result<Ended> {
     let recipe = &job.recipe;
-    let progress = leads.then(|| Progress::new(recipe.steps, job.json));
+    let progress = leads.then(|| Progress::new(job));
     let began = Instant::now();
     let mut ended = Ended::default();
     for step in 0..recipe.steps {
@@ -295,7 +312,7 @@ fn held_out_loss(trainer: &Trainer<'_, LanguageModel>, windows: &Sampler, job: &
 fn record(
     trainer: &Trainer<'_, LanguageModel>,
     job: &Job,
-    progress: &Progress,
+    progress: &Progress<'_>,
     entry: &StepMetrics,
 ) -> Result<()> {
     job.metrics.lock().unwrap_or_else(PoisonError::into_inner).add(entry)?;
@@ -322,32 +339,35 @@ fn tell_measured(trainer: &Trainer<'_, LanguageModel>, job: &Job) -> Result<()> 
     if !job.json {
         let starts = trainer.stage_starts();
         let starts: Vec<&str> = starts.iter().skip(1).map(|(_, path)| &**path).collect();
-        println!("stages begin at {}; the lists are in {}", starts.join(", "), path.display());
+        let starts = starts.join(", ");
+        job.lines.say(format_args!("stages begin at {starts}; the lists are in {}", path.display()));
     }
     Ok(())
 }
 
 /// What a person sees: a bar on a terminal, a line now and then elsewhere, JSON if asked for.
-struct Progress {
+struct Progress<'a> {
+    out: &'a Lines,
     bar: Option<ProgressBar>,
     json: bool,
-    lines: RefCell<Instant>,
+    shown: RefCell<Instant>,
     steps: usize,
 }
 
-impl Progress {
-    fn new(steps: usize, json: bool) -> Progress {
+impl Progress<'_> {
+    fn new(job: &Job) -> Progress<'_> {
+        let (steps, json) = (job.recipe.steps, job.json);
         let bar = (!json && std::io::stderr().is_terminal()).then(|| {
             let style = ProgressStyle::with_template("{bar:30} {pos}/{len}  {msg}  {eta} left");
             ProgressBar::new(steps as u64).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
         });
-        Progress { bar, json, lines: RefCell::new(Instant::now()), steps }
+        Progress { out: &job.lines, bar, json, shown: RefCell::new(Instant::now()), steps }
     }
 
     fn show(&self, entry: &StepMetrics) -> Result<()> {
         if self.json {
             let line = serde_json::to_string(entry).map_err(|e| Error::new(Kind::Io, e.to_string()))?;
-            println!("{line}");
+            self.out.say(line);
             return Ok(());
         }
         let mut text = format!("loss {:.3}  {:.0} tokens/s", entry.loss, entry.tokens_per_s);
@@ -361,16 +381,16 @@ impl Progress {
             bar.set_position(entry.step);
             bar.set_message(text.clone());
             if entry.val_loss.is_some() {
-                bar.suspend(|| println!("step {:>5}  {text}", entry.step));
+                bar.suspend(|| self.out.say(format_args!("step {:>5}  {text}", entry.step)));
             }
             return Ok(());
         }
-        let mut shown = self.lines.borrow_mut();
+        let mut shown = self.shown.borrow_mut();
         let due =
             entry.step == 1 || entry.step == self.steps as u64 || shown.elapsed() > Duration::from_secs(5);
         if due || entry.val_loss.is_some() {
             *shown = Instant::now();
-            println!("step {:>5}  {text}", entry.step);
+            self.out.say(format_args!("step {:>5}  {text}", entry.step));
         }
         Ok(())
     }
@@ -378,17 +398,20 @@ impl Progress {
 
 /// What is there now, and what to do with it.
 fn tell(job: &Job, steps: &[StepMetrics]) {
-    let out = &job.out;
+    let (out, say) = (&job.out, |line: String| job.lines.say(line));
     let (Some(first), Some(last)) = (steps.first(), steps.last()) else { return };
-    println!("\nloss {:.3} -> {:.3} in {:.1} s", first.loss, last.loss, last.seconds);
+    say(format!("\nloss {:.3} -> {:.3} in {:.1} s", first.loss, last.loss, last.seconds));
     if let Some(held_out) = steps.iter().rev().find_map(|s| s.val_loss) {
-        println!("held-out loss {held_out:.3} nats per {}", job.unit);
+        say(format!("held-out loss {held_out:.3} nats per {}", job.unit));
     }
-    println!("  {:<28} every step", out.join("metrics.jsonl").display());
-    println!("  {:<28} the loss as a picture", out.join("loss.svg").display());
-    println!("  {:<28} the model, as transformers reads it", out.join("model").display());
-    println!(
-        "sample from it:\n  cargo run --release -- generate --model {} --prompt \"fn \"",
-        out.join("model").display()
-    );
+    let model = out.join("model").display().to_string();
+    for (path, what) in [
+        (out.join("metrics.jsonl").display().to_string(), "every step"),
+        (out.join("loss.svg").display().to_string(), "the loss as a picture"),
+        (model.clone(), "the model, as transformers reads it"),
+    ] {
+        say(format!("  {path:<28} {what}"));
+    }
+    say("sample from it:".to_string());
+    say(format!("  cargo run --release -- generate --model {model} --prompt \"fn \""));
 }
