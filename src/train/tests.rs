@@ -1,0 +1,106 @@
+//! Rows that ask for unequally many tokens: the loss of a step is the mean over all of them, however the batch is cut. And
+//! measurements that are given up.
+
+use super::*;
+use crate::data::scratch::Scratch;
+use crate::data::{Corpus, Order, Split, TokenFile, Vocabulary};
+use shardgrad::nn::hf::TensorWriter;
+use shardgrad::nn::{BertConfig, ModelConfig};
+use std::cell::Cell;
+use std::sync::Arc;
+
+const ROWS: usize = 4;
+const SEQ: usize = 3;
+const NONE: i64 = -100;
+
+/// Four rows that ask for 1, 3, 2 and no token.
+fn rows(dir: &Scratch, config: &ModelConfig) -> Sampler {
+    let path = dir.path("rows.safetensors");
+    let columns: [(&str, [i64; ROWS * SEQ]); 2] = [
+        ("input_ids", [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5]),
+        ("labels", [NONE, 7, NONE, 1, 2, 3, 4, NONE, 5, NONE, NONE, NONE]),
+    ];
+    let entries = columns.map(|(name, _)| (name.to_string(), DType::I64, vec![ROWS, SEQ]));
+    let mut writer = TensorWriter::create(&path, &entries).unwrap();
+    for (name, numbers) in columns {
+        let bytes: Vec<u8> = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
+        writer.append(name, &bytes).unwrap();
+    }
+    writer.finish().unwrap();
+    Sampler::of_tokens(
+        Arc::new(TokenFile::open(&path, &Vocabulary::new(config)).unwrap()),
+        Order::InFileOrder,
+    )
+}
+
+#[test]
+fn a_token_that_is_asked_for_weighs_the_same_in_every_microbatch() {
+    let (dir, config) = (Scratch::new(), ModelConfig::Bert(BertConfig::new(8, SEQ, [6, 5], 2, 2)));
+    let (rows, plan) = (rows(&dir, &config), LanguageModel::plan(&config));
+    let outcome = |mesh: &str, microbatches: usize, chunk: usize| {
+        let all = World::run(Mesh::parse(mesh).unwrap(), |rank| {
+            let recipe = Recipe {
+                steps: 3,
+                batch: ROWS,
+                seq: SEQ,
+                microbatches,
+                schedule: Schedule::constant(0.1),
+                optim: AdamW::new(0.1),
+                clip: None,
+                seed: 1,
+                precision: Precision::of(DType::F64),
+            };
+            let mut trainer = recipe.trainer(rank, LanguageModel::new(&config), &plan, &rows)?;
+            let mut found = Vec::new();
+            for _ in 0..recipe.steps {
+                let report = trainer.step(&[])?;
+                found.extend([report.loss, report.grad_norm]);
+            }
+            let part = |x: &[Tensor]| trainer.loss_part(x);
+            match mean_loss(trainer.rank(), &plan, &rows, chunk, || false, part)? {
+                Measured::Loss(loss) => found.push(loss),
+                other => panic!("{other:?}"),
+            }
+            Ok(found)
+        });
+        all.unwrap_or_else(|e| panic!("{mesh}: {e}")).swap_remove(0)
+    };
+    let whole = outcome("dp=1", 1, ROWS);
+    for (mesh, microbatches, chunk) in [("dp=1", 2, 1), ("dp=1", 4, 3), ("dp=2", 2, 2), ("pp=2", 4, 1)] {
+        let cut = outcome(mesh, microbatches, chunk);
+        let far = whole.iter().zip(&cut).map(|(a, b)| ((a - b) / a).abs()).fold(0.0, f64::max);
+        assert!(far < 1e-10, "{mesh}, {microbatches} microbatches: {cut:?} instead of {whole:?}");
+    }
+}
+
+/// What each rank measured of 8 windows, two at a time, and how many pieces it went through.
+fn measured(mesh: &str, stop: impl Fn(usize, usize) -> bool + Sync) -> Vec<(String, usize)> {
+    let corpus = Arc::new(Corpus::new("t".into(), vec![1; 33]));
+    let windows = Sampler::of_text(corpus, Split::All, 4, Order::InFileOrder).unwrap();
+    let plan = Plan::tensor("tp");
+    let one = |rank: &Rank| {
+        let (asked, parts) = (Cell::new(0), Cell::new(0));
+        let stop = || {
+            asked.set(asked.get() + 1);
+            stop(rank.index(), asked.get())
+        };
+        let part = |_: &[Tensor]| {
+            parts.set(parts.get() + 1);
+            Ok(1.0)
+        };
+        let measured = mean_loss(rank, &plan, &windows, 2, stop, part)?;
+        Ok((format!("{measured:?}"), parts.get()))
+    };
+    World::run(Mesh::parse(mesh).unwrap(), one).unwrap()
+}
+
+#[test]
+fn a_rank_that_is_told_to_stop_stops_all_at_the_same_place() {
+    assert_eq!(measured("", |_, _| false), [("Loss(1.0)".to_string(), 4)]);
+    let given_up = ("Abandoned(None)".to_string(), 2);
+    for mesh in ["", "tp=2"] {
+        let last = Mesh::parse(mesh).unwrap().num_ranks() - 1;
+        let ranks = measured(mesh, |rank, asked| rank == last && asked == 3);
+        assert!(ranks.len() == last + 1 && ranks.iter().all(|rank| *rank == given_up), "{ranks:?}");
+    }
+}
