@@ -232,12 +232,13 @@ mod tests {
         let dir = Scratch::new();
         let (data, model) = (dir.file("data", "text"), dir.file("model/config.json", "{}"));
         let folder = dir.path("model");
+        dir.file("beside/x", "");
         let check = |path: &Path| check_target("--to", path, [data.as_path(), folder.as_path()]);
         for (path, why) in [
             (Path::new("/dev/null"), "a folder, a pipe or a device has this name"),
             (&folder, "a folder, a pipe or a device has this name"),
             (&data, "would replace a file of "),
-            (&dir.path("model/../data"), "would replace a file of "),
+            (&dir.path("beside/../data"), "would replace a file of "),
             (&model, "would replace a file of "),
             (&dir.path("no/where"), "No such file"),
         ] {

@@ -6,6 +6,7 @@ use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 const SMALL: [&str; 6] = ["--batch", "4", "--seq", "16", "--mesh", "dp=2"];
 
@@ -45,7 +46,7 @@ fn what_is_refused_leaves_an_earlier_run_as_it_is() {
     assert_eq!(code, 0, "{said}");
     let earlier = files(Path::new(&out));
     let (metrics, beyond) = (format!("{out}/metrics.jsonl"), folder.path("no/where"));
-    let odd = format!("{out}/model/../metrics.jsonl");
+    let odd = format!("{out}/../out/metrics.jsonl");
     for (more, parts) in [
         (&["--mesh", "tp=8"][..], &["heads"][..]),
         (&["--trace", &metrics], &["would replace a file of", "--trace FILE"]),
@@ -115,6 +116,8 @@ fn a_signal_ends_a_measurement_and_a_finished_run_was_not_stopped() {
         let mut lines = stdout.lines();
         // From this line on signals are caught.
         lines.find(|line| line.as_ref().unwrap().starts_with("training ")).unwrap().unwrap();
+        // Long enough for a step where all is well, and not for a measurement; what is left behind is the same.
+        std::thread::sleep(Duration::from_millis(if signal == "-INT" { 500 } else { 0 }));
         let kill = Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap();
         assert!(kill.success());
         lines.for_each(drop);
