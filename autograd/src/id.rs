@@ -15,7 +15,7 @@ pub(crate) enum Id {
     /// A leaf, by number.
     Leaf(u32),
     /// An output of a node of a round.
-    Made { round: u32, node: u32, out: u8 },
+    Made { round: u32, node: u32, out: u32 },
 }
 
 /// Which random numbers the ops of a recorded program draw when it is replayed.

@@ -22,7 +22,7 @@ pub enum Slot {
         /// Which record.
         record: u32,
         /// Which of its visible outputs.
-        out: u8,
+        out: u32,
     },
 }
 

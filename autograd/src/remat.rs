@@ -54,7 +54,9 @@ impl Tape {
         // What the block has cut off is a constant outside of it too, whatever made it.
         let made = |(out, v): (usize, Var)| match v.is_cut() {
             true => self.constant(v.tensor().clone()),
-            false => Var::new(self, v.tensor().clone(), Some(Id::Made { round, node, out: out as u8 }), None),
+            false => {
+                Var::new(self, v.tensor().clone(), Some(Id::Made { round, node, out: out as u32 }), None)
+            }
         };
         Ok(results.into_iter().enumerate().map(made).collect())
     }

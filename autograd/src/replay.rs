@@ -111,7 +111,7 @@ impl Program {
         let mut last: HashMap<Slot, usize> = HashMap::new();
         for at in range.clone() {
             let record = &self.records[at];
-            let made = (0..record.outputs.len()).map(|out| Slot::Made { record: at as u32, out: out as u8 });
+            let made = (0..record.outputs.len()).map(|out| Slot::Made { record: at as u32, out: out as u32 });
             last.extend(record.inputs.iter().copied().chain(made).map(|slot| (slot, at)));
         }
         let mut done = vec![Vec::new(); range.len()];
@@ -145,7 +145,7 @@ impl Program {
         };
         let op: Rc<dyn Op> = redrawn.unwrap_or_else(|| record.op.clone());
         for (out, var) in Var::apply_at(op, &inputs, record.site).into_iter().enumerate() {
-            values.insert(Slot::Made { record: at as u32, out: out as u8 }, var);
+            values.insert(Slot::Made { record: at as u32, out: out as u32 }, var);
         }
         Ok(())
     }

@@ -272,8 +272,8 @@ impl Tape {
         });
         let made = |(out, tensor): (usize, Tensor)| {
             let id = id.filter(|_| tensor.dtype().is_float());
-            let id = id.map(|(round, node)| Id::Made { round, node, out: out as u8 });
-            Var::new(self, tensor, id, record.map(|record| Slot::Made { record, out: out as u8 }))
+            let id = id.map(|(round, node)| Id::Made { round, node, out: out as u32 });
+            Var::new(self, tensor, id, record.map(|record| Slot::Made { record, out: out as u32 }))
         };
         outputs.into_iter().take(visible).enumerate().map(made).collect()
     }

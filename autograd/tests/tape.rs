@@ -223,6 +223,20 @@ fn what_a_checkpoint_returns_cut_off_has_no_gradient() {
     });
 }
 
+#[test]
+fn a_block_may_return_any_number_of_results() {
+    one_rank(|rank| {
+        let tape = Tape::new(rank);
+        let x = tape.leaf(1, &vector(rank, &[1.0, -2.0])?);
+        let y = tape.checkpoint(std::slice::from_ref(&x), |args| {
+            Ok((0..300).map(|i| args[0].scale(f64::from(i))).collect())
+        })?;
+        y[257].add(&y[2]).sum().backward()?;
+        assert_eq!(tape.gradients()[&1].to_f64()?, [259.0, 259.0]);
+        Ok(())
+    });
+}
+
 /// An op under no_grad, or in a block that is computed again, may complete a pending sum first. What it completed is not what
 /// a later op needs: no gradient flows through it.
 #[test]

@@ -214,12 +214,12 @@ impl Param {
             Context::of(tape.rank()).set_path(&placed.name);
             let leaf = if tape.is_outline() {
                 tape.leaf(placed.key, &Tensor::outline(tape.rank(), &placed.layout))
-            } else if self.is_frozen() {
-                tape.constant(placed.held().clone())
             } else {
                 tape.leaf(placed.key, placed.held())
             };
-            (leaf, placed.computed.clone())
+            // A leaf all the same: its other layouts are made once a step.
+            let is_cut = self.is_frozen() && !tape.is_outline();
+            (if is_cut { leaf.detach() } else { leaf }, placed.computed.clone())
         });
         match computed {
             Some(layout) => leaf.to_layout(&layout),

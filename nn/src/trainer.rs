@@ -97,7 +97,8 @@ pub struct Trainer<'t, M> {
 impl<'t, M: Module> Trainer<'t, M> {
     /// Places a model. `read` gives the arguments of `loss` for some rows of the global batch of a step, as tensors on the
     /// rank that it is handed, split as [`Plan::batch_layout`] says; `loss` is the model text, a scalar that is a mean over
-    /// rows. Neither may depend on the mesh. `optim` is any [`Optimizer`], made alike on every rank.
+    /// rows: where rows do not weigh alike, a sum over a count of the whole step, which `read` hands over. Neither may depend
+    /// on the mesh. `optim` is any [`Optimizer`], made alike on every rank.
     ///
     /// # Errors
     /// As [`Model::new`]; `Kind::Config` for rows that the microbatches do not divide, and for a pipeline that the model
@@ -202,6 +203,15 @@ impl<'t, M: Module> Trainer<'t, M> {
         let finite = loss.is_finite() && control.iter().all(|x| x.is_finite());
         let skipped = !report.applied && finite && self.loss_scale.is_some_and(LossScale::can_fall);
         if !report.applied && !skipped {
+            let odd = control.iter().position(|x| !x.is_finite()).filter(|_| loss.is_finite());
+            if let Some(i) = odd.filter(|_| report.grad_norm.is_finite()) {
+                let (step, sum) = (step + 1, control[i]);
+                let text = format!(
+                    "step {step}: control number {i} is {sum} over all ranks; the step was not taken"
+                );
+                return Err(Error::new(Kind::NotFinite, text)
+                    .detail("help", "loss and gradients are finite: look at the numbers that rode along"));
+            }
             return Err(self.explain_not_finite(loss, report.grad_norm));
         }
         let loss_scale = self.loss_scale.map(LossScale::factor);

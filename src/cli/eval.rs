@@ -44,7 +44,9 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
             model.loss_of(&x).tensor().local_part_once()
         })
     })?;
-    let (loss, tokens) = (losses[0], windows.num_windows() * windows.seq() as u64);
+    let num_windows = windows.num_windows();
+    let tokens = windows.asked(0..num_windows)?.unwrap_or(num_windows * windows.seq() as u64);
+    let loss = losses[0];
     if args.json {
         println!("{}", json!({"loss": loss, "perplexity": loss.exp(), "tokens": tokens}));
     } else {
@@ -64,7 +66,7 @@ fn write_logits(
     let rows = rows.min(windows.num_windows() as usize);
     let read = |own: Range<usize>| windows.batch(own.start as u64..own.end as u64);
     let tape = model.inference();
-    let read = batch(model.rank(), plan, [rows, windows.seq()], read)?;
+    let read = batch(model.rank(), plan, [rows, windows.seq()], None, read)?;
     let x: Vec<Var> = read.into_iter().map(|x| tape.constant(x)).collect();
     let logits = model.forward_of(&x).cast(DType::F32);
     let bytes = logits.tensor().to_bytes()?;

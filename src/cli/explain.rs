@@ -6,7 +6,7 @@ use crate::train::batch;
 use serde_json::json;
 use shardgrad::dist::{Phase, Record};
 use shardgrad::kernels::Cost;
-use shardgrad::nn::{LanguageModel, Settings, Trainer};
+use shardgrad::nn::{LanguageModel, ModelConfig, Settings, Trainer};
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -44,7 +44,8 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
             let read = |own: Range<usize>| {
                 Ok(Batch { inputs: blank(own.clone()), targets: blank(own), more: Vec::new() })
             };
-            batch(rank, &plan, [rows.len(), seq], read)
+            let share = matches!(config, ModelConfig::Bert(_)).then_some(1.0);
+            batch(rank, &plan, [rows.len(), seq], share, read)
         };
         let settings = Settings {
             microbatches,

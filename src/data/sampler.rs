@@ -93,6 +93,19 @@ impl Sampler {
         }
     }
 
+    /// How many targets some rows ask for, where rows say that themselves; `None` where it is one a token.
+    ///
+    /// # Errors
+    /// As [`Sampler::batch`].
+    pub(crate) fn asked(&self, rows: Range<u64>) -> Result<Option<u64>> {
+        match &self.source {
+            Source::Tokens(file) if file.is_labelled() => {
+                rows.map(|row| file.asked(self.start(row))).sum::<Result<u64>>().map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+
     /// Reads rows by their numbers in the run: those of a step, or the part of them that a rank has.
     ///
     /// # Errors

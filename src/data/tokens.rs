@@ -192,6 +192,16 @@ impl TokenFile {
         Ok(())
     }
 
+    /// How many labels of a row ask for a token.
+    ///
+    /// # Errors
+    /// As [`TokenFile::row`].
+    pub(crate) fn asked(&self, row: u64) -> Result<u64> {
+        let mut labels = Vec::with_capacity(self.width);
+        self.column(&self.labels(), row, &mut labels)?;
+        Ok(labels.iter().filter(|label| **label != Bert::IGNORED).count() as u64)
+    }
+
     fn column(&self, column: &Column, row: u64, into: &mut Vec<i64>) -> Result<()> {
         let mut bytes = vec![0; self.width * 8];
         let start = (row % self.num_rows) * bytes.len() as u64;

@@ -1,6 +1,8 @@
 //! Training a language model: what a run is made of, apart from how it was asked for.
 
 mod validate;
+#[cfg(test)]
+mod tests;
 
 pub(crate) use validate::mean_loss;
 
@@ -28,18 +30,30 @@ pub(crate) struct Recipe {
     pub(crate) precision: Precision,
 }
 
-/// Inputs, targets and what else there is, `[rows, seq]` each, split over the batch axes; every rank reads its own rows only. `read` gives the
-/// tokens of a range of rows.
+/// Inputs, targets and what else there is, `[rows, seq]` each, split over the batch axes; every rank reads its own rows only. `read`
+/// gives the tokens of a range of rows. Last, where rows say what they ask for, [`share`] of it, f64 `[]`.
 pub(crate) fn batch(
     rank: &Rank,
     plan: &Plan,
     shape: [usize; 2],
+    share: Option<f64>,
     read: impl FnOnce(Range<usize>) -> Result<Batch>,
 ) -> Result<Vec<Tensor>> {
     let layout = plan.batch_layout(rank.mesh(), DType::I64, &shape)?;
     let own = read(layout.range(0, rank.coordinates()))?;
     let all = [&own.inputs, &own.targets].into_iter().chain(&own.more);
-    all.map(|numbers| Tensor::from_local(rank, &layout, numbers)).collect()
+    let share = share.map(|share| Tensor::from_host(rank, &[], &[share]));
+    all.map(|numbers| Tensor::from_local(rank, &layout, numbers)).chain(share).collect()
+}
+
+/// What the sum of losses of `part` of some rows is divided by, so that the mean over parts, by their rows, is the mean over
+/// all targets of the rows, however they are spread. `None` where each token is a target.
+///
+/// # Errors
+/// As [`Sampler::asked`].
+pub(crate) fn share(sampler: &Sampler, rows: Range<u64>, part: usize) -> Result<Option<f64>> {
+    let weight = part as f64 / (rows.end - rows.start) as f64;
+    Ok(sampler.asked(rows)?.map(|asked| asked as f64 * weight))
 }
 
 impl Recipe {
@@ -64,9 +78,10 @@ impl Recipe {
             clip: self.clip,
         };
         let read = |rank: &Rank, step: u64, piece: Range<usize>| {
-            let first = Sampler::step(step, self.batch as u64).start + piece.start as u64;
+            let all = Sampler::step(step, self.batch as u64);
+            let first = all.start + piece.start as u64;
             let read = |own: Range<usize>| rows.batch(first + own.start as u64..first + own.end as u64);
-            batch(rank, plan, [piece.len(), self.seq], read)
+            batch(rank, plan, [piece.len(), self.seq], share(rows, all, piece.len())?, read)
         };
         let loss = |model: &LanguageModel, x: &[Var]| model.loss_of(x);
         Trainer::new(rank, model, plan, self.optim.clone(), settings, read, loss)

@@ -112,12 +112,12 @@ pub struct AdamWStep<'a> {
     pub grad: &'a Tensor,
     /// Its means.
     pub moments: &'a mut Moments,
-    /// Its learning rate and decay. The other numbers are those of the first parameter.
+    /// Its numbers. Betas, eps and the factor of the gradient are those of the first parameter.
     pub rates: AdamWRates,
 }
 
 /// The parameters after a step each, in their order: [`Moments::step`] of many at once, and with the same bits. All parameters
-/// of one dtype are one launch. If it fails, parameters and means are of no more use.
+/// of one dtype with the same corrections are one launch. If it fails, parameters and means are of no more use.
 ///
 /// # Errors
 /// As for [`Moments::step`].
@@ -125,8 +125,7 @@ pub fn step_many(steps: Vec<AdamWStep<'_>>) -> Result<Vec<Tensor>> {
     steps.iter().try_for_each(|step| step.moments.check(&step.param, step.grad))?;
     let Some(first) = steps.first() else { return Ok(Vec::new()) };
     let rank = &first.param.rank().clone();
-    let AdamWRates { beta1, beta2, eps, correction1, correction2, grad_scale, .. } = first.rates;
-    let common = [beta1, beta2, eps, correction1, correction2, grad_scale];
+    let AdamWRates { beta1, beta2, eps, grad_scale, .. } = first.rates;
     let (mut layouts, mut params) = (Vec::with_capacity(steps.len()), Vec::with_capacity(steps.len()));
     let mut others = Vec::with_capacity(steps.len());
     for AdamWStep { param, grad, moments, rates } in steps {
@@ -134,18 +133,23 @@ pub fn step_many(steps: Vec<AdamWStep<'_>>) -> Result<Vec<Tensor>> {
         params.push(param.into_own_piece()?);
         own(rank, &mut moments.m)?;
         own(rank, &mut moments.v)?;
-        others.push((grad.piece().contiguous(rank)?, moments, [rates.lr, rates.weight_decay]));
+        others.push((grad.piece().contiguous(rank)?, moments, rates));
     }
-    let mut dtypes: Vec<DType> = layouts.iter().map(Layout::dtype).collect();
-    dtypes.sort_unstable();
-    dtypes.dedup();
-    for dtype in dtypes {
-        let (mut grads, mut outputs, mut scalars) = (Vec::new(), Vec::new(), common.to_vec());
+    let launch_of =
+        |dtype: DType, rates: &AdamWRates| (dtype, rates.correction1.to_bits(), rates.correction2.to_bits());
+    let mut launches: Vec<_> = layouts.iter().zip(&others).map(|(l, o)| launch_of(l.dtype(), &o.2)).collect();
+    launches.sort_unstable();
+    launches.dedup();
+    for of in launches {
+        let (mut grads, mut outputs) = (Vec::new(), Vec::new());
+        let (_, correction1, correction2) = of;
+        let [correction1, correction2] = [correction1, correction2].map(f64::from_bits);
+        let mut scalars = vec![beta1, beta2, eps, correction1, correction2, grad_scale];
         for (param, (grad, moments, rates)) in params.iter_mut().zip(&mut others) {
-            if param.dtype == dtype {
+            if launch_of(param.dtype, rates) == of {
                 grads.push(&*grad);
                 outputs.extend([param, &mut moments.m, &mut moments.v]);
-                scalars.extend(&*rates);
+                scalars.extend([rates.lr, rates.weight_decay]);
             }
         }
         let scalars: Vec<Scalar> = scalars.into_iter().map(Scalar::Real).collect();

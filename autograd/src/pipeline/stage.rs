@@ -163,7 +163,7 @@ impl Program {
     pub fn layout(&self, slot: Slot) -> &Layout {
         match slot {
             Slot::Outer(outer) => &self.outers[outer as usize].layout,
-            Slot::Made { record, out } => &self.records[record as usize].outputs[usize::from(out)],
+            Slot::Made { record, out } => &self.records[record as usize].outputs[out as usize],
         }
     }
 
@@ -178,7 +178,7 @@ impl Program {
             let reached = record.inputs.iter().enumerate().any(flows);
             for (out, layout) in record.outputs.iter().enumerate() {
                 if reached && layout.dtype().is_float() {
-                    live.insert(Slot::Made { record: at as u32, out: out as u8 });
+                    live.insert(Slot::Made { record: at as u32, out: out as u32 });
                 }
             }
         }
@@ -191,7 +191,7 @@ impl Program {
     fn reaching(&self, num_losses: usize) -> HashSet<Slot> {
         let mut reaching: HashSet<Slot> = self.outputs.iter().take(num_losses).copied().collect();
         for (at, record) in self.records.iter().enumerate().rev() {
-            let made = |out: usize| Slot::Made { record: at as u32, out: out as u8 };
+            let made = |out: usize| Slot::Made { record: at as u32, out: out as u32 };
             if !(0..record.outputs.len()).any(|out| reaching.contains(&made(out))) {
                 continue;
             }

@@ -10,8 +10,9 @@ use std::rc::Rc;
 module! {
     /// y = x w + b. The weight is `[in.., out..]`, the bias `[out..]`.
     ///
-    /// Two points: `input`, where x arrives, and `out`, before the bias is added: a product whose inputs are split leaves a
-    /// pending sum there, and a plan that states a layout at `out` says into what it is completed.
+    /// Two points: `input`, where x arrives, and `out`. A product whose inputs are split leaves a pending sum at `out`, before
+    /// the bias is added, and a plan that states a layout there says into what it is completed. Where no rank holds a part of a
+    /// sum, one op adds the bias too, and `out` lies behind it.
     #[derive(Debug)]
     pub struct Linear {
         /// `[in.., out..]`.

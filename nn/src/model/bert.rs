@@ -235,10 +235,23 @@ impl Bert {
     #[track_caller]
     #[must_use]
     pub fn loss(&self, ids: &Var, labels: &Var, mask: Option<&Var>, types: Option<&Var>) -> Var {
-        let loss = CrossEntropy { ignored: Some(Bert::IGNORED), ..CrossEntropy::default() };
-        loss.mean(&self.forward(ids, mask, types), labels)
+        MASKED.mean(&self.forward(ids, mask, types), labels)
+    }
+
+    /// The sum of the losses whose mean [`Bert::loss`] is. Divided by a count that covers a whole step, it is a loss that may be
+    /// averaged over microbatches, whose labels are not equally many.
+    ///
+    /// # Panics
+    /// As [`Bert::loss`].
+    #[track_caller]
+    #[must_use]
+    pub fn loss_sum(&self, ids: &Var, labels: &Var, mask: Option<&Var>, types: Option<&Var>) -> Var {
+        MASKED.rows(&self.forward(ids, mask, types), labels).sum()
     }
 }
+
+/// The loss of the places where a token is asked for.
+const MASKED: CrossEntropy = CrossEntropy { ignored: Some(Bert::IGNORED), smoothing: 0.0 };
 
 #[track_caller]
 fn lacks(what: &str, architecture: &str) -> Error {

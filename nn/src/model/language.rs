@@ -9,7 +9,7 @@ use crate::hf::ModelConfig;
 use crate::module::Module;
 use crate::plan::Plan;
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Error, Kind};
+use shardgrad_tensor::{Error, Kind, Value};
 
 /// A model of the family that a config names. Its parameters have the names that they have in the family's own struct.
 #[derive(Debug)]
@@ -112,13 +112,20 @@ impl LanguageModel {
     }
 
     /// [`LanguageModel::loss`] of ids, targets, and, for an encoder whose rows are filled up, mask and types as
-    /// [`Bert::hidden`] takes them.
+    /// [`Bert::hidden`] takes them. A scalar behind them is what an encoder's sum of losses is divided by, instead of the number
+    /// of its labels: for microbatches, the labels of the step over the number of microbatches.
     ///
     /// # Panics
     /// As [`LanguageModel::loss`], and if there are less than two arguments.
     #[track_caller]
     #[must_use]
     pub fn loss_of(&self, x: &[Var]) -> Var {
+        if let (LanguageModel::Bert(model), Some((share, x))) = (self, x.split_last())
+            && share.shape().is_empty()
+        {
+            let sum = model.loss_sum(&x[0], &x[1], x.get(2), x.get(3));
+            return sum.div(&share.cast(sum.dtype()));
+        }
         match self {
             LanguageModel::Gpt2(model) => model.loss(&x[0], &x[1]),
             LanguageModel::Llama(model) => model.loss(&x[0], &x[1]),

@@ -11,9 +11,9 @@ use std::collections::btree_map::Entry;
 /// m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2,
 /// w = w - lr decay w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps).
 ///
-/// Decay applies to parameters of two or more dims (in files). The moments lie as the parameter is stored and are kept
-/// in its accumulator type (f32 for the 16-bit floats). Every rank keeps an optimizer of its own and steps it together
-/// with the others.
+/// t counts the steps of this parameter: one that was frozen begins with 1. Decay applies to parameters of two or more dims
+/// (in files). The moments lie as the parameter is stored and are kept in its accumulator type (f32 for the 16-bit floats).
+/// Every rank keeps an optimizer of its own and steps it together with the others.
 #[derive(Clone, Debug)]
 pub struct AdamW {
     lr: f64,
@@ -22,7 +22,23 @@ pub struct AdamW {
     weight_decay: f64,
     groups: Groups,
     num_steps: u64,
-    moments: BTreeMap<Key, Moments>,
+    kept: BTreeMap<Key, Kept>,
+}
+
+/// What is kept of a parameter.
+#[derive(Clone, Debug)]
+struct Kept {
+    num_steps: u64,
+    moments: Moments,
+}
+
+/// What [`AdamW`] knows of a parameter that has been stepped.
+#[derive(Clone, Debug)]
+pub struct AdamWState {
+    /// How often it was stepped.
+    pub num_steps: u64,
+    /// The means of gradients and of their squares, as the parameter is stored.
+    pub moments: [Tensor; 2],
 }
 
 impl AdamW {
@@ -36,7 +52,7 @@ impl AdamW {
             weight_decay: 0.0,
             groups: Groups::default(),
             num_steps: 0,
-            moments: BTreeMap::new(),
+            kept: BTreeMap::new(),
         }
     }
 
@@ -65,10 +81,11 @@ impl AdamW {
         self
     }
 
-    fn rates(&self, param: &Param, lr: f64, grad_scale: f64) -> AdamWRates {
+    /// The numbers of a parameter's step number `t`, from 1.
+    fn rates(&self, param: &Param, t: u64, lr: f64, grad_scale: f64) -> AdamWRates {
         let [lr, weight_decay] = self.groups.of(param, lr, self.weight_decay);
         let [beta1, beta2] = self.betas;
-        let correction = |beta: f64| 1.0 - beta.powf(self.num_steps as f64);
+        let correction = |beta: f64| 1.0 - beta.powf(t as f64);
         AdamWRates {
             lr,
             beta1,
@@ -81,27 +98,28 @@ impl AdamW {
         }
     }
 
-    /// The two moments of a parameter, once it has been stepped: what a run needs to go on, beside its parameters.
+    /// What is kept of a parameter, once it has been stepped: what a run needs to go on, beside its parameters.
     #[must_use]
-    pub fn moments(&self, param: &Param) -> Option<[Tensor; 2]> {
-        let moments = self.moments.get(&param.key())?;
-        Some(moments.tensors(param.tensor().rank()))
+    pub fn state(&self, param: &Param) -> Option<AdamWState> {
+        let Kept { num_steps, moments } = self.kept.get(&param.key())?;
+        Some(AdamWState { num_steps: *num_steps, moments: moments.tensors(param.tensor().rank()) })
     }
 
-    /// Goes on from step `num_steps` with these moments, given for each parameter that has them.
+    /// Goes on from step `num_steps` with what was kept of each parameter that had been stepped.
     ///
     /// # Errors
     /// `Kind::Layout` if moments do not lie as their parameter is stored; `Kind::DType`.
     pub fn restore<'a>(
         &mut self,
         num_steps: u64,
-        moments: impl IntoIterator<Item = (&'a Param, [Tensor; 2])>,
+        states: impl IntoIterator<Item = (&'a Param, AdamWState)>,
     ) -> Result<()> {
-        let fresh = moments.into_iter().map(|(param, pair)| {
-            let moments = Moments::from_tensors(&param.layout(), pair);
-            moments.map(|m| (param.key(), m)).map_err(|e| e.detail("parameter", param.name()))
+        let kept = states.into_iter().map(|(param, AdamWState { num_steps, moments })| {
+            let moments = Moments::from_tensors(&param.layout(), moments);
+            let moments = moments.map_err(|e| e.detail("parameter", param.name()))?;
+            Ok((param.key(), Kept { num_steps, moments }))
         });
-        self.moments = fresh.collect::<Result<_>>()?;
+        self.kept = kept.collect::<Result<_>>()?;
         self.num_steps = num_steps;
         Ok(())
     }
@@ -130,13 +148,19 @@ impl Optimizer for AdamW {
     fn change(&mut self, params: &[(&Param, Tensor)], lr: f64, grad_scale: f64) -> Result<()> {
         let mut rates = Vec::with_capacity(params.len());
         for (param, _) in params {
-            rates.push(self.rates(param, lr, grad_scale));
-            if let Entry::Vacant(new) = self.moments.entry(param.key()) {
-                new.insert(Moments::zeros(param.tensor().rank(), &param.layout())?);
-            }
+            let kept = match self.kept.entry(param.key()) {
+                Entry::Occupied(kept) => kept.into_mut(),
+                Entry::Vacant(new) => {
+                    let moments = Moments::zeros(param.tensor().rank(), &param.layout())?;
+                    new.insert(Kept { num_steps: 0, moments })
+                }
+            };
+            kept.num_steps += 1;
+            let t = kept.num_steps;
+            rates.push(self.rates(param, t, lr, grad_scale));
         }
         let mut moments: BTreeMap<Key, &mut Moments> =
-            self.moments.iter_mut().map(|(key, moments)| (*key, moments)).collect();
+            self.kept.iter_mut().map(|(key, kept)| (*key, &mut kept.moments)).collect();
         Param::update_all(params.iter().map(|(param, _)| *param), |tensors| {
             let mut steps = Vec::with_capacity(params.len());
             for ((param, (of, grad)), rates) in tensors.into_iter().zip(params).zip(rates) {

@@ -3,8 +3,8 @@
 use crate::support::run;
 use shardgrad_autograd::{Noise, Tape, Var};
 use shardgrad_nn::{
-    AdamW, Attention, Dropout, Embedding, Gpt2Config, LayerNorm, Linear, Model, Module, Plan, RmsNorm,
-    Schedule, cross_entropy,
+    AdamW, Attention, Dropout, Embedding, Gpt2Config, Init, LayerNorm, Linear, Mlp, Model, Module, Param,
+    Plan, RmsNorm, Schedule, cross_entropy, module,
 };
 use shardgrad_tensor::{DType, Kind, Layout, Mesh, Rank, Result, State, Tensor, Value, World};
 
@@ -45,6 +45,48 @@ fn tables_look_up_and_score() {
         assert_eq!(table.scores(&x).tensor().to_f64()?, [-1.0, -1.0, -1.0]);
         Ok(())
     });
+}
+
+module! {
+    /// A layer, and something learnt that it reads.
+    struct Split { x: Param, mlp: Mlp }
+}
+
+#[test]
+fn products_of_an_mlp_may_be_split_in_every_way_that_products_may() {
+    let plans: [(&str, fn(Plan) -> Plan); 4] = [
+        ("whole", |plan| plan),
+        ("columns", |plan| plan.column("mlp.c_fc").row("mlp.c_proj")),
+        ("columns of the second", |plan| plan.column("mlp.c_proj")),
+        ("columns of the second, gathered", |plan| plan.column("mlp.c_proj").point("mlp.c_proj.out", "tp=")),
+    ];
+    for (what, split) in plans {
+        let outcome = |mesh: &str| {
+            let mut all = run(mesh, |rank| {
+                let module = Split { x: Param::new(&[3, 4]).init(Init::Normal(1.0)), mlp: Mlp::new(4, 5) };
+                let model = Model::with_dtype(rank, module, &split(Plan::tensor("tp")), 1, DType::F64)?;
+                for bias in [&model.mlp.c_fc.bias, &model.mlp.c_proj.bias].into_iter().flatten() {
+                    let n = bias.shape()[0];
+                    let numbers: Vec<f64> = (0..n).map(|i| i as f64 - 1.5).collect();
+                    bias.set_tensor(Tensor::from_global(rank, &bias.layout(), &numbers)?)?;
+                }
+                let tape = model.tape();
+                let y = model.mlp.forward(&model.x.on_tape(&tape));
+                y.square().sum().backward()?;
+                let mut found = y.tensor().to_f64()?;
+                for gradient in tape.gradients().values() {
+                    found.extend(gradient.to_f64()?);
+                }
+                Ok(found)
+            });
+            all.swap_remove(0)
+        };
+        let one = outcome("tp=1");
+        for mesh in ["tp=2", "tp=3"] {
+            let far = outcome(mesh).iter().zip(&one).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+            assert!(far < 1e-12 && outcome(mesh).len() == one.len(), "{what} on {mesh}: {far}");
+        }
+    }
 }
 
 #[test]

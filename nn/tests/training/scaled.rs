@@ -45,7 +45,7 @@ fn an_update_by_scaled_gradients_has_the_bits_of_a_plain_one() {
                     }
                 }
                 for param in by_adam.params() {
-                    for mean in adam.moments(param).expect("it was stepped") {
+                    for mean in adam.state(param).expect("it was stepped").moments {
                         found.push(mean.to_bytes()?);
                     }
                 }

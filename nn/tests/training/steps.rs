@@ -1,6 +1,7 @@
 //! Optimizer steps on every mesh against a loop over plain numbers.
 
 use crate::support::{MESHES, Setup, near, run};
+use crate::traces::{counts, traced};
 use shardgrad_nn::optim::Group;
 use shardgrad_nn::{AdamW, Gpt2, Init, Model, Optimizer, Param, Plan, Sgd, StepArgs, module};
 use shardgrad_tensor::{DType, Error, Kind, Result, Value};
@@ -228,6 +229,61 @@ fn frozen_parameters_stay_and_cost_nothing() {
 }
 
 #[test]
+fn a_parameter_that_thaws_is_corrected_by_its_own_steps() {
+    run("tp=2", |rank| {
+        let step = |model: &Model<Two>, optim: &mut AdamW| {
+            let tape = model.tape();
+            let (a, b) = (model.matrix.on_tape(&tape), model.vector.on_tape(&tape));
+            a.square().sum().add(&b.square().sum()).backward()?;
+            optim.update(model, tape.gradients())
+        };
+        let plan = Plan::new().store("matrix", "tp@0");
+        let model = || Model::with_dtype(rank, Two::new(), &plan, 1, DType::F64);
+        let (late, mut optim) = (model()?, AdamW::new(0.1).betas(0.9, 0.9999));
+        late.vector.set_frozen(true);
+        for _ in 0..3 {
+            step(&late, &mut optim)?;
+        }
+        late.vector.set_frozen(false);
+        let mut again = AdamW::new(0.1).betas(0.9, 0.9999);
+        for _ in 0..2 {
+            step(&late, &mut optim)?;
+            let states = late.params().iter().filter_map(|p| Some((p, optim.state(p)?)));
+            again.restore(optim.num_steps(), states)?;
+            std::mem::swap(&mut optim, &mut again);
+        }
+        let (fresh, mut from_the_start) = (model()?, AdamW::new(0.1).betas(0.9, 0.9999));
+        for _ in 0..2 {
+            step(&fresh, &mut from_the_start)?;
+        }
+        assert!(late.vector.tensor().to_f64()? == fresh.vector.tensor().to_f64()?);
+        let steps = [&late.matrix, &late.vector].map(|p| optim.state(p).map(|state| state.num_steps));
+        assert_eq!((steps, optim.num_steps()), ([Some(5), Some(2)], 5));
+        Ok(())
+    });
+}
+
+#[test]
+fn frozen_shards_are_gathered_once_a_step() {
+    run("dp=2", |rank| {
+        let plan = Plan::new().store("*", "dp@0").compute("*", "dp=");
+        let model = Model::new(rank, Two::new(), &plan, 1)?;
+        model.matrix.set_frozen(true);
+        let gathered = traced(rank, || {
+            let tape = model.tape();
+            for _ in 0..4 {
+                let (matrix, vector) = (model.matrix.on_tape(&tape), model.vector.on_tape(&tape));
+                matrix.square().sum().add(&vector.sum()).backward()?;
+            }
+            assert_eq!(tape.gradients().keys().collect::<Vec<_>>(), [&model.vector.key()]);
+            Ok(())
+        })?;
+        assert_eq!(counts(&gathered), ["forward all_gather 2"]);
+        Ok(())
+    });
+}
+
+#[test]
 fn a_run_goes_on_from_its_moments() {
     run("dp=2,tp=2", |rank| {
         let setup = Setup::new();
@@ -249,12 +305,12 @@ fn a_run_goes_on_from_its_moments() {
         for (to, from) in pairs.clone() {
             to.set_tensor(from.tensor())?;
         }
-        again.restore(optim.num_steps(), pairs.filter_map(|(to, from)| Some((to, optim.moments(from)?))))?;
+        again.restore(optim.num_steps(), pairs.filter_map(|(to, from)| Some((to, optim.state(from)?))))?;
         train(&second, &mut again, 2)?;
         for (a, b) in whole.params().iter().zip(second.params()) {
             assert!(a.tensor().to_f64()? == b.tensor().to_f64()?, "{}", a.name());
         }
-        let swapped = [(&whole.params()[0], optim.moments(&first.params()[3]).unwrap())];
+        let swapped = [(&whole.params()[0], optim.state(&first.params()[3]).unwrap())];
         assert_eq!(again.restore(0, swapped).unwrap_err().kind(), Kind::Layout);
         Ok(())
     });
@@ -273,7 +329,7 @@ fn narrow_parameters_train_with_wide_moments() {
             optim.update(&model, tape.gradients())?;
         }
         assert!(losses[7] < losses[0] - 0.2, "{losses:?}");
-        let [m, _] = optim.moments(&model.params()[0]).unwrap();
+        let [m, _] = optim.state(&model.params()[0]).unwrap().moments;
         assert_eq!((m.dtype(), model.params()[0].tensor().dtype()), (DType::F32, DType::BF16));
         Ok(())
     });
