@@ -31,8 +31,8 @@ impl<M: Family> Model<M> {
     }
 
     /// Writes `config.json` and `model.safetensors` into a folder, made if there is none; or, where the weights have more
-    /// than `bytes_max` bytes, several files and `model.safetensors.index.json`. Weights keep the dtype in which they are stored. As
-    /// [`Model::save_as`].
+    /// than `bytes_max` bytes, several files and `model.safetensors.index.json`. Weights keep the dtype in which they are
+    /// stored. As [`Model::save_as`].
     ///
     /// # Errors
     /// As [`Model::save_as`].
@@ -41,21 +41,19 @@ impl<M: Family> Model<M> {
         self.save_as(dir, bytes_max, self.precision().param_dtype)
     }
 
-    /// [`Model::save_in_files`] with weights rounded to a float dtype. Tensors are gathered one by one, so every rank calls this together; the first rank writes, and the files are whole
-    /// when any rank returns.
+    /// [`Model::save_in_files`] with weights rounded to a float dtype. Tensors are gathered one by one, so every rank calls
+    /// this together; the first rank writes, and the files are whole when any rank returns.
+    ///
+    /// A model that the folder held before is replaced by [`WeightsWriter::finish`]: until all of the new one is on the disk
+    /// it stays as it was, whatever fails. Files that have nothing to do with saving stay.
     ///
     /// # Errors
-    /// `Kind::Io` if the system refuses; what the collectives report.
+    /// As [`save_weights`].
     #[track_caller]
     pub fn save_as(&self, dir: &Path, bytes_max: u64, dtype: DType) -> Result<()> {
         check_dtype(dtype)?;
-        if self.rank().world().index() == 0 {
-            fs::create_dir_all(dir).map_err(|e| {
-                Error::new(Kind::Io, format!("cannot make the folder {}: {e}", dir.display()))
-            })?;
-            self.describe().with_dtype(dtype).write(dir)?;
-        }
-        save_weights(self, dir, bytes_max, dtype, &|name| self.name_in_files(name))
+        let config = self.describe().with_dtype(dtype).to_json();
+        write(self, dir, Some(&config), bytes_max, dtype, &|name| self.name_in_files(name))
     }
 
     /// [`Model::load_as`] where weights may be widened, but not rounded.
@@ -90,11 +88,13 @@ pub fn check_parameters<M: Module>(model: &Model<M>, site: &'static Location<'st
     check_copies(model.rank(), &tensors, site)
 }
 
-/// Writes the parameters of a model, rounded to a dtype, into safetensors files of a folder, in the order of traversal, under the names that
-/// `name_in_file` gives. Every rank calls this together; the first rank writes. Nothing is written if copies of a parameter differ.
+/// Writes the parameters of a model, rounded to a dtype, into safetensors files of a folder, made if there is none, in the
+/// order of traversal, under the names that `name_in_file` gives. Every rank calls this together; the first rank writes.
+/// Nothing is written if copies of a parameter differ.
 ///
 /// # Errors
-/// `Kind::Diverged` as [`check_parameters`]; `Kind::Io` if the system refuses; `Kind::Checkpoint` for names that no file can hold; what the collectives report.
+/// `Kind::Diverged` as [`check_parameters`]; `Kind::Io` if the system refuses, or as [`WeightsWriter::create`];
+/// `Kind::Checkpoint` for names that no file can hold; what the collectives report.
 #[track_caller]
 pub fn save_weights<M: Module>(
     model: &Model<M>,
@@ -103,11 +103,29 @@ pub fn save_weights<M: Module>(
     dtype: DType,
     name_in_file: &dyn Fn(&str) -> String,
 ) -> Result<()> {
+    write(model, dir, None, bytes_max, dtype, name_in_file)
+}
+
+/// [`save_weights`], with the text of a config, if there is one.
+#[track_caller]
+fn write<M: Module>(
+    model: &Model<M>,
+    dir: &Path,
+    config: Option<&str>,
+    bytes_max: u64,
+    dtype: DType,
+    name_in_file: &dyn Fn(&str) -> String,
+) -> Result<()> {
     check_parameters(model, Location::caller())?;
     let entry = |p: &Param| (name_in_file(&p.name()), dtype, p.shape_in_files());
     let entries: Vec<_> = model.params().iter().map(entry).collect();
     let writes = model.rank().world().index() == 0;
-    let mut writer = if writes { Some(WeightsWriter::create(dir, &entries, bytes_max)?) } else { None };
+    let begin = || {
+        fs::create_dir_all(dir)
+            .map_err(|e| Error::new(Kind::Io, format!("cannot make the folder {}: {e}", dir.display())))?;
+        WeightsWriter::create(dir, config, &entries, bytes_max)
+    };
+    let mut writer = if writes { Some(begin()?) } else { None };
     for (param, (name, ..)) in model.params().iter().zip(&entries) {
         let bytes = bring(model.rank(), param, dtype, Location::caller())?;
         if let (Some(writer), Some(bytes)) = (&mut writer, bytes) {
@@ -142,8 +160,8 @@ fn bring(
 }
 
 /// Fills the parameters of a model from files. A parameter is the tensor of the name that `name_in_file` gives, or of its own
-/// name; tensors that match a pattern of `passed_over` may be there for nothing. Gives what became of weights whose dtype is not that
-/// of their parameter, on all ranks and stages.
+/// name; tensors that match a pattern of `passed_over` may be there for nothing. Gives what became of weights whose dtype is
+/// not that of their parameter, on all ranks and stages.
 ///
 /// # Errors
 /// `Kind::Checkpoint` listing all that does not fit, before any parameter is changed; what reading reports.

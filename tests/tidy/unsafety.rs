@@ -114,6 +114,14 @@ fn the_list_names_existing_places() {
 }
 
 #[test]
+fn the_record_names_the_same_places() {
+    let record = include_str!("../../docs/adr/0012-unsafe-budget.md");
+    let rows = record.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`'));
+    let told: Vec<&str> = rows.map(|(place, _)| place).collect();
+    assert_eq!(told, ALLOWED, "docs/adr/0012-unsafe-budget.md beside tests/tidy/unsafety.rs");
+}
+
+#[test]
 fn unsafe_elsewhere_is_found() {
     let text =
         "//! unsafe in words\nfn f() { unsafe { g() } }\nunsafe impl Send for A {}\nm!(unsafe fn h() {});";

@@ -1,7 +1,8 @@
 //! `config.json` of BERT, as `transformers` reads and writes it.
 
 use super::disk::refuse;
-use super::fields::{Faults, dtype_name};
+use super::fields::{Faults, dtype_name, fields};
+use super::fit::Claims;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use shardgrad_tensor::{DType, Result};
@@ -116,12 +117,25 @@ impl BertConfig {
     /// `Kind::Checkpoint` if it is no JSON or describes a model that is not this one; all missing and unsupported fields
     /// are listed at once.
     pub(super) fn parse(path: &Path, text: &str) -> Result<BertConfig> {
-        let raw: Raw = serde_json::from_str(text)
-            .map_err(|e| refuse(path, format_args!("cannot be read as a model config: {e}")))?;
+        let raw: Raw = fields(path, text)?;
         raw.check().map_err(|faults| {
             let error = refuse(path, "describes a model that this version does not run");
             faults.into_iter().fold(error, |error, fault| error.detail("field", fault))
         })
+    }
+
+    /// What the config tells of tensors in files.
+    pub(super) fn claims(&self) -> Claims {
+        let (vocab, width) = (("vocab_size", self.vocab_size), ("hidden_size", self.hidden_size));
+        let positions = ("max_position_embeddings", self.max_position_embeddings);
+        let hidden = ("intermediate_size", self.intermediate_size);
+        let matrices = vec![
+            ("embeddings.word_embeddings.weight", [vocab, width]),
+            ("embeddings.position_embeddings.weight", [positions, width]),
+            ("embeddings.token_type_embeddings.weight", [("type_vocab_size", self.type_vocab_size), width]),
+            ("encoder.layer.0.intermediate.dense.weight", [hidden, width]),
+        ];
+        Claims { prefix: "bert.", blocks: ("num_hidden_layers", self.num_hidden_layers, "layer"), matrices }
     }
 
     /// The text of the config file.
@@ -198,7 +212,7 @@ impl Raw {
                 faults.extent("hidden_size", self.hidden_size, None),
                 faults.extent("intermediate_size", self.intermediate_size, None),
             ],
-            faults.extent("num_hidden_layers", self.num_hidden_layers, None),
+            faults.blocks("num_hidden_layers", self.num_hidden_layers),
             faults.extent("num_attention_heads", self.num_attention_heads, None),
         );
         let (width, heads) = (config.hidden_size, config.num_attention_heads);

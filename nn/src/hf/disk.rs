@@ -100,20 +100,60 @@ pub(super) fn read_text(dir: &Path, name: &str, bytes_max: u64) -> Result<String
         .map_err(|e| refuse(path, format_args!("is not UTF-8 at byte {}", e.utf8_error().valid_up_to())))
 }
 
+/// Syncs the names of a folder to the disk.
+pub(super) fn sync_folder(dir: &Path) -> Result<()> {
+    let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
+    File::open(dir).and_then(|folder| folder.sync_all()).map_err(|e| failed(dir, "write", &e))
+}
+
+/// Whether a file stands at a place; an error for what is no file, which nothing of ours may replace. A link is none either:
+/// whoever made it meant another place, and a cache of Hugging Face keeps its files behind links.
+pub(super) fn is_taken(path: &Path) -> Result<bool> {
+    let kind = match path.symlink_metadata() {
+        Ok(found) => found.file_type(),
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(false),
+        Err(e) => return Err(failed(path, "write", &e)),
+    };
+    let (what, help) = match kind {
+        _ if kind.is_file() => return Ok(true),
+        _ if kind.is_symlink() => ("a link", "name the file that it leads to, or remove it"),
+        _ if kind.is_dir() => ("a folder", "give another name"),
+        _ => ("a pipe or a device", "give another name"),
+    };
+    let text = format!("cannot write {}: it is {what}, which is not replaced", path.display());
+    Err(Error::new(Kind::Io, text).detail("help", help))
+}
+
+/// What stands between the name of a file that is being written and the number of the process that writes it.
+const MARK: &str = ".tmp-";
+
+/// The name that a file is to have, and the number of the process, if this is the name of one that is being written.
+pub(super) fn unfinished(name: &str) -> Option<(&str, u32)> {
+    let (name, id) = name.rsplit_once(MARK)?;
+    let is_number = id.bytes().all(|b| b.is_ascii_digit());
+    id.parse().ok().filter(|_| is_number).map(|id| (name, id))
+}
+
 /// A file that takes its name only when it is whole: written under another name beside it, synced, then
-/// renamed. Dropped unfinished, it leaves nothing behind.
+/// renamed. Dropped before that, it leaves nothing behind.
 #[derive(Debug)]
 pub(super) struct Pending {
     pub(super) path: PathBuf,
     temporary: PathBuf,
     file: Option<BufWriter<File>>,
+    is_kept: bool,
 }
 
 impl Pending {
+    /// Begins a file.
+    ///
+    /// # Errors
+    /// As [`is_taken`]; `Kind::Io` if the system refuses.
     pub(super) fn create(path: &Path) -> Result<Pending> {
+        is_taken(path)?;
         let mut name =
             path.file_name().ok_or_else(|| refuse(path, "is not the name of a file"))?.to_os_string();
-        name.push(format!(".tmp-{}", std::process::id()));
+        name.push(format!("{MARK}{}", std::process::id()));
         let temporary = path.with_file_name(name);
         // A dead process may have left one of the same number; never write through what stands there.
         if temporary.symlink_metadata().is_ok() {
@@ -127,11 +167,8 @@ impl Pending {
                 ),
                 _ => failed(path, "write", &e),
             })?;
-        Ok(Pending {
-            path: path.to_path_buf(),
-            temporary,
-            file: Some(BufWriter::with_capacity(1 << 20, file)),
-        })
+        let file = Some(BufWriter::with_capacity(1 << 20, file));
+        Ok(Pending { path: path.to_path_buf(), temporary, file, is_kept: false })
     }
 
     pub(super) fn write(&mut self, bytes: &[u8]) -> Result<()> {
@@ -141,31 +178,63 @@ impl Pending {
         }
     }
 
+    /// Writes over bytes that were written before.
+    pub(super) fn rewrite(&mut self, at: u64, bytes: &[u8]) -> Result<()> {
+        let Some(file) = &mut self.file else { return Ok(()) };
+        let written = file.flush().and_then(|()| file.get_ref().write_all_at(bytes, at));
+        written.map_err(|e| failed(&self.path, "write", &e))
+    }
+
+    /// Ends the file and syncs it to the disk; its name is still another.
+    pub(super) fn seal(&mut self) -> Result<()> {
+        let Some(mut file) = self.file.take() else { return Ok(()) };
+        let sealed = file.flush().and_then(|()| file.get_ref().sync_all());
+        sealed.map_err(|e| failed(&self.path, "write", &e))
+    }
+
+    /// From now on the file stays under its other name, whatever becomes of this.
+    pub(super) fn keep(&mut self) {
+        self.is_kept = true;
+    }
+
+    /// Gives a sealed file its name, in place of the file that has it.
+    ///
+    /// # Errors
+    /// As [`is_taken`]; `Kind::Io` if the system refuses.
+    pub(super) fn place(self) -> Result<()> {
+        is_taken(&self.path)?;
+        fs::rename(&self.temporary, &self.path).map_err(|e| failed(&self.path, "write", &e))
+    }
+
+    /// Ends the file and gives it its name.
     pub(super) fn commit(mut self) -> Result<()> {
-        let fail = |e: &std::io::Error| failed(&self.path, "write", e);
-        if let Some(mut buffered) = self.file.take() {
-            buffered.flush().map_err(|e| fail(&e))?;
-            buffered.get_ref().sync_all().map_err(|e| fail(&e))?;
-            fs::rename(&self.temporary, &self.path).map_err(|e| fail(&e))?;
-            let folder = self.path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-            File::open(folder).and_then(|folder| folder.sync_all()).map_err(|e| fail(&e))?;
-        }
-        Ok(())
+        self.seal()?;
+        let folder = self.path.parent().unwrap_or(Path::new("")).to_path_buf();
+        self.place()?;
+        sync_folder(&folder)
     }
 }
 
 impl Drop for Pending {
     fn drop(&mut self) {
-        // After a commit there is nothing of this name; otherwise nobody is left to tell of a failure.
-        let _ = fs::remove_file(&self.temporary);
+        if !self.is_kept {
+            // After a commit there is nothing of this name; otherwise nobody is left to tell of a failure.
+            let _ = fs::remove_file(&self.temporary);
+        }
     }
 }
 
 /// Writes a small file whole or not at all.
 pub(super) fn write_text(path: &Path, text: &str) -> Result<()> {
+    sealed_text(path, text)?.commit()
+}
+
+/// A small file, whole and synced, under its other name.
+pub(super) fn sealed_text(path: &Path, text: &str) -> Result<Pending> {
     let mut pending = Pending::create(path)?;
     pending.write(text.as_bytes())?;
-    pending.commit()
+    pending.seal()?;
+    Ok(pending)
 }
 
 #[cfg(test)]
@@ -240,6 +309,7 @@ mod tests {
                 4,
                 OpenOptions::new().write(true).open("/dev/full").unwrap(),
             )),
+            is_kept: false,
         };
         let error = full.write(b"more than four").unwrap_err();
         assert_eq!(error.kind(), Kind::Io);
@@ -255,5 +325,44 @@ mod tests {
         write_text(&dir.path("m"), "new").unwrap();
         assert_eq!(fs::read(&victim).unwrap(), b"keep");
         assert_eq!(dir.names(), ["m", "victim"]);
+    }
+
+    #[test]
+    fn what_is_no_file_is_not_replaced() {
+        let dir = Scratch::new();
+        let victim = dir.file("victim", b"keep");
+        std::os::unix::fs::symlink(&victim, dir.path("link")).unwrap();
+        std::os::unix::fs::symlink("/dev/full", dir.path("device")).unwrap();
+        fs::create_dir(dir.path("folder")).unwrap();
+        let _socket = std::os::unix::net::UnixListener::bind(dir.path("socket")).unwrap();
+        let all = dir.names();
+        for (name, what) in [
+            ("link", "a link"),
+            ("device", "a link"),
+            ("folder", "a folder"),
+            ("socket", "a pipe or a device"),
+        ] {
+            let path = dir.path(name);
+            let error = write_text(&path, "new").unwrap_err();
+            assert_eq!(error.kind(), Kind::Io);
+            let told = format!("cannot write {}: it is {what}, which is not replaced", path.display());
+            assert_eq!(error.message(), told);
+        }
+        // Nor if it comes while the file is written.
+        let late = sealed_text(&dir.path("late"), "new").unwrap();
+        fs::create_dir(dir.path("late")).unwrap();
+        assert!(late.commit().unwrap_err().message().contains("it is a folder"));
+        fs::remove_dir(dir.path("late")).unwrap();
+        assert_eq!((dir.names(), fs::read(&victim).unwrap()), (all, b"keep".to_vec()));
+    }
+
+    #[test]
+    fn names_of_files_that_are_being_written() {
+        assert_eq!(unfinished("model.safetensors.tmp-17"), Some(("model.safetensors", 17)));
+        for other in
+            ["model.safetensors", "m.tmp-", "m.tmp-x", "m.tmp-+1", "m.tmp-1.bak", "m.tmp-99999999999"]
+        {
+            assert_eq!(unfinished(other), None, "{other}");
+        }
     }
 }

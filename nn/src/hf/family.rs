@@ -1,8 +1,9 @@
 //! `config.json` of any family that there is, told apart by its `model_type`.
 
 use super::bert::BertConfig;
-use super::disk::{read_text, refuse, write_text};
-use super::fields::{CONFIG_BYTES_MAX, CONFIG_FILE, WEIGHTS_FILE};
+use super::disk::{refuse, write_text};
+use super::fields::{CONFIG_FILE, fields};
+use super::fit::config_text;
 use super::gpt2::Gpt2Config;
 use super::llama::{LlamaConfig, LlamaKind};
 use serde::Deserialize;
@@ -43,13 +44,19 @@ impl ModelConfig {
     /// Reads `config.json` of a model folder.
     ///
     /// # Errors
-    /// `Kind::Checkpoint` if the file is missing, is no JSON, or describes a model that no family here is; all missing
-    /// and unsupported fields are listed at once. `Kind::Io` if the system refuses.
+    /// `Kind::Checkpoint` if the file is missing, is no JSON, or describes a model that no family here is, or another one than
+    /// the headers of the weights beside it; all missing and unsupported fields are listed at once. `Kind::Io` if the system
+    /// refuses. As [`Weights::open`](super::Weights::open) if there are weights.
     pub fn read(dir: &Path) -> Result<ModelConfig> {
-        let path = dir.join(CONFIG_FILE);
-        let help = format!("a model folder holds {CONFIG_FILE} and {WEIGHTS_FILE}");
-        let text = read_text(dir, CONFIG_FILE, CONFIG_BYTES_MAX).map_err(|e| e.detail("help", help))?;
-        ModelConfig::parse(&path, &text)
+        let (path, text) = config_text(dir)?;
+        let config = ModelConfig::parse(&path, &text)?;
+        let claims = match &config {
+            ModelConfig::Gpt2(config) => config.claims(),
+            ModelConfig::Llama(config) => config.claims(),
+            ModelConfig::Bert(config) => config.claims(),
+        };
+        claims.check(dir)?;
+        Ok(config)
     }
 
     /// Reads the text of the config file at `path` (named in errors).
@@ -57,8 +64,7 @@ impl ModelConfig {
     /// # Errors
     /// As [`ModelConfig::read`].
     pub fn parse(path: &Path, text: &str) -> Result<ModelConfig> {
-        let head: Head = serde_json::from_str(text)
-            .map_err(|e| refuse(path, format_args!("cannot be read as a model config: {e}")))?;
+        let head: Head = fields(path, text)?;
         let found = head.model_type.as_deref();
         if found == Some("gpt2") {
             return Gpt2Config::parse(path, text).map(ModelConfig::Gpt2);
@@ -87,7 +93,7 @@ impl ModelConfig {
     /// Writes `config.json` into a model folder, whole or not at all.
     ///
     /// # Errors
-    /// `Kind::Io` if the system refuses.
+    /// `Kind::Io` if the system refuses, or what stands there is no file.
     pub fn write(&self, dir: &Path) -> Result<()> {
         write_text(&dir.join(CONFIG_FILE), &self.to_json())
     }
@@ -206,6 +212,16 @@ mod tests {
         assert_eq!(told(r#"{"model_type": "t5"}"#), format!("c: `model_type` is \"t5\"{read}"));
         assert_eq!(told("{}"), format!("c: `model_type` is missing{read}"));
         assert!(told("[]").contains("cannot be read as a model config"));
+        let typed = "c: `model_type` cannot be read: invalid type: integer `3`, expected a string";
+        assert_eq!(told(r#"{"model_type": 3}"#), typed);
+        let wrong = |kind: &str, field: &str| told(&format!(r#"{{"model_type": "{kind}", {field}}}"#));
+        let number = "invalid type: string \"x\", expected u64";
+        for (kind, field) in [("llama", "num_hidden_layers"), ("bert", "vocab_size"), ("gpt2", "n_layer")] {
+            let text = format!(r#""a": {{}}, "{field}": "x""#);
+            assert_eq!(wrong(kind, &text), format!("c: `{field}` cannot be read: {number}"));
+        }
+        let nested = wrong("llama", r#""rope_scaling": {"factor": "x"}"#);
+        assert!(nested.starts_with("c: `rope_scaling` cannot be read: invalid type: string"), "{nested}");
     }
 
     #[test]

@@ -1,17 +1,49 @@
 //! Fields of `config.json` that all families have, read with suspicion: what is wrong is collected, then told at once.
 
-use shardgrad_tensor::DType;
+use super::disk::refuse;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+use shardgrad_tensor::{DType, Result};
+use std::path::Path;
 
 /// The config file's name in a model folder.
 pub const CONFIG_FILE: &str = "config.json";
 /// The name of the weights file in a model folder.
 pub const WEIGHTS_FILE: &str = "model.safetensors";
+/// The name of the index in a folder whose weights are spread over several files.
+pub const INDEX_FILE: &str = "model.safetensors.index.json";
 
 /// No config file is longer than this.
 pub(super) const CONFIG_BYTES_MAX: u64 = 1 << 20;
 /// No extent in a config file is larger than this; products of three of them fit u128, parameter counts fit
 /// u64.
 const EXTENT_MAX: u64 = 1 << 24;
+/// No model in a config file has more blocks than this; the deepest that were published have some hundreds.
+const BLOCKS_MAX: u64 = 1 << 12;
+/// No more characters than these are told of why a field cannot be read.
+const WHY_CHARS_MAX: usize = 200;
+
+/// The fields that are read of a config file, none of which must be there.
+///
+/// # Errors
+/// `Kind::Checkpoint` naming the first field of another type, or telling where the text is no JSON.
+pub(super) fn fields<T: DeserializeOwned>(path: &Path, text: &str) -> Result<T> {
+    serde_json::from_str(text).map_err(|e| match bad_field::<T>(text) {
+        Some(why) => refuse(path, why),
+        None => refuse(path, format_args!("cannot be read as a model config: {e}")),
+    })
+}
+
+/// The first field that cannot be read, and why.
+fn bad_field<T: DeserializeOwned>(text: &str) -> Option<String> {
+    let all: Map<String, Value> = serde_json::from_str(text).ok()?;
+    all.into_iter().find_map(|(name, value)| {
+        let alone = Value::Object(Map::from_iter([(name.clone(), value)]));
+        let why = serde_json::from_value::<T>(alone).err()?.to_string();
+        let told: String = why.chars().take(WHY_CHARS_MAX).collect();
+        Some(format!("`{name}` cannot be read: {told}"))
+    })
+}
 
 /// What is wrong with a config file.
 #[derive(Debug, Default)]
@@ -24,9 +56,18 @@ impl Faults {
 
     /// A number of things: at least one, and not beyond what can be multiplied safely. What is refused is 1.
     pub(super) fn extent(&mut self, name: &str, value: Option<u64>, default: Option<u64>) -> usize {
-        match value.or(default) {
-            Some(n) if (1..=EXTENT_MAX).contains(&n) => return n as usize,
-            Some(n) => self.add(format!("`{name}` is {n}, which is outside of 1..={EXTENT_MAX}")),
+        self.count(name, value.or(default), EXTENT_MAX)
+    }
+
+    /// A number of blocks, each of which is made of many things. What is refused is 1.
+    pub(super) fn blocks(&mut self, name: &str, value: Option<u64>) -> usize {
+        self.count(name, value, BLOCKS_MAX)
+    }
+
+    fn count(&mut self, name: &str, value: Option<u64>, max: u64) -> usize {
+        match value {
+            Some(n) if (1..=max).contains(&n) => return n as usize,
+            Some(n) => self.add(format!("`{name}` is {n}, which is outside of 1..={max}")),
             None => self.add(format!("`{name}` is missing")),
         }
         1

@@ -1,7 +1,8 @@
 //! Safetensors files on disk: read by position, written in one pass.
 
+use super::digest::Digest;
 use super::disk::{Pending, failed, open_regular, open_within, refuse, zeros};
-use super::header::{HEADER_BYTES_MAX, Header, TensorInfo, parse, render};
+use super::header::{HEADER_BYTES_MAX, Header, TensorInfo, parse, render_with};
 use shardgrad_tensor::{DType, Result};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -138,22 +139,45 @@ pub struct TensorWriter {
     /// The tensor whose bytes come next, and how many of them are written.
     at: usize,
     written: u64,
+    /// The digest of what is written, and where in the file it is to stand, if it is.
+    digest: Option<(Digest, u64)>,
 }
+
+/// What stands in the place of a digest that is not known yet, and in the bytes that it is made of.
+const NO_DIGEST: &str = "0000000000000000";
 
 impl TensorWriter {
     /// Begins a file of these tensors (name, dtype, global shape).
     ///
     /// # Errors
-    /// `Kind::Checkpoint` for names and shapes that no file can hold ([`render`]); `Kind::Io` if the system
-    /// refuses.
+    /// `Kind::Checkpoint` for names and shapes that no file can hold ([`render`](super::header::render)); `Kind::Io` if the
+    /// system refuses, and if something that is no file stands at the path: a link, a folder, a pipe, a device.
     pub fn create(path: &Path, tensors: &[(String, DType, Vec<usize>)]) -> Result<TensorWriter> {
-        let (text, header) = render(path, tensors)?;
-        let mut pending = Pending::create(path)?;
-        pending.write(&(text.len() as u64).to_le_bytes())?;
-        pending.write(text.as_bytes())?;
-        let mut writer = TensorWriter { pending, header, at: 0, written: 0 };
+        TensorWriter::begin(path, tensors, false)
+    }
+
+    /// [`TensorWriter::create`] of a file that tells its digest in its header.
+    pub(super) fn with_digest(path: &Path, tensors: &[(String, DType, Vec<usize>)]) -> Result<TensorWriter> {
+        TensorWriter::begin(path, tensors, true)
+    }
+
+    fn begin(path: &Path, tensors: &[(String, DType, Vec<usize>)], tells: bool) -> Result<TensorWriter> {
+        let (text, header) = render_with(path, tensors, tells.then_some(NO_DIGEST))?;
+        let place = text.find(NO_DIGEST).filter(|_| tells).map(|at| 8 + at as u64);
+        let digest = place.map(|at| (Digest::default(), at));
+        let pending = Pending::create(path)?;
+        let mut writer = TensorWriter { pending, header, at: 0, written: 0, digest };
+        writer.write(&(text.len() as u64).to_le_bytes())?;
+        writer.write(text.as_bytes())?;
         writer.pass_empty();
         Ok(writer)
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        if let Some((digest, _)) = &mut self.digest {
+            digest.add(bytes);
+        }
+        self.pending.write(bytes)
     }
 
     fn pass_empty(&mut self) {
@@ -187,7 +211,7 @@ impl TensorWriter {
                 format_args!("got {given} bytes of `{name}`, expected {wanted}"),
             ));
         }
-        self.pending.write(bytes)?;
+        self.write(bytes)?;
         self.written += given;
         if given == left {
             self.at += 1;
@@ -203,11 +227,21 @@ impl TensorWriter {
     /// `Kind::Checkpoint` if bytes are missing; `Kind::Io` if the system refuses. Either way the old file
     /// stays.
     pub fn finish(self) -> Result<()> {
+        self.seal()?.0.commit()
+    }
+
+    /// Ends the file and syncs it to the disk; its name is still another. Gives its digest too, if it has one.
+    pub(super) fn seal(mut self) -> Result<(Pending, Option<String>)> {
         if let Some(t) = self.expected() {
             let left = t.bytes.end - t.bytes.start - self.written;
             return Err(refuse(&self.pending.path, format_args!("{left} bytes of `{}` are missing", t.name)));
         }
-        self.pending.commit()
+        let digest = self.digest.take().map(|(digest, at)| (digest.hex(), at));
+        if let Some((digest, at)) = &digest {
+            self.pending.rewrite(*at, digest.as_bytes())?;
+        }
+        self.pending.seal()?;
+        Ok((self.pending, digest.map(|(digest, _)| digest)))
     }
 }
 

@@ -1,18 +1,18 @@
 //! The weights of a model folder: one safetensors file, or an index and the files that it names.
 
+use super::commit::unfinished_in;
 use super::disk::{is_plain, read_text, refuse};
 use super::distinct::Distinct;
+pub use super::fields::INDEX_FILE;
 use super::fields::WEIGHTS_FILE;
 use super::files::TensorFile;
-use super::header::TensorInfo;
+use super::header::{DIGEST, TensorInfo};
 use serde::Deserialize;
-use shardgrad_tensor::Result;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use serde_json::Value;
+use shardgrad_tensor::{Error, Result};
+use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-
-/// The name of the index in a folder whose weights are spread over several files.
-pub const INDEX_FILE: &str = "model.safetensors.index.json";
 
 /// No index is longer than this.
 const INDEX_BYTES_MAX: u64 = 100_000_000;
@@ -21,7 +21,16 @@ const FAULTS_MAX: usize = 50;
 
 #[derive(Deserialize)]
 struct Index {
+    #[serde(default)]
+    metadata: Value,
     weight_map: Distinct,
+}
+
+impl Index {
+    /// The digest of a file as it was when the index was written, if the index tells.
+    fn digest(&self, file: &str) -> Option<&str> {
+        self.metadata.get(DIGEST)?.get(file)?.as_str()
+    }
 }
 
 /// All tensors of a model folder, open for reading.
@@ -39,23 +48,39 @@ impl Weights {
     ///
     /// # Errors
     /// `Kind::Checkpoint` if there is neither, if the index cannot be read, and with all that is wrong with the files that it
-    /// names: a name that is no file of the folder, a file that [`TensorFile::open_within`] refuses, a tensor that is not in
-    /// the file that the index names, or in another one, or nowhere in the index. `Kind::Io` if the system refuses.
+    /// names: a name that is no file of the folder, a file that [`TensorFile::open_within`] refuses, a file of another save
+    /// than the index (where both tell), a tensor that is not in the file that the index names, or in another one, or nowhere
+    /// in the index. And if a save was interrupted while files got their names. `Kind::Io` if the system refuses.
     pub fn open(dir: &Path) -> Result<Weights> {
-        let (single, index) = (dir.join(WEIGHTS_FILE), dir.join(INDEX_FILE));
-        if single.symlink_metadata().is_ok() || index.symlink_metadata().is_err() {
-            let files = vec![TensorFile::open_within(dir, WEIGHTS_FILE)?];
-            let by_name = files[0].tensors().iter().map(|t| (t.name.clone(), 0)).collect();
-            return Ok(Weights { path: single, files, by_name });
+        Weights::find(dir)?.map_or_else(|| Weights::single(dir), Ok)
+    }
+
+    /// [`Weights::open`], if there is anything of weights.
+    pub(super) fn find(dir: &Path) -> Result<Option<Weights>> {
+        let is_there = |name: &str| dir.join(name).symlink_metadata().is_ok();
+        if is_there(WEIGHTS_FILE) {
+            return Weights::single(dir).map(Some);
         }
+        if !is_there(INDEX_FILE) {
+            return interrupted(dir).map_or(Ok(None), Err);
+        }
+        let index = dir.join(INDEX_FILE);
         let text = read_text(dir, INDEX_FILE, INDEX_BYTES_MAX)?;
         let read: Index = serde_json::from_str(&text)
             .map_err(|e| refuse(&index, format_args!("cannot be read as an index: {e}")))?;
-        Weights::of_index(dir, index, &read.weight_map.0)
+        Weights::of_index(dir, index, &read).map(Some)
+    }
+
+    /// The only file.
+    fn single(dir: &Path) -> Result<Weights> {
+        let files = vec![TensorFile::open_within(dir, WEIGHTS_FILE)?];
+        let by_name = files[0].tensors().iter().map(|t| (t.name.clone(), 0)).collect();
+        Ok(Weights { path: dir.join(WEIGHTS_FILE), files, by_name })
     }
 
     /// The files that an index names, if each holds what the index says that it holds.
-    fn of_index(dir: &Path, index: PathBuf, map: &BTreeMap<String, String>) -> Result<Weights> {
+    fn of_index(dir: &Path, index: PathBuf, read: &Index) -> Result<Weights> {
+        let map = &read.weight_map.0;
         let mut faults = Vec::new();
         let mut files = Vec::new();
         for name in map.values().collect::<BTreeSet<_>>() {
@@ -64,7 +89,13 @@ impl Weights {
                 continue;
             }
             match TensorFile::open_within(dir, name) {
-                Ok(file) => files.push((name, file)),
+                Ok(file) => {
+                    let told = read.digest(name);
+                    if told.is_some() && told != file.metadata().get(DIGEST).map(String::as_str) {
+                        faults.push(("save", format!("{name} is of another save than the index")));
+                    }
+                    files.push((name, file));
+                }
                 Err(e) => faults.push(("file", e.message().to_string())),
             }
         }
@@ -140,6 +171,15 @@ impl Weights {
         let missing = || refuse(&self.path, format_args!("there is no tensor `{name}`"));
         self.by_name.get(name).map(|&i| &self.files[i]).ok_or_else(missing)
     }
+}
+
+/// Why a folder without weights has none, if a save tells.
+fn interrupted(dir: &Path) -> Option<Error> {
+    let left = unfinished_in(dir).unwrap_or_default();
+    let (first, _) = left.first()?;
+    let error = refuse(dir, "holds a save that was interrupted, or is not done yet");
+    let lie = format!("what it wrote lies in {first} and {} others", left.len() - 1);
+    Some(error.detail("help", format!("save again; {lie}, whole only if all of them are there")))
 }
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
 //! GPT-2's `config.json`, as `transformers` reads and writes it.
 
-use super::disk::{read_text, refuse, write_text};
-use super::fields::{CONFIG_BYTES_MAX, CONFIG_FILE, Faults, WEIGHTS_FILE, dtype_name};
+use super::disk::{refuse, write_text};
+use super::fields::{CONFIG_FILE, Faults, dtype_name, fields};
+use super::fit::{Claims, config_text};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use shardgrad_tensor::{DType, Result};
@@ -123,13 +124,28 @@ impl Gpt2Config {
     /// Reads `config.json` of a model folder.
     ///
     /// # Errors
-    /// `Kind::Checkpoint` if the file is missing, is no JSON, or describes a model that is not this one; all
-    /// missing and unsupported fields are listed at once. `Kind::Io` if the system refuses.
+    /// `Kind::Checkpoint` if the file is missing, is no JSON, or describes a model that is not this one, or not that of the
+    /// weights beside it; all missing and unsupported fields are listed at once. `Kind::Io` if the system refuses. As
+    /// [`Weights::open`](super::Weights::open) if there are weights.
     pub fn read(dir: &Path) -> Result<Gpt2Config> {
-        let path = dir.join(CONFIG_FILE);
-        let help = format!("a model folder holds {CONFIG_FILE} and {WEIGHTS_FILE}");
-        let text = read_text(dir, CONFIG_FILE, CONFIG_BYTES_MAX).map_err(|e| e.detail("help", help))?;
-        Gpt2Config::parse(&path, &text)
+        let (path, text) = config_text(dir)?;
+        let config = Gpt2Config::parse(&path, &text)?;
+        config.claims().check(dir)?;
+        Ok(config)
+    }
+
+    /// What the config tells of tensors in files.
+    pub(super) fn claims(&self) -> Claims {
+        let (vocab, width) = (("vocab_size", self.vocab_size), ("n_embd", self.n_embd));
+        let mut matrices = vec![
+            ("wte.weight", [vocab, width]),
+            ("wpe.weight", [("n_positions", self.n_positions), width]),
+            ("h.0.mlp.c_fc.weight", [width, ("n_inner", self.hidden())]),
+        ];
+        if !self.tie_word_embeddings {
+            matrices.push(("lm_head.weight", [vocab, width]));
+        }
+        Claims { prefix: "transformer.", blocks: ("n_layer", self.n_layer, "h"), matrices }
     }
 
     /// Reads the text of the config file at `path` (named in errors).
@@ -137,8 +153,7 @@ impl Gpt2Config {
     /// # Errors
     /// As [`Gpt2Config::read`].
     pub fn parse(path: &Path, text: &str) -> Result<Gpt2Config> {
-        let raw: Raw = serde_json::from_str(text)
-            .map_err(|e| refuse(path, format_args!("cannot be read as a model config: {e}")))?;
+        let raw: Raw = fields(path, text)?;
         if raw.model_type.as_deref() != Some("gpt2") {
             let found = raw.model_type.map_or("is missing".to_string(), |m| format!("is {m:?}"));
             let error = refuse(path, format_args!("`model_type` {found}; this version reads \"gpt2\""));
@@ -221,7 +236,7 @@ impl Raw {
             faults.extent("vocab_size", self.vocab_size, None),
             faults.extent("n_positions", self.n_positions, None),
             faults.extent("n_embd", self.n_embd, None),
-            faults.extent("n_layer", self.n_layer, None),
+            faults.blocks("n_layer", self.n_layer),
             faults.extent("n_head", self.n_head, None),
         );
         config.n_inner = self.n_inner.map(|n| faults.extent("n_inner", Some(n), None));
@@ -276,6 +291,7 @@ impl Raw {
 mod tests {
     use super::*;
     use crate::hf::disk::scratch::Scratch;
+    use crate::hf::fields::CONFIG_BYTES_MAX;
     use shardgrad_tensor::{Error, Kind};
 
     /// The fields of the published 124M model that matter, and some that do not.
@@ -344,7 +360,7 @@ mod tests {
 
     #[test]
     fn other_models_are_refused() {
-        let told = |from, to| changed(from, to).message().to_string();
+        let told = |from: &str, to: &str| changed(from, to).message().to_string();
         assert_eq!(
             told("\"gpt2\"", "\"llama\""),
             "config.json: `model_type` is \"llama\"; this version reads \"gpt2\""
@@ -353,9 +369,16 @@ mod tests {
             told("\"model_type\": \"gpt2\",", ""),
             "config.json: `model_type` is missing; this version reads \"gpt2\""
         );
-        assert!(told("768", "\"768\"").contains("invalid type: string \"768\", expected u64 at line 4"));
         assert!(told("768", "-768").contains("expected u64"));
         assert!(told("768", "768.5").contains("expected u64"));
+        assert_eq!(
+            told("768", "\"768\""),
+            "config.json: `n_embd` cannot be read: invalid type: string \"768\", expected u64"
+        );
+        let field = format!("\"gpt2\", \"n_inner\": {:?}", "x".repeat(1000));
+        let long = told("\"gpt2\"", &field);
+        assert!(long.starts_with("config.json: `n_inner` cannot be read: ") && long.len() < 300, "{long}");
+        assert!(told("0.1", "1e999").contains("number out of range at line 2"));
         assert!(told("{", "[").contains("cannot be read as a model config"));
         assert!(told("768", "768, \"n_embd\": 8").contains("duplicate field `n_embd`"));
     }
@@ -370,11 +393,11 @@ mod tests {
         assert_eq!(fault("768", "770"), "`n_embd` is 770, which 12 heads (`n_head`) do not divide");
         assert_eq!(
             fault("\"n_layer\": 12", "\"n_layer\": 0"),
-            "`n_layer` is 0, which is outside of 1..=16777216"
+            "`n_layer` is 0, which is outside of 1..=4096"
         );
         assert_eq!(
             fault("\"n_layer\": 12", "\"n_layer\": 1000000000"),
-            "`n_layer` is 1000000000, which is outside of 1..=16777216"
+            "`n_layer` is 1000000000, which is outside of 1..=4096"
         );
         assert_eq!(
             fault("\"n_ctx\": 1024", "\"n_inner\": 0"),

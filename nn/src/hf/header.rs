@@ -25,6 +25,9 @@ pub const TENSORS_MAX: usize = 1 << 18;
 /// The longest tensor name.
 pub const NAME_BYTES_MAX: usize = 1024;
 
+/// The entry of `__metadata__` that holds the digest of a file that belongs to a set of files.
+pub(super) const DIGEST: &str = "shardgrad_digest";
+
 /// What stands in files for a dtype.
 const fn word(dtype: DType) -> &'static str {
     match dtype {
@@ -118,7 +121,17 @@ pub fn parse(path: &Path, text: &[u8], payload_bytes: u64) -> Result<Header> {
 /// # Errors
 /// `Kind::Checkpoint` for what [`parse`] would refuse: a bad or doubled name, too many dims, too many bytes.
 pub fn render(path: &Path, tensors: &[(String, DType, Vec<usize>)]) -> Result<(String, Header)> {
-    let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
+    render_with(path, tensors, None)
+}
+
+/// [`render`], with a digest among the free text entries, which stand before all tensors.
+pub(super) fn render_with(
+    path: &Path,
+    tensors: &[(String, DType, Vec<usize>)],
+    digest: Option<&str>,
+) -> Result<(String, Header)> {
+    let mut metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
+    metadata.extend(digest.map(|digest| (DIGEST.to_string(), digest.to_string())));
     let mut header = Header { tensors: Vec::with_capacity(tensors.len()), metadata };
     let mut text = format!("{{\"__metadata__\":{}", serde_json::json!(header.metadata));
     let (mut names, mut end) = (HashSet::new(), 0u64);

@@ -1,7 +1,8 @@
 //! `config.json` of the Llama family: `llama`, `mistral`, `qwen2` and `qwen3`, as `transformers` reads and writes it.
 
 use super::disk::refuse;
-use super::fields::{Faults, dtype_name};
+use super::fields::{Faults, dtype_name, fields};
+use super::fit::Claims;
 use super::rotary::{Raw as RawRotary, Rotary, RotaryScaling};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -200,12 +201,28 @@ impl LlamaConfig {
     /// `Kind::Checkpoint` if it is no JSON or describes a model that is not this one; all missing and unsupported fields
     /// are listed at once.
     pub(super) fn parse(kind: LlamaKind, path: &Path, text: &str) -> Result<LlamaConfig> {
-        let raw: Raw = serde_json::from_str(text)
-            .map_err(|e| refuse(path, format_args!("cannot be read as a model config: {e}")))?;
+        let raw: Raw = fields(path, text)?;
         raw.check(kind).map_err(|faults| {
             let error = refuse(path, "describes a model that this version does not run");
             faults.into_iter().fold(error, |error, fault| error.detail("field", fault))
         })
+    }
+
+    /// What the config tells of tensors in files.
+    pub(super) fn claims(&self) -> Claims {
+        let (vocab, width) = (("vocab_size", self.vocab_size), ("hidden_size", self.hidden_size));
+        let queries = ("num_attention_heads` x `head_dim", self.num_attention_heads * self.head_dim);
+        let keys = ("num_key_value_heads` x `head_dim", self.num_key_value_heads * self.head_dim);
+        let mut matrices = vec![
+            ("model.embed_tokens.weight", [vocab, width]),
+            ("model.layers.0.mlp.gate_proj.weight", [("intermediate_size", self.intermediate_size), width]),
+            ("model.layers.0.self_attn.q_proj.weight", [queries, width]),
+            ("model.layers.0.self_attn.k_proj.weight", [keys, width]),
+        ];
+        if !self.tie_word_embeddings {
+            matrices.push(("lm_head.weight", [vocab, width]));
+        }
+        Claims { prefix: "", blocks: ("num_hidden_layers", self.num_hidden_layers, "layers"), matrices }
     }
 
     /// The text of the config file.
@@ -313,7 +330,7 @@ impl Raw {
                 faults.extent("hidden_size", self.hidden_size, None),
                 faults.extent("intermediate_size", self.intermediate_size, None),
             ],
-            faults.extent("num_hidden_layers", self.num_hidden_layers, None),
+            faults.blocks("num_hidden_layers", self.num_hidden_layers),
             [
                 faults.extent("num_attention_heads", self.num_attention_heads, None),
                 faults.extent("num_key_value_heads", self.num_key_value_heads, key_heads),

@@ -4,18 +4,21 @@
 //! mapped, so that a file that shrinks under a run is an error and not a signal.
 
 mod disk;
+mod digest;
 mod distinct;
 pub mod header;
 pub mod files;
 mod part;
 mod fields;
+mod commit;
+pub mod folder;
+pub mod shards;
+mod fit;
 mod rotary;
 pub mod gpt2;
 pub mod llama;
 pub mod bert;
 pub mod family;
-pub mod folder;
-pub mod shards;
 
 pub use bert::{BertConfig, BertHead};
 pub use family::ModelConfig;

@@ -54,17 +54,18 @@ module! {
 
 #[test]
 fn products_of_an_mlp_may_be_split_in_every_way_that_products_may() {
-    let plans: [(&str, fn(Plan) -> Plan); 4] = [
-        ("whole", |plan| plan),
-        ("columns", |plan| plan.column("mlp.c_fc").row("mlp.c_proj")),
-        ("columns of the second", |plan| plan.column("mlp.c_proj")),
-        ("columns of the second, gathered", |plan| plan.column("mlp.c_proj").point("mlp.c_proj.out", "tp=")),
+    let tensor = || Plan::tensor("tp");
+    let plans = [
+        ("whole", tensor()),
+        ("columns", tensor().column("mlp.c_fc").row("mlp.c_proj")),
+        ("columns of the second", tensor().column("mlp.c_proj")),
+        ("columns of the second, gathered", tensor().column("mlp.c_proj").point("mlp.c_proj.out", "tp=")),
     ];
-    for (what, split) in plans {
+    for (what, plan) in plans {
         let outcome = |mesh: &str| {
             let mut all = run(mesh, |rank| {
                 let module = Split { x: Param::new(&[3, 4]).init(Init::Normal(1.0)), mlp: Mlp::new(4, 5) };
-                let model = Model::with_dtype(rank, module, &split(Plan::tensor("tp")), 1, DType::F64)?;
+                let model = Model::with_dtype(rank, module, &plan, 1, DType::F64)?;
                 for bias in [&model.mlp.c_fc.bias, &model.mlp.c_proj.bias].into_iter().flatten() {
                     let n = bias.shape()[0];
                     let numbers: Vec<f64> = (0..n).map(|i| i as f64 - 1.5).collect();

@@ -16,5 +16,6 @@ mod optimizers;
 mod mixed;
 mod scaled;
 mod folders;
+mod saves;
 mod bad_files;
 mod fuzz;

@@ -1,0 +1,96 @@
+//! Saves that fail: the folder holds the model that it held before, config and weights.
+
+use crate::folders::Folder;
+use crate::support::{Setup, run};
+use shardgrad_nn::hf::{CONFIG_FILE, WEIGHTS_FILE, folder::INDEX_FILE};
+use shardgrad_nn::{Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig};
+use shardgrad_tensor::{DType, Error, Kind, Mesh, Result, Tensor, World};
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+/// The files of a folder.
+fn files(dir: &Path) -> BTreeMap<String, Vec<u8>> {
+    let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap());
+    let files = entries.filter(|entry| entry.file_type().unwrap().is_file());
+    files.map(|f| (f.file_name().into_string().unwrap(), fs::read(f.path()).unwrap())).collect()
+}
+
+fn saved(name: &str) -> (Folder, BTreeMap<String, Vec<u8>>) {
+    let folder = Folder::new(name);
+    run("", |rank| Setup::new().model(rank)?.save(&folder.0));
+    let before = files(&folder.0);
+    (folder, before)
+}
+
+/// Saves a model of another family over the folder; with copies of a parameter that differ, if asked for.
+fn overwritten(mesh: &str, dir: &Path, bytes_max: u64, differ: bool) -> Result<(), Error> {
+    let config = ModelConfig::Llama(LlamaConfig::new(LlamaKind::Llama, 11, 8, [12, 24], 2, [2, 1]));
+    World::run(Mesh::parse(mesh).unwrap(), |rank| {
+        let model = Model::new(rank, LanguageModel::new(&config), &LanguageModel::plan(&config), 1)?;
+        if differ {
+            let norm = model.param("model.norm.weight")?;
+            let own = vec![1.0 + rank.index() as f32; 12];
+            norm.set_tensor(Tensor::from_local(rank, &norm.layout(), &own)?)?;
+        }
+        model.save_in_files(dir, bytes_max)
+    })
+    .map(drop)
+}
+
+#[test]
+fn copies_that_differ_leave_config_and_weights_of_before() {
+    let (folder, before) = saved("differ");
+    let error = overwritten("tp=2", &folder.0, u64::MAX, true).unwrap_err();
+    assert_eq!(error.kind(), Kind::Diverged, "{error}");
+    assert!(files(&folder.0) == before, "config and weights are those of before");
+    let nowhere = folder.0.join("new");
+    assert_eq!(overwritten("tp=2", &nowhere, u64::MAX, true).unwrap_err().kind(), Kind::Diverged);
+    assert!(!nowhere.exists(), "no folder is made for nothing");
+}
+
+#[test]
+fn a_disk_that_is_full_leaves_config_and_weights_of_before() {
+    let (folder, before) = saved("full");
+    for (bytes_max, blocked) in [(u64::MAX, WEIGHTS_FILE), (3000, INDEX_FILE)] {
+        let blocked = folder.0.join(format!("{blocked}.tmp-{}", std::process::id()));
+        fs::create_dir(&blocked).unwrap();
+        let error = overwritten("dp=2", &folder.0, bytes_max, false).unwrap_err();
+        assert_eq!(error.kind(), Kind::Io, "{error}");
+        assert!(files(&folder.0) == before, "config and weights are those of before");
+        fs::remove_dir(&blocked).unwrap();
+    }
+    run("tp=2", |rank| {
+        let config = Gpt2Config::read(&folder.0)?;
+        let module = shardgrad_nn::Gpt2::new(&config);
+        Model::with_dtype(rank, module, &Setup::new().plan, 0, DType::F64)?.load(&folder.0)
+    });
+    overwritten("dp=2", &folder.0, 3000, false).unwrap();
+    assert!(matches!(ModelConfig::read(&folder.0).unwrap(), ModelConfig::Llama(_)));
+    let left = files(&folder.0);
+    assert!(!left.contains_key(WEIGHTS_FILE) && left.keys().all(|n| !n.contains("tmp")), "{:?}", left.keys());
+}
+
+/// Nothing of the claimed size is made: the largest here would take thousands of terabytes.
+#[test]
+fn a_config_of_a_larger_model_than_the_files_hold_is_refused_when_it_is_read() {
+    let (folder, _) = saved("claims");
+    let path = folder.0.join(CONFIG_FILE);
+    let text = fs::read_to_string(&path).unwrap();
+    for (field, value, told) in [
+        ("n_layer", "2", "`n_layer` is 4000, the files hold 2 blocks"),
+        ("vocab_size", "11", "`vocab_size` is 16777215, the files hold transformer.wte.weight [11, 15]"),
+        ("n_positions", "8", "`n_positions` is 16777215, the files hold transformer.wpe.weight [8, 15]"),
+        ("n_embd", "15", "`n_embd` is 16777215, the files hold transformer.wte.weight [11, 15]"),
+    ] {
+        let claim = if field == "n_layer" { "4000" } else { "16777215" };
+        let (from, to) = (format!("\"{field}\": {value}"), format!("\"{field}\": {claim}"));
+        assert!(text.contains(&from), "{text}");
+        fs::write(&path, text.replacen(&from, &to, 1)).unwrap();
+        for error in [ModelConfig::read(&folder.0).unwrap_err(), Gpt2Config::read(&folder.0).unwrap_err()] {
+            assert_eq!(error.kind(), Kind::Checkpoint);
+            assert!(error.message().contains(CONFIG_FILE), "{error}");
+            assert_eq!(error.details()[0], ("field", told.to_string()));
+        }
+    }
+}
