@@ -63,8 +63,8 @@ pub(crate) struct TokenFile {
 }
 
 impl TokenFile {
-    /// Opens a file and checks that each number is a token of a vocabulary; for an encoder, `labels` too, and
-    /// `attention_mask` and `token_type_ids` where they are.
+    /// Opens a file and checks that each number is a token of a vocabulary; for an encoder, `labels` too, some of which ask for a
+    /// token, and `attention_mask` and `token_type_ids` where they are.
     ///
     /// # Errors
     /// `Kind::Data` naming the file for one that is no safetensors file, lacks a tensor, holds one in another dtype than i64
@@ -89,16 +89,23 @@ impl TokenFile {
         let ids = Column { name: NAME, legal: 0..vocabulary.tokens as i64 };
         let vocabulary = *vocabulary;
         let tokens = TokenFile { num_rows: num_rows as u64, seq: width - next, width, vocabulary, ids, file };
-        tokens.check(&tokens.ids, &shape)?;
+        tokens.check(&tokens.ids, &shape, |_| ())?;
         if !vocabulary.causal {
-            tokens.check(&tokens.labels(), &shape)?;
-            tokens.more().iter().try_for_each(|column| tokens.check(column, &shape))?;
+            let mut asks = false;
+            tokens.check(&tokens.labels(), &shape, |label| asks |= label != Bert::IGNORED)?;
+            if !asks {
+                return Err(refuse(
+                    path,
+                    format_args!("`{LABELS}` ask for no token: all are {}", Bert::IGNORED),
+                ));
+            }
+            tokens.more().iter().try_for_each(|column| tokens.check(column, &shape, |_| ()))?;
         }
         Ok(tokens)
     }
 
-    /// Checks dtype, shape and every number of a tensor.
-    fn check(&self, column: &Column, shape: &[usize]) -> Result<()> {
+    /// Checks dtype, shape and every number of a tensor, and hands the numbers over.
+    fn check(&self, column: &Column, shape: &[usize], mut each: impl FnMut(i64)) -> Result<()> {
         let (path, name) = (self.file.path(), column.name);
         let info = self.file.find(name).map_err(as_data)?;
         if info.shape != shape {
@@ -112,7 +119,7 @@ impl TokenFile {
         let mut at = 0;
         while at < num_bytes {
             let n = (num_bytes - at).min(chunk.len() as u64);
-            self.numbers(column, at, &mut chunk[..n as usize], |_| ())?;
+            self.numbers(column, at, &mut chunk[..n as usize], &mut each)?;
             at += n;
         }
         Ok(())
@@ -388,6 +395,9 @@ mod tests {
             error.message().rsplit_once("labelled: ").unwrap().1.to_string()
         };
         assert_eq!(told(&[("input_ids", ids)]), "there is no tensor `labels`");
+        let none: &[i64] = &[-100; 6];
+        let all = [("input_ids", ids), ("labels", none)];
+        assert_eq!(told(&all), "`labels` ask for no token: all are -100");
         assert_eq!(
             told(&[("input_ids", ids), ("labels", &[0, 0, 10, 0, 0, 0])]),
             "`labels`[0, 2] is 10, outside of the vocabulary 0..10"
