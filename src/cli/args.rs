@@ -2,6 +2,7 @@
 
 pub(crate) mod nearest;
 mod defaults;
+mod files;
 mod values;
 mod pipeline;
 mod plan;

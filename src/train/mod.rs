@@ -10,6 +10,7 @@ use crate::data::{Batch, Sampler};
 use shardgrad::nn::optim::Schedule;
 use shardgrad::nn::{LanguageModel, Precision, Settings, Trainer};
 use shardgrad::prelude::*;
+use std::cell::Cell;
 use std::ops::Range;
 
 /// Everything that decides the numbers of a run.
@@ -77,11 +78,19 @@ impl Recipe {
             schedule: Some(self.schedule),
             clip: self.clip,
         };
-        let read = |rank: &Rank, step: u64, piece: Range<usize>| {
+        // The microbatches of a step have one share, for which all its labels are read.
+        let known = Cell::new(None);
+        let read = move |rank: &Rank, step: u64, piece: Range<usize>| {
             let all = Sampler::step(step, self.batch as u64);
             let first = all.start + piece.start as u64;
             let read = |own: Range<usize>| rows.batch(first + own.start as u64..first + own.end as u64);
-            batch(rank, plan, [piece.len(), self.seq], share(rows, all, piece.len())?, read)
+            let part = (step, piece.len());
+            let share = match known.get() {
+                Some((of, share)) if of == part => share,
+                _ => share(rows, all, piece.len())?,
+            };
+            known.set(Some((part, share)));
+            batch(rank, plan, [piece.len(), self.seq], share, read)
         };
         let loss = |model: &LanguageModel, x: &[Var]| model.loss_of(x);
         Trainer::new(rank, model, plan, self.optim.clone(), settings, read, loss)

@@ -1,9 +1,9 @@
 //! Options from a file: `--config FILE`, TOML with a key for each long option. What stands on the command line wins.
 
 use super::Cli;
+use super::files::read_small;
 use super::nearest::nearest;
 use super::values::Bytes;
-use crate::outputs::read_small;
 use clap::{Arg, ArgAction, ArgMatches, Command, CommandFactory, FromArgMatches};
 use shardgrad::{Error, Kind, Result};
 use std::any::TypeId;

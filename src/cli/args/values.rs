@@ -1,7 +1,7 @@
 //! The values of options: text in, checked values out. What is refused is told in one line.
 
+use super::files::read_small;
 use super::nearest::nearest;
-use crate::outputs::read_small;
 use shardgrad::autograd::pipeline::{Cut, NAMES, Schedule, Times};
 use shardgrad::dist::Mesh;
 use shardgrad::kernels::Device;
