@@ -53,6 +53,12 @@ fn run_with(rank: &Rank, optim: impl Optimizer) -> Result<Vec<[f64; 2]>> {
         assert_eq!((report.lr, trainer.optim().num_steps()), (trainer.optim().lr(), step + 1));
         found.push([report.loss, report.grad_norm]);
     }
+    // A number that rides along is named if it alone is at fault, on every rank.
+    let odd = if rank.index() == 0 { f64::NAN } else { 1.0 };
+    let error = trainer.step(&[2.0, odd]).unwrap_err();
+    assert_eq!(error.kind(), Kind::NotFinite);
+    let named = "step 5: control number 1 is NaN over all ranks; the step was not taken";
+    assert_eq!(error.message(), named);
     Ok(found)
 }
 
