@@ -4,6 +4,7 @@
 //! tile. The order of the blocks of one sum is part of the contract of [`crate::cpu::gemm`]; the rest is a matter of
 //! speed.
 
+use crate::cpu::simd::level;
 use crate::cpu::simd::pack::{DEPTH_MAX, Source, Strips};
 use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::simd::tile::{COLS_MAX, ROWS_MAX, Rows, Tiles};
@@ -17,6 +18,11 @@ pub(crate) const STRIPS: usize = 8;
 const COLS: usize = 768;
 /// Up to so many strips of the other operand, packing does not pay.
 const FEW: usize = 2;
+
+/// So many rows of c are formed of rows of b where they lie, whatever their distance.
+pub(crate) fn rows_in_place<R: Real>() -> usize {
+    FEW * Tiles::<R>::at(level()).table.len()
+}
 
 /// A matrix that is written.
 pub(crate) struct Target<T> {
@@ -131,7 +137,8 @@ impl<'t, R: Real> Blocked<'t, R> {
         let cols_max = if strips.count <= FEW { wide } else { COLS };
         let col_step = n.div_ceil(n.div_ceil(cols_max).max(1)).next_multiple_of(wide);
         let in_place_a = a.direct && (a.col == 1 || a.row == 1 && n <= FEW * wide);
-        let in_place_b = b.direct && b.col == 1 && strips.count <= FEW;
+        // Rows no longer than those of packed strips lie as well as these.
+        let in_place_b = b.direct && b.col == 1 && (strips.count <= FEW || b.row <= COLS_MAX);
         if k == 0 && !accumulate {
             for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
                 // SAFETY: (i, j) lies inside of c.

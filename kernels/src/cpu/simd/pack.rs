@@ -2,7 +2,7 @@
 
 use crate::cpu::simd::tile::Tiles;
 use crate::cpu::simd::turn::starts;
-use crate::cpu::simd::vectorized;
+use crate::cpu::simd::{level, vectorized};
 use crate::dtype::{Element, Float, Real};
 use std::mem::MaybeUninit;
 
@@ -75,6 +75,19 @@ impl<R: Real> Source<R> {
             unsafe { (self.pack)(tiles, self, strips, to) }
         }
     }
+}
+
+/// Strips of `width` of the rows, which have `depth` elements each and lie side by side, turned: to[(s * depth + p) * width +
+/// j] = rows[(s * width + j) * depth + p], for as many strips as `to` has room for.
+///
+/// # Panics
+/// If `to` is not made of whole strips, or there are fewer rows, or rows of 16-bit elements are longer than [`DEPTH_MAX`].
+pub(crate) fn strips_of_rows<T: Float>(rows: &[T], depth: usize, width: usize, to: &mut [T::Acc]) {
+    let count = to.len() / (depth * width);
+    assert!(to.len() == count * depth * width && to.len() <= rows.len(), "rows for whole strips");
+    let strips = Strips { depth, count, used: width, width };
+    // SAFETY: the assertion covers both memories, and the level is that of this CPU.
+    unsafe { Source::new(rows, 1, depth).pack(&Tiles::at(level()), strips, to.as_mut_ptr()) }
 }
 
 /// See [`Pack`].

@@ -1,7 +1,8 @@
 //! The backward of attention on the CPU: one task per batch element and key head. Probabilities come again from the
 //! scores and the saved logarithms.
 
-use super::tile::{KEYS, Operand, Pairs, QUERIES, with_operand};
+use super::strips::{Queries, in_strips, turn};
+use super::tile::{KEYS, Operand, Pairs, QUERIES, rows, with_operand};
 use super::{BACKWARD, Head, Problem};
 use crate::cpu::math::Maths;
 use crate::cpu::simd::scratch::Scratch;
@@ -64,6 +65,16 @@ fn backward_head<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
     let (b, g) = (task / problem.g, task % problem.g);
     let (k, v) = (Head::<T>::new(k, b, &[g]), Head::<T>::new(v, b, &[g]));
     let mut state = State::<P>::new(rooms, operands, problem);
+    let by_strips = in_strips::<P>(problem.t) > 0;
+    if by_strips {
+        vectorized(
+            #[inline(always)]
+            || {
+                k.gather(0, problem.c, T::Acc::ONE, state.keys[0]);
+                v.gather(0, problem.c, T::Acc::ONE, state.keys[1]);
+            },
+        );
+    }
     for r in 0..problem.r {
         let [q, o, d_out] = [q, o, d_out].map(|arg| Head::<T>::new(arg, b, &[g, r]));
         let lse = Head::<T::Acc>::new(lse, b, &[g, r]);
@@ -73,10 +84,13 @@ fn backward_head<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
                 #[inline(always)]
                 || state.load(problem, [&q, &o, &d_out], &lse, [first, queries]),
             );
-            state.walk(problem, packs, [&k, &v], [first, queries]);
-            for (i, dq) in state.dq.chunks_exact(problem.c).take(queries).enumerate() {
-                store(dq, T::Acc::lit(problem.scale), outputs.dq[(first + i) * problem.r + r]);
+            if by_strips {
+                state.walk_strips(problem, packs, [first, queries]);
+            } else {
+                state.walk(problem, packs, [&k, &v], [first, queries]);
             }
+            let rows = outputs.dq[first * problem.r..].iter_mut().skip(r).step_by(problem.r).take(queries);
+            store(state.dq, problem.c, T::Acc::lit(problem.scale), rows);
         }
     }
     // What queries were not multiplied by is missing in dk.
@@ -84,16 +98,24 @@ fn backward_head<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
     for (out, sums, factor) in
         [(&mut outputs.dk, &state.dk, missing), (&mut outputs.dv, &state.dv, T::Acc::ONE)]
     {
-        out.iter_mut().zip(sums.chunks_exact(problem.c)).for_each(|(out, sums)| store(sums, factor, out));
+        store(sums, problem.c, factor, out.iter_mut());
     }
 }
 
-fn store<T: Float>(sums: &[T::Acc], factor: T::Acc, out: &mut [T]) {
+/// Stores rows of c sums, times a factor, where each of them goes.
+fn store<'o, 'a: 'o, T: Float>(
+    sums: &[T::Acc],
+    c: usize,
+    factor: T::Acc,
+    rows: impl Iterator<Item = &'o mut &'a mut [T]>,
+) {
     vectorized(
         #[inline(always)]
         || {
-            for (out, &sum) in out.iter_mut().zip(sums) {
-                *out = T::narrow(sum * factor);
+            for (out, sums) in rows.zip(sums.chunks_exact(c)) {
+                for (out, &sum) in out.iter_mut().zip(sums) {
+                    *out = T::narrow(sum * factor);
+                }
             }
         },
     );
@@ -106,6 +128,9 @@ struct State<'s, P: Operand> {
     /// The queries, times the first of [`Operand::factors`].
     q: &'s mut [P],
     d_out: &'s mut [P],
+    /// Both turned, as far as they lie in strips, and all keys and values, if tiles are taken by strips.
+    turned: [&'s mut [P::Acc]; 2],
+    keys: [&'s mut [P::Acc]; 2],
     dq: &'s mut [P::Acc],
     /// Per query, filled up to a full vector: the logarithm of the sum of exponentials, and the product of o and its
     /// cotangent.
@@ -124,14 +149,17 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         let queries = QUERIES.min(problem.t);
         let row_len = queries.next_multiple_of(LANES);
         let (of_keys, of_queries, tile) = (problem.s * problem.c, queries * problem.c, row_len * KEYS);
-        let lens = [of_keys, of_keys, of_queries, row_len, row_len, tile, tile];
-        let [dk, dv, dq, lse, delta, prob, d_score] = rooms.slices(lens);
+        let turned = in_strips::<P>(queries) * problem.c;
+        let kept = if turned > 0 { of_keys } else { 0 };
+        let lens = [of_keys, of_keys, of_queries, row_len, row_len, tile, tile, turned, turned, kept, kept];
+        let [dk, dv, dq, lse, delta, prob, d_score, q_turned, d_out_turned, k, v] = rooms.slices(lens);
         let rounded = P::rounded_len(tile);
         let [q, d_out, probs, d_scores] = operands.slices([of_queries, of_queries, rounded, rounded]);
         for sums in [&mut *dk, &mut *dv, &mut *lse, &mut *delta] {
             sums.fill(R::ZERO);
         }
-        State { dk, dv, q, d_out, dq, lse, delta, prob, d_score, weights: [probs, d_scores] }
+        let (turned, keys, weights) = ([q_turned, d_out_turned], [k, v], [probs, d_scores]);
+        State { dk, dv, q, d_out, turned, keys, dq, lse, delta, prob, d_score, weights }
     }
 
     /// Takes up a tile of queries.
@@ -179,6 +207,29 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         }
     }
 
+    /// Takes the tile in strips over the keys that it sees.
+    fn walk_strips(&mut self, problem: &Problem, scratch: &mut Scratch, [first, queries]: [usize; 2]) {
+        let (c, whole) = (problem.c, in_strips::<P>(queries) * problem.c);
+        turn(self.q, c, &mut self.turned[0][..whole]);
+        turn(self.d_out, c, &mut self.turned[1][..whole]);
+        for pairs in Pairs::of(*problem, first, queries) {
+            let [k, v] = self.keys.each_ref().map(|keys| &keys[pairs.first_key * c..]);
+            let [q, d_out] = self.turned.each_ref().map(|turned| &turned[..whole]);
+            let (q, d_out) =
+                (Queries { turned: q, rows: &*self.q }, Queries { turned: d_out, rows: &*self.d_out });
+            pairs.score_strips(problem, scratch, q, rows(k, c), self.prob);
+            pairs.score_strips(problem, scratch, d_out, rows(v, c), self.d_score);
+            vectorized(
+                #[inline(always)]
+                || self.differentiate(problem, pairs),
+            );
+            pairs.gather_queries_in_parts(problem, scratch, self.prob, &*self.d_out, self.dv);
+            pairs.gather_queries_in_parts(problem, scratch, self.d_score, &*self.q, self.dk);
+            let k = &self.keys[0][pairs.first_key * c..];
+            pairs.gather_keys_in_parts(problem, scratch, self.d_score, k, self.dq);
+        }
+    }
+
     /// From scores and cotangents of probabilities to probabilities and cotangents of scores.
     #[inline(always)]
     fn differentiate(&mut self, problem: &Problem, pairs: Pairs) {
@@ -187,11 +238,19 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         for (j, (prob, d_score)) in rows.take(pairs.keys).enumerate() {
             let hidden = pairs.hidden(problem, j);
             let whole = hidden / LANES * LANES;
-            let row = prob[whole..].iter_mut().zip(&mut d_score[whole..]);
-            for (((prob, d_score), &lse), &delta) in row.zip(&self.lse[whole..]).zip(&self.delta[whole..]) {
-                let score = if P::SHORT { *prob * factor } else { *prob };
-                *prob = (score - lse).exp();
-                *d_score = *prob * (*d_score - delta);
+            let row = prob[whole..].as_chunks_mut::<LANES>().0.iter_mut();
+            let row = row.zip(d_score[whole..].as_chunks_mut::<LANES>().0);
+            let known = self.lse[whole..]
+                .as_chunks::<LANES>()
+                .0
+                .iter()
+                .zip(self.delta[whole..].as_chunks::<LANES>().0);
+            for ((prob, d_score), (lse, delta)) in row.zip(known) {
+                for i in 0..LANES {
+                    let score = if P::SHORT { prob[i] * factor } else { prob[i] };
+                    prob[i] = (score - lse[i]).exp();
+                    d_score[i] = prob[i] * (d_score[i] - delta[i]);
+                }
             }
             let behind = pairs.left_behind(problem, j).max(pairs.skip);
             for row in [prob, d_score] {

@@ -1,11 +1,12 @@
 //! Attention on the CPU: one task per head and tile of queries; keys in tiles, with a running maximum and sum.
 
+use super::strips::{Queries, in_strips, turn};
 use super::tile::{KEYS, Operand, Pairs, QUERIES, with_operand};
 use super::{FORWARD, Head, Problem};
 use crate::cpu::math::Maths;
 use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::{Pool, vectorized};
-use crate::dtype::{Float, Real};
+use crate::dtype::{Element, Float, Real};
 use crate::error::KernelError;
 use crate::kernel::{Arg, Launch};
 use crate::match_float;
@@ -61,13 +62,18 @@ fn forward_tile<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
         #[inline(always)]
         || q.gather(first, c, P::factors(problem.scale)[0], state.q),
     );
-    for pairs in Pairs::of(*problem, first, queries) {
-        pairs.score(packs, state.q, &k, state.scores);
-        vectorized(
-            #[inline(always)]
-            || state.soften(problem, pairs),
-        );
-        pairs.gather_keys(packs, P::weights(state.scores, state.weights), &v, state.out);
+    // Keys of 16 bits would be widened for each strip.
+    if in_strips::<P>(queries) > 0 && T::DTYPE == <T::Acc as Element>::DTYPE {
+        state.walk_strips(problem, packs, [&k, &v], [first, queries]);
+    } else {
+        for pairs in Pairs::of(*problem, first, queries) {
+            pairs.score(packs, state.q, &k, state.scores);
+            vectorized(
+                #[inline(always)]
+                || state.soften(problem, pairs),
+            );
+            pairs.gather_keys(packs, P::weights(state.scores, state.weights), &v, state.out);
+        }
     }
     vectorized(
         #[inline(always)]
@@ -79,6 +85,9 @@ fn forward_tile<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
 struct State<'s, P: Operand> {
     /// The queries, times the first of [`Operand::factors`].
     q: &'s mut [P],
+    /// Those in strips, turned, and the values of one tile of keys, if it is taken by strips.
+    turned: &'s mut [P::Acc],
+    values: &'s mut [P::Acc],
     /// Scores, then exponentials, of one tile of keys: a row per key.
     scores: &'s mut [P::Acc],
     /// The exponentials, if they must be rounded.
@@ -104,15 +113,41 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
     fn new(rooms: &'s mut Scratch, operands: &'s mut Scratch, queries: usize, c: usize) -> State<'s, P> {
         let row_len = queries.next_multiple_of(LANES);
         let (matrix, tile) = (queries * c, row_len * KEYS);
-        let lens = [tile, matrix, row_len, row_len, row_len, row_len, row_len];
-        let [scores, out, max, sum, origin, shrink, total] = rooms.slices(lens);
+        let turned = in_strips::<P>(queries) * c;
+        let values = if turned > 0 { KEYS * c } else { 0 };
+        let lens = [tile, matrix, row_len, row_len, row_len, row_len, row_len, turned, values];
+        let [scores, out, max, sum, origin, shrink, total, turned, values] = rooms.slices(lens);
         let [q, weights] = operands.slices([matrix, P::rounded_len(tile)]);
         out.fill(R::ZERO);
         max.fill(R::NEG_INFINITY);
         for row in [&mut *sum, &mut *origin, &mut *shrink, &mut *total] {
             row.fill(R::ZERO);
         }
-        State { q, scores, weights, out, max, sum, origin, shrink, total }
+        State { q, turned, values, scores, weights, out, max, sum, origin, shrink, total }
+    }
+
+    /// Takes a tile in strips over the keys that it sees.
+    fn walk_strips<T: Float<Acc = R>>(
+        &mut self,
+        problem: &Problem,
+        scratch: &mut Scratch,
+        [k, v]: [&Head<'_, T>; 2],
+        [first, queries]: [usize; 2],
+    ) {
+        let c = problem.c;
+        turn(self.q, c, self.turned);
+        for pairs in Pairs::of(*problem, first, queries) {
+            let q = Queries { turned: &*self.turned, rows: &*self.q };
+            pairs.score_strips(problem, scratch, q, k.matrix(pairs.first_key), self.scores);
+            vectorized(
+                #[inline(always)]
+                || {
+                    self.soften(problem, pairs);
+                    v.gather(pairs.first_key, c, R::ONE, &mut self.values[..pairs.keys * c]);
+                },
+            );
+            pairs.gather_keys_in_parts(problem, scratch, self.scores, self.values, self.out);
+        }
     }
 
     /// Turns the scores of a tile into exponentials below the new maxima, and scales what came before down to them.
@@ -142,10 +177,15 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         for (j, row) in self.scores.chunks_exact_mut(row_len).take(pairs.keys).enumerate() {
             let whole = pairs.hidden(problem, j) / LANES * LANES;
             row[skip..whole].fill(R::ZERO);
-            let seeing = row[whole..].iter_mut().zip(&self.origin[whole..]).zip(&mut self.total[whole..]);
-            for ((score, &origin), total) in seeing {
-                *score = (*score - origin).exp();
-                *total += *score;
+            // Whole vectors, which the compiler does not see in lengths that it does not know.
+            let origin = self.origin[whole..].as_chunks::<LANES>().0;
+            let total = self.total[whole..].as_chunks_mut::<LANES>().0;
+            let seeing = row[whole..].as_chunks_mut::<LANES>().0.iter_mut().zip(origin).zip(total);
+            for ((score, origin), total) in seeing {
+                for i in 0..LANES {
+                    score[i] = (score[i] - origin[i]).exp();
+                    total[i] += score[i];
+                }
             }
         }
         P::round(&self.scores[..pairs.keys * row_len], self.weights);

@@ -7,6 +7,7 @@
 //! not a number or +inf, its row is not a number. Hidden keys and values must be finite: they may meet a factor 0.
 
 mod tile;
+mod strips;
 mod forward;
 mod backward;
 mod gpu;

@@ -88,6 +88,9 @@ fn the_fast_path_agrees() {
     agree([1, 1, 1, 1, 1, 1], &scalars(1.0, false, 0), &DType::FLOATS);
     agree([2, 5, 7, 2, 3, 4], &scalars(0.5, true, 1), &DType::FLOATS);
     agree([1, 70, 70, 2, 1, 16], &scalars(0.25, true, 0), &DType::FLOATS);
+    // Strips of queries, some left over, heads of more channels than are read in place, keys in front and at the back.
+    agree([1, 100, 130, 1, 2, 72], &scalars(0.1, true, 30), &[DType::F32, DType::F16]);
+    agree([1, 64, 90, 1, 1, 40], &scalars(0.1, true, -20), &[DType::F32, DType::F64]);
     agree([1, 130, 150, 1, 2, 8], &scalars(0.3, false, 0), &[DType::F32, DType::BF16]);
     agree([1, 67, 140, 1, 1, 9], &scalars(0.3, true, 73), &[DType::F32, DType::F64]);
     agree([1, 1, 300, 2, 2, 20], &scalars(0.2, true, 299), &[DType::F32, DType::BF16]);

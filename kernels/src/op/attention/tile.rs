@@ -217,16 +217,16 @@ impl Pairs {
 }
 
 /// A matrix in scratch, row-major.
-fn rows<R>(data: &[R], width: usize) -> Matrix<'_, R> {
+pub(super) fn rows<R>(data: &[R], width: usize) -> Matrix<'_, R> {
     Matrix { data, row_stride: width, col_stride: 1 }
 }
 
 /// The same turned.
-fn columns<R>(data: &[R], width: usize) -> Matrix<'_, R> {
+pub(super) fn columns<R>(data: &[R], width: usize) -> Matrix<'_, R> {
     Matrix { data, row_stride: 1, col_stride: width }
 }
 
 /// A matrix in scratch to be written, row-major.
-fn rows_mut<R>(data: &mut [R], width: usize) -> MatrixMut<'_, R> {
+pub(super) fn rows_mut<R>(data: &mut [R], width: usize) -> MatrixMut<'_, R> {
     MatrixMut { data, row_stride: width, col_stride: 1 }
 }

@@ -98,6 +98,9 @@ mod tests {
             case([g, m, n, k]).output(&[g, m, n]).strided().run();
         }
         case([1, 150, 140, 70]).output(&[1, 150, 140]).run();
+        // Rows of b that lie as close as packed ones.
+        case([1, 60, 32, 40]).output(&[1, 60, 32]).run();
+        case([1, 60, 29, 300]).output(&[1, 60, 29]).run();
     }
 
     #[test]
