@@ -10,6 +10,7 @@ use crate::error::KernelError;
 use crate::gpu::{Ending, Grid, GridArg, Plan, Product};
 use crate::kernel::{Arg, ArgMut, Bound, Gpu, Kernel, Launch, Scalar};
 use crate::match_float;
+use crate::precision::MatmulPrecision;
 use crate::op::contract::CONTRACT;
 use crate::strides::Strides;
 use std::fs;
@@ -388,6 +389,21 @@ fn ending_by_hand(
         _ => {}
     }
     [c, beside]
+}
+
+#[test]
+fn products_of_f32_are_as_exact_as_was_asked_for() {
+    let x = 1.0 + 2f64.powi(-9) + 2f64.powi(-20);
+    for (precision, left) in MatmulPrecision::EVERY.into_iter().zip([x, 1.0 + 2f64.powi(-9), 1.0]) {
+        let Some(folder) = fake::card("") else { return };
+        let settings = Settings { precision, ..Settings::default() };
+        let card = Card::open(&folder.places(), 0).unwrap().backend(settings).unwrap();
+        let one = Strides::contiguous(&[1, 1, 1]);
+        let got = product::<f32>(&*card, &PRODUCTS, [(&[x as f32][..], &one), (&[1.0], &one)], &one);
+        assert_eq!(got, [left as f32], "{precision}");
+        let got = product::<f64>(&*card, &PRODUCTS, [(&[x][..], &one), (&[1.0], &one)], &one);
+        assert_eq!(got, [x], "{precision}: f64 is as it is");
+    }
 }
 
 #[test]
