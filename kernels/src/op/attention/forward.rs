@@ -171,22 +171,27 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         let states = self.origin[skip..].iter_mut().zip(&mut self.shrink[skip..]).zip(&self.max[skip..]);
         for ((start, shrink), &max) in states {
             *start = origin(max);
-            *shrink = (*shrink - *start).exp();
+            // There is nothing to shrink yet; and results that underflow take many times as long.
+            let before = if *shrink == R::NEG_INFINITY { *start } else { *shrink };
+            *shrink = (before - *start).exp();
         }
         self.total.fill(R::ZERO);
         for (j, row) in self.scores.chunks_exact_mut(row_len).take(pairs.keys).enumerate() {
-            let whole = pairs.hidden(problem, j) / LANES * LANES;
-            row[skip..whole].fill(R::ZERO);
+            let (hidden, behind) = (pairs.hidden(problem, j), pairs.left_behind(problem, j).max(skip));
+            let whole = hidden / LANES * LANES;
+            // What is not seen gives 1, and then 0, for exponentials that underflow take many times as long.
+            row[whole..hidden].copy_from_slice(&self.origin[whole..hidden]);
+            row[behind..].copy_from_slice(&self.origin[behind..]);
             // Whole vectors, which the compiler does not see in lengths that it does not know.
-            let origin = self.origin[whole..].as_chunks::<LANES>().0;
-            let total = self.total[whole..].as_chunks_mut::<LANES>().0;
-            let seeing = row[whole..].as_chunks_mut::<LANES>().0.iter_mut().zip(origin).zip(total);
-            for ((score, origin), total) in seeing {
+            let seeing = row[whole..].as_chunks_mut::<LANES>().0.iter_mut();
+            for (score, origin) in seeing.zip(self.origin[whole..].as_chunks::<LANES>().0) {
                 for i in 0..LANES {
                     score[i] = (score[i] - origin[i]).exp();
-                    total[i] += score[i];
                 }
             }
+            row[skip..hidden].fill(R::ZERO);
+            row[behind..].fill(R::ZERO);
+            self.total[whole..].iter_mut().zip(&row[whole..]).for_each(|(total, &score)| *total += score);
         }
         P::round(&self.scores[..pairs.keys * row_len], self.weights);
         for ((sum, &shrink), &total) in
