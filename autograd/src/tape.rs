@@ -12,7 +12,7 @@ use shardgrad_tensor::ops::redistribute::Redistribute;
 use shardgrad_tensor::{Context, DType, Layout, Op, Tensor, op, unwind};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell, RefMut};
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
@@ -67,7 +67,7 @@ pub(crate) struct Node {
 #[derive(Default)]
 pub(crate) struct Arena {
     pub(crate) leaves: Vec<Leaf>,
-    by_key: HashMap<Key, u32>,
+    by_key: BTreeMap<Key, u32>,
     nodes: Vec<Node>,
     round: u32,
 }
@@ -323,7 +323,7 @@ impl Tape {
             context.set_path(&node.path);
             let wanted: SmallVec<[bool; 4]> = node.inputs.iter().map(Option::is_some).collect();
             let cotangents = node.pull_back(&self.0.rank, &context, &wanted);
-            for (input, cotangent) in node.inputs.clone().into_iter().zip(cotangents) {
+            for (input, cotangent) in std::mem::take(&mut node.inputs).into_iter().zip(cotangents) {
                 if let (Some(id), Some(cotangent)) = (input, cotangent) {
                     add(&mut arena.leaves, &mut nodes, id, cotangent);
                 }

@@ -139,6 +139,10 @@ impl Hasher for Mix {
         self.0 = (self.0.rotate_left(5) ^ x).wrapping_mul(0x517c_c1b7_2722_0a95);
     }
 
+    fn write_u16(&mut self, x: u16) {
+        self.write_u64(x.into());
+    }
+
     fn write_u8(&mut self, x: u8) {
         self.write_u64(x.into());
     }

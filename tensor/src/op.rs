@@ -4,7 +4,7 @@ use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
 use crate::memo::Question;
-use crate::piece::Piece;
+use crate::piece::{Piece, launch};
 use crate::refusal::Refusal;
 use crate::repair::{Repair, repairs};
 use crate::tensor::Tensor;
@@ -189,8 +189,10 @@ impl Local<'_> {
     pub fn launch(&self, kernel: &Kernel, inputs: &[&Piece], scalars: &[Scalar]) -> Result<Pieces> {
         let mut outputs: Pieces =
             (0..self.inference.outputs.len()).map(|i| self.output(i)).collect::<Result<_>>()?;
-        let mut slots: Vec<&mut Piece> = outputs.iter_mut().collect();
-        crate::piece::launch(self.rank, kernel, inputs, &mut slots, scalars)?;
+        match &mut outputs[..] {
+            [one] => launch(self.rank, kernel, inputs, &mut [one], scalars)?,
+            all => launch(self.rank, kernel, inputs, &mut all.iter_mut().collect::<Vec<_>>(), scalars)?,
+        }
         Ok(outputs)
     }
 

@@ -9,6 +9,7 @@ use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::reduce::SUM;
 use shardgrad_kernels::{Dims, Kernel, Scalar};
+use smallvec::SmallVec;
 use std::rc::Rc;
 
 /// Which argument is repeated, and along which dims. The number is how many dims the repeated one has.
@@ -114,12 +115,16 @@ impl Broadcast {
         scalars: &[Scalar],
     ) -> Result<Pieces> {
         let mut out = local.output(0)?;
+        let repeated = |p: &Piece| p.view.shape != out.view.shape;
         let spread = |p: &Piece| {
             let view = p.view.broadcast(&out.view.shape);
             p.viewed(view.expect("the signature has matched the dims from the last on"))
         };
-        let spread: Vec<Piece> = x.iter().map(spread).collect();
-        launch(local.rank, kernel, &spread.iter().collect::<Vec<_>>(), &mut [&mut out], scalars)?;
+        let spread: SmallVec<[Piece; 1]> = x.iter().filter(|p| repeated(p)).map(spread).collect();
+        let mut views = spread.iter();
+        let inputs: SmallVec<[&Piece; 4]> =
+            x.iter().map(|p| if repeated(p) { views.next().unwrap_or(p) } else { p }).collect();
+        launch(local.rank, kernel, &inputs, &mut [&mut out], scalars)?;
         Ok([out].into_iter().collect())
     }
 

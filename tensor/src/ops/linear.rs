@@ -133,9 +133,7 @@ impl Op for Linear {
         let parameters = (cx.wanted[1] || cx.wanted[2])
             .then(|| Tensor::results(Rc::new(self.grads()), &[cx.input(0), &g]));
         cx.each(|i| match (i, &parameters) {
-            (0, _) | (_, None) => {
-                Tensor::apply_with(Einsum::of(&self.back()), &[&g, cx.input(1)], cx.goal(0))
-            }
+            (0, _) | (_, None) => Tensor::apply_with(Einsum::of(self.back()), &[&g, cx.input(1)], cx.goal(0)),
             (i, Some(both)) => both[i - 1].clone(),
         })
     }
