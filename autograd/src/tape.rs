@@ -205,7 +205,7 @@ impl Tape {
             let inference = unwind(op::plan(&*op, &self.0.rank, &[stored.layout()], &[], site));
             let made = match self.is_outline() {
                 true => op::outline(&inference, &self.0.rank),
-                false => unwind(op::run(&*op, std::slice::from_ref(stored), &inference, &self.0.rank, site)),
+                false => unwind(op::run(&*op, &[stored], &inference, &self.0.rank, site)),
             };
             let tensor = made.into_iter().next().expect("redistribute has one output");
             let (layout, origin) = (to.clone(), Some((origin, op)));
@@ -409,7 +409,7 @@ impl Node {
                 });
                 context.set_closed(closed);
                 for (cotangent, layout) in cotangents.iter().zip(&self.input_layouts) {
-                    let lawful = cotangent.as_ref().is_none_or(|c| *c.layout() == layout.dual());
+                    let lawful = cotangent.as_ref().is_none_or(|c| c.layout().is_dual_of(layout));
                     assert!(
                         lawful,
                         "bug in shardgrad: {op:?} gave {cotangent:?} for an argument of {layout}"

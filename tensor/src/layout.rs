@@ -272,6 +272,12 @@ impl Layout {
         Layout(Arc::new(Parts { partial: self.replicate(), replicate: self.partial(), ..(*self.0).clone() }))
     }
 
+    /// Whether this is the layout of the gradient of a value of the other.
+    #[must_use]
+    pub fn is_dual_of(&self, other: &Layout) -> bool {
+        if other.partial() == other.replicate() { self == other } else { *self == other.dual() }
+    }
+
     /// The same layout of another dtype.
     #[must_use]
     pub fn with_dtype(&self, dtype: DType) -> Layout {
@@ -358,6 +364,9 @@ mod tests {
         assert_eq!(layout.local_shape(&[0, 0, 2]).as_slice(), [3, 5]);
         assert_eq!((layout.range(0, &[1, 0, 1]), layout.numel()), (2..4, 35));
         assert_eq!(layout.dual().to_string(), "f32[7@b, 5] ~a");
+        assert!(layout.dual().is_dual_of(&layout) && !layout.is_dual_of(&layout));
+        let stored = layout.with_state(Axis(0), State::Invariant);
+        assert!(stored.is_dual_of(&stored) && !layout.is_dual_of(&stored));
         assert!(!layout.is_storable() && layout.with_state(Axis(0), State::Invariant).is_storable());
         assert!(layout.check_storable().unwrap_err().to_string().contains("f32[7@b, 5]"));
     }

@@ -46,7 +46,7 @@ impl Op for Broken {
         &[&[0]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         match self.0 {
             Bug::PendingThroughRelu => {
                 let mut y = local.output(0)?;

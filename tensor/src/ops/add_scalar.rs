@@ -24,7 +24,7 @@ impl Op for AddScalar {
         "..m -> ..m"
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         local.launch(&ADD_SCALAR, &[&x[0]], &[Scalar::Real(self.term)])
     }
 

@@ -45,7 +45,7 @@ impl Op for Clamp {
         Keeps { inputs: &[0], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         local.launch(&CLAMP, &[&x[0]], &[Scalar::Real(self.low), Scalar::Real(self.high)])
     }
 

@@ -173,7 +173,7 @@ impl Op for Einsum {
         Keeps { inputs: &[0, 1], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let labels = local.inference.labels();
         let [a, b, c] = [&labels.inputs()[0], &labels.inputs()[1], &labels.outputs()[0]];
         let group = |of: &[u8], has: [(&[u8], bool); 2]| -> SmallVec<[u8; 8]> {

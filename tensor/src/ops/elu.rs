@@ -29,7 +29,7 @@ impl Op for Elu {
         Keeps { inputs: &[0], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         local.launch(&ELU, &[&x[0]], &[Scalar::Real(self.scale)])
     }
 

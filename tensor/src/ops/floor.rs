@@ -24,7 +24,7 @@ impl Op for Floor {
         &[false]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         local.launch(&FLOOR, &[&x[0]], &[])
     }
 }

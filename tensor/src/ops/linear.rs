@@ -119,7 +119,7 @@ impl Op for Linear {
         Keeps { inputs: &[0, 1], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let rank = local.rank;
         let (a, w) = (matrix(rank, &x[0], self.num_in)?, matrix(rank, &x[1], self.num_out)?);
         let b = line(rank, &x[2])?;
@@ -152,7 +152,7 @@ impl Op for LinearGrads {
         &[&[1]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let rank = local.rank;
         let (a, g) = (matrix(rank, &x[0], self.num_in)?, matrix(rank, &x[1], self.num_out)?);
         let (mut dw, mut db) = (local.output(0)?, local.output(1)?);

@@ -80,7 +80,7 @@ impl Op for Logical {
         truth(inputs)
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         Broadcast::launch(local, self.kernel(), x, &[])
     }
 }
@@ -102,7 +102,7 @@ impl Op for Not {
         truth(inputs)
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         local.launch(&NOT, &[&x[0]], &[])
     }
 }

@@ -30,7 +30,7 @@ impl Op for Neg {
         &[&[0]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         local.launch(&NEG, &[&x[0]], &[])
     }
 

@@ -30,7 +30,7 @@ impl Op for PowScalar {
         Keeps { inputs: &[0], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         local.launch(&POW_SCALAR, &[&x[0]], &[Scalar::Real(self.exponent)])
     }
 

@@ -26,7 +26,7 @@ impl Op for Reciprocal {
         Keeps { inputs: &[], outputs: &[0] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         local.launch(&RECIPROCAL, &[&x[0]], &[])
     }
 

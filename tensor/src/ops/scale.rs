@@ -34,7 +34,7 @@ impl Op for Scale {
         &[&[0]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         local.launch(&SCALE, &[&x[0]], &[Scalar::Real(self.factor)])
     }
 

@@ -25,7 +25,7 @@ impl Op for Softplus {
         Keeps { inputs: &[0], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         local.launch(&SOFTPLUS, &[&x[0]], &[])
     }
 

@@ -73,7 +73,7 @@ impl Op for Sum {
         &[&[0]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let kept = (0..self.ndim).filter(|d| !self.dims.contains(d));
         let order: Dims = kept.chain(self.dims.iter().copied()).collect();
         let count: usize = self.dims.iter().map(|&d| local.inputs[0].extent(d)).product();
@@ -156,7 +156,7 @@ impl Op for Expand {
         infer_by_signature(self, context, args, dtypes, &[whole(args[0], dtypes[0], &self.shape)])
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let mut x = x[0].clone();
         if self.scale != 1.0 {
             let mut scaled = Piece::alloc(local.rank, x.dtype, &x.view.shape)?;

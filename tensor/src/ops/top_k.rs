@@ -72,7 +72,7 @@ impl Op for TopK {
         infer_by_signature(self, context, args, dtypes, &want)
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         ordered(local, &x[0], self.dim, self.k, self.largest)
     }
 

@@ -21,7 +21,7 @@ use shardgrad_tensor::ops::{Case, Entry, Input};
 use shardgrad_tensor::{Context, Inference, Layout, Piece, Refusal, State, Tensor, Value as _, check_op};
 use std::rc::Rc;
 
-type Forward = fn(&Local<'_>, &[Piece]) -> Result<Pieces>;
+type Forward = fn(&Local<'_>, &[&Piece]) -> Result<Pieces>;
 type Tamper = fn(&Vjp<'_>, Cotangents) -> Cotangents;
 
 /// An op with one part replaced.
@@ -89,7 +89,7 @@ impl Op for Broken {
         self.inner.infer(context, args, dtypes, want)
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         self.forward.map_or_else(|| self.inner.forward(local, x), |f| f(local, x))
     }
 
