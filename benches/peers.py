@@ -30,7 +30,11 @@ PEERS = {
     "torch, bf16 autocast": ("torch", {"autocast": True}),
     "jax": ("jax", {}),
 }
-OURS = {"shardgrad": [], "shardgrad, bf16": ["--dtype", "bf16"]}
+OURS = {
+    "shardgrad": [],
+    "shardgrad, medium": ["--matmul-precision", "medium"],
+    "shardgrad, bf16": ["--dtype", "bf16"],
+}
 STEPS_BEFORE = 2
 STEPS_MIN = 4
 

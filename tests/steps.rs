@@ -1,5 +1,7 @@
 //! What a training step must not do: grow a stack, take new memory, depend on timing or threads, drift with the mesh.
 
+use shardgrad::kernels::MatmulPrecision;
+use shardgrad::kernels::cpu::gemm::rounds_to_bf16;
 use shardgrad::nn::model::{Gpt2, Gpt2Config};
 use shardgrad::prelude::*;
 use std::time::Duration;
@@ -175,4 +177,27 @@ fn a_deep_backward_needs_no_stack_either() {
     };
     let thread = std::thread::Builder::new().stack_size(2 << 20).spawn(build).unwrap();
     thread.join().expect("no overflow").unwrap();
+}
+
+#[test]
+fn less_exact_products_stay_as_near_as_they_say_whatever_the_mesh_and_the_threads() {
+    let run = |axes: &str, precision, threads| {
+        let world = mesh(axes).matmul_precision(precision).threads(threads);
+        train(world, DType::F32, 4, 2, 0.0)
+    };
+    let exact = run("", MatmulPrecision::Highest, 1);
+    for (precision, near) in [(MatmulPrecision::High, 1e-4), (MatmulPrecision::Medium, 2e-2)] {
+        let one = run("", precision, 1);
+        assert_eq!(
+            one.bits != exact.bits,
+            rounds_to_bf16(precision),
+            "{precision:?}: it reaches the products"
+        );
+        assert_eq!(one.bits, run("", precision, 3).bits, "{precision}: threads");
+        for axes in ["", "dp=2", "tp=2", "dp=3,tp=3"] {
+            let losses = run(axes, precision, 1).losses;
+            let worst = losses.iter().zip(&exact.losses).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+            assert!(worst <= near, "{precision} {axes}: {losses:?}, not {:?}", exact.losses);
+        }
+    }
 }

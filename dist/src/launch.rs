@@ -7,7 +7,7 @@ use crate::report;
 use crate::table::{Failure, State, Table};
 use crate::transport::record::Recording;
 use crate::transport::thread::{Shared, Threads};
-use shardgrad_kernels::{Host, Machine, Null};
+use shardgrad_kernels::{Host, Machine, MatmulPrecision, Null, Settings};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -34,6 +34,7 @@ pub struct World {
     num_threads: Option<usize>,
     timeout: Duration,
     memory_bytes_max: usize,
+    precision: MatmulPrecision,
     jitter: Option<u64>,
     machine: Arc<dyn Machine>,
 }
@@ -47,6 +48,7 @@ impl World {
             num_threads: None,
             timeout: Duration::from_secs(60),
             memory_bytes_max: 0,
+            precision: MatmulPrecision::Highest,
             jitter: None,
             machine: Arc::new(Host),
         }
@@ -82,6 +84,13 @@ impl World {
         self
     }
 
+    /// How exactly matrix products of f32 are formed, on all ranks. Default: [`MatmulPrecision::Highest`].
+    #[must_use]
+    pub fn matmul_precision(mut self, precision: MatmulPrecision) -> World {
+        self.precision = precision;
+        self
+    }
+
     /// Where the ranks compute ([`open`](shardgrad_kernels::open()) gives a device by its name). All of them share it.
     /// Default: the processor of this machine.
     #[must_use]
@@ -113,9 +122,10 @@ impl World {
         let spin = if num_ranks.saturating_mul(num_threads) <= cores { SPIN } else { Duration::ZERO };
         let table = Table::new(self.mesh.clone());
         let shared = Arc::new(Shared::new(table, self.timeout, spin, self.jitter));
+        let (memory_bytes_max, precision) = (self.memory_bytes_max, self.precision);
         let one = |index: usize| {
             let rank = || {
-                let backend = self.machine.backend(num_threads, self.memory_bytes_max)?;
+                let backend = self.machine.backend(Settings { num_threads, memory_bytes_max, precision })?;
                 let transport = Box::new(Threads::new(shared.clone(), index));
                 Ok(Rank::new(self.mesh.clone(), index, backend, transport))
             };

@@ -5,6 +5,7 @@ use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::{KernelError, MemoryStats};
 use crate::kernel::{Cost, Kernel, Launch};
+use crate::precision::MatmulPrecision;
 use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -188,16 +189,34 @@ pub trait Backend: fmt::Debug + Send + Sync {
     }
 }
 
+/// What a rank asks of its back end.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// Host threads that its kernels use, the rank's own among them (0 counts as 1).
+    pub num_threads: usize,
+    /// Bytes that it takes from the system at most; 0 for no limit.
+    pub memory_bytes_max: usize,
+    /// How it forms matrix products of f32.
+    pub precision: MatmulPrecision,
+}
+
+impl Default for Settings {
+    /// One thread, no limit, the most exact products.
+    fn default() -> Self {
+        Settings { num_threads: 1, memory_bytes_max: 0, precision: MatmulPrecision::Highest }
+    }
+}
+
 /// What gives each rank of a world a back end of its own.
 pub trait Machine: fmt::Debug + Send + Sync {
     /// Which device its back ends are on.
     fn device(&self) -> Device;
 
-    /// A back end of `num_threads` host threads that takes at most `memory_bytes_max` bytes from the system (0: no limit).
+    /// A back end.
     ///
     /// # Errors
     /// What the device reports.
-    fn backend(&self, num_threads: usize, memory_bytes_max: usize) -> Result<Arc<dyn Backend>, KernelError>;
+    fn backend(&self, settings: Settings) -> Result<Arc<dyn Backend>, KernelError>;
 }
 
 /// The processor of this machine.
@@ -209,8 +228,10 @@ impl Machine for Host {
         Device::Cpu
     }
 
-    fn backend(&self, num_threads: usize, memory_bytes_max: usize) -> Result<Arc<dyn Backend>, KernelError> {
-        Ok(Cpu::with_allocator(num_threads, Allocator::with_limit(memory_bytes_max)))
+    fn backend(&self, settings: Settings) -> Result<Arc<dyn Backend>, KernelError> {
+        let allocator = Allocator::with_limit(settings.memory_bytes_max);
+        let pool = Pool::new(settings.num_threads).with_precision(settings.precision);
+        Ok(Arc::new(Cpu { allocator, pool, cost: Mutex::default() }))
     }
 }
 

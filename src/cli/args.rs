@@ -19,7 +19,7 @@ use crate::data::{How, Split, Width};
 use clap::builder::{NonEmptyStringValueParser, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 use shardgrad::dist::{Mesh, World};
-use shardgrad::kernels::{DType, Device, open};
+use shardgrad::kernels::{DType, Device, MatmulPrecision, open};
 use shardgrad::nn::{Cast, ModelConfig, Precision};
 use shardgrad::{Error, Kind, Result};
 use std::path::{Path, PathBuf};
@@ -204,6 +204,9 @@ pub(crate) struct RunArgs {
     /// Numbers that are computed with
     #[arg(long, value_name = "NAME", default_value = "f32", value_parser = dtypes())]
     pub(crate) dtype: DType,
+    /// How exactly products of f32 are formed: less than highest is faster where `doctor` says so
+    #[arg(long, value_name = "NAME", default_value = "highest", value_parser = matmul_precisions())]
+    matmul_precision: MatmulPrecision,
     /// Round weights that are read from a folder and are not exact in the dtype of the run; else they are refused
     #[arg(long)]
     cast: bool,
@@ -282,6 +285,7 @@ impl RunArgs {
             return Err(Error::new(Kind::Config, why).detail("help", help));
         }
         let world = World::new(self.mesh.clone()).timeout(self.timeout).on(open(self.device)?);
+        let world = world.matmul_precision(self.matmul_precision);
         Ok(self.threads.map_or(world.clone(), |n| world.threads(n)))
     }
 }
@@ -300,6 +304,11 @@ fn dtypes() -> impl TypedValueParser<Value = DType> {
     // The names are those of dtypes, so that the last default is never taken.
     PossibleValuesParser::new(["f32", "f64", "bf16", "f16"])
         .map(|name| DType::parse(&name).unwrap_or(DType::F32))
+}
+
+fn matmul_precisions() -> impl TypedValueParser<Value = MatmulPrecision> {
+    PossibleValuesParser::new(MatmulPrecision::EVERY.map(MatmulPrecision::name))
+        .map(|name| name.parse().unwrap_or_default())
 }
 
 fn splits() -> impl TypedValueParser<Value = Split> {

@@ -6,6 +6,8 @@ use serde_json::json;
 #[cfg(feature = "cuda")]
 use shardgrad::Error;
 use shardgrad::Result;
+use shardgrad::kernels::MatmulPrecision;
+use shardgrad::kernels::cpu::gemm::rounds_to_bf16;
 use shardgrad::kernels::cpu::simd::{Level, level};
 use std::collections::BTreeSet;
 use std::env;
@@ -106,6 +108,11 @@ fn simd() -> &'static str {
     }
 }
 
+/// What products of f32 are formed of on this processor.
+fn products(precision: MatmulPrecision) -> &'static str {
+    if rounds_to_bf16(precision) { "bf16" } else { "f32" }
+}
+
 /// The back end for NVIDIA cards: a line for the heading, and lines below it with their labels.
 #[cfg(not(feature = "cuda"))]
 fn cuda() -> (String, Vec<(String, String)>) {
@@ -146,10 +153,13 @@ fn as_json(found: &Findings) -> serde_json::Value {
     let libraries = LIBRARIES.iter().zip(&found.libraries);
     let libraries: serde_json::Map<String, serde_json::Value> =
         libraries.map(|((_, file), paths)| ((*file).to_string(), json!(paths))).collect();
+    let ways = MatmulPrecision::EVERY.map(|p| (p.to_string(), json!(products(p))));
+    let ways: serde_json::Map<String, serde_json::Value> = ways.into_iter().collect();
     json!({
         "version": env!("CARGO_PKG_VERSION"), "rust_version": env!("CARGO_PKG_RUST_VERSION"),
         "os": env::consts::OS, "arch": env::consts::ARCH,
         "processor": found.processor, "cores": found.cores, "simd": simd(),
+        "matmul_precision": ways,
         "memory_bytes": found.memory_bytes.map(|m| m[0]), "memory_bytes_free": found.memory_bytes.map(|m| m[1]),
         "back_ends": ["cpu", "null"], "cuda": cuda_as_json(), "driver": found.driver, "libraries": libraries,
     })
@@ -168,6 +178,8 @@ fn text(found: &Findings) -> String {
     row("processor", found.processor.clone());
     row("cores", format!("{} for this process", found.cores));
     row("SIMD", format!("{} in use", simd()));
+    let ways = MatmulPrecision::EVERY.map(|p| format!("{p}: {}", products(p)));
+    row("products of f32", format!("--matmul-precision {}", ways.join("; ")));
     let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
     let memory = found.memory_bytes.map(|[all, free]| format!("{:.1} GiB, {:.1} free", gib(all), gib(free)));
     row("memory", memory.unwrap_or_else(|| "unknown".into()));

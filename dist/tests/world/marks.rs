@@ -7,7 +7,7 @@ use shardgrad_dist::{Rank, ReduceOp, Result, World};
 use shardgrad_kernels::op::fill::FILL;
 use shardgrad_kernels::{
     Arg, ArgMut, Backend, Buffer, Cost, Cpu, DType, Device, Kernel, KernelError, Launch, Machine, Mark,
-    MemoryStats, Scalar, Strides,
+    MemoryStats, Scalar, Settings, Strides,
 };
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -41,11 +41,11 @@ impl Machine for Accounted {
         Device::Cpu
     }
 
-    fn backend(&self, num_threads: usize, _: usize) -> Result<Arc<dyn Backend>, KernelError> {
+    fn backend(&self, settings: Settings) -> Result<Arc<dyn Backend>, KernelError> {
         let mut account = self.account.lock().unwrap();
         let me = account.knowledge.len();
         account.knowledge.push(Knowledge::new());
-        let (account, cpu) = (self.account.clone(), Cpu::backend(num_threads));
+        let (account, cpu) = (self.account.clone(), Cpu::backend(settings.num_threads));
         Ok(Arc::new(Member { me, account, cpu, is_deaf: self.is_deaf }))
     }
 }

@@ -8,7 +8,8 @@
 //! Two bf16 operands meet in dot products of the CPU where it has them (AMX, else AVX512-BF16), and then the CPU has a say:
 //! blocks are of [`BF16_DEPTH`] terms; within a block sums in f32 take up, in the order of k, a pair of products at a time
 //! (AVX512-BF16), or 32 terms at a time: the fused sum of those at even places plus that of those at odd places (AMX).
-//! Operands and sums that are subnormal count as 0. Shapes, strides and threads have no say there either.
+//! Operands and sums that are subnormal count as 0. Shapes, strides and threads have no say there either. Two operands of f32 meet
+//! there too, rounded to bf16, if a [`MatmulPrecision`] gives leave.
 
 use crate::cpu::Pool;
 use crate::cpu::simd::bf16::{self, Means};
@@ -21,6 +22,7 @@ use crate::cpu::simd::tile::Tiles;
 use crate::cpu::simd::turned;
 use crate::cpu::simd::{Level, level, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
+use crate::precision::MatmulPrecision;
 
 /// A matrix that is read: element (i, j) is `data[i * row_stride + j * col_stride]`.
 #[derive(Clone, Copy, Debug)]
@@ -77,12 +79,26 @@ pub fn meets_bf16() -> bool {
     Means::best().is_some()
 }
 
+/// The dot products of bf16 in which two operands of a dtype meet on this CPU, if they do.
+fn means(dtype: DType, precision: MatmulPrecision) -> Option<Means> {
+    match (dtype, precision) {
+        (DType::BF16, _) | (DType::F32, MatmulPrecision::Medium) => Means::best(),
+        _ => None,
+    }
+}
+
+/// Whether products of f32 are formed of operands that are rounded to bf16 on this CPU, under a precision.
+#[must_use]
+pub fn rounds_to_bf16(precision: MatmulPrecision) -> bool {
+    means(DType::F32, precision).is_some()
+}
+
 /// How a product is formed.
 #[derive(Clone, Copy, Debug)]
 enum Way {
     /// By the tiles of a level that this CPU has, of operands that are widened.
     Widened(Level),
-    /// Of two bf16 operands, by means that this CPU has.
+    /// Of two operands of bf16, or of f32, by means that this CPU has.
     Short(Means),
 }
 
@@ -120,7 +136,7 @@ fn product_by<A, B, R>(
                 Lines::new(b.data, b.col_stride, b.row_stride),
             ];
             let to = Target { start: to.start.cast::<f32>(), row: to.row, col: to.col };
-            // SAFETY: as above; `Lines` saw to it that both are of bf16, so that sums are f32.
+            // SAFETY: as above; `Lines` saw to it that both are of bf16 or f32, so that sums are f32.
             unsafe { bf16::product(means, scratch, dims, lines, accumulate, to) }
         }
     }
@@ -218,7 +234,7 @@ fn reading<T: Float>(a: &Stack<'_, T>, c_strides: [usize; 3]) -> [usize; 2] {
 }
 
 /// c = a b for every matrix of a stack; `dims` is (g, m, n, k), a is (g, m, k), b is (g, k, n), c is (g, m, n).
-/// 16-bit operands are summed in f32 and rounded once.
+/// 16-bit operands are summed in f32 and rounded once; f32 is treated as the pool's precision says.
 ///
 /// # Panics
 /// If a stack reaches outside of its memory, or elements of c may share memory.
@@ -229,10 +245,10 @@ pub fn products<T: Float>(
     b: Stack<'_, T>,
     c: StackMut<'_, T>,
 ) {
-    products_by(Means::best().filter(|_| T::DTYPE == DType::BF16), pool, dims, a, b, c);
+    products_by(means(T::DTYPE, pool.precision()), pool, dims, a, b, c);
 }
 
-/// See [`products`]; bf16 by means that this CPU has, or widened.
+/// See [`products`]; in dot products by means that this CPU has, or widened.
 fn products_by<T: Float>(
     means: Option<Means>,
     pool: &Pool,
@@ -250,7 +266,10 @@ fn products_by<T: Float>(
         return;
     }
     if let Some(means) = means {
-        return short_products(means, pool, dims, a, b, c);
+        return match T::DTYPE {
+            DType::F32 => short_products::<T, f32>(means, pool, dims, a, b, c),
+            _ => short_products::<T, half::bf16>(means, pool, dims, a, b, c),
+        };
     }
     if g == 1 && m == 1 && n > 1 && c.strides[2] == 1 && one_row(pool, [n, k], a, b, &mut c.data[..n]) {
         return;
@@ -281,8 +300,8 @@ fn products_by<T: Float>(
     });
 }
 
-/// [`products`] of bf16, whose reaches were checked, by means that this CPU has.
-fn short_products<T: Float>(
+/// [`products`] whose reaches were checked, in dot products; R is T by a name that says that its sums are f32.
+fn short_products<T: Float, R: Float<Acc = f32>>(
     means: Means,
     pool: &Pool,
     dims: [usize; 4],
@@ -291,10 +310,10 @@ fn short_products<T: Float>(
     c: StackMut<'_, T>,
 ) {
     assert!(Means::all().contains(&means), "this CPU has the means");
+    assert!(T::DTYPE == R::DTYPE, "both are one type");
     let la = Lines::new(a.data, a.strides[1], a.strides[2]);
     let lb = Lines::new(b.data, b.strides[2], b.strides[1]);
-    let to: Target<half::bf16> =
-        Target { start: c.data.as_mut_ptr().cast(), row: c.strides[1], col: c.strides[2] };
+    let to: Target<R> = Target { start: c.data.as_mut_ptr().cast(), row: c.strides[1], col: c.strides[2] };
     Split::of(dims, pool.num_threads(), [1, 1]).run(
         pool,
         dims,
@@ -302,8 +321,8 @@ fn short_products<T: Float>(
             let a = la.moved(matrix * a.strides[0] + row * a.strides[1]);
             let b = lb.moved(matrix * b.strides[0] + col * b.strides[2]);
             let to = to.moved(matrix * c.strides[0] + row * c.strides[1] + col * c.strides[2]);
-            // SAFETY: the caller checked the reaches, and `Lines` that T is bf16; the parts of c that two tasks write share
-            // no memory; an empty a or b (k = 0) is not touched.
+            // SAFETY: the caller checked the reaches; the parts of c that two tasks write share no memory; an empty a or b
+            // (k = 0) is not touched.
             unsafe { bf16::product(means, scratch, [rows, cols, dims[3]], [a, b], false, to) }
         },
     );

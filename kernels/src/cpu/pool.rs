@@ -4,6 +4,7 @@
 //! do not either. Workers spin for a while after a task (waking a parked thread costs some 20 us), then park.
 
 use crate::cpu::simd::scratch::Scratch;
+use crate::precision::MatmulPrecision;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -68,6 +69,7 @@ pub struct Pool {
     workers: Vec<JoinHandle<()>>,
     /// What tasks have given back.
     scratches: Mutex<Vec<Scratch>>,
+    precision: MatmulPrecision,
 }
 
 /// Scratch memory on loan to one task.
@@ -111,7 +113,20 @@ impl Pool {
                     .expect("the system starts a thread for the kernel pool")
             })
             .collect();
-        Pool { shared, workers, scratches: Mutex::default() }
+        Pool { shared, workers, scratches: Mutex::default(), precision: MatmulPrecision::default() }
+    }
+
+    /// The same for kernels that form products of f32 in another way. Default: the most exact.
+    #[must_use]
+    pub fn with_precision(mut self, precision: MatmulPrecision) -> Pool {
+        self.precision = precision;
+        self
+    }
+
+    /// How the kernels form products of f32.
+    #[must_use]
+    pub fn precision(&self) -> MatmulPrecision {
+        self.precision
     }
 
     /// Scratch memory for as long as the caller holds it; at most one lasts for each that is held at once.

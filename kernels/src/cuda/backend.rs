@@ -8,7 +8,7 @@ use super::launch::{Operands, Programs};
 use super::library::{DRIVER, Places};
 use super::memory::{Chunks, Memory};
 use super::product::Maker;
-use crate::backend::{Backend, Device, Graph, Machine, Mark};
+use crate::backend::{Backend, Device, Graph, Machine, Mark, Settings};
 use crate::buffer::Buffer;
 use crate::error::{KernelError, MemoryStats};
 use crate::gpu::{Plan, Step};
@@ -59,8 +59,8 @@ impl Machine for Card {
         Device::Cuda(self.number)
     }
 
-    fn backend(&self, num_threads: usize, memory_bytes_max: usize) -> Result<Arc<dyn Backend>, KernelError> {
-        Ok(Arc::new(Cuda::new(self, num_threads, memory_bytes_max)?))
+    fn backend(&self, settings: Settings) -> Result<Arc<dyn Backend>, KernelError> {
+        Ok(Arc::new(Cuda::new(self, settings)?))
     }
 }
 
@@ -149,18 +149,19 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Cuda {
-    fn new(card: &Card, num_threads: usize, memory_bytes_max: usize) -> Result<Cuda, KernelError> {
+    fn new(card: &Card, settings: Settings) -> Result<Cuda, KernelError> {
         let stream = Stream::new(&card.context)?;
-        let memory = Memory::new(Arc::new(Chunks { context: card.context.clone() }), memory_bytes_max);
+        let chunks = Arc::new(Chunks { context: card.context.clone() });
+        let memory = Memory::new(chunks, settings.memory_bytes_max);
         let workspace = memory.alloc(WORKSPACE_BYTES)?;
         let mut noted = memory.alloc(FAULTS_MAX * FAULT_BYTES)?;
         stream.clear(&mut noted)?;
         Ok(Cuda {
             number: card.number,
-            num_threads,
+            num_threads: settings.num_threads,
             programs: card.programs.clone(),
             cost: Mutex::default(),
-            planner: Mutex::new(Planner::new(&card.products)),
+            planner: Mutex::new(Planner::new(&card.products, settings.precision)),
             workspace,
             faults: Mutex::new(Faults { noted, kernels: Vec::new() }),
             staging: Mutex::new(Staging::new(&card.context)?),

@@ -6,6 +6,7 @@ use super::library::{Answer, BLAS, Library, Places, foreign};
 use crate::buffer::Buffer;
 use crate::dtype::DType;
 use crate::error::KernelError;
+use crate::precision::MatmulPrecision;
 use crate::strides::Strides;
 use cudarc::cublaslt::sys::{
     cublasComputeType_t, cublasLtEpilogue_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
@@ -206,6 +207,7 @@ struct Planned {
 #[derive(Debug)]
 pub(super) struct Planner {
     products: Arc<Products>,
+    precision: MatmulPrecision,
     /// Nothing, where the library has no algorithm.
     planned: HashMap<Task, Option<Planned>>,
 }
@@ -217,8 +219,9 @@ pub(super) const WORKSPACE_BYTES: usize = 32 << 20;
 const REDUCTIONS: u32 = 2;
 
 impl Planner {
-    pub(super) fn new(library: &Arc<Products>) -> Planner {
-        Planner { products: library.clone(), planned: HashMap::new() }
+    /// Products of f32 are formed as exactly as a precision says.
+    pub(super) fn new(library: &Arc<Products>, precision: MatmulPrecision) -> Planner {
+        Planner { products: library.clone(), precision, planned: HashMap::new() }
     }
 
     /// Gives a task to a stream: addresses of a, b and c, of what lies beside them, and a workspace that only this stream uses.
@@ -236,7 +239,7 @@ impl Planner {
         let (task, swapped) = task.upright();
         let (a, b) = if swapped { (b, a) } else { (a, b) };
         if !self.planned.contains_key(&task) {
-            let planned = match Planned::new(&self.products, &task, beside) {
+            let planned = match Planned::new(&self.products, &task, beside, self.precision) {
                 Err(KernelError::Unsupported { .. }) => None,
                 planned => Some(planned?),
             };
@@ -279,12 +282,22 @@ impl Planner {
     }
 }
 
-fn data_type(dtype: DType) -> Result<(cublasComputeType_t, cudaDataType, cudaDataType), KernelError> {
-    use cublasComputeType_t::{CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_64F};
+fn data_type(
+    dtype: DType,
+    precision: MatmulPrecision,
+) -> Result<(cublasComputeType_t, cudaDataType, cudaDataType), KernelError> {
+    use cublasComputeType_t::{
+        CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_16BF, CUBLAS_COMPUTE_32F_FAST_TF32, CUBLAS_COMPUTE_64F,
+    };
+    let single = match precision {
+        MatmulPrecision::Highest => CUBLAS_COMPUTE_32F,
+        MatmulPrecision::High => CUBLAS_COMPUTE_32F_FAST_TF32,
+        MatmulPrecision::Medium => CUBLAS_COMPUTE_32F_FAST_16BF,
+    };
     use cudaDataType as T;
     Ok(match dtype {
         DType::F64 => (CUBLAS_COMPUTE_64F, T::CUDA_R_64F, T::CUDA_R_64F),
-        DType::F32 => (CUBLAS_COMPUTE_32F, T::CUDA_R_32F, T::CUDA_R_32F),
+        DType::F32 => (single, T::CUDA_R_32F, T::CUDA_R_32F),
         DType::BF16 => (CUBLAS_COMPUTE_32F, T::CUDA_R_32F, T::CUDA_R_16BF),
         DType::F16 => (CUBLAS_COMPUTE_32F, T::CUDA_R_32F, T::CUDA_R_16F),
         DType::I64 | DType::U8 | DType::Bool => return Err(KernelError::DType { kernel: "contract", dtype }),
@@ -292,10 +305,15 @@ fn data_type(dtype: DType) -> Result<(cublasComputeType_t, cudaDataType, cudaDat
 }
 
 impl Planned {
-    fn new(library: &Arc<Products>, task: &Task, beside: Beside) -> Result<Planned, KernelError> {
+    fn new(
+        library: &Arc<Products>,
+        task: &Task,
+        beside: Beside,
+        precision: MatmulPrecision,
+    ) -> Result<Planned, KernelError> {
         use cublasLtMatmulDescAttributes_t as D;
         let table = &library.table;
-        let (compute, scale, dtype) = data_type(task.dtype)?;
+        let (compute, scale, dtype) = data_type(task.dtype, precision)?;
         let [g, m, n, k] = task.extents;
         // What is made is handed over at once, so that it is destroyed whatever fails after it.
         let mut planned = Planned {

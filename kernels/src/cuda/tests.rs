@@ -2,7 +2,7 @@
 
 use super::fake::{self, Folder};
 use super::{Card, Places};
-use crate::backend::{Backend, Cpu, Device, Machine, download, upload};
+use crate::backend::{Backend, Cpu, Device, Machine, Settings, download, upload};
 use crate::buffer::Buffer;
 use crate::cpu::Pool;
 use crate::dtype::{DType, Element};
@@ -10,6 +10,7 @@ use crate::error::KernelError;
 use crate::gpu::{Ending, Grid, GridArg, Plan, Product};
 use crate::kernel::{Arg, ArgMut, Bound, Gpu, Kernel, Launch, Scalar};
 use crate::match_float;
+use crate::precision::MatmulPrecision;
 use crate::op::contract::CONTRACT;
 use crate::strides::Strides;
 use std::fs;
@@ -85,7 +86,7 @@ static PRODUCTS: Kernel = kernel(
 );
 
 pub(super) fn backend(folder: &Folder) -> Arc<dyn Backend> {
-    Card::open(&folder.places(), 0).unwrap().backend(1, 0).unwrap()
+    Card::open(&folder.places(), 0).unwrap().backend(Settings::default()).unwrap()
 }
 
 pub(super) fn twice(
@@ -200,7 +201,7 @@ fn an_index_outside_is_reported_by_the_next_download() {
 /// What a reader sees of what a writer on another stream has written in many steps, and the writer of what it writes next.
 fn relay(folder: &Folder) -> bool {
     let card = Card::open(&folder.places(), 0).unwrap();
-    let [writer, reader] = [(); 2].map(|()| card.backend(1, 0).unwrap());
+    let [writer, reader] = [(); 2].map(|()| card.backend(Settings::default()).unwrap());
     let mut right = true;
     for round in 0..20 {
         let mut x = upload(&*writer, &[round as f32 + 10.0; 300]).unwrap();
@@ -243,7 +244,9 @@ fn a_full_card_is_an_error_with_figures_and_a_lost_one_says_so() {
     );
     drop(held);
     card.alloc(85 << 20).unwrap();
-    let limited = Card::open(&folder.places(), 0).unwrap().backend(1, 1 << 20);
+    let limited = Card::open(&folder.places(), 0)
+        .unwrap()
+        .backend(Settings { memory_bytes_max: 1 << 20, ..Settings::default() });
     assert!(matches!(limited, Err(KernelError::OutOfMemory { .. })));
     let Some(folder) = fake::card("lost") else { return };
     let card = backend(&folder);
@@ -386,6 +389,21 @@ fn ending_by_hand(
         _ => {}
     }
     [c, beside]
+}
+
+#[test]
+fn products_of_f32_are_as_exact_as_was_asked_for() {
+    let x = 1.0 + 2f64.powi(-9) + 2f64.powi(-20);
+    for (precision, left) in MatmulPrecision::EVERY.into_iter().zip([x, 1.0 + 2f64.powi(-9), 1.0]) {
+        let Some(folder) = fake::card("") else { return };
+        let settings = Settings { precision, ..Settings::default() };
+        let card = Card::open(&folder.places(), 0).unwrap().backend(settings).unwrap();
+        let one = Strides::contiguous(&[1, 1, 1]);
+        let got = product::<f32>(&*card, &PRODUCTS, [(&[x as f32][..], &one), (&[1.0], &one)], &one);
+        assert_eq!(got, [left as f32], "{precision}");
+        let got = product::<f64>(&*card, &PRODUCTS, [(&[x][..], &one), (&[1.0], &one)], &one);
+        assert_eq!(got, [x], "{precision}: f64 is as it is");
+    }
 }
 
 #[test]

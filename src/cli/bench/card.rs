@@ -8,7 +8,7 @@ use shardgrad::kernels::op::{
     rope, softmax, swiglu, unary,
 };
 use shardgrad::kernels::{
-    Arg, ArgMut, Backend, Buffer, DType, Kernel, Launch, Machine, Scalar, Strides, open, upload,
+    Arg, ArgMut, Backend, Buffer, DType, Kernel, Launch, Machine, Scalar, Settings, Strides, open, upload,
 };
 use shardgrad::nn::hf::{Gpt2Config, LlamaConfig};
 use shardgrad::nn::{ModelConfig, Precision};
@@ -101,7 +101,7 @@ impl Case {
 
 /// Measures kernels.
 pub(super) fn run(bench: &Bench) -> Result<()> {
-    let card = open(bench.device)?.backend(1, 0)?;
+    let card = open(bench.device)?.backend(Settings::default())?;
     memory_bound().iter().chain(&heavy()).try_for_each(|case| measure(bench, &*card, case))
 }
 

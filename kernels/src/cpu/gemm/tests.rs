@@ -170,7 +170,7 @@ fn examine_stack<T: Float>(dims: [usize; 4], a_strides: [usize; 3], c_strides: [
 
 /// None, which widens, and what else there is for T.
 fn means<T: Float>() -> impl Iterator<Item = Option<Means>> {
-    let short = Means::all().iter().copied().filter(|_| T::DTYPE == DType::BF16);
+    let short = Means::all().iter().copied().filter(|_| matches!(T::DTYPE, DType::BF16 | DType::F32));
     std::iter::once(None).chain(short.map(Some))
 }
 
@@ -239,7 +239,9 @@ fn one_row_has_the_bits_that_it_has_among_others() {
         let (a, b) = (numbers::<f32>(1, g * 2 * k + 9), numbers::<f32>(4, g * k * n));
         let (narrow_a, narrow_b) = (numbers::<bf16>(1, g * 2 * k + 9), numbers::<bf16>(4, g * k * n));
         for b_strides in [[k * n, n, 1], [k * n, 1, k], [0, n, 1]] {
-            one_row(None, [g, n, k], &a, &b, b_strides);
+            for means in means::<f32>() {
+                one_row(means, [g, n, k], &a, &b, b_strides);
+            }
             for means in means::<bf16>() {
                 one_row(means, [g, n, k], &narrow_a, &narrow_b, b_strides);
             }

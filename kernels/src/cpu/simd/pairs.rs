@@ -1,8 +1,9 @@
 //! Lines of bf16 as dot products read them: cut along the depth into steps of [`STEP`] terms, two terms to a word of 32
-//! bits, and filled up with zeros.
+//! bits, and filled up with zeros. Numbers of f32 are rounded on the way.
 
 use crate::cpu::simd::{turn, vectorized};
-use crate::dtype::{DType, Element};
+use crate::dtype::{DType, Element, Float};
+use half::bf16;
 
 /// Terms of a step.
 pub(crate) const STEP: usize = 32;
@@ -17,9 +18,30 @@ const TURNED: usize = 8;
 /// it reaches.
 #[derive(Clone, Copy)]
 pub(crate) struct Lines {
-    start: *const u16,
+    start: *const u8,
     across: usize,
     along: usize,
+    /// Whether they are of f32, else of bf16.
+    is_wide: bool,
+}
+
+/// The bits of bf16 that stand for a number.
+trait Short: Copy {
+    fn bits(self) -> u16;
+}
+
+impl Short for u16 {
+    #[inline(always)]
+    fn bits(self) -> u16 {
+        self
+    }
+}
+
+impl Short for f32 {
+    #[inline(always)]
+    fn bits(self) -> u16 {
+        bf16::narrow(self).to_bits()
+    }
 }
 
 // SAFETY: tasks on several threads only read through it.
@@ -47,15 +69,16 @@ struct Block {
 
 impl Lines {
     /// # Panics
-    /// If the numbers are no bf16.
+    /// If the numbers are neither bf16 nor f32.
     pub(crate) fn new<T: Element>(data: &[T], across: usize, along: usize) -> Lines {
-        assert!(T::DTYPE == DType::BF16, "lines are of bf16");
-        Lines { start: data.as_ptr().cast(), across, along }
+        assert!(matches!(T::DTYPE, DType::BF16 | DType::F32), "lines are of bf16 or f32");
+        Lines { start: data.as_ptr().cast(), across, along, is_wide: T::DTYPE == DType::F32 }
     }
 
     /// The same from another element on.
     pub(crate) fn moved(self, distance: usize) -> Lines {
-        Lines { start: self.start.wrapping_add(distance), ..self }
+        let size = if self.is_wide { size_of::<f32>() } else { size_of::<u16>() };
+        Lines { start: self.start.wrapping_add(distance * size), ..self }
     }
 
     /// The same from line i on.
@@ -79,6 +102,21 @@ impl Lines {
     /// # Safety
     /// The lines lie inside of their memory; `to` has room; the CPU has AVX2.
     pub(crate) unsafe fn pack(self, order: Order, count: usize, depth: usize, to: *mut u32) {
+        // SAFETY: as promised by the caller; lines know what they are of.
+        unsafe {
+            if self.is_wide {
+                self.pack_as::<f32>(order, count, depth, to)
+            } else {
+                self.pack_as::<u16>(order, count, depth, to)
+            }
+        }
+    }
+
+    /// [`Lines::pack`] of numbers that lie as S.
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn pack_as<S: Short>(self, order: Order, count: usize, depth: usize, to: *mut u32) {
         let (strips, steps) = (count.div_ceil(LINES), depth.div_ceil(STEP));
         vectorized(
             #[inline(always)]
@@ -98,10 +136,10 @@ impl Lines {
                     unsafe {
                         match self.across {
                             1 if self.along != 1 && block.count == LINES => {
-                                from.weave::<true>(order, block, to)
+                                from.weave::<S, true>(order, block, to)
                             }
-                            1 if self.along != 1 => from.weave::<false>(order, block, to),
-                            _ => from.copy(order, block, to),
+                            1 if self.along != 1 => from.weave::<S, false>(order, block, to),
+                            _ => from.copy::<S>(order, block, to),
                         }
                     }
                 }
@@ -114,19 +152,20 @@ impl Lines {
     /// # Safety
     /// As for [`Lines::pack`].
     #[inline(always)]
-    unsafe fn copy(self, order: Order, block: Block, to: *mut u32) {
+    unsafe fn copy<S: Short>(self, order: Order, block: Block, to: *mut u32) {
         let lines = filled(block.count);
         for first in (0..lines).step_by(TURNED) {
             let mut rows = [[0u16; STEP]; TURNED];
             for (i, row) in rows.iter_mut().enumerate().take(block.count.saturating_sub(first)) {
-                let from = self.from(first + i).start;
+                let from = self.from(first + i).start.cast::<S>();
                 // SAFETY: the line is one of the block, and so are the terms.
                 unsafe {
                     if self.along == 1 && block.terms == STEP {
-                        *row = *from.cast();
+                        let terms = *from.cast::<[S; STEP]>();
+                        (0..STEP).for_each(|p| row[p] = terms[p].bits());
                     } else {
                         for (p, x) in row.iter_mut().enumerate().take(block.terms) {
-                            *x = *from.add(p * self.along);
+                            *x = (*from.add(p * self.along)).bits();
                         }
                     }
                 }
@@ -151,7 +190,7 @@ impl Lines {
     /// # Safety
     /// As for [`Lines::pack`].
     #[inline(always)]
-    unsafe fn weave<const WHOLE: bool>(self, order: Order, block: Block, to: *mut u32) {
+    unsafe fn weave<S: Short, const WHOLE: bool>(self, order: Order, block: Block, to: *mut u32) {
         let lines = if WHOLE { LINES } else { filled(block.count) };
         for first in (0..WORDS).step_by(TURNED) {
             let mut words = [[0u32; LINES]; TURNED];
@@ -159,12 +198,12 @@ impl Lines {
                 for half in 0..2 {
                     let term = 2 * (first + w) + half;
                     if term < block.terms {
-                        let from = self.moved(term * self.along).start;
-                        let place = |x: u16| u32::from(x) << (16 * half);
+                        let from = self.moved(term * self.along).start.cast::<S>();
+                        let place = |x: S| u32::from(x.bits()) << (16 * half);
                         // SAFETY: the term is one of the block, and so are the lines.
                         unsafe {
                             if WHOLE {
-                                let row = *from.cast::<[u16; LINES]>();
+                                let row = *from.cast::<[S; LINES]>();
                                 (0..LINES).for_each(|i| words[i] |= place(row[i]));
                             } else {
                                 (0..block.count).for_each(|i| words[i] |= place(*from.add(i)));
@@ -214,7 +253,6 @@ unsafe fn turn_words(len: usize, (from, from_step): (*const u32, usize), (to, to
 mod tests {
     use super::*;
     use crate::cpu::simd::{Level, level};
-    use half::bf16;
 
     #[test]
     fn every_word_has_its_place() {
@@ -222,9 +260,17 @@ mod tests {
             return;
         }
         let numbers: Vec<bf16> = (0..20_000u16).map(|i| bf16::from_bits(i + 1)).collect();
+        places(&numbers, &numbers);
+        // A little more than a bf16 each, so that rounding has something to do.
+        let wide: Vec<f32> = numbers.iter().map(|x| f32::from_bits(x.widen().to_bits() + 7)).collect();
+        places(&wide, &numbers);
+    }
+
+    /// Looks for the words of `numbers`, which should be those of `rounded`.
+    fn places<T: Element>(numbers: &[T], rounded: &[bf16]) {
         for (count, depth) in [(1, 1), (15, 32), (16, 33), (17, 2), (32, 64), (33, 31), (70, 97)] {
             for (across, along) in [(depth, 1), (depth + 3, 1), (1, count), (1, count + 7), (2, 2 * count)] {
-                let lines = Lines::new(&numbers, across, along);
+                let lines = Lines::new(numbers, across, along);
                 let steps = depth.div_ceil(STEP);
                 for order in [Order::ByLine, Order::ByPlace] {
                     let mut words = vec![u32::MAX; count.next_multiple_of(LINES) * steps * WORDS];
@@ -241,7 +287,7 @@ mod tests {
                             };
                             let found = words[(strip * LINES * steps + step * height) * WORDS + place];
                             let inside = i < count && p < depth;
-                            let want = if inside { numbers[i * across + p * along].to_bits() } else { 0 };
+                            let want = if inside { rounded[i * across + p * along].to_bits() } else { 0 };
                             let half = (found >> (16 * (p % 2))) as u16;
                             assert_eq!(half, want, "{count} {depth} {across} {along} {order:?} {i} {p}");
                         }

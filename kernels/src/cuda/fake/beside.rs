@@ -27,7 +27,8 @@ fn card() -> Option<&'static Turns> {
         };
         let machine = Card::open(&places, 0).unwrap_or_else(|e| panic!("{e}"));
         Some(Turns(Mutex::new(
-            crate::backend::Machine::backend(&*machine, 1, 0).unwrap_or_else(|e| panic!("{e}")),
+            crate::backend::Machine::backend(&*machine, crate::backend::Settings::default())
+                .unwrap_or_else(|e| panic!("{e}")),
         )))
     };
     CARD.get_or_init(open).as_ref()

@@ -412,6 +412,14 @@ void put(void *at, int type, size_t i, double x) {
     }
 }
 
+// What is left of an operand of f32 in TF32 (77) or bf16 (75), by a whole number of bits behind the point.
+double left(double x, int compute) {
+    if (compute != 75 && compute != 77) return x;
+    int exponent;
+    const double scale = compute == 77 ? 2048.0 : 256.0, fraction = frexp(x, &exponent);
+    return ldexp(nearbyint(fraction * scale) / scale, exponent);
+}
+
 }  // namespace
 
 API size_t cublasLtGetVersion() { return number("blas=", 130100); }
@@ -475,8 +483,8 @@ API int cublasLtMatmul(void *, void *product, const void *alpha, const void *a, 
                 for (uint64_t i = 0; i < m; ++i) {
                     double sum = 0;
                     for (uint64_t l = 0; l < k; ++l)
-                        sum += value(a, x.type, g * x.step + (p.turned[0] ? i * x.lead + l : l * x.lead + i)) *
-                            value(b, y.type, g * y.step + (p.turned[1] ? l * y.lead + j : j * y.lead + l));
+                        sum += left(value(a, x.type, g * x.step + (p.turned[0] ? i * x.lead + l : l * x.lead + i)), p.compute) *
+                            left(value(b, y.type, g * y.step + (p.turned[1] ? l * y.lead + j : j * y.lead + l)), p.compute);
                     const size_t beside = g * p.whole_step + j * p.whole_lead + i;
                     if (p.ending == 4 || p.ending == 164) sum += value(p.columns, z.type, i);
                     if (p.ending == 164) put(p.whole, z.type, beside, sum), sum *= gelu_gate(sum);
