@@ -26,7 +26,7 @@ impl Op for Abs {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&ABS, &[&x[0]], &[])
+        local.launch(&ABS, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

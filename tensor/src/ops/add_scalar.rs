@@ -25,7 +25,7 @@ impl Op for AddScalar {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&ADD_SCALAR, &[&x[0]], &[Scalar::Real(self.term)])
+        local.launch(&ADD_SCALAR, &[x[0]], &[Scalar::Real(self.term)])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

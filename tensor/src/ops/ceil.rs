@@ -25,7 +25,7 @@ impl Op for Ceil {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&CEIL, &[&x[0]], &[])
+        local.launch(&CEIL, &[x[0]], &[])
     }
 }
 

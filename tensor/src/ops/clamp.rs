@@ -46,7 +46,7 @@ impl Op for Clamp {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&CLAMP, &[&x[0]], &[Scalar::Real(self.low), Scalar::Real(self.high)])
+        local.launch(&CLAMP, &[x[0]], &[Scalar::Real(self.low), Scalar::Real(self.high)])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

@@ -26,7 +26,7 @@ impl Op for Cos {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&COS, &[&x[0]], &[])
+        local.launch(&COS, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

@@ -162,7 +162,7 @@ impl Op for DiagonalOf {
         let shape = local.inference.outputs[0].local_shape(local.rank.coordinates());
         let mut out = Piece::filled(local.rank, x[0].dtype, &shape, 0.0)?;
         let at = self.0.of(&out.view);
-        out.write(local.rank, at, &x[0])?;
+        out.write(local.rank, at, x[0])?;
         Ok([out].into_iter().collect())
     }
 

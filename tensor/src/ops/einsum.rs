@@ -184,8 +184,8 @@ impl Op for Einsum {
         let m = group(c, [(a, true), (b, false)]);
         let n = group(c, [(a, false), (b, true)]);
         let k = group(a, [(b, true), (c, false)]);
-        let left = grouped(local.rank, &x[0], a, [&batch, &m, &k])?;
-        let right = grouped(local.rank, &x[1], b, [&batch, &k, &n])?;
+        let left = grouped(local.rank, x[0], a, [&batch, &m, &k])?;
+        let right = grouped(local.rank, x[1], b, [&batch, &k, &n])?;
         let mut out = local.output(0)?;
         let (order, shape) = order_and_shape(&out.view, c, [&batch, &m, &n]);
         match out.view.permute(&order).reshape(&shape) {

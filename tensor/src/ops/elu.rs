@@ -30,7 +30,7 @@ impl Op for Elu {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&ELU, &[&x[0]], &[Scalar::Real(self.scale)])
+        local.launch(&ELU, &[x[0]], &[Scalar::Real(self.scale)])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

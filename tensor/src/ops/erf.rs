@@ -26,7 +26,7 @@ impl Op for Erf {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&ERF, &[&x[0]], &[])
+        local.launch(&ERF, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

@@ -26,7 +26,7 @@ impl Op for Exp {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&EXP, &[&x[0]], &[])
+        local.launch(&EXP, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

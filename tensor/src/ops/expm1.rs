@@ -26,7 +26,7 @@ impl Op for Expm1 {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&EXPM1, &[&x[0]], &[])
+        local.launch(&EXPM1, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

@@ -25,7 +25,7 @@ impl Op for Floor {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&FLOOR, &[&x[0]], &[])
+        local.launch(&FLOOR, &[x[0]], &[])
     }
 }
 

@@ -26,7 +26,7 @@ impl Op for Gelu {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&GELU, &[&x[0]], &[])
+        local.launch(&GELU, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

@@ -26,7 +26,7 @@ impl Op for GeluExact {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&GELU_EXACT, &[&x[0]], &[])
+        local.launch(&GELU_EXACT, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

@@ -30,7 +30,7 @@ impl Op for LeakyRelu {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&LEAKY_RELU, &[&x[0]], &[Scalar::Real(self.slope)])
+        local.launch(&LEAKY_RELU, &[x[0]], &[Scalar::Real(self.slope)])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

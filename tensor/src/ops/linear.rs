@@ -121,8 +121,8 @@ impl Op for Linear {
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let rank = local.rank;
-        let (a, w) = (matrix(rank, &x[0], self.num_in)?, matrix(rank, &x[1], self.num_out)?);
-        let b = line(rank, &x[2])?;
+        let (a, w) = (matrix(rank, x[0], self.num_in)?, matrix(rank, x[1], self.num_out)?);
+        let b = line(rank, x[2])?;
         let mut y = local.output(0)?;
         as_matrix(&mut y, self.num_out, |y| launch(rank, &LINEAR, &[&a, &w, &b], &mut [y], &[]))?;
         Ok(smallvec![y])
@@ -154,7 +154,7 @@ impl Op for LinearGrads {
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let rank = local.rank;
-        let (a, g) = (matrix(rank, &x[0], self.num_in)?, matrix(rank, &x[1], self.num_out)?);
+        let (a, g) = (matrix(rank, x[0], self.num_in)?, matrix(rank, x[1], self.num_out)?);
         let (mut dw, mut db) = (local.output(0)?, local.output(1)?);
         gradients(rank, &a, &g, &mut dw, &mut db, self.num_out)?;
         Ok(smallvec![dw, db])

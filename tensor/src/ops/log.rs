@@ -26,7 +26,7 @@ impl Op for Log {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&LOG, &[&x[0]], &[])
+        local.launch(&LOG, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

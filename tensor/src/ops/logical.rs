@@ -103,7 +103,7 @@ impl Op for Not {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&NOT, &[&x[0]], &[])
+        local.launch(&NOT, &[x[0]], &[])
     }
 }
 

@@ -31,7 +31,7 @@ impl Op for Neg {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&NEG, &[&x[0]], &[])
+        local.launch(&NEG, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

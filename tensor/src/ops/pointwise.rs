@@ -41,6 +41,6 @@ impl Op for PointwiseBackward {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(self.kernel, &[&x[0], &x[1]], &self.scalars)
+        local.launch(self.kernel, &[x[0], x[1]], &self.scalars)
     }
 }

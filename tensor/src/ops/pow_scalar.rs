@@ -31,7 +31,7 @@ impl Op for PowScalar {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&POW_SCALAR, &[&x[0]], &[Scalar::Real(self.exponent)])
+        local.launch(&POW_SCALAR, &[x[0]], &[Scalar::Real(self.exponent)])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

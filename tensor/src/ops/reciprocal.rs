@@ -27,7 +27,7 @@ impl Op for Reciprocal {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&RECIPROCAL, &[&x[0]], &[])
+        local.launch(&RECIPROCAL, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

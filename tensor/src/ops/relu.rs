@@ -26,7 +26,7 @@ impl Op for Relu {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&RELU, &[&x[0]], &[])
+        local.launch(&RELU, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

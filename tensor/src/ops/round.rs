@@ -25,7 +25,7 @@ impl Op for Round {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&ROUND, &[&x[0]], &[])
+        local.launch(&ROUND, &[x[0]], &[])
     }
 }
 

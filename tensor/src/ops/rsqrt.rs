@@ -26,7 +26,7 @@ impl Op for Rsqrt {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&RSQRT, &[&x[0]], &[])
+        local.launch(&RSQRT, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

@@ -35,7 +35,7 @@ impl Op for Scale {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&SCALE, &[&x[0]], &[Scalar::Real(self.factor)])
+        local.launch(&SCALE, &[x[0]], &[Scalar::Real(self.factor)])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

@@ -26,7 +26,7 @@ impl Op for Sigmoid {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&SIGMOID, &[&x[0]], &[])
+        local.launch(&SIGMOID, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

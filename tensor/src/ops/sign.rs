@@ -25,7 +25,7 @@ impl Op for Sign {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&SIGN, &[&x[0]], &[])
+        local.launch(&SIGN, &[x[0]], &[])
     }
 }
 

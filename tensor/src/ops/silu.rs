@@ -26,7 +26,7 @@ impl Op for Silu {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&SILU, &[&x[0]], &[])
+        local.launch(&SILU, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

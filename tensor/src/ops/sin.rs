@@ -26,7 +26,7 @@ impl Op for Sin {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&SIN, &[&x[0]], &[])
+        local.launch(&SIN, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

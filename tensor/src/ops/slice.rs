@@ -153,7 +153,7 @@ impl Op for Pad {
         let shape = local.inference.outputs[0].local_shape(local.rank.coordinates());
         let mut out = Piece::filled(local.rank, x[0].dtype, &shape, self.value)?;
         let at = out.view.narrow(self.dim, self.before, shape[self.dim] - self.after);
-        out.write(local.rank, at, &x[0])?;
+        out.write(local.rank, at, x[0])?;
         Ok([out].into_iter().collect())
     }
 

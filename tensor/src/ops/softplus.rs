@@ -26,7 +26,7 @@ impl Op for Softplus {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&SOFTPLUS, &[&x[0]], &[])
+        local.launch(&SOFTPLUS, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

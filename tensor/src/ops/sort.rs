@@ -81,7 +81,7 @@ impl Op for Sort {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        ordered(local, &x[0], self.dim, x[0].view.shape[self.dim], self.descending)
+        ordered(local, x[0], self.dim, x[0].view.shape[self.dim], self.descending)
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

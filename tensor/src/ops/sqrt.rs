@@ -27,7 +27,7 @@ impl Op for Sqrt {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&SQRT, &[&x[0]], &[])
+        local.launch(&SQRT, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

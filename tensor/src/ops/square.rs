@@ -27,7 +27,7 @@ impl Op for Square {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&SQUARE, &[&x[0]], &[])
+        local.launch(&SQUARE, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

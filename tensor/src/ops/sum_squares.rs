@@ -32,7 +32,7 @@ impl Op for SumSquares {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&SUM_SQUARES, &[&x[0]], &[])
+        local.launch(&SUM_SQUARES, &[x[0]], &[])
     }
 }
 

@@ -32,7 +32,7 @@ impl Op for SwiGlu {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&FORWARD, &[&x[0], &x[1]], &[])
+        local.launch(&FORWARD, &[x[0], x[1]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

@@ -26,7 +26,7 @@ impl Op for Tanh {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        local.launch(&TANH, &[&x[0]], &[])
+        local.launch(&TANH, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

@@ -73,7 +73,7 @@ impl Op for TopK {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        ordered(local, &x[0], self.dim, self.k, self.largest)
+        ordered(local, x[0], self.dim, self.k, self.largest)
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
