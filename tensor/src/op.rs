@@ -254,14 +254,11 @@ impl Vjp<'_> {
     /// cotangent took over from a neighbour of its argument, and that cuts at the same places, is named as there.
     pub fn each(&self, mut cotangent: impl FnMut(usize) -> Tensor) -> Cotangents {
         let named = |i: usize, t: Tensor| {
-            if t.layout().is_dual_of(&self.input_layouts[i]) {
+            let (lies, of) = (t.layout(), &self.input_layouts[i]);
+            if lies.is_dual_of(of) || !lies.agrees(&of.dual()) {
                 return t;
             }
-            let goal = self.goal(i);
-            if !t.layout().agrees(&goal) {
-                return t;
-            }
-            Tensor::assemble(self.rank, goal, t.piece().clone())
+            Tensor::assemble(self.rank, of.dual(), t.piece().clone())
         };
         self.wanted.iter().enumerate().map(|(i, &w)| w.then(|| named(i, cotangent(i)))).collect()
     }
@@ -395,14 +392,12 @@ pub fn apply(
     if inference.targets.iter().all(Option::is_none) {
         return run(&**op, args, &inference, rank, site);
     }
-    let moved: SmallVec<[Tensor; 4]> = args
-        .iter()
-        .zip(&inference.targets)
-        .map(|(t, target)| match target {
-            None => Ok((*t).clone()),
-            Some(layout) => crate::redistribute::implied(t, layout, site),
-        })
-        .collect::<Result<_>>()?;
+    let moved = |(t, target): (&&Tensor, &Option<Layout>)| match target {
+        None => Ok((*t).clone()),
+        Some(layout) => crate::redistribute::implied(t, layout, site),
+    };
+    let moved: SmallVec<[Tensor; 4]> =
+        args.iter().zip(&inference.targets).map(moved).collect::<Result<_>>()?;
     run(&**op, &moved.iter().collect::<SmallVec<[&Tensor; 4]>>(), &inference, rank, site)
 }
 
