@@ -12,7 +12,7 @@ use shardgrad_tensor::ops::redistribute::Redistribute;
 use shardgrad_tensor::{Context, DType, Layout, Op, Tensor, op, unwind};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell, RefMut};
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
@@ -67,7 +67,7 @@ pub(crate) struct Node {
 #[derive(Default)]
 pub(crate) struct Arena {
     pub(crate) leaves: Vec<Leaf>,
-    by_key: HashMap<Key, u32>,
+    by_key: BTreeMap<Key, u32>,
     nodes: Vec<Node>,
     round: u32,
 }
@@ -205,7 +205,7 @@ impl Tape {
             let inference = unwind(op::plan(&*op, &self.0.rank, &[stored.layout()], &[], site));
             let made = match self.is_outline() {
                 true => op::outline(&inference, &self.0.rank),
-                false => unwind(op::run(&*op, std::slice::from_ref(stored), &inference, &self.0.rank, site)),
+                false => unwind(op::run(&*op, &[stored], &inference, &self.0.rank, site)),
             };
             let tensor = made.into_iter().next().expect("redistribute has one output");
             let (layout, origin) = (to.clone(), Some((origin, op)));
@@ -323,7 +323,7 @@ impl Tape {
             context.set_path(&node.path);
             let wanted: SmallVec<[bool; 4]> = node.inputs.iter().map(Option::is_some).collect();
             let cotangents = node.pull_back(&self.0.rank, &context, &wanted);
-            for (input, cotangent) in node.inputs.clone().into_iter().zip(cotangents) {
+            for (input, cotangent) in std::mem::take(&mut node.inputs).into_iter().zip(cotangents) {
                 if let (Some(id), Some(cotangent)) = (input, cotangent) {
                     add(&mut arena.leaves, &mut nodes, id, cotangent);
                 }
@@ -409,7 +409,7 @@ impl Node {
                 });
                 context.set_closed(closed);
                 for (cotangent, layout) in cotangents.iter().zip(&self.input_layouts) {
-                    let lawful = cotangent.as_ref().is_none_or(|c| *c.layout() == layout.dual());
+                    let lawful = cotangent.as_ref().is_none_or(|c| c.layout().is_dual_of(layout));
                     assert!(
                         lawful,
                         "bug in shardgrad: {op:?} gave {cotangent:?} for an argument of {layout}"

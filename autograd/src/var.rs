@@ -196,13 +196,12 @@ impl Var {
         let first = args.first().expect("an op has at least one argument");
         let layouts: SmallVec<[&Layout; 4]> = args.iter().map(|v| v.layout()).collect();
         let inference = op::plan(&*op, first.rank(), &layouts, &[], site).unwrap_or_else(|e| e.raise());
-        let args: SmallVec<[Var; 4]> = args
-            .iter()
-            .zip(&inference.targets)
-            .map(|(v, target)| target.as_ref().map_or_else(|| (*v).clone(), |to| v.form(to, site)))
-            .collect();
+        let form = |(v, target): (&&Var, &Option<Layout>)| target.as_ref().map(|to| v.form(to, site));
+        let forms: SmallVec<[Option<Var>; 4]> = args.iter().zip(&inference.targets).map(form).collect();
+        let args: SmallVec<[&Var; 4]> =
+            args.iter().zip(&forms).map(|(v, form)| form.as_ref().unwrap_or(v)).collect();
         let tape = &first.0.tape;
-        let tensors: SmallVec<[Tensor; 4]> = args.iter().map(|v| v.0.tensor.clone()).collect();
+        let tensors: SmallVec<[&Tensor; 4]> = args.iter().map(|v| &v.0.tensor).collect();
         let outputs = match tape.is_outline() {
             true => op::outline(&inference, first.rank()),
             false => op::run(&*op, &tensors, &inference, first.rank(), site).unwrap_or_else(|e| e.raise()),
@@ -239,7 +238,7 @@ impl Tape {
     fn put(
         &self,
         op: &Rc<dyn Op>,
-        args: &[Var],
+        args: &[&Var],
         outputs: SmallVec<[Tensor; 2]>,
         site: &'static Location<'static>,
     ) -> SmallVec<[Var; 2]> {
@@ -280,11 +279,15 @@ impl Tape {
 }
 
 /// Per argument, where its cotangent goes: nowhere for constants and for arguments that the op has no gradient in.
-fn live_inputs(op: &Rc<dyn Op>, args: &[Var], site: &'static Location<'static>) -> SmallVec<[Option<Id>; 4]> {
+fn live_inputs(
+    op: &Rc<dyn Op>,
+    args: &[&Var],
+    site: &'static Location<'static>,
+) -> SmallVec<[Option<Id>; 4]> {
     let layouts: SmallVec<[&Layout; 4]> = args.iter().map(|v| v.layout()).collect();
     let differentiable = op::differentiable_args(&**op, &layouts);
     let tape = args[0].tape();
-    let live = |(arg, differentiable): (&Var, &bool)| {
+    let live = |(arg, differentiable): (&&Var, &bool)| {
         let id = if *differentiable { arg.live(site) } else { None };
         if id.is_some() && !tape.same_as(arg.tape()) {
             Error::new(Kind::Unsupported, "two variables of different tapes meet in one op")

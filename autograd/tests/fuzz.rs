@@ -80,7 +80,7 @@ impl Op for Planted {
         if matches!(self, Planted::Doubled | Planted::Narrow) { &[] } else { &[&[0]] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         if local.rank.is_dry() {
             return Ok([local.output(0)?].into_iter().collect());
         }

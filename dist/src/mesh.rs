@@ -66,7 +66,12 @@ impl AxisSet {
 
     /// The axes, outermost first.
     pub fn iter(self) -> impl Iterator<Item = Axis> {
-        (0..16).map(Axis).filter(move |a| self.contains(*a))
+        let mut rest = self.0;
+        std::iter::from_fn(move || {
+            let first = (rest != 0).then(|| Axis(rest.trailing_zeros() as u8));
+            rest &= rest.wrapping_sub(1);
+            first
+        })
     }
 }
 

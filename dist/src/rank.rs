@@ -8,7 +8,6 @@ use crate::transport::Transport;
 use shardgrad_kernels::{Backend, Buffer, DType, Device};
 use std::any::{Any, TypeId};
 use std::cell::RefCell;
-use std::collections::HashMap;
 use std::fmt;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -42,7 +41,8 @@ struct Inner {
     coordinate: Vec<usize>,
     backend: Arc<dyn Backend>,
     link: Link,
-    extensions: RefCell<HashMap<TypeId, Rc<dyn Any>>>,
+    /// A handful, each found by its type.
+    extensions: RefCell<Vec<(TypeId, Rc<dyn Any>)>>,
 }
 
 /// How calls of a rank leave it.
@@ -173,10 +173,17 @@ impl Rank {
     /// The one `T` of this rank, made by `Default` when first asked for: a place for caches of upper crates.
     #[must_use]
     pub fn extension<T: Default + 'static>(&self) -> Rc<T> {
-        let known = self.0.extensions.borrow().get(&TypeId::of::<T>()).cloned();
+        let here = TypeId::of::<T>();
+        let find = |all: &[(TypeId, Rc<dyn Any>)]| all.iter().find(|e| e.0 == here).map(|e| e.1.clone());
+        let known = find(&self.0.extensions.borrow());
         let slot = known.unwrap_or_else(|| {
+            // To make it may have asked for it, and for others.
             let fresh: Rc<dyn Any> = Rc::new(T::default());
-            self.0.extensions.borrow_mut().entry(TypeId::of::<T>()).or_insert(fresh).clone()
+            let mut all = self.0.extensions.borrow_mut();
+            find(&all).unwrap_or_else(|| {
+                all.push((here, fresh.clone()));
+                fresh
+            })
         });
         slot.downcast().expect("a slot holds the type that it is filed under")
     }

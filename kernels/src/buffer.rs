@@ -11,8 +11,7 @@ use std::alloc::{Layout, alloc, dealloc};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Alignment of every block: one cache line, one AVX-512 register.
 pub const ALIGNMENT: usize = 64;
@@ -20,23 +19,35 @@ pub const ALIGNMENT: usize = 64;
 /// A page of the larger kind on x86-64 and, with pages of 4 KiB, on AArch64. Blocks that hold one begin at one.
 const HUGE_PAGE: usize = 2 << 20;
 
-#[derive(Default)]
-struct Counters {
-    in_use: AtomicUsize,
-    peak: AtomicUsize,
-    reserved: AtomicUsize,
-    system_allocs: AtomicUsize,
-}
-
 /// A caching allocator: freed blocks are kept by size class and handed out again.
 #[derive(Clone, Default)]
 pub struct Allocator(Arc<Shared>);
 
 #[derive(Default)]
 struct Shared {
-    free: Mutex<BTreeMap<usize, Vec<Raw>>>,
-    counters: Counters,
-    limit: AtomicUsize,
+    state: Mutex<State>,
+    limit_bytes: usize,
+}
+
+/// What an allocator holds and counts: one lock serves both.
+#[derive(Default)]
+struct State {
+    free: BTreeMap<usize, Vec<Raw>>,
+    stats: MemoryStats,
+}
+
+impl State {
+    fn count(&mut self, bytes: usize) {
+        self.stats.in_use_bytes += bytes;
+        self.stats.peak_bytes = self.stats.peak_bytes.max(self.stats.in_use_bytes);
+    }
+
+    /// A block that was given back, counted as in use.
+    fn recycled(&mut self, class: usize) -> Option<Raw> {
+        let raw = self.free.get_mut(&class)?.pop()?;
+        self.count(class);
+        Some(raw)
+    }
 }
 
 /// One block of memory, owned.
@@ -99,9 +110,11 @@ impl Allocator {
     /// An allocator that refuses to hold more than `limit_bytes` from the system (0: no limit).
     #[must_use]
     pub fn with_limit(limit_bytes: usize) -> Allocator {
-        let allocator = Allocator::default();
-        allocator.0.limit.store(limit_bytes, Ordering::Relaxed);
-        allocator
+        Allocator(Arc::new(Shared { state: Mutex::default(), limit_bytes }))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A block of at least `bytes` bytes. Contents are arbitrary but initialised.
@@ -111,69 +124,57 @@ impl Allocator {
     pub fn alloc(&self, bytes: usize) -> Result<Buffer, KernelError> {
         let refuse = || KernelError::OutOfMemory { asked_bytes: bytes, stats: self.stats() };
         let class = size_class(bytes).ok_or_else(refuse)?;
-        let raw = match self.recycled(class) {
+        let recycled = self.state().recycled(class);
+        let raw = match recycled {
             Some(raw) => raw,
             None => self.fresh(class).ok_or_else(refuse)?,
         };
-        let counters = &self.0.counters;
-        let now = counters.in_use.fetch_add(class, Ordering::Relaxed) + class;
-        counters.peak.fetch_max(now, Ordering::Relaxed);
         Ok(Buffer(Arc::new(Block { memory: Memory::Host { raw, home: self.clone() }, bytes })))
     }
 
     /// A buffer that only has a size, which is counted as if it were memory.
     #[must_use]
     pub fn outline(&self, bytes: usize) -> Buffer {
-        let counters = &self.0.counters;
-        let now = counters.in_use.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        counters.peak.fetch_max(now, Ordering::Relaxed);
+        self.state().count(bytes);
         Buffer(Arc::new(Block { memory: Memory::Outline { home: Some(self.clone()) }, bytes }))
     }
 
-    fn recycled(&self, class: usize) -> Option<Raw> {
-        let mut free = self.0.free.lock().unwrap_or_else(PoisonError::into_inner);
-        free.get_mut(&class)?.pop()
-    }
-
+    /// A block from the system, counted as in use. Nobody waits for it on the lock.
     fn fresh(&self, class: usize) -> Option<Raw> {
-        let counters = &self.0.counters;
-        let limit = self.0.limit.load(Ordering::Relaxed);
-        let fits = || limit == 0 || counters.reserved.load(Ordering::Relaxed).saturating_add(class) <= limit;
+        let limit = self.0.limit_bytes;
+        let fits = || limit == 0 || self.state().stats.reserved_bytes.saturating_add(class) <= limit;
         let mut raw = if fits() { Raw::new(class) } else { None };
         if raw.is_none() {
             self.release_cache();
             raw = if fits() { Raw::new(class) } else { None };
         }
         raw.inspect(|_| {
-            counters.reserved.fetch_add(class, Ordering::Relaxed);
-            counters.system_allocs.fetch_add(1, Ordering::Relaxed);
+            let mut state = self.state();
+            state.stats.reserved_bytes += class;
+            state.stats.num_system_allocs += 1;
+            state.count(class);
         })
     }
 
     /// Gives every cached block back to the system.
     pub fn release_cache(&self) {
-        let blocks = std::mem::take(&mut *self.0.free.lock().unwrap_or_else(PoisonError::into_inner));
-        for (class, raws) in blocks {
-            self.0.counters.reserved.fetch_sub(class * raws.len(), Ordering::Relaxed);
-        }
+        let mut state = self.state();
+        let blocks = std::mem::take(&mut state.free);
+        state.stats.reserved_bytes -= blocks.iter().map(|(class, raws)| class * raws.len()).sum::<usize>();
+        drop(state);
+        // The blocks go back to the system after the lock.
     }
 
     /// What is in use now.
     #[must_use]
     pub fn stats(&self) -> MemoryStats {
-        let c = &self.0.counters;
-        MemoryStats {
-            in_use_bytes: c.in_use.load(Ordering::Relaxed),
-            peak_bytes: c.peak.load(Ordering::Relaxed),
-            reserved_bytes: c.reserved.load(Ordering::Relaxed),
-            num_system_allocs: c.system_allocs.load(Ordering::Relaxed),
-        }
+        self.state().stats
     }
 
     fn give_back(&self, raw: Raw) {
-        self.0.counters.in_use.fetch_sub(raw.capacity, Ordering::Relaxed);
-        let mut free = self.0.free.lock().unwrap_or_else(PoisonError::into_inner);
-        free.entry(raw.capacity).or_default().push(raw);
+        let mut state = self.state();
+        state.stats.in_use_bytes -= raw.capacity;
+        state.free.entry(raw.capacity).or_default().push(raw);
     }
 }
 
@@ -216,7 +217,7 @@ impl Drop for Block {
             Memory::Host { raw, home } => home.give_back(raw),
             Memory::Device { address, home } => home.give_back(address),
             Memory::Outline { home: Some(home) } => {
-                home.0.counters.in_use.fetch_sub(self.bytes, Ordering::Relaxed);
+                home.state().stats.in_use_bytes -= self.bytes;
             }
             Memory::Outline { home: None } => {}
         }

@@ -6,7 +6,7 @@ use smallvec::SmallVec;
 pub type Dims = SmallVec<[usize; 6]>;
 
 /// Extents, strides and offset of a view, all counted in elements. Strides are not negative; 0 broadcasts.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq)]
 pub struct Strides {
     /// Extent per dim.
     pub shape: Dims,
@@ -14,6 +14,14 @@ pub struct Strides {
     pub strides: Dims,
     /// Where element 0 lies.
     pub offset: usize,
+}
+
+impl Clone for Strides {
+    fn clone(&self) -> Strides {
+        // Plain numbers: one copy each instead of one push per dim.
+        let [shape, strides] = [&self.shape, &self.strides].map(|dims| Dims::from_slice(dims));
+        Strides { shape, strides, offset: self.offset }
+    }
 }
 
 impl Strides {
@@ -24,7 +32,7 @@ impl Strides {
         for d in (1..shape.len()).rev() {
             strides[d - 1] = strides[d] * shape[d].max(1);
         }
-        Strides { shape: shape.into(), strides, offset: 0 }
+        Strides { shape: Dims::from_slice(shape), strides, offset: 0 }
     }
 
     /// The number of dims.

@@ -265,7 +265,8 @@ impl Call<'_> {
                 }
             });
         }
-        let outputs = op::run(&**self.op, &moved, &inference, self.rank, self.site)?;
+        let given: Vec<&Tensor> = moved.iter().collect();
+        let outputs = op::run(&**self.op, &given, &inference, self.rank, self.site)?;
         let differentiable = differentiable_args(&**self.op, &layouts);
         let visible = outputs.len() - self.op.num_saved();
         let floats = outputs[..visible].iter().any(|t| t.dtype().is_float());

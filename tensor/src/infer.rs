@@ -82,6 +82,16 @@ impl Inference {
         (dim.extent, dim.range(mesh, coordinate))
     }
 
+    /// The numbers of the labels of all dims.
+    ///
+    /// # Panics
+    /// If the op states its own rule: ops are written by us, so that is a bug in the library.
+    #[must_use]
+    pub fn labels(&self) -> &Labels {
+        let (labels, _) = self.labels.as_ref().expect("bug in shardgrad: inferred without a signature");
+        labels
+    }
+
     /// Extent, grain and axes of a label.
     #[must_use]
     pub fn label_dim(&self, name: &str) -> Option<Dim> {

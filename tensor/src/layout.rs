@@ -8,13 +8,19 @@ use shardgrad_kernels::{DType, Dims};
 use smallvec::SmallVec;
 use std::hash::{Hash, Hasher};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// The layout of a tensor. Axes of size 1 never stand in one, so a world of one rank has one layout per shape.
 ///
 /// Its text form (`Display` and [`Layout::parse`]) is `f32[32@dp, 1024, 4096:128@tp] +cp`: per dim the extent, the
 /// grain where it is not 1, and the axes that split it, outer first; then the pending and the replicated axes.
-#[derive(PartialEq, Eq)]
-pub struct Layout {
+///
+/// Cloning copies a handle, and handles of one layout are equal at a glance: every tensor has one, few differ.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Layout(Arc<Parts>);
+
+#[derive(Clone, PartialEq, Eq)]
+struct Parts {
     mesh: Mesh,
     dtype: DType,
     partial: AxisSet,
@@ -22,67 +28,16 @@ pub struct Layout {
     dims: SmallVec<[Dim; 6]>,
 }
 
-impl Clone for Layout {
-    fn clone(&self) -> Layout {
-        // Dims are plain numbers: one copy instead of one push per dim.
-        Layout { mesh: self.mesh.clone(), dims: SmallVec::from_slice(&self.dims), ..*self }
-    }
-}
-
 impl Hash for Layout {
     fn hash<H: Hasher>(&self, hasher: &mut H) {
         // The mesh is left out: its names are long to hash, and one program has few meshes.
-        (self.dtype, self.partial, self.replicate).hash(hasher);
-        self.dims.hash(hasher);
+        (self.0.dtype, self.0.partial, self.0.replicate).hash(hasher);
+        self.0.dims.hash(hasher);
     }
 }
 
-impl Layout {
-    /// A layout. Axes of size 1 are dropped; axes that are not named are invariant.
-    ///
-    /// # Errors
-    /// `Kind::Layout` (code `create`) for an axis that is named twice or is not on the mesh, a grain that does not
-    /// divide its extent, truth values that are pending, and more elements than memory has addresses; the help line gives the
-    /// nearest layout.
-    pub fn new(
-        mesh: &Mesh,
-        dtype: DType,
-        dims: impl IntoIterator<Item = Dim>,
-        partial: AxisSet,
-        replicate: AxisSet,
-    ) -> Result<Layout> {
-        let mut layout =
-            Layout { mesh: mesh.clone(), dtype, partial, replicate, dims: dims.into_iter().collect() };
-        let named =
-            layout.dims.iter().flat_map(|d| d.axes.iter()).chain(partial.iter()).chain(replicate.iter());
-        if let Some(axis) = named.into_iter().find(|a| a.0 as usize >= mesh.num_axes()) {
-            let text = format!("a layout names axis number {}, but there is none on {mesh}", axis.0);
-            return Err(Error::new(Kind::Layout, text));
-        }
-        let fault = layout.mend();
-        layout.drop_trivial_axes();
-        if let Some(fault) = fault {
-            return Err(
-                Error::new(Kind::Layout, fault).detail("help", format!("the nearest layout is {layout}"))
-            );
-        }
-        let bytes = layout.dims.iter().try_fold(dtype.size(), |n, d| n.checked_mul(d.extent.max(1)));
-        match bytes {
-            Some(bytes) if bytes <= isize::MAX as usize => Ok(layout),
-            _ => {
-                Err(Error::new(Kind::Layout, format!("{layout} has more elements than memory has addresses")))
-            }
-        }
-    }
-
-    /// The layout of a tensor that every rank holds in full, invariant on every axis.
-    #[must_use]
-    pub fn invariant(mesh: &Mesh, dtype: DType, shape: &[usize]) -> Layout {
-        let dims = shape.iter().map(|&n| Dim::whole(n)).collect();
-        Layout { mesh: mesh.clone(), dtype, partial: AxisSet::EMPTY, replicate: AxisSet::EMPTY, dims }
-    }
-
-    /// Makes the layout legal and says what was wrong with it first.
+impl Parts {
+    /// Makes the parts legal and says what was wrong with it first.
     fn mend(&mut self) -> Option<String> {
         let mut faults = Vec::new();
         let (mut seen, mesh) = (AxisSet::EMPTY, self.mesh.clone());
@@ -122,88 +77,134 @@ impl Layout {
         self.partial = self.partial.iter().filter(|a| mesh.size(*a) > 1).collect();
         self.replicate = self.replicate.iter().filter(|a| mesh.size(*a) > 1).collect();
     }
+}
+
+impl Layout {
+    /// A layout. Axes of size 1 are dropped; axes that are not named are invariant.
+    ///
+    /// # Errors
+    /// `Kind::Layout` (code `create`) for an axis that is named twice or is not on the mesh, a grain that does not
+    /// divide its extent, truth values that are pending, and more elements than memory has addresses; the help line gives the
+    /// nearest layout.
+    pub fn new(
+        mesh: &Mesh,
+        dtype: DType,
+        dims: impl IntoIterator<Item = Dim>,
+        partial: AxisSet,
+        replicate: AxisSet,
+    ) -> Result<Layout> {
+        let dims: SmallVec<[Dim; 6]> = dims.into_iter().collect();
+        let named = dims.iter().flat_map(|d| d.axes.iter()).chain(partial.iter()).chain(replicate.iter());
+        if let Some(axis) = named.into_iter().find(|a| a.0 as usize >= mesh.num_axes()) {
+            let text = format!("a layout names axis number {}, but there is none on {mesh}", axis.0);
+            return Err(Error::new(Kind::Layout, text));
+        }
+        let mut parts = Parts { mesh: mesh.clone(), dtype, partial, replicate, dims };
+        let fault = parts.mend();
+        parts.drop_trivial_axes();
+        let layout = Layout(Arc::new(parts));
+        if let Some(fault) = fault {
+            return Err(
+                Error::new(Kind::Layout, fault).detail("help", format!("the nearest layout is {layout}"))
+            );
+        }
+        let bytes = layout.dims().iter().try_fold(dtype.size(), |n, d| n.checked_mul(d.extent.max(1)));
+        match bytes {
+            Some(bytes) if bytes <= isize::MAX as usize => Ok(layout),
+            _ => {
+                Err(Error::new(Kind::Layout, format!("{layout} has more elements than memory has addresses")))
+            }
+        }
+    }
+
+    /// The layout of a tensor that every rank holds in full, invariant on every axis.
+    #[must_use]
+    pub fn invariant(mesh: &Mesh, dtype: DType, shape: &[usize]) -> Layout {
+        let dims = shape.iter().map(|&n| Dim::whole(n)).collect();
+        Layout::assemble(mesh, dtype, dims, AxisSet::EMPTY, AxisSet::EMPTY)
+    }
 
     /// The mesh.
     #[must_use]
     pub fn mesh(&self) -> &Mesh {
-        &self.mesh
+        &self.0.mesh
     }
 
     /// The dtype.
     #[must_use]
     pub fn dtype(&self) -> DType {
-        self.dtype
+        self.0.dtype
     }
 
     /// The number of dims.
     #[must_use]
     pub fn ndim(&self) -> usize {
-        self.dims.len()
+        self.0.dims.len()
     }
 
     /// The dims.
     #[must_use]
     pub fn dims(&self) -> &[Dim] {
-        &self.dims
+        &self.0.dims
     }
 
     /// The global extent of a dim.
     #[must_use]
     pub fn extent(&self, d: usize) -> usize {
-        self.dims[d].extent
+        self.0.dims[d].extent
     }
 
     /// The global shape.
     #[must_use]
     pub fn shape(&self) -> Dims {
-        self.dims.iter().map(|d| d.extent).collect()
+        self.0.dims.iter().map(|d| d.extent).collect()
     }
 
     /// The global number of elements.
     #[must_use]
     pub fn numel(&self) -> usize {
-        self.dims.iter().map(|d| d.extent).product()
+        self.0.dims.iter().map(|d| d.extent).product()
     }
 
     /// The axes that hold a pending sum.
     #[must_use]
     pub fn partial(&self) -> AxisSet {
-        self.partial
+        self.0.partial
     }
 
     /// The axes whose copies are each rank's own.
     #[must_use]
     pub fn replicate(&self) -> AxisSet {
-        self.replicate
+        self.0.replicate
     }
 
     /// The axes that split some dim.
     #[must_use]
     pub fn sharded_axes(&self) -> AxisSet {
-        self.dims.iter().flat_map(|d| d.axes.iter()).collect()
+        self.0.dims.iter().flat_map(|d| d.axes.iter()).collect()
     }
 
     /// The shape of what the rank at a coordinate holds.
     #[must_use]
     pub fn local_shape(&self, coordinate: &[usize]) -> Dims {
-        self.dims.iter().map(|d| d.range(&self.mesh, coordinate).len()).collect()
+        self.0.dims.iter().map(|d| d.range(&self.0.mesh, coordinate).len()).collect()
     }
 
     /// What the rank at a coordinate holds of dim `d`.
     #[must_use]
     pub fn range(&self, d: usize, coordinate: &[usize]) -> Range<usize> {
-        self.dims[d].range(&self.mesh, coordinate)
+        self.0.dims[d].range(&self.0.mesh, coordinate)
     }
 
     /// The state of an axis. Axes of size 1 are invariant.
     #[must_use]
     pub fn state(&self, axis: Axis) -> State {
-        if self.partial.contains(axis) {
+        if self.0.partial.contains(axis) {
             State::Partial
-        } else if self.replicate.contains(axis) {
+        } else if self.0.replicate.contains(axis) {
             State::Replicate
         } else {
-            self.dims.iter().position(|d| d.axes.contains(axis)).map_or(State::Invariant, State::Shard)
+            self.0.dims.iter().position(|d| d.axes.contains(axis)).map_or(State::Invariant, State::Shard)
         }
     }
 
@@ -218,36 +219,37 @@ impl Layout {
 
     /// [`Layout::with_state`] in place.
     pub(crate) fn set_state(&mut self, axis: Axis, state: State) {
-        if self.mesh.size(axis) == 1 {
+        if self.0.mesh.size(axis) == 1 {
             return;
         }
-        self.partial = self.partial.without(axis);
-        self.replicate = self.replicate.without(axis);
-        for dim in &mut self.dims {
+        let parts = Arc::make_mut(&mut self.0);
+        parts.partial = parts.partial.without(axis);
+        parts.replicate = parts.replicate.without(axis);
+        for dim in &mut parts.dims {
             if dim.axes.contains(axis) {
                 dim.axes = dim.axes.without(axis);
             }
         }
         match state {
             State::Invariant => {}
-            State::Replicate => self.replicate = self.replicate.with(axis),
-            State::Partial => self.partial = self.partial.with(axis),
-            State::Shard(d) => self.dims[d].axes = self.dims[d].axes.with(axis),
+            State::Replicate => parts.replicate = parts.replicate.with(axis),
+            State::Partial => parts.partial = parts.partial.with(axis),
+            State::Shard(d) => parts.dims[d].axes = parts.dims[d].axes.with(axis),
         }
     }
 
     /// Counts a dim in another grain. That its cuts stay where they are is the caller's word.
     pub(crate) fn set_grain(&mut self, d: usize, grain: usize) {
         debug_assert!(
-            self.dims[d].same_cuts(grain, &self.mesh),
+            self.0.dims[d].same_cuts(grain, &self.0.mesh),
             "a new grain of dim {d} of {self} moves no cut"
         );
-        self.dims[d].grain = grain;
+        Arc::make_mut(&mut self.0).dims[d].grain = grain;
     }
 
     /// The layout with other dims, whose legality is the caller's word.
     pub(crate) fn with_dims(&self, dims: SmallVec<[Dim; 6]>) -> Layout {
-        Layout { mesh: self.mesh.clone(), dims, ..*self }
+        Layout::assemble(self.mesh(), self.dtype(), dims, self.partial(), self.replicate())
     }
 
     /// A layout from parts whose legality is the caller's word.
@@ -258,19 +260,31 @@ impl Layout {
         partial: AxisSet,
         replicate: AxisSet,
     ) -> Layout {
-        Layout { mesh: mesh.clone(), dtype, partial, replicate, dims }
+        Layout(Arc::new(Parts { mesh: mesh.clone(), dtype, partial, replicate, dims }))
     }
 
     /// The layout of the gradient: pending and replicated axes change places.
     #[must_use]
     pub fn dual(&self) -> Layout {
-        Layout { partial: self.replicate, replicate: self.partial, ..self.clone() }
+        if self.partial() == self.replicate() {
+            return self.clone(); // There are none of either: no axis is both.
+        }
+        Layout(Arc::new(Parts { partial: self.replicate(), replicate: self.partial(), ..(*self.0).clone() }))
+    }
+
+    /// Whether this is the layout of the gradient of a value of the other.
+    #[must_use]
+    pub fn is_dual_of(&self, other: &Layout) -> bool {
+        if other.partial() == other.replicate() { self == other } else { *self == other.dual() }
     }
 
     /// The same layout of another dtype.
     #[must_use]
     pub fn with_dtype(&self, dtype: DType) -> Layout {
-        Layout { dtype, ..self.clone() }
+        if dtype == self.dtype() {
+            return self.clone();
+        }
+        Layout(Arc::new(Parts { dtype, ..(*self.0).clone() }))
     }
 
     /// Whether every rank holds the same elements under both layouts, so that one may be renamed to the other: they
@@ -278,18 +292,19 @@ impl Layout {
     #[must_use]
     pub fn agrees(&self, other: &Layout) -> bool {
         let same =
-            |a: &Dim, b: &Dim| a.extent == b.extent && a.axes == b.axes && a.same_cuts(b.grain, &self.mesh);
-        (self.dtype, self.partial, self.replicate) == (other.dtype, other.partial, other.replicate)
-            && self.dims.len() == other.dims.len()
-            && self.dims.iter().zip(&other.dims).all(|(a, b)| same(a, b))
-            && self.mesh == other.mesh
+            |a: &Dim, b: &Dim| a.extent == b.extent && a.axes == b.axes && a.same_cuts(b.grain, &self.0.mesh);
+        (self.dtype(), self.partial(), self.replicate())
+            == (other.dtype(), other.partial(), other.replicate())
+            && self.ndim() == other.ndim()
+            && self.dims().iter().zip(other.dims()).all(|(a, b)| same(a, b))
+            && self.mesh() == other.mesh()
     }
 
     /// Whether tensors that live beyond a step may lie so: only shards and invariant copies, then the layout of the
     /// gradient is that of the value and replicas stay bit-equal.
     #[must_use]
     pub fn is_storable(&self) -> bool {
-        self.partial.is_empty() && self.replicate.is_empty()
+        self.0.partial.is_empty() && self.0.replicate.is_empty()
     }
 
     /// Refuses a layout that is not storable.
@@ -300,7 +315,8 @@ impl Layout {
         if self.is_storable() {
             return Ok(());
         }
-        let nearest = Layout { partial: AxisSet::EMPTY, replicate: AxisSet::EMPTY, ..self.clone() };
+        let dims = self.0.dims.clone();
+        let nearest = Layout::assemble(self.mesh(), self.dtype(), dims, AxisSet::EMPTY, AxisSet::EMPTY);
         let text = format!("a stored tensor holds only shards and invariant copies, got {self}");
         Err(Error::new(Kind::Layout, text).detail("help", format!("the nearest layout is {nearest}")))
     }
@@ -348,6 +364,9 @@ mod tests {
         assert_eq!(layout.local_shape(&[0, 0, 2]).as_slice(), [3, 5]);
         assert_eq!((layout.range(0, &[1, 0, 1]), layout.numel()), (2..4, 35));
         assert_eq!(layout.dual().to_string(), "f32[7@b, 5] ~a");
+        assert!(layout.dual().is_dual_of(&layout) && !layout.is_dual_of(&layout));
+        let stored = layout.with_state(Axis(0), State::Invariant);
+        assert!(stored.is_dual_of(&stored) && !layout.is_dual_of(&stored));
         assert!(!layout.is_storable() && layout.with_state(Axis(0), State::Invariant).is_storable());
         assert!(layout.check_storable().unwrap_err().to_string().contains("f32[7@b, 5]"));
     }

@@ -88,6 +88,11 @@ fn signature(inputs: &[Layout], outputs: &[Layout]) -> String {
     format!("{} -> {}", side(inputs), side(outputs))
 }
 
+/// Handles of the pieces, for functions that may keep them.
+fn owned(pieces: &[&Piece]) -> Vec<Piece> {
+    pieces.iter().map(|p| (*p).clone()).collect()
+}
+
 struct LocalMap {
     name: &'static str,
     signature: String,
@@ -172,8 +177,8 @@ impl Op for LocalMap {
         }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        (self.forward)(local.rank, x)
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        (self.forward)(local.rank, &owned(x))
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
@@ -217,9 +222,9 @@ impl Op for LocalMapBackward {
         Ok(Rc::new(Inference::direct(args.len(), self.outputs.iter().cloned())))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let (inputs, grads) = x.split_at(self.num_inputs);
-        (self.backward)(local.rank, inputs, grads)
+        (self.backward)(local.rank, &owned(inputs), &owned(grads))
     }
 }
 

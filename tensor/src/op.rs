@@ -4,7 +4,7 @@ use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
 use crate::memo::Question;
-use crate::piece::Piece;
+use crate::piece::{Piece, launch};
 use crate::refusal::Refusal;
 use crate::repair::{Repair, repairs};
 use crate::tensor::Tensor;
@@ -18,7 +18,7 @@ use std::panic::Location;
 use std::rc::Rc;
 
 /// Local results of one forward: the outputs, then the values kept for the vjp.
-pub type Pieces = SmallVec<[Piece; 2]>;
+pub type Pieces = SmallVec<[Piece; 1]>;
 /// One entry per argument: its cotangent, or `None` where it was not wanted.
 pub type Cotangents = SmallVec<[Option<Tensor>; 4]>;
 /// Dtypes of all outputs, saved ones included.
@@ -85,7 +85,7 @@ pub trait Op: fmt::Debug {
     ///
     /// # Errors
     /// What kernels report.
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces>;
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces>;
 
     /// Cotangents of the wanted arguments, in the dual layouts of the arguments. No step may be needed.
     ///
@@ -159,7 +159,7 @@ pub struct Local<'a> {
     /// The rank that runs it.
     pub rank: &'a Rank,
     /// Layouts of the arguments, after the implied steps.
-    pub inputs: &'a [Layout],
+    pub inputs: &'a [&'a Layout],
     /// What was inferred.
     pub inference: &'a Inference,
     /// The user's line.
@@ -189,8 +189,10 @@ impl Local<'_> {
     pub fn launch(&self, kernel: &Kernel, inputs: &[&Piece], scalars: &[Scalar]) -> Result<Pieces> {
         let mut outputs: Pieces =
             (0..self.inference.outputs.len()).map(|i| self.output(i)).collect::<Result<_>>()?;
-        let mut slots: Vec<&mut Piece> = outputs.iter_mut().collect();
-        crate::piece::launch(self.rank, kernel, inputs, &mut slots, scalars)?;
+        match &mut outputs[..] {
+            [one] => launch(self.rank, kernel, inputs, &mut [one], scalars)?,
+            all => launch(self.rank, kernel, inputs, &mut all.iter_mut().collect::<Vec<_>>(), scalars)?,
+        }
         Ok(outputs)
     }
 
@@ -198,7 +200,7 @@ impl Local<'_> {
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
-    pub fn contiguous(&self, pieces: &[Piece]) -> Result<SmallVec<[Piece; 6]>> {
+    pub fn contiguous(&self, pieces: &[&Piece]) -> Result<SmallVec<[Piece; 6]>> {
         pieces.iter().map(|p| p.contiguous(self.rank)).collect()
     }
 }
@@ -252,11 +254,11 @@ impl Vjp<'_> {
     /// cotangent took over from a neighbour of its argument, and that cuts at the same places, is named as there.
     pub fn each(&self, mut cotangent: impl FnMut(usize) -> Tensor) -> Cotangents {
         let named = |i: usize, t: Tensor| {
-            let goal = self.goal(i);
-            if *t.layout() == goal || !t.layout().agrees(&goal) {
+            let (lies, of) = (t.layout(), &self.input_layouts[i]);
+            if lies.is_dual_of(of) || !lies.agrees(&of.dual()) {
                 return t;
             }
-            Tensor::assemble(self.rank, goal, t.piece().clone())
+            Tensor::assemble(self.rank, of.dual(), t.piece().clone())
         };
         self.wanted.iter().enumerate().map(|(i, &w)| w.then(|| named(i, cotangent(i)))).collect()
     }
@@ -299,26 +301,24 @@ pub fn plan(
 /// What kernels and, for the few ops that talk to other ranks, collectives report.
 pub fn run(
     op: &dyn Op,
-    args: &[Tensor],
+    args: &[&Tensor],
     inference: &Inference,
     rank: &Rank,
     site: &'static Location<'static>,
 ) -> Result<SmallVec<[Tensor; 2]>> {
-    let pieces: SmallVec<[Piece; 4]> = args.iter().map(|t| t.piece().clone()).collect();
-    let inputs: SmallVec<[Layout; 4]> = args.iter().map(|t| t.layout().clone()).collect();
+    let pieces: SmallVec<[&Piece; 4]> = args.iter().map(|t| t.piece()).collect();
+    let inputs: SmallVec<[&Layout; 4]> = args.iter().map(|t| t.layout()).collect();
     let local = Local { rank, inputs: &inputs, inference, site };
     let outputs = op.forward(&local, &pieces).map_err(|e| failed(e, op, rank, &inputs, site))?;
     if Context::of(rank).is_watched() {
-        let (inputs, outputs): (Vec<&Piece>, Vec<&Piece>) =
-            (pieces.iter().collect(), outputs.iter().collect());
-        Watch::look(rank, op.name(), &inputs, &outputs, site)?;
+        let outputs: Vec<&Piece> = outputs.iter().collect();
+        Watch::look(rank, op.name(), &pieces, &outputs, site)?;
     }
-    Ok(inference
-        .outputs
-        .iter()
-        .zip(outputs)
-        .map(|(layout, piece)| Tensor::assemble(rank, layout.clone(), piece))
-        .collect())
+    let mut tensors = SmallVec::new();
+    for (layout, piece) in inference.outputs.iter().zip(outputs) {
+        tensors.push(Tensor::assemble(rank, layout.clone(), piece));
+    }
+    Ok(tensors)
 }
 
 /// The error of a forward; one about memory tells which op on which tensors asked for it.
@@ -326,14 +326,13 @@ fn failed(
     error: Error,
     op: &dyn Op,
     rank: &Rank,
-    inputs: &[Layout],
+    inputs: &[&Layout],
     site: &'static Location<'static>,
 ) -> Error {
-    let inputs: SmallVec<[&Layout; 4]> = inputs.iter().collect();
     match error.kind() {
         Kind::OutOfMemory => {
             let named = Error::new(Kind::OutOfMemory, format!("{}: {}", op.name(), error.message()));
-            describe(named, op, rank, &inputs, site).detail(
+            describe(named, op, rank, inputs, site).detail(
                 "help",
                 "split more over more ranks, cut the batch into more microbatches, recompute blocks, or raise the limit",
             )
@@ -341,7 +340,7 @@ fn failed(
         Kind::Data => {
             // The kernel named itself; one kernel serves several ops.
             let what = error.message().split_once(": ").map_or(error.message(), |(_, what)| what);
-            describe(Error::new(Kind::Data, format!("{}: {what}", op.name())), op, rank, &inputs, site)
+            describe(Error::new(Kind::Data, format!("{}: {what}", op.name())), op, rank, inputs, site)
                 .detail("help", "look at the values of the arguments; indices count from 0")
         }
         _ => error.at(site),
@@ -387,18 +386,19 @@ pub fn apply(
     want: &[Option<Layout>],
     site: &'static Location<'static>,
 ) -> Result<SmallVec<[Tensor; 2]>> {
-    let rank = args.first().expect("an op has at least one argument").rank().clone();
+    let rank = args.first().expect("an op has at least one argument").rank();
     let layouts: SmallVec<[&Layout; 4]> = args.iter().map(|t| t.layout()).collect();
-    let inference = plan(&**op, &rank, &layouts, want, site)?;
-    let args: SmallVec<[Tensor; 4]> = args
-        .iter()
-        .zip(&inference.targets)
-        .map(|(t, target)| match target {
-            None => Ok((*t).clone()),
-            Some(layout) => crate::redistribute::implied(t, layout, site),
-        })
-        .collect::<Result<_>>()?;
-    run(&**op, &args, &inference, &rank, site)
+    let inference = plan(&**op, rank, &layouts, want, site)?;
+    if inference.targets.iter().all(Option::is_none) {
+        return run(&**op, args, &inference, rank, site);
+    }
+    let moved = |(t, target): (&&Tensor, &Option<Layout>)| match target {
+        None => Ok((*t).clone()),
+        Some(layout) => crate::redistribute::implied(t, layout, site),
+    };
+    let moved: SmallVec<[Tensor; 4]> =
+        args.iter().zip(&inference.targets).map(moved).collect::<Result<_>>()?;
+    run(&**op, &moved.iter().collect::<SmallVec<[&Tensor; 4]>>(), &inference, rank, site)
 }
 
 impl Tensor {

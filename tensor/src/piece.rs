@@ -140,12 +140,22 @@ pub fn launch(
     }
     let inputs: SmallVec<[Arg<'_>; 6]> =
         inputs.iter().map(|p| Arg { buffer: &p.buffer, dtype: p.dtype, view: &p.view }).collect();
-    let mut outputs: Vec<ArgMut<'_>> =
-        outputs.iter_mut().map(|p| ArgMut { buffer: &mut p.buffer, dtype: p.dtype, view: &p.view }).collect();
-    rank.backend().launch(kernel, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars }).map_err(
-        |e| match &*Context::of(rank).path() {
-            "" => Error::from(e),
-            path => Error::from(e).detail("at", path),
-        },
-    )
+    let launched = match outputs {
+        [one] => rank
+            .backend()
+            .launch(kernel, &mut Launch { inputs: &inputs, outputs: &mut [written(one)], scalars }),
+        all => {
+            let mut outputs: Vec<ArgMut<'_>> = all.iter_mut().map(|p| written(p)).collect();
+            rank.backend().launch(kernel, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars })
+        }
+    };
+    launched.map_err(|e| match &*Context::of(rank).path() {
+        "" => Error::from(e),
+        path => Error::from(e).detail("at", path),
+    })
+}
+
+/// A piece as an operand that a kernel writes.
+fn written(piece: &mut Piece) -> ArgMut<'_> {
+    ArgMut { buffer: &mut piece.buffer, dtype: piece.dtype, view: &piece.view }
 }

@@ -46,12 +46,12 @@ impl Op for Broken {
         &[&[0]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         match self.0 {
             Bug::PendingThroughRelu => {
                 let mut y = local.output(0)?;
                 let kernel = &shardgrad::kernels::op::unary::RELU;
-                shardgrad::tensor::launch(local.rank, kernel, &[&x[0]], &mut [&mut y], &[])?;
+                shardgrad::tensor::launch(local.rank, kernel, &[x[0]], &mut [&mut y], &[])?;
                 Ok([y].into_iter().collect())
             }
             _ => Ok([x[0].clone()].into_iter().collect()),

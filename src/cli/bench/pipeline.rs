@@ -32,7 +32,7 @@ impl Op for Nap {
         "..m d, d -> ..m d"
     }
 
-    fn forward(&self, _: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, _: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         std::thread::sleep(UNIT);
         Ok(Pieces::from_iter([x[0].clone()]))
     }

@@ -43,7 +43,7 @@ impl Op for Add {
         &[&[0, 1]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         Broadcast::launch(local, &ADD, x, &[])
     }
 

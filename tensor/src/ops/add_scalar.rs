@@ -24,8 +24,8 @@ impl Op for AddScalar {
         "..m -> ..m"
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        local.launch(&ADD_SCALAR, &[&x[0]], &[Scalar::Real(self.term)])
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        local.launch(&ADD_SCALAR, &[x[0]], &[Scalar::Real(self.term)])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

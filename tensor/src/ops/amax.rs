@@ -178,13 +178,13 @@ impl Op for Amax {
         Ok(self.over.settled(infer_by_signature(self, context, args, dtypes, want)?, args[0]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let (mut y, mut count) = (local.output(0)?, local.output(1)?);
         let (kernel, reduce) = if self.largest { (&MAX, ReduceOp::Max) } else { (&MIN, ReduceOp::Min) };
-        launch(local.rank, kernel, &[&self.over.turned(&x[0])], &mut [&mut y], &[self.over.count()])?;
-        let axes = self.over.axes(&local.inputs[0]);
+        launch(local.rank, kernel, &[&self.over.turned(x[0])], &mut [&mut y], &[self.over.count()])?;
+        let axes = self.over.axes(local.inputs[0]);
         let y = combine(local.rank, y, axes, reduce, local.site)?;
-        let (rows, length) = self.over.rows(local, &x[0])?;
+        let (rows, length) = self.over.rows(local, x[0])?;
         launch(local.rank, &TIES, &[&rows, &y], &mut [&mut count], &[length])?;
         let count = combine(local.rank, count, axes, ReduceOp::Sum, local.site)?;
         Ok([y, count].into_iter().collect())
@@ -225,8 +225,8 @@ impl Op for AmaxBackward {
         Ok(self.over.unsettled(infer_by_signature(self, context, args, dtypes, want)?, args[0]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        let (rows, length) = self.over.rows(local, &x[0])?;
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        let (rows, length) = self.over.rows(local, x[0])?;
         let values = local.contiguous(&x[1..])?;
         let mut dx = Piece::alloc(local.rank, rows.dtype, &rows.view.shape)?;
         let inputs = [&rows, &values[0], &values[1], &values[2]];

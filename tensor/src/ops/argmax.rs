@@ -54,7 +54,7 @@ impl Op for Argmax {
         Ok(SmallVec::from_slice(&[DType::I64]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         if local.inputs[0].extent(self.dim) == 0 {
             return misuse(format!("{}: there is nothing along dim {}", self.name(), self.dim));
         }

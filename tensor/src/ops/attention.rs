@@ -55,7 +55,7 @@ impl Attention {
 fn launch_grouped(
     local: &Local<'_>,
     kernel: &Kernel,
-    x: &[Piece],
+    x: &[&Piece],
     mask: Mask,
     per_query: impl Fn(usize) -> bool,
     written_per_query: impl Fn(usize) -> bool,
@@ -65,7 +65,7 @@ fn launch_grouped(
     let inputs: SmallVec<[Piece; 6]> = x
         .iter()
         .enumerate()
-        .map(|(i, p)| if grouped || !per_query(i) { p.clone() } else { with_r(p) })
+        .map(|(i, p)| if grouped || !per_query(i) { (*p).clone() } else { with_r(p) })
         .collect();
     let inputs: SmallVec<[&Piece; 6]> = inputs.iter().collect();
     let mut outputs: Pieces =
@@ -118,7 +118,7 @@ impl Op for Attention {
         Ok(SmallVec::from_slice(&[dtype, dtype.accumulator()]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         launch_grouped(local, &FORWARD, x, self.mask, |i| i == 0, |_| true)
     }
 
@@ -151,7 +151,7 @@ impl Op for AttentionBackward {
         Ok(SmallVec::from_elem(inputs[0], num_outputs))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         launch_grouped(local, &BACKWARD, x, self.mask, |i| i != 1 && i != 2, |i| i == 0)
     }
 }

@@ -9,6 +9,7 @@ use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::reduce::SUM;
 use shardgrad_kernels::{Dims, Kernel, Scalar};
+use smallvec::smallvec;
 use std::rc::Rc;
 
 /// Which argument is repeated, and along which dims. The number is how many dims the repeated one has.
@@ -110,17 +111,21 @@ impl Broadcast {
     pub(super) fn launch(
         local: &Local<'_>,
         kernel: &Kernel,
-        x: &[Piece],
+        x: &[&Piece],
         scalars: &[Scalar],
     ) -> Result<Pieces> {
         let mut out = local.output(0)?;
-        let spread = |p: &Piece| {
+        if x.iter().all(|p| p.view.shape == out.view.shape) {
+            launch(local.rank, kernel, x, &mut [&mut out], scalars)?;
+            return Ok(smallvec![out]);
+        }
+        let spread = |p: &&Piece| {
             let view = p.view.broadcast(&out.view.shape);
             p.viewed(view.expect("the signature has matched the dims from the last on"))
         };
         let spread: Vec<Piece> = x.iter().map(spread).collect();
         launch(local.rank, kernel, &spread.iter().collect::<Vec<_>>(), &mut [&mut out], scalars)?;
-        Ok([out].into_iter().collect())
+        Ok(smallvec![out])
     }
 
     /// The cotangent of argument `i` from what it would be without repetition: summed over the dims along which it was
@@ -170,7 +175,7 @@ impl Op for SumTo {
         &[&[0]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let stay = (0..x[0].view.ndim()).filter(|d| !self.dims.contains(d));
         let order: Dims = stay.chain(self.dims.iter().copied()).collect();
         let turned = x[0].viewed(x[0].view.permute(&order));
@@ -207,7 +212,7 @@ impl Op for PairBackward {
         &[&[2]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         Broadcast::launch(local, self.kernel, x, &[])
     }
 }

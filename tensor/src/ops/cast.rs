@@ -61,7 +61,7 @@ impl Op for Cast {
         Ok(SmallVec::from_slice(&[self.to]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let y = if self.from == self.to { x[0].clone() } else { x[0].converted(local.rank, self.to)? };
         Ok([y].into_iter().collect())
     }

@@ -24,8 +24,8 @@ impl Op for Ceil {
         &[false]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        local.launch(&CEIL, &[&x[0]], &[])
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        local.launch(&CEIL, &[x[0]], &[])
     }
 }
 

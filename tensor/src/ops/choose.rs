@@ -56,7 +56,7 @@ impl Op for Choose {
         one_dtype(&inputs[1..])
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         Broadcast::launch(local, &CHOOSE, x, &[])
     }
 

@@ -45,8 +45,8 @@ impl Op for Clamp {
         Keeps { inputs: &[0], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        local.launch(&CLAMP, &[&x[0]], &[Scalar::Real(self.low), Scalar::Real(self.high)])
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        local.launch(&CLAMP, &[x[0]], &[Scalar::Real(self.low), Scalar::Real(self.high)])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

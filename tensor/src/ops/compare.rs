@@ -85,7 +85,7 @@ impl Op for Compare {
         Ok(SmallVec::from_slice(&[DType::Bool]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         Broadcast::launch(local, self.relation.kernel(), x, &[])
     }
 }
@@ -107,9 +107,9 @@ impl Op for CompareScalar {
         Ok(SmallVec::from_slice(&[DType::Bool]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let number = Piece::filled(local.rank, x[0].dtype, &[], self.number)?;
-        Broadcast::launch(local, self.relation.kernel(), &[x[0].clone(), number], &[])
+        Broadcast::launch(local, self.relation.kernel(), &[x[0], &number], &[])
     }
 }
 

@@ -73,7 +73,7 @@ impl Op for Concat {
         infer_by_signature(self, context, args, dtypes, &[whole(args[0], dtypes[0], &shape)])
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let mut out = local.output(0)?;
         let mut start = 0;
         for piece in x {

@@ -81,7 +81,7 @@ impl Op for CrossEntropyTerms {
         Ok(Rc::new(inference))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let x = local.contiguous(x)?;
         let mut terms = local.launch(&TERMS, &[&x[0], &x[1]], &columns(local))?;
         let axes = axes(local.inference);
@@ -139,7 +139,7 @@ impl Op for CrossEntropyBackward {
         Ok(unsettled(inference, split))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let x = local.contiguous(x)?;
         local.launch(&BACKWARD, &[&x[0], &x[1], &x[2], &x[3], &x[4]], &columns(local))
     }

@@ -49,7 +49,7 @@ impl Op for Cumsum {
         &[&[0]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         // Two dims exchanged are exchanged back by the same order.
         let mut order: Dims = (0..self.ndim).collect();
         order.swap(self.dim, self.ndim - 1);

@@ -116,7 +116,7 @@ impl Op for Diagonal {
         infer_by_signature(self, context, args, dtypes, &[whole(args[0], dtypes[0], &shape)])
     }
 
-    fn forward(&self, _: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, _: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         Ok([x[0].viewed(self.0.of(&x[0].view))].into_iter().collect())
     }
 
@@ -158,11 +158,11 @@ impl Op for DiagonalOf {
         infer_by_signature(self, context, args, dtypes, &[whole(args[0], dtypes[0], &shape)])
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let shape = local.inference.outputs[0].local_shape(local.rank.coordinates());
         let mut out = Piece::filled(local.rank, x[0].dtype, &shape, 0.0)?;
         let at = self.0.of(&out.view);
-        out.write(local.rank, at, &x[0])?;
+        out.write(local.rank, at, x[0])?;
         Ok([out].into_iter().collect())
     }
 

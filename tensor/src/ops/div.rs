@@ -55,7 +55,7 @@ impl Op for Div {
         Keeps { inputs: &[1], outputs: &[0] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         Broadcast::launch(local, &DIV, x, &[])
     }
 

@@ -42,7 +42,7 @@ impl Op for Dropout {
         Some(Rc::new(Dropout { stream: step, first_row, ..self.clone() }))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let mut scalars =
             vec![Scalar::Real(self.p), Scalar::Int(self.key as i64), Scalar::Int(self.stream as i64)];
         let mut places = box_scalars(&local.inference.outputs[0], local.rank);

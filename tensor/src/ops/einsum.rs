@@ -7,10 +7,13 @@ use super::labels::misuse;
 use super::{Case, Input};
 use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
 use crate::piece::{Piece, launch};
+use crate::signature::Labels;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::contract::CONTRACT;
 use shardgrad_kernels::{Dims, Strides};
+use smallvec::SmallVec;
+use std::borrow::Cow;
 use std::rc::Rc;
 
 /// A product of two tensors by an index signature such as `..m k, k n -> ..m n`.
@@ -19,7 +22,7 @@ use std::rc::Rc;
 /// no label but a dim of extent 1. Arguments and result: one float dtype, sums in f32 for the 16-bit floats.
 #[derive(Debug)]
 pub struct Einsum {
-    signature: Rc<str>,
+    signature: Cow<'static, str>,
 }
 
 impl Einsum {
@@ -44,14 +47,29 @@ impl Einsum {
         if c.iter().any(|x| *x != ONE && !a.contains(x) && !b.contains(x)) {
             return refuse("has an output label that no argument has");
         }
-        Ok(Einsum { signature: signature.into() })
+        Ok(Einsum { signature: signature.to_string().into() })
     }
 
     /// The same product, for signatures written in this library.
-    pub(super) fn of(signature: &str) -> Rc<dyn Op> {
+    pub(super) fn of(signature: impl Into<Cow<'static, str>>) -> Rc<dyn Op> {
         Rc::new(Einsum { signature: signature.into() })
     }
+
+    /// The product that gives the cotangent of argument `i`: that of the output stands in the place of the argument.
+    fn transposed(&self, i: usize) -> Rc<dyn Op> {
+        let (inputs, c) = self.signature.split_once("->").expect("checked when the op was made");
+        let (a, b) = inputs.split_once(',').expect("checked when the op was made");
+        match (&*self.signature, i) {
+            // As below, by names that are usual.
+            (MATMUL, 0) => matmul_nt(),
+            (MATMUL, _) => matmul_tn(),
+            (_, 0) => Einsum::of(format!("{c}, {b} -> {a}")),
+            _ => Einsum::of(format!("{a}, {c} -> {b}")),
+        }
+    }
 }
+
+const MATMUL: &str = "..m k, k n -> ..m n";
 
 /// A dim of extent 1 that belongs to no group.
 const ONE: &str = "1";
@@ -81,13 +99,13 @@ pub fn product(x: &[usize], w: &[usize]) -> Result<Rc<dyn Op>> {
     };
     let batch = |side, other| (0..width).filter_map(|d| label(side, other, d)).collect::<Vec<_>>().join(" ");
     let all = (0..width).map(|d| format!("b{d}")).collect::<Vec<_>>().join(" ");
-    Ok(Einsum::of(&format!("{} m k, {} k n -> {all} m n", batch(x, w), batch(w, x))))
+    Ok(Einsum::of(format!("{} m k, {} k n -> {all} m n", batch(x, w), batch(w, x))))
 }
 
 /// `..m k, k n -> ..m n`: x w.
 #[must_use]
 pub fn matmul() -> Rc<dyn Op> {
-    Einsum::of("..m k, k n -> ..m n")
+    Einsum::of(MATMUL)
 }
 
 /// `..m n, k n -> ..m k`: x w^T (a tied output head).
@@ -111,25 +129,8 @@ fn tensors(signature: &str) -> Option<[Vec<&str>; 3]> {
     clean.then(|| [labels(a), labels(b), labels(output)])
 }
 
-/// Which dims of a tensor a group of labels takes, in the order of the group; `..m` takes all that are left.
-fn dims_of(labels: &[&str], ndim: usize, group: &[&str]) -> Vec<usize> {
-    let spread = ndim + 1 - labels.len().min(ndim + 1);
-    let mut at = Vec::new();
-    for wanted in group {
-        let mut d = 0;
-        for label in labels {
-            let width = if label.starts_with("..") { spread } else { 1 };
-            if label == wanted {
-                at.extend(d..d + width);
-            }
-            d += width;
-        }
-    }
-    at
-}
-
-/// The three-dim view (groups in order) of a piece, copied if its strides do not allow the view.
-fn grouped(rank: &Rank, x: &Piece, labels: &[&str], groups: [&[&str]; 3]) -> Result<Piece> {
+/// The three-dim view (groups of labels in order) of a piece, copied if its strides do not allow the view.
+fn grouped(rank: &Rank, x: &Piece, labels: &[u8], groups: [&[u8]; 3]) -> Result<Piece> {
     let (order, shape) = order_and_shape(&x.view, labels, groups);
     let view = x.view.permute(&order);
     match view.reshape(&shape) {
@@ -142,10 +143,11 @@ fn grouped(rank: &Rank, x: &Piece, labels: &[&str], groups: [&[&str]; 3]) -> Res
     }
 }
 
-fn order_and_shape(view: &Strides, labels: &[&str], groups: [&[&str]; 3]) -> (Vec<usize>, [usize; 3]) {
-    let dims = groups.map(|g| dims_of(labels, view.ndim(), g));
-    let shape = [0, 1, 2].map(|i| dims[i].iter().map(|&d| view.shape[d]).product());
-    (dims.concat(), shape)
+/// The dims of a view in the order of the groups, dims of extent 1 without a label left out, and how many elements a group has.
+fn order_and_shape(view: &Strides, labels: &[u8], groups: [&[u8]; 3]) -> (Dims, [usize; 3]) {
+    let dim = |label: &u8| labels.iter().position(|l| l == label).expect("a group is taken from the labels");
+    let order = groups.iter().flat_map(|group| group.iter().map(dim)).collect();
+    (order, groups.map(|group| group.iter().map(|label| view.shape[dim(label)]).product()))
 }
 
 impl Op for Einsum {
@@ -171,17 +173,21 @@ impl Op for Einsum {
         Keeps { inputs: &[0, 1], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        let [a, b, c] = tensors(&self.signature).expect("checked when the op was made");
-        let has = |t: &[&str], l: &str| l != ONE && t.contains(&l);
-        let batch: Vec<&str> = c.iter().copied().filter(|l| has(&a, l) && has(&b, l)).collect();
-        let m: Vec<&str> = c.iter().copied().filter(|l| has(&a, l) && !has(&b, l)).collect();
-        let n: Vec<&str> = c.iter().copied().filter(|l| !has(&a, l) && has(&b, l)).collect();
-        let k: Vec<&str> = a.iter().copied().filter(|l| has(&b, l) && !has(&c, l)).collect();
-        let left = grouped(local.rank, &x[0], &a, [&batch, &m, &k])?;
-        let right = grouped(local.rank, &x[1], &b, [&batch, &k, &n])?;
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        let labels = local.inference.labels();
+        let [a, b, c] = [&labels.inputs()[0], &labels.inputs()[1], &labels.outputs()[0]];
+        let group = |of: &[u8], has: [(&[u8], bool); 2]| -> SmallVec<[u8; 8]> {
+            let is_in = |label: &u8| has.iter().all(|(tensor, has)| tensor.contains(label) == *has);
+            of.iter().copied().filter(|label| *label != Labels::ONE && is_in(label)).collect()
+        };
+        let batch = group(c, [(a, true), (b, true)]);
+        let m = group(c, [(a, true), (b, false)]);
+        let n = group(c, [(a, false), (b, true)]);
+        let k = group(a, [(b, true), (c, false)]);
+        let left = grouped(local.rank, x[0], a, [&batch, &m, &k])?;
+        let right = grouped(local.rank, x[1], b, [&batch, &k, &n])?;
         let mut out = local.output(0)?;
-        let (order, shape) = order_and_shape(&out.view, &c, [&batch, &m, &n]);
+        let (order, shape) = order_and_shape(&out.view, c, [&batch, &m, &n]);
         match out.view.permute(&order).reshape(&shape) {
             Some(view) => {
                 let whole = std::mem::replace(&mut out.view, view);
@@ -200,16 +206,10 @@ impl Op for Einsum {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let (inputs, c) = self.signature.split_once("->").expect("checked when the op was made");
-        let (a, b) = inputs.split_once(',').expect("checked when the op was made");
         cx.each(|i| {
-            if i == 0 {
-                let op = Einsum::of(&format!("{c}, {b} -> {a}"));
-                Tensor::apply_with(op, &[&cx.grad(0), cx.input(1)], cx.goal(0))
-            } else {
-                let op = Einsum::of(&format!("{a}, {c} -> {b}"));
-                Tensor::apply_with(op, &[cx.input(0), &cx.grad(0)], cx.goal(1))
-            }
+            let (op, grad) = (self.transposed(i), cx.grad(0));
+            let args = if i == 0 { [&grad, cx.input(1)] } else { [cx.input(0), &grad] };
+            Tensor::apply_with(op, &args, cx.goal(i))
         })
     }
 }

@@ -29,8 +29,8 @@ impl Op for Elu {
         Keeps { inputs: &[0], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        local.launch(&ELU, &[&x[0]], &[Scalar::Real(self.scale)])
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        local.launch(&ELU, &[x[0]], &[Scalar::Real(self.scale)])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

@@ -62,7 +62,7 @@ impl Op for Embedding {
         Ok(SmallVec::from_slice(&[common_float(&inputs[..1])?]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let x = local.contiguous(x)?;
         local.launch(&FORWARD, &[&x[0], &x[1]], &rows(local))
     }
@@ -93,7 +93,7 @@ impl Op for EmbeddingBackward {
         Ok(inputs[1..].into())
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let x = local.contiguous(x)?;
         local.launch(&BACKWARD, &[&x[0], &x[1]], &rows(local))
     }

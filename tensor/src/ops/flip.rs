@@ -51,7 +51,7 @@ impl Op for Flip {
         Ok(inputs.into())
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let x = x[0].contiguous(local.rank)?;
         let n = x.view.shape[self.dim] as i64;
         let index = Piece::upload(local.rank, &[n as usize], &(0..n).rev().collect::<Vec<i64>>())?;

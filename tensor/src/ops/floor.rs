@@ -24,8 +24,8 @@ impl Op for Floor {
         &[false]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        local.launch(&FLOOR, &[&x[0]], &[])
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        local.launch(&FLOOR, &[x[0]], &[])
     }
 }
 

@@ -104,7 +104,7 @@ pub(super) fn around(view: &Strides, dim: usize) -> Strides {
 }
 
 /// Runs one of the two kernels on `(x or g, index)`, in the order in which it takes them.
-fn run(local: &Local<'_>, kernel: &Kernel, x: &[Piece], dim: usize, is_shared: bool) -> Result<Pieces> {
+fn run(local: &Local<'_>, kernel: &Kernel, x: &[&Piece], dim: usize, is_shared: bool) -> Result<Pieces> {
     let x = local.contiguous(x)?;
     let (count, range) = local.label("v");
     let scalars = [Scalar::Int(range.start as i64), Scalar::Int(count as i64)];
@@ -145,7 +145,7 @@ impl Op for Gather {
         Ok(inputs[..1].into())
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         run(local, &GATHER, x, self.dim, self.is_shared)
     }
 
@@ -199,7 +199,7 @@ impl Op for ScatterAdd {
         infer_by_signature(self, context, args, dtypes, &[Some(self.goal(args, dtypes[0]))])
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         run(local, &SCATTER_ADD, x, self.dim, self.is_shared)
     }
 

@@ -4,6 +4,7 @@ use crate::layout::Layout;
 use crate::op::DTypes;
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_kernels::DType;
+use std::borrow::Cow;
 
 /// The most dims that ops with built signatures take.
 pub(super) const DIMS_MAX: usize = 12;
@@ -39,6 +40,34 @@ pub(super) fn full_and_kept(ndim: usize, dims: &[usize]) -> [String; 2] {
     } else {
         [letters(0..ndim), letters((0..ndim).filter(|d| !dims.contains(d)))]
     }
+}
+
+/// What [`reduction`] gives for leading dims, by how many are left.
+const LEADING: [[&str; 2]; 4] = [
+    ["..m -> ", " -> ..m"],
+    ["..m d -> d", "d -> ..m d"],
+    ["..m d e -> d e", "d e -> ..m d e"],
+    ["..m d e f -> d e f", "d e f -> ..m d e f"],
+];
+
+/// What [`reduction`] gives for trailing dims that leave some, by how many they are but one.
+const TRAILING: [[&str; 2]; 2] = [["..m d -> ..m", "..m -> ..m d"], ["..m d e -> ..m", "..m -> ..m d e"]];
+
+/// The signature of an op that takes some dims away (ascending), and that of the one that puts them back. Those of every step
+/// are written out above.
+pub(super) fn reduction(ndim: usize, dims: &[usize]) -> [Cow<'static, str>; 2] {
+    let count = dims.len();
+    let written = match (dims.first(), dims.last()) {
+        (_, Some(&last)) if last == count - 1 => LEADING.get(ndim - count),
+        (Some(&first), _) if first == ndim - count => TRAILING.get(count - 1),
+        _ => None,
+    };
+    written.map_or_else(|| built(ndim, dims).map(Cow::Owned), |pair| pair.map(Cow::Borrowed))
+}
+
+fn built(ndim: usize, dims: &[usize]) -> [String; 2] {
+    let [full, kept] = full_and_kept(ndim, dims);
+    [format!("{full} -> {kept}"), format!("{kept} -> {full}")]
 }
 
 /// The most arguments that an op with a list of them takes.
@@ -121,6 +150,10 @@ mod tests {
         assert_eq!(full_and_kept(3, &[0]), ["..m d e", "d e"]);
         assert_eq!(full_and_kept(3, &[2]), ["..m d", "..m"]);
         assert_eq!(full_and_kept(2, &[0, 1]), ["..m", ""]);
+        for (ndim, dims) in (0..6).flat_map(|n| (0..1 << n).map(move |set| (n, set))) {
+            let dims: Vec<usize> = (0..ndim).filter(|d| dims >> d & 1 == 1).collect();
+            assert_eq!(reduction(ndim, &dims), built(ndim, &dims));
+        }
         assert_eq!(letters_with(3, 1, "b!"), "a b! c");
         assert_eq!(letters_with(3, 1, ""), "a c");
         assert!(

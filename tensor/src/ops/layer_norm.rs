@@ -48,7 +48,7 @@ impl Op for LayerNorm {
         Ok(SmallVec::from_slice(&[dtype, dtype.accumulator(), dtype.accumulator()]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let x = local.contiguous(x)?;
         local.launch(&FORWARD, &[&x[0], &x[1], &x[2]], &[Scalar::Real(self.eps)])
     }
@@ -77,7 +77,7 @@ impl Op for LayerNormBackward {
         Ok(SmallVec::from_elem(inputs[0], num_outputs))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let x = local.contiguous(x)?;
         local.launch(&BACKWARD, &[&x[0], &x[1], &x[2], &x[3], &x[4]], &[])
     }

@@ -29,8 +29,8 @@ impl Op for LeakyRelu {
         Keeps { inputs: &[0], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        local.launch(&LEAKY_RELU, &[&x[0]], &[Scalar::Real(self.slope)])
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        local.launch(&LEAKY_RELU, &[x[0]], &[Scalar::Real(self.slope)])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

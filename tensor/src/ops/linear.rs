@@ -119,10 +119,10 @@ impl Op for Linear {
         Keeps { inputs: &[0, 1], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let rank = local.rank;
-        let (a, w) = (matrix(rank, &x[0], self.num_in)?, matrix(rank, &x[1], self.num_out)?);
-        let b = line(rank, &x[2])?;
+        let (a, w) = (matrix(rank, x[0], self.num_in)?, matrix(rank, x[1], self.num_out)?);
+        let b = line(rank, x[2])?;
         let mut y = local.output(0)?;
         as_matrix(&mut y, self.num_out, |y| launch(rank, &LINEAR, &[&a, &w, &b], &mut [y], &[]))?;
         Ok(smallvec![y])
@@ -133,9 +133,7 @@ impl Op for Linear {
         let parameters = (cx.wanted[1] || cx.wanted[2])
             .then(|| Tensor::results(Rc::new(self.grads()), &[cx.input(0), &g]));
         cx.each(|i| match (i, &parameters) {
-            (0, _) | (_, None) => {
-                Tensor::apply_with(Einsum::of(&self.back()), &[&g, cx.input(1)], cx.goal(0))
-            }
+            (0, _) | (_, None) => Tensor::apply_with(Einsum::of(self.back()), &[&g, cx.input(1)], cx.goal(0)),
             (i, Some(both)) => both[i - 1].clone(),
         })
     }
@@ -154,9 +152,9 @@ impl Op for LinearGrads {
         &[&[1]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let rank = local.rank;
-        let (a, g) = (matrix(rank, &x[0], self.num_in)?, matrix(rank, &x[1], self.num_out)?);
+        let (a, g) = (matrix(rank, x[0], self.num_in)?, matrix(rank, x[1], self.num_out)?);
         let (mut dw, mut db) = (local.output(0)?, local.output(1)?);
         gradients(rank, &a, &g, &mut dw, &mut db, self.num_out)?;
         Ok(smallvec![dw, db])

@@ -75,12 +75,12 @@ impl Op for LogSumExp {
         Ok(self.over.settled(infer_by_signature(self, context, args, dtypes, want)?, args[0]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let (mut max, mut sum, mut wide) = (local.output(1)?, local.output(1)?, local.output(1)?);
-        launch(local.rank, &MAX, &[&self.over.turned(&x[0])], &mut [&mut max], &[self.over.count()])?;
-        let axes = self.over.axes(&local.inputs[0]);
+        launch(local.rank, &MAX, &[&self.over.turned(x[0])], &mut [&mut max], &[self.over.count()])?;
+        let axes = self.over.axes(local.inputs[0]);
         let max = combine(local.rank, max, axes, ReduceOp::Max, local.site)?;
-        let (rows, length) = self.over.rows(local, &x[0])?;
+        let (rows, length) = self.over.rows(local, x[0])?;
         launch(local.rank, &EXP_SUM, &[&rows, &max], &mut [&mut sum], &[length])?;
         let sum = combine(local.rank, sum, axes, ReduceOp::Sum, local.site)?;
         launch(local.rank, &JOIN, &[&max, &sum], &mut [&mut wide], &[])?;
@@ -123,8 +123,8 @@ impl Op for LogSumExpBackward {
         Ok(self.over.unsettled(infer_by_signature(self, context, args, dtypes, want)?, args[0]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        let (rows, length) = self.over.rows(local, &x[0])?;
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        let (rows, length) = self.over.rows(local, x[0])?;
         let values = local.contiguous(&x[1..])?;
         let mut dx = Piece::alloc(local.rank, rows.dtype, &rows.view.shape)?;
         launch(local.rank, &EXP_SHARE, &[&rows, &values[0], &values[1]], &mut [&mut dx], &[length])?;

@@ -80,7 +80,7 @@ impl Op for Logical {
         truth(inputs)
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         Broadcast::launch(local, self.kernel(), x, &[])
     }
 }
@@ -102,8 +102,8 @@ impl Op for Not {
         truth(inputs)
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        local.launch(&NOT, &[&x[0]], &[])
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        local.launch(&NOT, &[x[0]], &[])
     }
 }
 

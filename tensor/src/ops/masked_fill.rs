@@ -73,7 +73,7 @@ impl Op for MaskedFill {
         Ok(SmallVec::from_slice(&inputs[..1]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let scalars = [Scalar::Real(self.value), Scalar::Int(i64::from(self.on))];
         Broadcast::launch(local, &MASKED_FILL, x, &scalars)
     }

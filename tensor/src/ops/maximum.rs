@@ -46,7 +46,7 @@ impl Op for Maximum {
         Keeps { inputs: &[0, 1], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         Broadcast::launch(local, if self.largest { &MAXIMUM } else { &MINIMUM }, x, &[])
     }
 

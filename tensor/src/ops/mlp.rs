@@ -50,10 +50,10 @@ impl Op for Mlp {
         Keeps { inputs: &[0, 1, 3], outputs: &[1, 2] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let rank = local.rank;
-        let (a, w1, w2) = (matrix(rank, &x[0], 1)?, matrix(rank, &x[1], 1)?, matrix(rank, &x[3], 1)?);
-        let b1 = line(rank, &x[2])?;
+        let (a, w1, w2) = (matrix(rank, x[0], 1)?, matrix(rank, x[1], 1)?, matrix(rank, x[3], 1)?);
+        let b1 = line(rank, x[2])?;
         let [mut y, mut z, mut hidden] = [local.output(0)?, local.output(1)?, local.output(2)?];
         as_matrix(&mut hidden, 1, |hidden| {
             as_matrix(&mut z, 1, |z| launch(rank, &LINEAR_GELU, &[&a, &w1, &b1], &mut [hidden, z], &[]))
@@ -89,7 +89,7 @@ impl Op for MlpBackward {
         &[&[5]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let rank = local.rank;
         let matrices = x.iter().map(|x| matrix(rank, x, 1)).collect::<Result<Vec<_>>>()?;
         let [x, w1, w2, z, hidden, g] = &matrices[..] else {

@@ -59,7 +59,7 @@ impl Op for OneHot {
         infer_by_signature(self, context, args, dtypes, &[whole(args[0], dtypes[0], &shape)])
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let (count, range) = local.label("v");
         let scalars = [Scalar::Int(range.start as i64), Scalar::Int(count as i64)];
         local.launch(&ONE_HOT, &[&x[0].contiguous(local.rank)?], &scalars)

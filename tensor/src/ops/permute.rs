@@ -54,7 +54,7 @@ impl Op for Permute {
         Ok(inputs.into())
     }
 
-    fn forward(&self, _: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, _: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         Ok([x[0].viewed(x[0].view.permute(&self.order))].into_iter().collect())
     }
 

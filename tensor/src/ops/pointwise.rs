@@ -40,7 +40,7 @@ impl Op for PointwiseBackward {
         &[&[1]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        local.launch(self.kernel, &[&x[0], &x[1]], &self.scalars)
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        local.launch(self.kernel, &[x[0], x[1]], &self.scalars)
     }
 }

@@ -39,7 +39,7 @@ impl Op for Pow {
         Keeps { inputs: &[0, 1], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         Broadcast::launch(local, &POW, x, &[])
     }
 

@@ -30,8 +30,8 @@ impl Op for PowScalar {
         Keeps { inputs: &[0], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        local.launch(&POW_SCALAR, &[&x[0]], &[Scalar::Real(self.exponent)])
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        local.launch(&POW_SCALAR, &[x[0]], &[Scalar::Real(self.exponent)])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

@@ -26,8 +26,8 @@ impl Op for Reciprocal {
         Keeps { inputs: &[], outputs: &[0] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        local.launch(&RECIPROCAL, &[&x[0]], &[])
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        local.launch(&RECIPROCAL, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

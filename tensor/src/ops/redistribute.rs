@@ -83,7 +83,7 @@ impl Op for Redistribute {
         Ok(Rc::new(Inference::direct(args.len(), [self.to.clone()])))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         self.site.set(Some(local.site));
         let (from, dtype) = (self.from.with_dtype(self.to.dtype()), self.to.dtype());
         let start = if x[0].dtype == dtype { x[0].clone() } else { x[0].converted(local.rank, dtype)? };

@@ -84,7 +84,7 @@ impl Op for Reshape {
         Ok(Rc::new(Inference::direct(1, [output])))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let shape = local.inference.outputs[0].local_shape(local.rank.coordinates());
         let y = match x[0].view.reshape(&shape) {
             Some(view) => x[0].viewed(view),

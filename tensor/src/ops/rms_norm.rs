@@ -47,7 +47,7 @@ impl Op for RmsNorm {
         Ok(SmallVec::from_slice(&[dtype, dtype.accumulator()]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let x = local.contiguous(x)?;
         local.launch(&FORWARD, &[&x[0], &x[1]], &[Scalar::Real(self.eps)])
     }
@@ -76,7 +76,7 @@ impl Op for RmsNormBackward {
         Ok(SmallVec::from_elem(inputs[0], num_outputs))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let x = local.contiguous(x)?;
         local.launch(&BACKWARD, &[&x[0], &x[1], &x[2], &x[3]], &[])
     }

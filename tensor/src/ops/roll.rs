@@ -50,7 +50,7 @@ impl Op for Roll {
         Ok(inputs.into())
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let mut out = local.output(0)?;
         let n = x[0].view.shape[self.dim];
         let shift = self.shift.checked_rem_euclid(n as i64).unwrap_or(0) as usize;

@@ -60,7 +60,7 @@ impl Op for Rope {
         &[&[0]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let (_, range) = local.label("b");
         let frequencies = self.frequencies.iter().map(|f| Scalar::Real(self.sign * f));
         let scalars: Vec<Scalar> =

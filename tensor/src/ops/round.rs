@@ -24,8 +24,8 @@ impl Op for Round {
         &[false]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        local.launch(&ROUND, &[&x[0]], &[])
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        local.launch(&ROUND, &[x[0]], &[])
     }
 }
 

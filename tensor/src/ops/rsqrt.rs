@@ -25,8 +25,8 @@ impl Op for Rsqrt {
         Keeps { inputs: &[], outputs: &[0] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        local.launch(&RSQRT, &[&x[0]], &[])
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        local.launch(&RSQRT, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

@@ -34,8 +34,8 @@ impl Op for Scale {
         &[&[0]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        local.launch(&SCALE, &[&x[0]], &[Scalar::Real(self.factor)])
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        local.launch(&SCALE, &[x[0]], &[Scalar::Real(self.factor)])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

@@ -24,8 +24,8 @@ impl Op for Sign {
         &[false]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        local.launch(&SIGN, &[&x[0]], &[])
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        local.launch(&SIGN, &[x[0]], &[])
     }
 }
 

@@ -25,8 +25,8 @@ impl Op for Sin {
         Keeps { inputs: &[0], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        local.launch(&SIN, &[&x[0]], &[])
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        local.launch(&SIN, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

@@ -81,7 +81,7 @@ impl Op for Slice {
         infer_by_signature(self, context, args, dtypes, &[whole(args[0], dtypes[0], &shape)])
     }
 
-    fn forward(&self, _: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, _: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         Ok([x[0].viewed(x[0].view.narrow(self.dim, self.range.start, self.range.end))].into_iter().collect())
     }
 
@@ -149,11 +149,11 @@ impl Op for Pad {
         infer_by_signature(self, context, args, dtypes, &[whole(args[0], dtypes[0], &shape)])
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let shape = local.inference.outputs[0].local_shape(local.rank.coordinates());
         let mut out = Piece::filled(local.rank, x[0].dtype, &shape, self.value)?;
         let at = out.view.narrow(self.dim, self.before, shape[self.dim] - self.after);
-        out.write(local.rank, at, &x[0])?;
+        out.write(local.rank, at, x[0])?;
         Ok([out].into_iter().collect())
     }
 

@@ -29,7 +29,7 @@ impl Op for Softmax {
         Keeps { inputs: &[], outputs: &[0] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         local.launch(&FORWARD, &[&x[0].contiguous(local.rank)?], &[])
     }
 
@@ -51,7 +51,7 @@ impl Op for SoftmaxBackward {
         &[&[1]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let x = local.contiguous(x)?;
         local.launch(&BACKWARD, &[&x[0], &x[1]], &[])
     }

@@ -80,8 +80,8 @@ impl Op for Sort {
         Ok([inputs[0], DType::I64][..].into())
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        ordered(local, &x[0], self.dim, x[0].view.shape[self.dim], self.descending)
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        ordered(local, x[0], self.dim, x[0].view.shape[self.dim], self.descending)
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

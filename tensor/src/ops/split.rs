@@ -75,7 +75,7 @@ impl Op for Split {
         infer_by_signature(self, context, args, dtypes, &parts)
     }
 
-    fn forward(&self, _: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, _: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let mut start = 0;
         let part = |&size: &usize| {
             start += size;

@@ -26,8 +26,8 @@ impl Op for Sqrt {
         Keeps { inputs: &[], outputs: &[0] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        local.launch(&SQRT, &[&x[0]], &[])
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        local.launch(&SQRT, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

@@ -26,8 +26,8 @@ impl Op for Square {
         Keeps { inputs: &[0], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        local.launch(&SQUARE, &[&x[0]], &[])
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        local.launch(&SQUARE, &[x[0]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

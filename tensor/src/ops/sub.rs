@@ -44,7 +44,7 @@ impl Op for Sub {
         &[&[0, 1]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         Broadcast::launch(local, &SUB, x, &[])
     }
 

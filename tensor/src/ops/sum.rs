@@ -3,7 +3,7 @@
 //! [`Sum`]: y = c times the sum of x over some dims; a mean is the sum with c = 1 / (the global extent of what is summed).
 //! [`Expand`]: y = c x, repeated along new dims.
 
-use super::labels::{check_dim, full_and_kept, misuse, whole};
+use super::labels::{check_dim, misuse, reduction, whole};
 use super::scale::scale;
 use super::{Case, Input};
 use crate::context::Context;
@@ -17,13 +17,14 @@ use shardgrad_dist::Result;
 use shardgrad_kernels::op::reduce::SUM;
 use shardgrad_kernels::op::unary::SCALE;
 use shardgrad_kernels::{DType, Dims, Scalar};
+use std::borrow::Cow;
 use std::rc::Rc;
 
 /// `a b c -> a c`, `..m d -> ..m`, `..m d -> d`, `..m -> `: some dims are summed and disappear. Any float, summed in the
 /// accumulator. Linear; pending over the axes that split what is summed. dx = c g, repeated along the summed dims.
 #[derive(Debug)]
 pub struct Sum {
-    signature: String,
+    signature: Cow<'static, str>,
     ndim: usize,
     dims: Dims,
     mean: bool,
@@ -54,8 +55,8 @@ impl Sum {
     }
 
     fn of(ndim: usize, dims: Dims, mean: bool) -> Rc<dyn Op> {
-        let [full, kept] = full_and_kept(ndim, &dims);
-        Rc::new(Sum { signature: format!("{full} -> {kept}"), ndim, dims, mean })
+        let [signature, _] = reduction(ndim, &dims);
+        Rc::new(Sum { signature, ndim, dims, mean })
     }
 }
 
@@ -72,7 +73,7 @@ impl Op for Sum {
         &[&[0]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let kept = (0..self.ndim).filter(|d| !self.dims.contains(d));
         let order: Dims = kept.chain(self.dims.iter().copied()).collect();
         let count: usize = self.dims.iter().map(|&d| local.inputs[0].extent(d)).product();
@@ -97,7 +98,7 @@ impl Op for Sum {
 /// dx = c times the sum of g over the new dims.
 #[derive(Debug)]
 pub struct Expand {
-    signature: String,
+    signature: Cow<'static, str>,
     shape: Dims,
     dims: Dims,
     scale: f64,
@@ -120,13 +121,8 @@ impl Expand {
 
     /// The same with a factor.
     fn scaled(shape: &[usize], dims: &[usize], scale: f64) -> Rc<dyn Op> {
-        let [full, kept] = full_and_kept(shape.len(), dims);
-        Rc::new(Expand {
-            signature: format!("{kept} -> {full}"),
-            shape: shape.into(),
-            dims: dims.into(),
-            scale,
-        })
+        let [_, signature] = reduction(shape.len(), dims);
+        Rc::new(Expand { signature, shape: shape.into(), dims: dims.into(), scale })
     }
 }
 
@@ -160,7 +156,7 @@ impl Op for Expand {
         infer_by_signature(self, context, args, dtypes, &[whole(args[0], dtypes[0], &self.shape)])
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let mut x = x[0].clone();
         if self.scale != 1.0 {
             let mut scaled = Piece::alloc(local.rank, x.dtype, &x.view.shape)?;

@@ -31,8 +31,8 @@ impl Op for SumSquares {
         Ok(SmallVec::from_slice(&[DType::F64]))
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        local.launch(&SUM_SQUARES, &[&x[0]], &[])
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        local.launch(&SUM_SQUARES, &[x[0]], &[])
     }
 }
 

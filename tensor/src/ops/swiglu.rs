@@ -31,8 +31,8 @@ impl Op for SwiGlu {
         Keeps { inputs: &[0, 1], outputs: &[] }
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        local.launch(&FORWARD, &[&x[0], &x[1]], &[])
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        local.launch(&FORWARD, &[x[0], x[1]], &[])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
@@ -54,7 +54,7 @@ impl Op for SwiGluBackward {
         &[&[2]]
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let x = local.contiguous(x)?;
         local.launch(&BACKWARD, &[&x[0], &x[1], &x[2]], &[])
     }

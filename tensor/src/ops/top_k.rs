@@ -72,8 +72,8 @@ impl Op for TopK {
         infer_by_signature(self, context, args, dtypes, &want)
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
-        ordered(local, &x[0], self.dim, self.k, self.largest)
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        ordered(local, x[0], self.dim, self.k, self.largest)
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

@@ -36,7 +36,7 @@ impl Op for Triangle {
         Ok(inputs.into())
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let [row, col] = ["r", "c"].map(|label| Scalar::Int(local.label(label).1.start as i64));
         let scalars = [Scalar::Int(self.is_upper.into()), Scalar::Int(self.diagonal), row, col];
         local.launch(&TRIANGLE, &[&x[0].contiguous(local.rank)?], &scalars)

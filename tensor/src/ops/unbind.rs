@@ -60,7 +60,7 @@ impl Op for Unbind {
         Ok(SmallVec::from_elem(inputs[0], num_outputs))
     }
 
-    fn forward(&self, _: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, _: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         debug_assert_eq!(x[0].view.shape[self.dim], self.count, "the op was made for this extent");
         Ok((0..self.count).map(|i| x[0].viewed(x[0].view.select(self.dim, i))).collect())
     }
@@ -136,7 +136,7 @@ impl Op for Stack {
         infer_by_signature(self, context, args, dtypes, &[whole(args[0], dtypes[0], &shape)])
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let mut out = local.output(0)?;
         for (i, piece) in x.iter().enumerate() {
             let at = out.view.select(self.dim, i);

@@ -21,7 +21,7 @@ use shardgrad_tensor::ops::{Case, Entry, Input};
 use shardgrad_tensor::{Context, Inference, Layout, Piece, Refusal, State, Tensor, Value as _, check_op};
 use std::rc::Rc;
 
-type Forward = fn(&Local<'_>, &[Piece]) -> Result<Pieces>;
+type Forward = fn(&Local<'_>, &[&Piece]) -> Result<Pieces>;
 type Tamper = fn(&Vjp<'_>, Cotangents) -> Cotangents;
 
 /// An op with one part replaced.
@@ -89,7 +89,7 @@ impl Op for Broken {
         self.inner.infer(context, args, dtypes, want)
     }
 
-    fn forward(&self, local: &Local<'_>, x: &[Piece]) -> Result<Pieces> {
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         self.forward.map_or_else(|| self.inner.forward(local, x), |f| f(local, x))
     }
 
@@ -119,7 +119,7 @@ fn add_declared_linear_in_each() -> Vec<Case> {
 fn mean_by_the_local_extent() -> Vec<Case> {
     let forward: Forward = |local, x| {
         let scale = 1.0 / x[0].numel().max(1) as f64;
-        local.launch(&reduce::SUM, &[&x[0]], &[Scalar::Int(2), Scalar::Real(scale)])
+        local.launch(&reduce::SUM, &[x[0]], &[Scalar::Int(2), Scalar::Real(scale)])
     };
     Broken { forward: Some(forward), ..Broken::of(Sum::over(2, &[0, 1], true).unwrap()) }.on(matrix())
 }
@@ -164,7 +164,7 @@ fn norm_whose_weight_cotangent_is_not_pending() -> Vec<Case> {
 }
 
 fn max_that_is_not_completed() -> Vec<Case> {
-    let forward: Forward = |local, x| local.launch(&reduce::MAX, &[&x[0]], &[Scalar::Int(1)]);
+    let forward: Forward = |local, x| local.launch(&reduce::MAX, &[x[0]], &[Scalar::Int(1)]);
     Broken { forward: Some(forward), ..Broken::of(Rc::new(MaxLast)) }.on(matrix())
 }
 
