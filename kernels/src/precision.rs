@@ -14,9 +14,11 @@ pub enum MatmulPrecision {
     /// In f32: the error of a product is that of one rounding, 2^-24 of its size.
     #[default]
     Highest,
-    /// On NVIDIA cards in TF32 (10 bits behind the point): an error of at most 2^-10 of the size of a product.
+    /// On NVIDIA cards in TF32 (10 bits behind the point): an error of at most 2^-9 of the size of a product, less where the
+    /// library rounds to the nearest.
     High,
-    /// Operands rounded to bf16 (7 bits behind the point) on CPUs that have dot products of it, and on NVIDIA cards: 2^-7.
+    /// Operands rounded to bf16 (7 bits behind the point) on CPUs that have dot products of it, and on NVIDIA cards: 2^-7 of the size of a product. On such CPUs
+    /// operands beyond 3.39e38 become infinite, and operands and sums below 2^-126 count as 0.
     Medium,
 }
 

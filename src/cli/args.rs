@@ -204,7 +204,7 @@ pub(crate) struct RunArgs {
     /// Numbers that are computed with
     #[arg(long, value_name = "NAME", default_value = "f32", value_parser = dtypes())]
     pub(crate) dtype: DType,
-    /// How exactly products of f32 are formed: less than highest is faster where `doctor` says so
+    /// How exactly products of f32 are formed; `doctor` says of what
     #[arg(long, value_name = "NAME", default_value = "highest", value_parser = matmul_precisions())]
     matmul_precision: MatmulPrecision,
     /// Round weights that are read from a folder and are not exact in the dtype of the run; else they are refused

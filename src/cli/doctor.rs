@@ -179,7 +179,10 @@ fn text(found: &Findings) -> String {
     row("cores", format!("{} for this process", found.cores));
     row("SIMD", format!("{} in use", simd()));
     let ways = MatmulPrecision::EVERY.map(|p| format!("{p}: {}", products(p)));
-    row("products of f32", format!("--matmul-precision {}", ways.join("; ")));
+    row(
+        "products of f32",
+        format!("--matmul-precision {}; on NVIDIA cards f32, TF32, bf16", ways.join(", ")),
+    );
     let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
     let memory = found.memory_bytes.map(|[all, free]| format!("{:.1} GiB, {:.1} free", gib(all), gib(free)));
     row("memory", memory.unwrap_or_else(|| "unknown".into()));

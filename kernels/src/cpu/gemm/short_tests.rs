@@ -195,6 +195,17 @@ fn what_is_no_number_stays_in_its_row_and_column() {
 }
 
 #[test]
+fn numbers_of_f32_at_the_ends_of_bf16() {
+    for &means in Means::all() {
+        let largest =
+            form(means, [1, 1, 1], [0, 0, 0], false, |is_b, _, _| if is_b { 0.5 } else { f32::MAX });
+        assert_eq!(largest, [f32::INFINITY]);
+        let smallest = |is_b: bool, _, _| if is_b { 4.0 } else { f32::MIN_POSITIVE / 2.0 };
+        assert_eq!(form(means, [1, 1, 1], [0, 0, 0], false, smallest), [0.0]);
+    }
+}
+
+#[test]
 fn numbers_of_f32_are_rounded_once_to_the_nearest() {
     // 1 + 3 * 2^-8 lies between two bf16, and its square says which was taken: 1 + 2^-6, whose last bit is even.
     let x = 1.0 + 3.0 * 2f32.powi(-8);

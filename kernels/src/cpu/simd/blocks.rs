@@ -4,7 +4,6 @@
 //! tile. The order of the blocks of one sum is part of the contract of [`crate::cpu::gemm`]; the rest is a matter of
 //! speed.
 
-use crate::cpu::simd::level;
 use crate::cpu::simd::pack::{DEPTH_MAX, Source, Strips};
 use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::simd::tile::{COLS_MAX, ROWS_MAX, Rows, Tiles};
@@ -18,11 +17,6 @@ pub(crate) const STRIPS: usize = 8;
 const COLS: usize = 768;
 /// Up to so many strips of the other operand, packing does not pay.
 const FEW: usize = 2;
-
-/// So many rows of c are formed of rows of b where they lie, whatever their distance.
-pub(crate) fn rows_in_place<R: Real>() -> usize {
-    FEW * Tiles::<R>::at(level()).table.len()
-}
 
 /// A matrix that is written.
 pub(crate) struct Target<T> {

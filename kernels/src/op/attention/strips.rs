@@ -5,13 +5,15 @@
 use super::Problem;
 use super::tile::{Operand, Pairs, columns, rows, rows_mut};
 use crate::cpu::gemm::{Matrix, product};
-use crate::cpu::simd::blocks::rows_in_place;
 use crate::cpu::simd::pack::strips_of_rows;
 use crate::cpu::simd::scratch::Scratch;
 use crate::dtype::{Float, Real};
 
 /// Queries of a strip: what products read without packing it.
 const STRIP: usize = 32;
+/// Rows of a part: what the tiles of AVX-512 form in two strips, reading the other operand where it lies. It is the same on every
+/// CPU, since pairs of a part that nobody sees meet a factor of 0, which an infinity turns into no number.
+const PART: usize = 28;
 
 /// How many queries of a tile, the first ones, lie in strips; with none, tiles are not taken this way.
 pub(super) fn in_strips<P: Operand>(queries: usize) -> usize {
@@ -75,9 +77,9 @@ impl Pairs {
         keys: &[R],
         to: &mut [R],
     ) {
-        let (step, c) = (rows_in_place::<R>(), self.c);
-        for first in (self.skip..self.queries).step_by(step) {
-            let count = step.min(self.queries - first);
+        let c = self.c;
+        for first in (self.skip..self.queries).step_by(PART) {
+            let count = PART.min(self.queries - first);
             let dims = [count, c, self.seen(problem, first + count)];
             let to = rows_mut(&mut to[first * c..], c);
             product(scratch, dims, columns(&scores[first..], self.row_len()), rows(keys, c), true, to);
@@ -93,9 +95,9 @@ impl Pairs {
         q: &[P],
         to: &mut [R],
     ) {
-        let (step, c) = (rows_in_place::<R>(), self.c);
-        for key in (0..self.keys).step_by(step) {
-            let count = step.min(self.keys - key);
+        let c = self.c;
+        for key in (0..self.keys).step_by(PART) {
+            let count = PART.min(self.keys - key);
             let (start, end) = (self.hidden(problem, key), self.left_behind(problem, key + count - 1));
             if start < end {
                 let scores = rows(&scores[key * self.row_len() + start..], self.row_len());

@@ -18,6 +18,7 @@ use crate::strides::Strides;
 ///
 /// The sum over k is formed in the accumulator, in the order that [`crate::cpu::gemm`] states (it depends on k only), and
 /// rounded once; k = 0 gives zeros. On CPUs with dot products of bf16, and there only, subnormal bf16 count as 0.
+/// So does f32 under a [`MatmulPrecision`](crate::MatmulPrecision) that rounds it; the bound is that of the highest.
 /// Counted: 2 g m n k.
 pub static CONTRACT: Kernel = Kernel {
     name: "contract",
