@@ -9,7 +9,7 @@ use crate::program::{OpRecord, Recorder, Slot};
 use shardgrad_dist::Rank;
 use shardgrad_tensor::op::{Cotangents, Vjp};
 use shardgrad_tensor::ops::redistribute::Redistribute;
-use shardgrad_tensor::{Context, DType, Layout, Op, Tensor, op, unwind};
+use shardgrad_tensor::{Context, DType, Inference, Layout, Op, Tensor, op, unwind};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell, RefMut};
 use std::collections::{BTreeMap, HashSet};
@@ -34,8 +34,8 @@ pub(crate) struct Leaf {
 
 /// How the cotangents of a node's inputs come about.
 pub(crate) enum Work {
-    /// By the vjp of an op.
-    Op(Rc<dyn Op>),
+    /// By the vjp of an op, whose arguments and outputs lie as was inferred.
+    Op(Rc<dyn Op>, Rc<Inference>),
     /// By computing a whole block again.
     Block(Box<dyn PullBack>),
 }
@@ -58,8 +58,6 @@ pub(crate) struct Node {
     pub(crate) inputs: SmallVec<[Option<Id>; 4]>,
     pub(crate) kept_inputs: SmallVec<[Option<Tensor>; 4]>,
     pub(crate) kept_outputs: SmallVec<[Option<Tensor>; 2]>,
-    pub(crate) input_layouts: SmallVec<[Layout; 3]>,
-    pub(crate) output_layouts: SmallVec<[Layout; 2]>,
     pub(crate) cotangents: SmallVec<[Option<Tensor>; 1]>,
     pub(crate) path: Rc<str>,
 }
@@ -74,6 +72,7 @@ pub(crate) struct Arena {
 
 struct Inner {
     rank: Rank,
+    context: Rc<Context>,
     arena: RefCell<Arena>,
     records: Cell<bool>,
     /// Whether the user asked for no gradients.
@@ -112,6 +111,7 @@ impl Tape {
     fn with(rank: &Rank, records: bool, outline: bool) -> Tape {
         Tape(Rc::new(Inner {
             rank: rank.clone(),
+            context: Context::of(rank),
             arena: RefCell::default(),
             records: Cell::new(records),
             quiet: Cell::new(false),
@@ -126,6 +126,11 @@ impl Tape {
     #[must_use]
     pub fn rank(&self) -> &Rank {
         &self.0.rank
+    }
+
+    /// Where the program stands on the rank.
+    pub(crate) fn context(&self) -> &Context {
+        &self.0.context
     }
 
     /// Turns random ops on (`None`, the default, turns them off: dropout is then the identity).
@@ -157,7 +162,7 @@ impl Tape {
         let at = known.unwrap_or_else(|| {
             let at = arena.leaves.len() as u32;
             let layout = tensor.layout().clone();
-            let path = Context::of(&self.0.rank).path();
+            let path = self.0.context.path();
             arena.leaves.push(Leaf { key, layout, tensor: None, origin: None, cotangent: None, sums, path });
             arena.by_key.insert(key, at);
             at
@@ -202,10 +207,11 @@ impl Tape {
             let origin_at = origin as usize;
             let key = arena.leaves[origin_at].key;
             let op = unwind(Redistribute::between(&self.0.rank, stored.layout(), to));
-            let inference = unwind(op::plan(&*op, &self.0.rank, &[stored.layout()], &[], site));
+            let inference =
+                unwind(op::plan(&*op, (&self.0.rank, self.context()), &[stored.layout()], &[], site));
             let made = match self.is_outline() {
                 true => op::outline(&inference, &self.0.rank),
-                false => unwind(op::run(&*op, &[stored], &inference, &self.0.rank, site)),
+                false => unwind(op::run(&*op, &[stored], &inference, (&self.0.rank, self.context()), site)),
             };
             let tensor = made.into_iter().next().expect("redistribute has one output");
             let (layout, origin) = (to.clone(), Some((origin, op)));
@@ -309,7 +315,7 @@ impl Tape {
 
     /// Backpropagates given cotangents to the leaves; the nodes of the round are used up.
     pub(crate) fn backward_from(&self, seeds: impl IntoIterator<Item = (Id, Tensor)>) {
-        let context = Context::of(&self.0.rank);
+        let context = self.context();
         let before = context.set_backward(true);
         let mut arena = self.arena();
         let mut nodes = arena.take_nodes();
@@ -322,7 +328,7 @@ impl Tape {
             }
             context.set_path(&node.path);
             let wanted: SmallVec<[bool; 4]> = node.inputs.iter().map(Option::is_some).collect();
-            let cotangents = node.pull_back(&self.0.rank, &context, &wanted);
+            let cotangents = node.pull_back(&self.0.rank, context, &wanted);
             for (input, cotangent) in std::mem::take(&mut node.inputs).into_iter().zip(cotangents) {
                 if let (Some(id), Some(cotangent)) = (input, cotangent) {
                     add(&mut arena.leaves, &mut nodes, id, cotangent);
@@ -336,7 +342,7 @@ impl Tape {
     /// and taken off the tape.
     #[must_use]
     pub fn gradients(&self) -> Gradients {
-        let context = Context::of(&self.0.rank);
+        let context = self.context();
         let before = context.set_backward(true);
         let mut arena = self.0.arena.borrow_mut();
         let mut gradients = Gradients::new();
@@ -396,19 +402,19 @@ impl Node {
     /// Cotangents of the wanted inputs from those of the outputs.
     pub(crate) fn pull_back(&mut self, rank: &Rank, context: &Context, wanted: &[bool]) -> Cotangents {
         match &self.work {
-            Work::Op(op) => {
+            Work::Op(op, inference) => {
                 let closed = context.set_closed(true);
                 let cotangents = op.vjp(&Vjp {
                     rank,
                     inputs: &self.kept_inputs,
                     outputs: &self.kept_outputs,
-                    input_layouts: &self.input_layouts,
-                    output_layouts: &self.output_layouts,
+                    input_layouts: inference.inputs(),
+                    output_layouts: &inference.outputs,
                     grads: &self.cotangents,
                     wanted,
                 });
                 context.set_closed(closed);
-                for (cotangent, layout) in cotangents.iter().zip(&self.input_layouts) {
+                for (cotangent, layout) in cotangents.iter().zip(inference.inputs()) {
                     let lawful = cotangent.as_ref().is_none_or(|c| c.layout().is_dual_of(layout));
                     assert!(
                         lawful,

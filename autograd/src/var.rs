@@ -5,7 +5,7 @@ use crate::program::{OpRecord, Slot};
 use crate::tape::{Node, Tape, Work};
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::ops::redistribute::Redistribute;
-use shardgrad_tensor::{Context, DType, Layout, Op, Tensor, Value, op, unwind};
+use shardgrad_tensor::{DType, Inference, Layout, Op, Tensor, Value, op, unwind};
 use smallvec::SmallVec;
 use std::cell::RefCell;
 use std::fmt;
@@ -195,18 +195,19 @@ impl Var {
     ) -> SmallVec<[Var; 2]> {
         let first = args.first().expect("an op has at least one argument");
         let layouts: SmallVec<[&Layout; 4]> = args.iter().map(|v| v.layout()).collect();
-        let inference = op::plan(&*op, first.rank(), &layouts, &[], site).unwrap_or_else(|e| e.raise());
+        let (tape, rank) = (&first.0.tape, first.rank());
+        let place = (rank, tape.context());
+        let inference = op::plan(&*op, place, &layouts, &[], site).unwrap_or_else(|e| e.raise());
         let form = |(v, target): (&&Var, &Option<Layout>)| target.as_ref().map(|to| v.form(to, site));
         let forms: SmallVec<[Option<Var>; 4]> = args.iter().zip(&inference.targets).map(form).collect();
         let args: SmallVec<[&Var; 4]> =
             args.iter().zip(&forms).map(|(v, form)| form.as_ref().unwrap_or(v)).collect();
-        let tape = &first.0.tape;
         let tensors: SmallVec<[&Tensor; 4]> = args.iter().map(|v| &v.0.tensor).collect();
         let outputs = match tape.is_outline() {
-            true => op::outline(&inference, first.rank()),
-            false => op::run(&*op, &tensors, &inference, first.rank(), site).unwrap_or_else(|e| e.raise()),
+            true => op::outline(&inference, rank),
+            false => op::run(&*op, &tensors, &inference, place, site).unwrap_or_else(|e| e.raise()),
         };
-        tape.put(&op, &args, outputs, site)
+        tape.put((&op, &inference), &args, outputs, site)
     }
 }
 
@@ -237,13 +238,13 @@ impl Tape {
     /// Puts an applied op on the tape (and into the recorder, if there is one); gives its visible outputs.
     fn put(
         &self,
-        op: &Rc<dyn Op>,
+        (op, inference): (&Rc<dyn Op>, &Rc<Inference>),
         args: &[&Var],
         outputs: SmallVec<[Tensor; 2]>,
         site: &'static Location<'static>,
     ) -> SmallVec<[Var; 2]> {
         let visible = outputs.len() - op.num_saved();
-        let path = Context::of(self.rank()).path();
+        let path = self.context().path();
         let record = self.is_recording().then(|| {
             let inputs = args.iter().map(|v| self.slot_of(v)).collect();
             let outputs = outputs[..visible].iter().map(|t| t.layout().clone()).collect();
@@ -255,7 +256,7 @@ impl Tape {
             let keeps = op.keeps();
             let keep = |i: usize, kept: &[usize], t: &Tensor| kept.contains(&i).then(|| t.clone());
             self.push(Node {
-                work: Work::Op(op.clone()),
+                work: Work::Op(op.clone(), inference.clone()),
                 inputs,
                 kept_inputs: args
                     .iter()
@@ -263,8 +264,6 @@ impl Tape {
                     .map(|(i, v)| keep(i, keeps.inputs, v.tensor()))
                     .collect(),
                 kept_outputs: outputs.iter().enumerate().map(|(i, t)| keep(i, keeps.outputs, t)).collect(),
-                input_layouts: args.iter().map(|v| v.layout().clone()).collect(),
-                output_layouts: outputs.iter().map(|t| t.layout().clone()).collect(),
                 cotangents: SmallVec::from_elem(None, visible),
                 path,
             })

@@ -13,8 +13,9 @@ use crate::refusal::Refusal;
 use crate::signature::{Labels, Signature};
 use crate::state::State;
 use shardgrad_dist::{Axis, AxisSet, Mesh};
-use shardgrad_kernels::DType;
+use shardgrad_kernels::{DType, Strides};
 use smallvec::SmallVec;
+use std::cell::OnceCell;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -49,6 +50,10 @@ pub struct Inference {
     /// The layouts of the outputs.
     pub outputs: SmallVec<[Layout; 1]>,
     labels: Option<(Arc<Labels>, SmallVec<[Dim; 8]>)>,
+    /// The layouts of the arguments after their steps.
+    inputs: OnceCell<SmallVec<[Layout; 2]>>,
+    /// How the outputs lie in new memory of the one rank that has inferred this.
+    views: OnceCell<SmallVec<[Strides; 1]>>,
 }
 
 impl Inference {
@@ -60,6 +65,8 @@ impl Inference {
             targets: SmallVec::from_elem(None, num_args),
             outputs: outputs.into_iter().collect(),
             labels: None,
+            inputs: OnceCell::new(),
+            views: OnceCell::new(),
         }
     }
 
@@ -80,6 +87,29 @@ impl Inference {
             .label_dim(name)
             .unwrap_or_else(|| panic!("bug in shardgrad: no label `{name}` in the signature"));
         (dim.extent, dim.range(mesh, coordinate))
+    }
+
+    /// Notes what the arguments were before their steps.
+    pub(crate) fn settle(&self, args: &[&Layout]) {
+        self.inputs.get_or_init(|| {
+            let after = |(arg, target): (&&Layout, &Option<Layout>)| target.as_ref().unwrap_or(arg).clone();
+            args.iter().zip(&self.targets).map(after).collect()
+        });
+    }
+
+    /// The layouts of the arguments after their steps.
+    ///
+    /// # Panics
+    /// If this comes from no [`plan`](crate::op::plan).
+    #[must_use]
+    pub fn inputs(&self) -> &[Layout] {
+        self.inputs.get().expect("bug in shardgrad: an inference that no plan has made")
+    }
+
+    /// How output `i` lies in new memory of the rank that has inferred this: row-major.
+    pub(crate) fn view(&self, i: usize, coordinate: &[usize]) -> &Strides {
+        let view = |layout: &Layout| Strides::contiguous(&layout.local_shape(coordinate));
+        &self.views.get_or_init(|| self.outputs.iter().map(view).collect())[i]
     }
 
     /// The numbers of the labels of all dims.

@@ -19,6 +19,7 @@ pub mod step;
 pub mod route;
 pub mod reshape_rule;
 pub mod repair;
+mod recent;
 mod memo;
 pub mod context;
 pub mod piece;

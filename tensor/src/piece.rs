@@ -26,9 +26,16 @@ impl Piece {
     /// # Errors
     /// `Kind::OutOfMemory`.
     pub fn alloc(rank: &Rank, dtype: DType, shape: &[usize]) -> Result<Piece> {
-        let numel: usize = shape.iter().product();
-        let buffer = rank.backend().alloc(numel * dtype.size())?;
-        Ok(Piece { buffer, dtype, view: Strides::contiguous(shape) })
+        Piece::under(rank, dtype, Strides::contiguous(shape))
+    }
+
+    /// New memory with arbitrary contents under a row-major view.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub(crate) fn under(rank: &Rank, dtype: DType, view: Strides) -> Result<Piece> {
+        let buffer = rank.backend().alloc(view.numel() * dtype.size())?;
+        Ok(Piece { buffer, dtype, view })
     }
 
     /// New memory with one value everywhere, row-major.
