@@ -29,7 +29,7 @@ impl Tensor {
                 format!("bytes of {from} for a tensor of {}", layout.dtype()),
             ));
         }
-        let held = Piece { buffer: upload(&**rank.backend(), bytes)?, dtype: from, view };
+        let held = Piece { buffer: upload(&**rank.backend(), bytes)?, dtype: from, view: view.into() };
         let part = if from == layout.dtype() { held } else { held.converted(rank, layout.dtype())? };
         Ok(Tensor::assemble(rank, layout.clone(), part))
     }

@@ -17,6 +17,7 @@ use shardgrad_kernels::{DType, Strides};
 use smallvec::SmallVec;
 use std::cell::OnceCell;
 use std::ops::Range;
+use std::rc::Rc;
 use std::sync::Arc;
 
 /// What an op declares of itself.
@@ -53,7 +54,7 @@ pub struct Inference {
     /// The layouts of the arguments after their steps.
     inputs: OnceCell<SmallVec<[Layout; 2]>>,
     /// How the outputs lie in new memory of the one rank that has inferred this.
-    views: OnceCell<SmallVec<[Strides; 1]>>,
+    views: OnceCell<SmallVec<[Rc<Strides>; 1]>>,
 }
 
 impl Inference {
@@ -107,8 +108,8 @@ impl Inference {
     }
 
     /// How output `i` lies in new memory of the rank that has inferred this: row-major.
-    pub(crate) fn view(&self, i: usize, coordinate: &[usize]) -> &Strides {
-        let view = |layout: &Layout| Strides::contiguous(&layout.local_shape(coordinate));
+    pub(crate) fn view(&self, i: usize, coordinate: &[usize]) -> &Rc<Strides> {
+        let view = |layout: &Layout| Strides::contiguous(&layout.local_shape(coordinate)).into();
         &self.views.get_or_init(|| self.outputs.iter().map(view).collect())[i]
     }
 

@@ -26,6 +26,8 @@ struct Parts {
     partial: AxisSet,
     replicate: AxisSet,
     dims: SmallVec<[Dim; 6]>,
+    /// The extents of the dims.
+    shape: Dims,
 }
 
 impl Hash for Layout {
@@ -99,7 +101,8 @@ impl Layout {
             let text = format!("a layout names axis number {}, but there is none on {mesh}", axis.0);
             return Err(Error::new(Kind::Layout, text));
         }
-        let mut parts = Parts { mesh: mesh.clone(), dtype, partial, replicate, dims };
+        let shape = dims.iter().map(|d| d.extent).collect();
+        let mut parts = Parts { mesh: mesh.clone(), dtype, partial, replicate, dims, shape };
         let fault = parts.mend();
         parts.drop_trivial_axes();
         let layout = Layout(Arc::new(parts));
@@ -162,13 +165,19 @@ impl Layout {
     /// The global shape.
     #[must_use]
     pub fn shape(&self) -> Dims {
-        self.0.dims.iter().map(|d| d.extent).collect()
+        Dims::from_slice(self.extents())
+    }
+
+    /// The global shape, lent.
+    #[must_use]
+    pub fn extents(&self) -> &[usize] {
+        &self.0.shape
     }
 
     /// The global number of elements.
     #[must_use]
     pub fn numel(&self) -> usize {
-        self.0.dims.iter().map(|d| d.extent).product()
+        self.extents().iter().product()
     }
 
     /// The axes that hold a pending sum.
@@ -265,7 +274,8 @@ impl Layout {
         partial: AxisSet,
         replicate: AxisSet,
     ) -> Layout {
-        Layout(Arc::new(Parts { mesh: mesh.clone(), dtype, partial, replicate, dims }))
+        let shape = dims.iter().map(|d| d.extent).collect();
+        Layout(Arc::new(Parts { mesh: mesh.clone(), dtype, partial, replicate, dims, shape }))
     }
 
     /// The layout of the gradient: pending and replicated axes change places.

@@ -59,7 +59,7 @@ pub use infer::{Implied, Inference, Rule, infer};
 pub use layout::Layout;
 pub use local_map::{MapLayouts, local_map};
 pub use op::{Cotangents, Keeps, Local, Op, Pieces, Vjp, unwind};
-pub use piece::{Piece, launch};
+pub use piece::{Piece, View, launch};
 pub use reduction::Reduction;
 pub use refusal::Refusal;
 pub use repair::{Change, Infer, Move, Repair, repairs};

@@ -6,7 +6,7 @@ use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
 use crate::memo::Question;
-use crate::piece::{Piece, launch};
+use crate::piece::{Piece, launch, listed};
 use crate::refusal::Refusal;
 use crate::tensor::Tensor;
 use crate::watch::Watch;
@@ -60,7 +60,8 @@ pub trait Op: fmt::Debug {
     /// # Errors
     /// `Kind::DType` where the arguments do not fit.
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
-        Ok(SmallVec::from_elem(common_float(inputs)?, num_outputs))
+        let dtype = common_float(inputs)?;
+        Ok((0..num_outputs).map(|_| dtype).collect())
     }
 
     /// Steps and output layouts. The default derives them from the signature.
@@ -162,7 +163,7 @@ pub struct Local<'a> {
     /// The rank that runs it.
     pub rank: &'a Rank,
     /// Layouts of the arguments, after the implied steps.
-    pub inputs: &'a [&'a Layout],
+    pub inputs: &'a [Layout],
     /// What was inferred.
     pub inference: &'a Inference,
     /// The user's line.
@@ -281,8 +282,8 @@ pub fn plan(
 ) -> Result<Rc<Inference>> {
     rank.check();
     let signature = context.signature(op.signature());
-    let dtypes: DTypes = args.iter().map(|l| l.dtype()).collect();
-    let outputs = op.dtypes(&dtypes, signature.num_outputs()).map_err(|e| {
+    let outputs = listed(args, |l| l.dtype(), |dtypes| op.dtypes(dtypes, signature.num_outputs()));
+    let outputs = outputs.map_err(|e| {
         let named = Error::new(e.kind(), format!("{}: {}", op.name(), e.message()));
         let described = describe(named, op, rank, args, site);
         e.details().iter().fold(described, |error, (label, text)| error.detail(label, text.as_str()))
@@ -309,13 +310,13 @@ pub fn run(
     (rank, context): (&Rank, &Context),
     site: &'static Location<'static>,
 ) -> Result<SmallVec<[Tensor; 2]>> {
-    let pieces: SmallVec<[&Piece; 4]> = args.iter().map(|t| t.piece()).collect();
-    let inputs: SmallVec<[&Layout; 4]> = args.iter().map(|t| t.layout()).collect();
-    let local = Local { rank, inputs: &inputs, inference, site };
-    let outputs = op.forward(&local, &pieces).map_err(|e| failed(e, op, rank, &inputs, site))?;
+    let local = Local { rank, inputs: inference.inputs(), inference, site };
+    let outputs = listed(args, |t| t.piece(), |x| op.forward(&local, x));
+    let outputs = outputs.map_err(|e| failed(e, op, &local))?;
     if context.is_watched() {
-        let outputs: Vec<&Piece> = outputs.iter().collect();
-        Watch::look(rank, op.name(), &pieces, &outputs, site)?;
+        let [given, made]: [Vec<&Piece>; 2] =
+            [args.iter().map(|t| t.piece()).collect(), outputs.iter().collect()];
+        Watch::look(rank, op.name(), &given, &made, site)?;
     }
     let mut tensors = SmallVec::new();
     for (i, piece) in outputs.into_iter().enumerate() {

@@ -114,7 +114,11 @@ impl Tensor {
     pub fn outline(rank: &Rank, layout: &Layout) -> Tensor {
         let (dtype, shape) = (layout.dtype(), layout.local_shape(rank.coordinates()));
         let buffer = Buffer::without_memory(shape.iter().product::<usize>() * dtype.size());
-        Tensor::assemble(rank, layout.clone(), Piece { buffer, dtype, view: Strides::contiguous(&shape) })
+        Tensor::assemble(
+            rank,
+            layout.clone(),
+            Piece { buffer, dtype, view: Strides::contiguous(&shape).into() },
+        )
     }
 
     /// Whether the values are here, so that this is no outline.
@@ -233,7 +237,7 @@ impl Tensor {
         if owned && !Context::of(&rank).is_watched() {
             return self.update(|sum| launch(&rank, &ACCUMULATE, &[other.piece()], &mut [sum], &[]));
         }
-        let mut sum = Piece::alloc(&rank, self.dtype(), &self.piece().view.shape)?;
+        let mut sum = self.piece().alike(&rank, self.dtype())?;
         launch(&rank, &ADD, &[self.piece(), other.piece()], &mut [&mut sum], &[])?;
         if Context::of(&rank).is_watched() {
             let site = Location::caller();

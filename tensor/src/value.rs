@@ -86,7 +86,7 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn matmul(&self, w: &Self) -> Self {
-        Self::apply_one(unwind(einsum::product(&self.shape(), &w.shape())), &[self, w])
+        Self::apply_one(unwind(einsum::product(self.layout().extents(), w.layout().extents())), &[self, w])
     }
 
     /// x w^T: `[..m, n] x [k, n] -> [..m, k]`.
@@ -126,28 +126,28 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn add(&self, other: &Self) -> Self {
-        Self::apply_one(Add::between(&self.shape(), &other.shape()), &[self, other])
+        Self::apply_one(Add::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
     /// x - y; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn sub(&self, other: &Self) -> Self {
-        Self::apply_one(Sub::between(&self.shape(), &other.shape()), &[self, other])
+        Self::apply_one(Sub::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
     /// x y elementwise; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn mul(&self, other: &Self) -> Self {
-        Self::apply_one(Mul::between(&self.shape(), &other.shape()), &[self, other])
+        Self::apply_one(Mul::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
     /// x / y; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn div(&self, other: &Self) -> Self {
-        Self::apply_one(Div::between(&self.shape(), &other.shape()), &[self, other])
+        Self::apply_one(Div::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
     /// c x for a number c.

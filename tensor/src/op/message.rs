@@ -1,6 +1,6 @@
 //! What the errors of an op say: its arguments, its place, and what to do about it.
 
-use super::{DTypes, Op, differentiable_args};
+use super::{DTypes, Local, Op, differentiable_args};
 use crate::context::Context;
 use crate::layout::Layout;
 use crate::refusal::Refusal;
@@ -10,13 +10,9 @@ use std::panic::Location;
 use std::rc::Rc;
 
 /// The error of a forward; one about memory tells which op on which tensors asked for it.
-pub(super) fn failed(
-    error: Error,
-    op: &dyn Op,
-    rank: &Rank,
-    inputs: &[&Layout],
-    site: &'static Location<'static>,
-) -> Error {
+pub(super) fn failed(error: Error, op: &dyn Op, local: &Local<'_>) -> Error {
+    let (rank, site) = (local.rank, local.site);
+    let inputs: &[&Layout] = &local.inputs.iter().collect::<Vec<_>>();
     match error.kind() {
         Kind::OutOfMemory => {
             let named = Error::new(Kind::OutOfMemory, format!("{}: {}", op.name(), error.message()));

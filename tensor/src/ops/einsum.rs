@@ -190,7 +190,7 @@ impl Op for Einsum {
         let (order, shape) = order_and_shape(&out.view, c, [&batch, &m, &n]);
         match out.view.permute(&order).reshape(&shape) {
             Some(view) => {
-                let whole = std::mem::replace(&mut out.view, view);
+                let whole = std::mem::replace(&mut out.view, view.into());
                 launch(local.rank, &CONTRACT, &[&left, &right], &mut [&mut out], &[])?;
                 out.view = whole;
             }

@@ -16,7 +16,7 @@ use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::reduce::SUM;
 use shardgrad_kernels::op::unary::SCALE;
-use shardgrad_kernels::{DType, Dims, Scalar};
+use shardgrad_kernels::{DType, Dims, Scalar, Strides};
 use std::borrow::Cow;
 use std::rc::Rc;
 
@@ -159,11 +159,11 @@ impl Op for Expand {
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let mut x = x[0].clone();
         if self.scale != 1.0 {
-            let mut scaled = Piece::alloc(local.rank, x.dtype, &x.view.shape)?;
+            let mut scaled = x.alike(local.rank, x.dtype)?;
             launch(local.rank, &SCALE, &[&x], &mut [&mut scaled], &[Scalar::Real(self.scale)])?;
             x = scaled;
         }
-        let view = self.dims.iter().fold(x.view.clone(), |view, &d| view.unsqueeze(d));
+        let view = self.dims.iter().fold(Strides::clone(&x.view), |view, &d| view.unsqueeze(d));
         let shape = local.inference.outputs[0].local_shape(local.rank.coordinates());
         let view = view.broadcast(&shape).expect("new dims have extent 1 before they are repeated");
         Ok([x.viewed(view)].into_iter().collect())
