@@ -70,18 +70,34 @@ pub(crate) struct Arena {
     round: u32,
 }
 
+/// The memory of the tape before, empty: a rank makes one tape after the other.
+#[derive(Default)]
+struct Spare(Cell<Option<Arena>>);
+
 struct Inner {
     rank: Rank,
     context: Rc<Context>,
+    spare: Rc<Spare>,
     arena: RefCell<Arena>,
     records: Cell<bool>,
     /// Whether the user asked for no gradients.
     quiet: Cell<bool>,
     outline: bool,
     noise: Cell<Option<Noise>>,
-    recorder: RefCell<Option<Recorder>>,
+    recorder: RefCell<Option<Box<Recorder>>>,
     /// How many recordings there were.
     recordings: Cell<u32>,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let mut arena = std::mem::take(self.arena.get_mut());
+        arena.leaves.clear();
+        arena.by_key.clear();
+        arena.nodes.clear();
+        arena.round = 0;
+        self.spare.0.set(Some(arena));
+    }
 }
 
 /// What happened, in order. Cloning copies the handle.
@@ -109,10 +125,12 @@ impl Tape {
     }
 
     fn with(rank: &Rank, records: bool, outline: bool) -> Tape {
+        let spare = rank.extension::<Spare>();
         Tape(Rc::new(Inner {
             rank: rank.clone(),
             context: Context::of(rank),
-            arena: RefCell::default(),
+            arena: RefCell::new(spare.0.take().unwrap_or_default()),
+            spare,
             records: Cell::new(records),
             quiet: Cell::new(false),
             outline,
@@ -211,7 +229,9 @@ impl Tape {
                 unwind(op::plan(&*op, (&self.0.rank, self.context()), &[stored.layout()], &[], site));
             let made = match self.is_outline() {
                 true => op::outline(&inference, &self.0.rank),
-                false => unwind(op::run(&*op, &[stored], &inference, (&self.0.rank, self.context()), site)),
+                false => {
+                    unwind(op::run(&*op, &[stored.piece()], &inference, (&self.0.rank, self.context()), site))
+                }
             };
             let tensor = made.into_iter().next().expect("redistribute has one output");
             let (layout, origin) = (to.clone(), Some((origin, op)));
@@ -258,7 +278,7 @@ impl Tape {
     /// Starts (or, with `None`, ends) a recording; gives the recorder that was there.
     pub(crate) fn set_recorder(&self, recorder: Option<Recorder>) -> Option<Recorder> {
         self.0.recordings.set(self.0.recordings.get() + u32::from(recorder.is_some()));
-        self.0.recorder.replace(recorder)
+        self.0.recorder.replace(recorder.map(Box::new)).map(|recorder| *recorder)
     }
 
     /// The slot of a value that came from outside of the recording.
@@ -303,6 +323,7 @@ impl Tape {
         self.0.arena.borrow().round
     }
 
+    #[inline]
     pub(crate) fn push(&self, node: Node) -> (u32, u32) {
         let mut arena = self.0.arena.borrow_mut();
         arena.nodes.push(node);
@@ -322,19 +343,23 @@ impl Tape {
         for (id, seed) in seeds {
             add(&mut arena.leaves, &mut nodes, id, seed);
         }
-        while let Some(mut node) = nodes.pop() {
-            if node.cotangents.iter().all(Option::is_none) {
-                continue;
-            }
-            context.set_path(&node.path);
-            let wanted: SmallVec<[bool; 4]> = node.inputs.iter().map(Option::is_some).collect();
-            let cotangents = node.pull_back(&self.0.rank, context, &wanted);
-            for (input, cotangent) in std::mem::take(&mut node.inputs).into_iter().zip(cotangents) {
-                if let (Some(id), Some(cotangent)) = (input, cotangent) {
-                    add(&mut arena.leaves, &mut nodes, id, cotangent);
+        for at in (0..nodes.len()).rev() {
+            let (earlier, node) = nodes.split_at_mut(at);
+            let node = &mut node[0];
+            if node.cotangents.iter().any(Option::is_some) {
+                context.set_path(&node.path);
+                let wanted: SmallVec<[bool; 4]> = node.inputs.iter().map(Option::is_some).collect();
+                let cotangents = node.pull_back(&self.0.rank, context, &wanted);
+                for (input, cotangent) in node.inputs.iter().zip(cotangents) {
+                    if let (Some(id), Some(cotangent)) = (*input, cotangent) {
+                        add(&mut arena.leaves, earlier, id, cotangent);
+                    }
                 }
             }
+            nodes.truncate(at);
         }
+        // Its memory serves the next round.
+        arena.nodes = nodes;
         context.set_backward(before);
     }
 

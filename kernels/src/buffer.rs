@@ -15,7 +15,7 @@ use raw::{Class, Raw};
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::{AtomicUsize, Ordering, fence};
 
 /// A caching allocator: freed blocks are kept by size class and handed out again.
 #[derive(Clone, Default)]
@@ -96,17 +96,18 @@ impl Allocator {
             Some(block) => block,
             None => {
                 let raw = shared.fresh(class).ok_or_else(refuse)?;
-                Arc::new(Block(Memory::Host { raw, home: shared.clone() }))
+                Arc::new(Block::of(Memory::Host { raw, home: shared.clone() }))
             }
         };
-        Ok(Buffer { block: ManuallyDrop::new(block), bytes })
+        block.bytes.store(bytes, Ordering::Relaxed);
+        Ok(Buffer(ManuallyDrop::new(block)))
     }
 
     /// A buffer that only has a size, which is counted as if it were memory.
     #[must_use]
     pub fn outline(&self, bytes: usize) -> Buffer {
         self.0.0.state.with(|state| state.count(bytes));
-        Buffer::of(Memory::Outline { home: Some(self.0.0.clone()), bytes }, bytes)
+        Buffer::of(Memory::Outline { home: Some(self.0.0.clone()) }, bytes)
     }
 
     /// Gives every cached block back to the system.
@@ -178,15 +179,22 @@ enum Memory {
     /// Nothing but a size, and who counts it.
     Outline {
         home: Option<Arc<Shared>>,
-        bytes: usize,
     },
 }
 
-struct Block(Memory);
+struct Block {
+    memory: Memory,
+    /// What was asked for. It changes when the block is handed out again.
+    bytes: AtomicUsize,
+}
 
 impl Block {
+    fn of(memory: Memory) -> Block {
+        Block { memory, bytes: AtomicUsize::new(0) }
+    }
+
     fn take(&mut self) -> Memory {
-        std::mem::replace(&mut self.0, Memory::Outline { home: None, bytes: 0 })
+        std::mem::replace(&mut self.memory, Memory::Outline { home: None })
     }
 }
 
@@ -196,14 +204,15 @@ impl Drop for Block {
             Memory::Host { raw, home } => {
                 // Two handles were the last ones at once, and left it to this.
                 let (class, shared) = (raw.class, home.clone());
-                let block = Arc::new(Block(Memory::Host { raw, home }));
+                let block = Arc::new(Block::of(Memory::Host { raw, home }));
                 shared.take_back(class, block).into_iter().for_each(release);
             }
             Memory::Device { address, home } => home.give_back(address),
-            Memory::Outline { home: Some(home), bytes } => {
+            Memory::Outline { home: Some(home) } => {
+                let bytes = *self.bytes.get_mut();
                 home.state.with(|state| state.stats.in_use_bytes -= bytes);
             }
-            Memory::Outline { home: None, .. } => {}
+            Memory::Outline { home: None } => {}
         }
     }
 }
@@ -213,11 +222,10 @@ unsafe impl Sync for Block {}
 
 /// A ref-counted run of bytes on one device. Cloning copies the handle, never the bytes.
 #[derive(Clone)]
-pub struct Buffer {
+pub struct Buffer(
     /// There are no weak handles of it.
-    block: ManuallyDrop<Arc<Block>>,
-    bytes: usize,
-}
+    ManuallyDrop<Arc<Block>>,
+);
 
 /// Gives a block that nobody uses back to the system.
 fn release(block: Arc<Block>) {
@@ -236,8 +244,8 @@ fn is_last(block: &Arc<Block>) -> bool {
 impl Drop for Buffer {
     fn drop(&mut self) {
         // SAFETY: this is the end of the handle, which nothing uses afterwards.
-        let block = unsafe { ManuallyDrop::take(&mut self.block) };
-        if let Memory::Host { raw, home } = &block.0
+        let block = unsafe { ManuallyDrop::take(&mut self.0) };
+        if let Memory::Host { raw, home } = &block.memory
             && is_last(&block)
         {
             let (class, home) = (raw.class, Arc::as_ptr(home));
@@ -251,13 +259,14 @@ impl Drop for Buffer {
 
 impl Buffer {
     fn of(memory: Memory, bytes: usize) -> Buffer {
-        Buffer { block: ManuallyDrop::new(Arc::new(Block(memory))), bytes }
+        let block = Block { memory, bytes: AtomicUsize::new(bytes) };
+        Buffer(ManuallyDrop::new(Arc::new(block)))
     }
 
     /// A buffer that only has a size, and is counted nowhere.
     #[must_use]
     pub fn without_memory(bytes: usize) -> Buffer {
-        Buffer::of(Memory::Outline { home: None, bytes }, bytes)
+        Buffer::of(Memory::Outline { home: None }, bytes)
     }
 
     /// A buffer of memory that only a device reaches, which `home` gets back.
@@ -269,7 +278,7 @@ impl Buffer {
     /// Where the memory of a device begins; `None` for every other buffer.
     #[must_use]
     pub fn device_address(&self) -> Option<u64> {
-        match self.block.0 {
+        match self.0.memory {
             Memory::Device { address, .. } => Some(address),
             Memory::Host { .. } | Memory::Outline { .. } => None,
         }
@@ -278,31 +287,31 @@ impl Buffer {
     /// The size that was asked for.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        self.bytes
+        self.0.bytes.load(Ordering::Relaxed)
     }
 
     /// Whether there is memory behind this buffer (not on the null back end).
     #[must_use]
     pub fn has_memory(&self) -> bool {
-        !matches!(self.block.0, Memory::Outline { .. })
+        !matches!(self.0.memory, Memory::Outline { .. })
     }
 
     /// Whether this is the only handle.
     #[must_use]
     pub fn is_unique(&mut self) -> bool {
-        is_last(&self.block)
+        is_last(&self.0)
     }
 
     /// Whether two handles name the same memory.
     #[must_use]
     pub fn same_as(&self, other: &Buffer) -> bool {
-        Arc::ptr_eq(&self.block, &other.block)
+        Arc::ptr_eq(&self.0, &other.0)
     }
 
     /// A number that differs between any two live buffers.
     #[must_use]
     pub fn address(&self) -> usize {
-        Arc::as_ptr(&self.block).addr()
+        Arc::as_ptr(&self.0).addr()
     }
 
     /// The contents as elements; empty without memory. A tail shorter than an element is left out.
@@ -311,11 +320,11 @@ impl Buffer {
     /// On memory of a device: kernels for the host are never given any.
     #[must_use]
     pub(crate) fn as_slice<T: Element>(&self) -> &[T] {
-        match &self.block.0 {
+        match &self.0.memory {
             // SAFETY: the block is initialised, 64-byte aligned and at least `bytes` long; every bit pattern
             // is a valid `T` (Element is sealed); no `&mut` exists while this shared borrow of a handle does.
             Memory::Host { raw, .. } => unsafe {
-                std::slice::from_raw_parts(raw.start.as_ptr().cast::<T>(), self.bytes / size_of::<T>())
+                std::slice::from_raw_parts(raw.start.as_ptr().cast::<T>(), self.bytes() / size_of::<T>())
             },
             Memory::Device { .. } => panic!("bug: memory of a device is read as if it were the host's"),
             Memory::Outline { .. } => &[],
@@ -330,10 +339,10 @@ impl Buffer {
         if !self.is_unique() {
             return None;
         }
-        Some(match &self.block.0 {
+        Some(match &self.0.memory {
             // SAFETY: as in `as_slice`; this is the only handle, and it is borrowed mutably.
             Memory::Host { raw, .. } => unsafe {
-                std::slice::from_raw_parts_mut(raw.start.as_ptr().cast::<T>(), self.bytes / size_of::<T>())
+                std::slice::from_raw_parts_mut(raw.start.as_ptr().cast::<T>(), self.bytes() / size_of::<T>())
             },
             Memory::Device { .. } => panic!("bug: memory of a device is written as if it were the host's"),
             Memory::Outline { .. } => &mut [],
@@ -355,7 +364,7 @@ pub(crate) fn bytes_of_mut<T: Element>(data: &mut [T]) -> &mut [u8] {
 
 impl fmt::Debug for Buffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Buffer({} bytes)", self.bytes)
+        write!(f, "Buffer({} bytes)", self.bytes())
     }
 }
 
@@ -446,11 +455,11 @@ mod tests {
         let (sender, receiver) = std::sync::mpsc::channel::<Buffer>();
         std::thread::scope(|scope| {
             scope.spawn(|| receiver.into_iter().for_each(drop));
-            for i in 0..20_000u64 {
+            for i in 0..20_000i64 {
                 let mut buffer = a.alloc(64 << (i % 3)).unwrap();
-                buffer.as_mut::<u64>().unwrap().fill(i);
+                buffer.as_mut::<i64>().unwrap().fill(i);
                 sender.send(buffer.clone()).unwrap();
-                assert!(buffer.as_slice::<u64>().iter().all(|x| *x == i), "shared memory is not handed out");
+                assert!(buffer.as_slice::<i64>().iter().all(|x| *x == i), "shared memory is not handed out");
             }
             drop(sender);
         });

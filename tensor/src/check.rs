@@ -266,7 +266,7 @@ impl Call<'_> {
                 }
             });
         }
-        let given: Vec<&Tensor> = moved.iter().collect();
+        let given: Vec<&Piece> = moved.iter().map(Tensor::piece).collect();
         let outputs = op::run(&**self.op, &given, &inference, (self.rank, &context), self.site)?;
         let differentiable = differentiable_args(&**self.op, &layouts);
         let visible = outputs.len() - self.op.num_saved();

@@ -14,7 +14,7 @@ pub use message::offers;
 use message::{describe, failed, refused};
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::{DType, Kernel, Scalar};
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
@@ -186,17 +186,25 @@ impl Local<'_> {
         Piece::under(self.rank, self.inference.outputs[i].dtype(), view.clone())
     }
 
+    /// What `make` works out of the inference and of how some pieces lie; remembered for as long as they lie so. `T` belongs
+    /// to one op, and tells what its signature, and nothing else of the op, decides.
+    pub(crate) fn noted<T: 'static>(&self, x: &[&Piece], make: impl FnOnce() -> T) -> Rc<T> {
+        self.inference.noted(x.iter().map(|p| &p.view), make)
+    }
+
     /// Runs a kernel that writes new memory for every output of the op.
     ///
     /// # Errors
     /// What the kernel reports.
     pub fn launch(&self, kernel: &Kernel, inputs: &[&Piece], scalars: &[Scalar]) -> Result<Pieces> {
+        if let [_] = self.inference.outputs[..] {
+            let mut output = self.output(0)?;
+            launch(self.rank, kernel, inputs, &mut [&mut output], scalars)?;
+            return Ok(smallvec![output]);
+        }
         let mut outputs: Pieces =
             (0..self.inference.outputs.len()).map(|i| self.output(i)).collect::<Result<_>>()?;
-        match &mut outputs[..] {
-            [one] => launch(self.rank, kernel, inputs, &mut [one], scalars)?,
-            all => launch(self.rank, kernel, inputs, &mut all.iter_mut().collect::<Vec<_>>(), scalars)?,
-        }
+        launch(self.rank, kernel, inputs, &mut outputs.iter_mut().collect::<Vec<_>>(), scalars)?;
         Ok(outputs)
     }
 
@@ -299,24 +307,21 @@ pub fn plan(
     Ok(inference)
 }
 
-/// Runs the local piece of an op on arguments that already have their target layouts.
+/// Runs the local piece of an op on arguments that already have their target layouts, given by their pieces.
 ///
 /// # Errors
 /// What kernels and, for the few ops that talk to other ranks, collectives report.
 pub fn run(
     op: &dyn Op,
-    args: &[&Tensor],
+    x: &[&Piece],
     inference: &Rc<Inference>,
     (rank, context): (&Rank, &Context),
     site: &'static Location<'static>,
 ) -> Result<SmallVec<[Tensor; 2]>> {
     let local = Local { rank, inputs: inference.inputs(), inference, site };
-    let outputs = listed(args, |t| t.piece(), |x| op.forward(&local, x));
-    let outputs = outputs.map_err(|e| failed(e, op, &local))?;
+    let outputs = op.forward(&local, x).map_err(|e| failed(e, op, &local))?;
     if context.is_watched() {
-        let [given, made]: [Vec<&Piece>; 2] =
-            [args.iter().map(|t| t.piece()).collect(), outputs.iter().collect()];
-        Watch::look(rank, op.name(), &given, &made, site)?;
+        Watch::look(rank, op.name(), x, &outputs.iter().collect::<Vec<_>>(), site)?;
     }
     let mut tensors = SmallVec::new();
     for (i, piece) in outputs.into_iter().enumerate() {
@@ -365,11 +370,11 @@ pub fn apply(
     site: &'static Location<'static>,
 ) -> Result<SmallVec<[Tensor; 2]>> {
     let rank = args.first().expect("an op has at least one argument").rank();
-    let layouts: SmallVec<[&Layout; 4]> = args.iter().map(|t| t.layout()).collect();
     let context = Context::of(rank);
-    let inference = plan(&**op, (rank, &context), &layouts, want, site)?;
+    let place = (rank, &*context);
+    let inference = listed(args, |t| t.layout(), |layouts| plan(&**op, place, layouts, want, site))?;
     if inference.targets.iter().all(Option::is_none) {
-        return run(&**op, args, &inference, (rank, &context), site);
+        return listed(args, |t| t.piece(), |x| run(&**op, x, &inference, place, site));
     }
     let moved = |(t, target): (&&Tensor, &Option<Layout>)| match target {
         None => Ok((*t).clone()),
@@ -377,7 +382,7 @@ pub fn apply(
     };
     let moved: SmallVec<[Tensor; 4]> =
         args.iter().zip(&inference.targets).map(moved).collect::<Result<_>>()?;
-    run(&**op, &moved.iter().collect::<SmallVec<[&Tensor; 4]>>(), &inference, (rank, &context), site)
+    listed(&moved, Tensor::piece, |x| run(&**op, x, &inference, place, site))
 }
 
 impl Tensor {
@@ -394,7 +399,7 @@ impl Tensor {
     #[track_caller]
     #[must_use]
     pub fn result(op: Rc<dyn Op>, args: &[&Tensor]) -> Tensor {
-        Tensor::results(op, args).into_iter().next().expect("the op has an output")
+        first(unwind(apply(&op, args, &[], Location::caller())))
     }
 
     /// Applies an op with one visible output whose layout is known beforehand: it decides extent and split of labels
@@ -402,9 +407,13 @@ impl Tensor {
     #[track_caller]
     #[must_use]
     pub fn apply_with(op: Rc<dyn Op>, args: &[&Tensor], want: Layout) -> Tensor {
-        let outputs = unwind(apply(&op, args, &[Some(want)], Location::caller()));
-        outputs.into_iter().next().expect("the op has an output")
+        first(unwind(apply(&op, args, &[Some(want)], Location::caller())))
     }
+}
+
+/// The first output of an op.
+fn first(mut outputs: SmallVec<[Tensor; 2]>) -> Tensor {
+    outputs.swap_remove(0)
 }
 
 /// The value, or an unwinding to the rank boundary with the error.

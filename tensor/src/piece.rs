@@ -178,11 +178,7 @@ pub fn launch(
 }
 
 /// Calls `go` with what `f` makes of each item. Few of them, which is usual, need no list.
-pub(crate) fn listed<'a, T, U: 'a, R>(
-    items: &'a [T],
-    f: impl Fn(&'a T) -> U,
-    go: impl FnOnce(&[U]) -> R,
-) -> R {
+pub fn listed<'a, T, U: 'a, R>(items: &'a [T], f: impl Fn(&'a T) -> U, go: impl FnOnce(&[U]) -> R) -> R {
     match items {
         [a] => go(&[f(a)]),
         [a, b] => go(&[f(a), f(b)]),

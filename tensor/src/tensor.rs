@@ -56,10 +56,12 @@ impl Tensor {
     ///
     /// # Panics
     /// As [`Tensor::assemble`].
+    #[inline]
     pub(crate) fn output(rank: &Rank, inference: &Rc<Inference>, i: usize, piece: Piece) -> Tensor {
         Tensor::with(rank, Lies::Output(inference.clone(), i), piece)
     }
 
+    #[inline]
     fn with(rank: &Rank, lies: Lies, piece: Piece) -> Tensor {
         let layout = lies.layout();
         debug_assert_eq!(piece.dtype, layout.dtype(), "the piece has the dtype of {layout}");

@@ -78,7 +78,7 @@ pub trait Value: Clone {
     /// Applies an op with one visible output.
     #[track_caller]
     fn apply_one(op: Rc<dyn Op>, args: &[&Self]) -> Self {
-        Self::apply(op, args).into_iter().next().expect("the op has an output")
+        Self::apply(op, args).swap_remove(0)
     }
 
     /// x w over the last dim of x and the last but one of w: `[.., m, k] x [.., k, n] -> [.., m, n]`. Leading dims are

@@ -6,7 +6,7 @@
 use super::labels::misuse;
 use super::{Case, Input};
 use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::{Piece, launch};
+use crate::piece::{Piece, View, launch};
 use crate::signature::Labels;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
@@ -129,16 +129,74 @@ fn tensors(signature: &str) -> Option<[Vec<&str>; 3]> {
     clean.then(|| [labels(a), labels(b), labels(output)])
 }
 
-/// The three-dim view (groups of labels in order) of a piece, copied if its strides do not allow the view.
-fn grouped(rank: &Rank, x: &Piece, labels: &[u8], groups: [&[u8]; 3]) -> Result<Piece> {
-    let (order, shape) = order_and_shape(&x.view, labels, groups);
-    let view = x.view.permute(&order);
-    match view.reshape(&shape) {
-        Some(view) => Ok(x.viewed(view)),
-        None => {
-            let copy = x.viewed(view).converted(rank, x.dtype)?;
-            let view = Strides::contiguous(&shape);
-            Ok(copy.viewed(view))
+/// How the tensors of a product are stacks of matrices. It depends on labels, and on how the arguments lie.
+struct Stacks {
+    left: Seen,
+    right: Seen,
+    out: Seen,
+}
+
+/// Three groups of labels in order, seen as three dims.
+enum Seen {
+    /// In the memory as it is.
+    Here(View),
+    /// In a row-major copy of a view, where the strides allow no other way.
+    Copied { from: View, copy: View },
+}
+
+impl Seen {
+    fn of(view: &Strides, labels: &[u8], groups: [&[u8]; 3]) -> Seen {
+        let (order, shape) = order_and_shape(view, labels, groups);
+        let from = view.permute(&order);
+        match from.reshape(&shape) {
+            Some(view) => Seen::Here(view.into()),
+            None => Seen::Copied { from: from.into(), copy: Strides::contiguous(&shape).into() },
+        }
+    }
+
+    /// An operand, copied if it must be.
+    fn read(&self, rank: &Rank, x: &Piece) -> Result<Piece> {
+        match self {
+            Seen::Here(view) => Ok(x.viewed(view.clone())),
+            Seen::Copied { from, copy } => {
+                Ok(x.viewed(from.clone()).converted(rank, x.dtype)?.viewed(copy.clone()))
+            }
+        }
+    }
+
+    /// Lets `f` write an output, through a copy if it must be.
+    fn write(&self, rank: &Rank, out: &mut Piece, f: impl FnOnce(&mut Piece) -> Result<()>) -> Result<()> {
+        match self {
+            Seen::Here(view) => {
+                let whole = std::mem::replace(&mut out.view, view.clone());
+                f(out)?;
+                out.view = whole;
+                Ok(())
+            }
+            Seen::Copied { from, copy } => {
+                let mut grouped = Piece::under(rank, out.dtype, copy.clone())?;
+                f(&mut grouped)?;
+                out.write(rank, from.clone(), &grouped.viewed(Strides::contiguous(&from.shape)))
+            }
+        }
+    }
+}
+
+impl Stacks {
+    fn of(labels: &Labels, x: &[&Piece], out: &Piece) -> Stacks {
+        let [a, b, c] = [&labels.inputs()[0], &labels.inputs()[1], &labels.outputs()[0]];
+        let group = |of: &[u8], has: [(&[u8], bool); 2]| -> SmallVec<[u8; 8]> {
+            let is_in = |label: &u8| has.iter().all(|(tensor, has)| tensor.contains(label) == *has);
+            of.iter().copied().filter(|label| *label != Labels::ONE && is_in(label)).collect()
+        };
+        let batch = group(c, [(a, true), (b, true)]);
+        let m = group(c, [(a, true), (b, false)]);
+        let n = group(c, [(a, false), (b, true)]);
+        let k = group(a, [(b, true), (c, false)]);
+        Stacks {
+            left: Seen::of(&x[0].view, a, [&batch, &m, &k]),
+            right: Seen::of(&x[1].view, b, [&batch, &k, &n]),
+            out: Seen::of(&out.view, c, [&batch, &m, &n]),
         }
     }
 }
@@ -174,34 +232,12 @@ impl Op for Einsum {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        let labels = local.inference.labels();
-        let [a, b, c] = [&labels.inputs()[0], &labels.inputs()[1], &labels.outputs()[0]];
-        let group = |of: &[u8], has: [(&[u8], bool); 2]| -> SmallVec<[u8; 8]> {
-            let is_in = |label: &u8| has.iter().all(|(tensor, has)| tensor.contains(label) == *has);
-            of.iter().copied().filter(|label| *label != Labels::ONE && is_in(label)).collect()
-        };
-        let batch = group(c, [(a, true), (b, true)]);
-        let m = group(c, [(a, true), (b, false)]);
-        let n = group(c, [(a, false), (b, true)]);
-        let k = group(a, [(b, true), (c, false)]);
-        let left = grouped(local.rank, x[0], a, [&batch, &m, &k])?;
-        let right = grouped(local.rank, x[1], b, [&batch, &k, &n])?;
         let mut out = local.output(0)?;
-        let (order, shape) = order_and_shape(&out.view, c, [&batch, &m, &n]);
-        match out.view.permute(&order).reshape(&shape) {
-            Some(view) => {
-                let whole = std::mem::replace(&mut out.view, view.into());
-                launch(local.rank, &CONTRACT, &[&left, &right], &mut [&mut out], &[])?;
-                out.view = whole;
-            }
-            None => {
-                let mut grouped = Piece::alloc(local.rank, out.dtype, &shape)?;
-                launch(local.rank, &CONTRACT, &[&left, &right], &mut [&mut grouped], &[])?;
-                let permuted: Dims = order.iter().map(|&d| out.view.shape[d]).collect();
-                let at = out.view.permute(&order);
-                out.write(local.rank, at, &grouped.viewed(Strides::contiguous(&permuted)))?;
-            }
-        }
+        let stacks = local.noted(x, || Stacks::of(local.inference.labels(), x, &out));
+        let (left, right) = (stacks.left.read(local.rank, x[0])?, stacks.right.read(local.rank, x[1])?);
+        stacks.out.write(local.rank, &mut out, |out| {
+            launch(local.rank, &CONTRACT, &[&left, &right], &mut [out], &[])
+        })?;
         Ok([out].into_iter().collect())
     }
 
