@@ -4,7 +4,7 @@
 //! the route between the two. Microbatches are rounds on one tape: each [`Var::backward`](crate::Var::backward) uses up the
 //! nodes and adds to the leaves, and [`Tape::gradients`] takes the adjoint of every route once, whatever the number of rounds.
 
-use crate::id::{Gradients, Id, Key, Noise};
+use crate::id::{ByKey, Gradients, Id, Key, Noise};
 use crate::program::{OpRecord, Recorder, Slot};
 use shardgrad_dist::Rank;
 use shardgrad_tensor::op::{Cotangents, Vjp};
@@ -12,7 +12,7 @@ use shardgrad_tensor::ops::redistribute::Redistribute;
 use shardgrad_tensor::{Context, DType, Inference, Layout, Op, Tensor, op, unwind};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell, RefMut};
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
@@ -20,16 +20,22 @@ use std::rc::Rc;
 
 pub(crate) struct Leaf {
     pub(crate) key: Key,
-    layout: Layout,
     /// Given up when gradients are handed out, so that the optimizer can update the parameter in place.
     tensor: Option<Tensor>,
-    origin: Option<(u32, Rc<dyn Op>)>,
+    origin: Option<Origin>,
     cotangent: Option<Tensor>,
     /// In which dtype cotangents are added up: that of the stored parameter, which is wider than the one it is computed with in
     /// mixed precision.
     sums: DType,
     /// What the parameter is called in the model.
     path: Rc<str>,
+}
+
+/// What a derived leaf was made of.
+struct Origin {
+    leaf: u32,
+    op: Rc<dyn Op>,
+    layout: Layout,
 }
 
 /// How the cotangents of a node's inputs come about.
@@ -65,7 +71,7 @@ pub(crate) struct Node {
 #[derive(Default)]
 pub(crate) struct Arena {
     pub(crate) leaves: Vec<Leaf>,
-    by_key: BTreeMap<Key, u32>,
+    by_key: ByKey<u32>,
     nodes: Vec<Node>,
     round: u32,
 }
@@ -179,9 +185,8 @@ impl Tape {
         let known = arena.by_key.get(&key).copied();
         let at = known.unwrap_or_else(|| {
             let at = arena.leaves.len() as u32;
-            let layout = tensor.layout().clone();
             let path = self.0.context.path();
-            arena.leaves.push(Leaf { key, layout, tensor: None, origin: None, cotangent: None, sums, path });
+            arena.leaves.push(Leaf { key, tensor: None, origin: None, cotangent: None, sums, path });
             arena.by_key.insert(key, at);
             at
         });
@@ -219,8 +224,11 @@ impl Tape {
     ) -> Option<(Id, Tensor)> {
         let Some(Id::Leaf(origin)) = id else { return None };
         let mut arena = self.0.arena.borrow_mut();
-        let from_origin = |l: &Leaf| l.origin.as_ref().is_some_and(|o| o.0 == origin);
-        let known = arena.leaves.iter().position(|l| from_origin(l) && l.tensor.is_some() && l.layout == *to);
+        let serves = |l: &Leaf| {
+            l.origin.as_ref().is_some_and(|o| o.leaf == origin)
+                && l.tensor.as_ref().is_some_and(|t| t.layout() == to)
+        };
+        let known = arena.leaves.iter().position(serves);
         let at = known.unwrap_or_else(|| {
             let origin_at = origin as usize;
             let key = arena.leaves[origin_at].key;
@@ -234,17 +242,9 @@ impl Tape {
                 }
             };
             let tensor = made.into_iter().next().expect("redistribute has one output");
-            let (layout, origin) = (to.clone(), Some((origin, op)));
+            let origin = Some(Origin { leaf: origin, op, layout: stored.layout().clone() });
             let (path, sums) = (arena.leaves[origin_at].path.clone(), arena.leaves[origin_at].sums);
-            arena.leaves.push(Leaf {
-                key,
-                layout,
-                tensor: Some(tensor),
-                origin,
-                cotangent: None,
-                sums,
-                path,
-            });
+            arena.leaves.push(Leaf { key, tensor: Some(tensor), origin, cotangent: None, sums, path });
             arena.leaves.len() - 1
         });
         Some((Id::Leaf(at as u32), arena.leaves[at].tensor.clone().expect("a leaf in use has its tensor")))
@@ -376,17 +376,17 @@ impl Tape {
             leaf.tensor = None;
             let Some(cotangent) = leaf.cotangent.take() else { continue };
             context.set_path(&leaf.path);
-            match leaf.origin.clone() {
+            match &leaf.origin {
                 None => {
                     gradients.insert(leaf.key, cotangent);
                 }
-                Some((origin, op)) => {
-                    let layout = arena.leaves[origin as usize].layout.clone();
+                Some(Origin { leaf: origin, op, layout }) => {
+                    let origin = *origin;
                     let vjp = Vjp {
                         rank: &self.0.rank,
                         inputs: &[None],
                         outputs: &[None],
-                        input_layouts: &[layout],
+                        input_layouts: std::slice::from_ref(layout),
                         output_layouts: &[cotangent.layout().dual()],
                         grads: &[Some(cotangent)],
                         wanted: &[true],

@@ -101,3 +101,20 @@ impl Context {
         *self.path.borrow_mut() = path.clone();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signatures_are_found_by_their_text_wherever_it_lies() {
+        let context = Context::default();
+        let kept = context.signature("..m, ..m -> ..m");
+        let mut text = String::from("..m, ..m -> ..m");
+        assert!(Rc::ptr_eq(&kept, &context.signature(&text)));
+        // Another text of this length in the same memory.
+        text.replace_range(.., "..d, ..d -> ..d");
+        assert_eq!(context.signature(&text).text(), text);
+        assert!(Rc::ptr_eq(&kept, &context.signature("..m, ..m -> ..m")));
+    }
+}

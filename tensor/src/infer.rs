@@ -318,6 +318,18 @@ mod tests {
     }
 
     #[test]
+    fn an_output_that_lies_as_an_argument_shares_its_layout() {
+        let layouts = ["f32[8, 4]", "f32[8, 4]"].map(|t| Layout::parse(t, &Mesh::single()).unwrap());
+        let args: Vec<&Layout> = layouts.iter().collect();
+        let signature = Signature::parse("..m, ..m -> ..m").unwrap();
+        let rule = Rule { signature: &signature, linear_in: &[], differentiable: &[] };
+        let got = infer(&rule, &args, &[DType::F32], &[]).unwrap();
+        assert_eq!(got.outputs[0].address(), args[0].address());
+        let got = infer(&rule, &args, &[DType::F64], &[]).unwrap();
+        assert_eq!(got.outputs[0].to_string(), "f64[8, 4]");
+    }
+
+    #[test]
     fn extents_that_differ_name_both_arguments() {
         let refusal = run(MATMUL, BY_ONE, &Mesh::single(), &["f32[8, 4096]", "f32[1024, 512]"]).unwrap_err();
         assert_eq!(refusal.code, "shape");

@@ -378,6 +378,7 @@ mod tests {
         let layout = Layout::parse("f32[7@b, 5] +a", &mesh()).unwrap();
         assert_eq!(layout.local_shape(&[0, 0, 2]).as_slice(), [3, 5]);
         assert_eq!((layout.range(0, &[1, 0, 1]), layout.numel()), (2..4, 35));
+        assert_eq!((layout.extents(), layout.shape().as_slice()), ([7, 5].as_slice(), [7, 5].as_slice()));
         assert_eq!(layout.dual().to_string(), "f32[7@b, 5] ~a");
         assert!(layout.dual().is_dual_of(&layout) && !layout.is_dual_of(&layout));
         let stored = layout.with_state(Axis(0), State::Invariant);

@@ -319,14 +319,18 @@ pub fn run(
     site: &'static Location<'static>,
 ) -> Result<SmallVec<[Tensor; 2]>> {
     let local = Local { rank, inputs: inference.inputs(), inference, site };
-    let outputs = op.forward(&local, x).map_err(|e| failed(e, op, &local))?;
+    let mut outputs = match op.forward(&local, x) {
+        Ok(outputs) => outputs,
+        Err(error) => return Err(failed(error, op, &local)),
+    };
     if context.is_watched() {
         Watch::look(rank, op.name(), x, &outputs.iter().collect::<Vec<_>>(), site)?;
     }
     let mut tensors = SmallVec::new();
-    for (i, piece) in outputs.into_iter().enumerate() {
-        tensors.push(Tensor::output(rank, inference, i, piece));
+    while let Some(piece) = outputs.pop() {
+        tensors.push(Tensor::output(rank, inference, outputs.len(), piece));
     }
+    tensors.reverse();
     Ok(tensors)
 }
 

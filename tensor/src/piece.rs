@@ -178,6 +178,7 @@ pub fn launch(
 }
 
 /// Calls `go` with what `f` makes of each item. Few of them, which is usual, need no list.
+#[inline]
 pub fn listed<'a, T, U: 'a, R>(items: &'a [T], f: impl Fn(&'a T) -> U, go: impl FnOnce(&[U]) -> R) -> R {
     match items {
         [a] => go(&[f(a)]),

@@ -477,4 +477,9 @@ impl Value for Tensor {
     fn apply(op: Rc<dyn Op>, args: &[&Self]) -> SmallVec<[Self; 2]> {
         Tensor::results(op, args)
     }
+
+    #[track_caller]
+    fn apply_one(op: Rc<dyn Op>, args: &[&Self]) -> Self {
+        Tensor::result(op, args)
+    }
 }

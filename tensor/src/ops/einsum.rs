@@ -313,6 +313,23 @@ mod tests {
     }
 
     #[test]
+    fn arguments_of_one_layout_may_lie_in_two_ways() {
+        World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[2, 2], &[1.0f64, 2.0, 3.0, 4.0])?;
+            let turned = x.permute(&[1, 0]);
+            for _ in 0..2 {
+                assert_eq!(x.matmul(&x).to_host::<f64>()?, [7.0, 10.0, 15.0, 22.0]);
+                assert_eq!(turned.matmul(&x).to_host::<f64>()?, [10.0, 14.0, 14.0, 20.0]);
+                assert_eq!(x.matmul(&turned).to_host::<f64>()?, [5.0, 11.0, 11.0, 25.0]);
+                assert_eq!(turned.sum_dims(&[0]).to_host::<f64>()?, [3.0, 7.0]);
+                assert_eq!(x.sum_dims(&[0]).to_host::<f64>()?, [4.0, 6.0]);
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
     fn a_signature_that_is_no_product_is_refused() {
         for bad in ["a b -> a", "a a, a b -> b", "a b, c -> b c", "a, b -> c", "a!, a -> ", "a, b, c -> a"] {
             assert!(Einsum::new(bad).is_err(), "{bad}");
