@@ -55,14 +55,14 @@ pub struct Inference {
     /// The layouts of the arguments after their steps.
     inputs: OnceCell<SmallVec<[Layout; 2]>>,
     /// How the outputs lie in new memory of the one rank that has inferred this.
-    views: OnceCell<SmallVec<[Rc<Strides>; 1]>>,
+    views: OnceCell<SmallVec<[Arc<Strides>; 1]>>,
     noted: RefCell<Option<Noted>>,
 }
 
 /// What an op has worked out, and how its arguments lay then.
 #[derive(Clone, Debug)]
 struct Noted {
-    views: SmallVec<[Rc<Strides>; 2]>,
+    views: SmallVec<[Arc<Strides>; 2]>,
     what: Rc<dyn Any>,
 }
 
@@ -118,7 +118,7 @@ impl Inference {
     }
 
     /// How output `i` lies in new memory of the rank that has inferred this: row-major.
-    pub(crate) fn view(&self, i: usize, coordinate: &[usize]) -> &Rc<Strides> {
+    pub(crate) fn view(&self, i: usize, coordinate: &[usize]) -> &Arc<Strides> {
         let view = |layout: &Layout| Strides::contiguous(&layout.local_shape(coordinate)).into();
         &self.views.get_or_init(|| self.outputs.iter().map(view).collect())[i]
     }
@@ -126,7 +126,7 @@ impl Inference {
     /// What `make` works out of this and of how the arguments lie: from memory, if they lay so the last time.
     pub(crate) fn noted<'a, T: 'static>(
         &self,
-        views: impl Iterator<Item = &'a Rc<Strides>> + Clone,
+        views: impl Iterator<Item = &'a Arc<Strides>> + Clone,
         make: impl FnOnce() -> T,
     ) -> Rc<T> {
         if let Some(noted) = &*self.noted.borrow()

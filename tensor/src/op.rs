@@ -61,7 +61,9 @@ pub trait Op: fmt::Debug {
     /// `Kind::DType` where the arguments do not fit.
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
         let dtype = common_float(inputs)?;
-        Ok((0..num_outputs).map(|_| dtype).collect())
+        let mut outputs = DTypes::new();
+        (0..num_outputs).for_each(|_| outputs.push(dtype));
+        Ok(outputs)
     }
 
     /// Steps and output layouts. The default derives them from the signature.
@@ -319,19 +321,21 @@ pub fn run(
     site: &'static Location<'static>,
 ) -> Result<SmallVec<[Tensor; 2]>> {
     let local = Local { rank, inputs: inference.inputs(), inference, site };
-    let mut outputs = match op.forward(&local, x) {
-        Ok(outputs) => outputs,
-        Err(error) => return Err(failed(error, op, &local)),
+    // Taken from where it lies: memory that was just written is slow to move.
+    let mut made = op.forward(&local, x);
+    let Ok(outputs) = &mut made else {
+        return Err(failed(made.expect_err("it is no output"), op, &local));
     };
     if context.is_watched() {
         Watch::look(rank, op.name(), x, &outputs.iter().collect::<Vec<_>>(), site)?;
     }
-    let mut tensors = SmallVec::new();
-    while let Some(piece) = outputs.pop() {
-        tensors.push(Tensor::output(rank, inference, outputs.len(), piece));
+    if outputs.len() == 1
+        && let Some(piece) = outputs.pop()
+    {
+        return Ok(smallvec![Tensor::output(rank, inference, 0, piece)]);
     }
-    tensors.reverse();
-    Ok(tensors)
+    let tensor = |(i, piece)| Tensor::output(rank, inference, i, piece);
+    Ok(outputs.drain(..).enumerate().map(tensor).collect())
 }
 
 /// How many index tuples the signature of an op runs over: the multiply-adds of a product, the elements of an element-wise

@@ -8,10 +8,10 @@ use shardgrad_kernels::{
     Arg, ArgMut, Buffer, DType, Element, Kernel, Launch, Scalar, Strides, download, upload,
 };
 use smallvec::SmallVec;
-use std::rc::Rc;
+use std::sync::Arc;
 
 /// Where the elements of a piece lie. Most lie as many others do, so it is shared.
-pub type View = Rc<Strides>;
+pub type View = Arc<Strides>;
 
 /// A local tensor: memory, dtype and view. Cloning shares the memory.
 #[derive(Clone, Debug)]
@@ -178,7 +178,7 @@ pub fn launch(
 }
 
 /// Calls `go` with what `f` makes of each item. Few of them, which is usual, need no list.
-#[inline]
+#[inline(always)]
 pub fn listed<'a, T, U: 'a, R>(items: &'a [T], f: impl Fn(&'a T) -> U, go: impl FnOnce(&[U]) -> R) -> R {
     match items {
         [a] => go(&[f(a)]),
