@@ -159,18 +159,31 @@ pub fn launch(
     outputs: &mut [&mut Piece],
     scalars: &[Scalar],
 ) -> Result<()> {
-    if inputs.iter().any(|p| !p.buffer.has_memory()) && !rank.is_dry() {
+    listed(inputs, read, |inputs| match outputs {
+        [one] => launch_lent(rank, kernel, inputs, &mut [written(one)], scalars),
+        all => {
+            let mut outputs: Vec<ArgMut<'_>> = all.iter_mut().map(|p| written(p)).collect();
+            launch_lent(rank, kernel, inputs, &mut outputs, scalars)
+        }
+    })
+}
+
+/// [`launch`] on operands that may be seen otherwise than their pieces are.
+///
+/// # Errors
+/// As for [`launch`].
+pub(crate) fn launch_lent<'a>(
+    rank: &Rank,
+    kernel: &Kernel,
+    inputs: &'a [Arg<'a>],
+    outputs: &'a mut [ArgMut<'a>],
+    scalars: &'a [Scalar],
+) -> Result<()> {
+    if inputs.iter().any(|x| !x.buffer.has_memory()) && !rank.is_dry() {
         return Err(Error::new(Kind::Unsupported, "a value is read where only its layout is known")
             .detail("help", "while a program is recorded, return the tensor and read it afterwards"));
     }
-    let backend = &**rank.backend();
-    let launched = listed(inputs, read, |inputs| match outputs {
-        [one] => backend.launch(kernel, &mut Launch { inputs, outputs: &mut [written(one)], scalars }),
-        all => {
-            let outputs = &mut *all.iter_mut().map(|p| written(p)).collect::<Vec<_>>();
-            backend.launch(kernel, &mut Launch { inputs, outputs, scalars })
-        }
-    });
+    let launched = rank.backend().launch(kernel, &mut Launch { inputs, outputs, scalars });
     launched.map_err(|e| match &*Context::of(rank).path() {
         "" => Error::from(e),
         path => Error::from(e).detail("at", path),
@@ -189,11 +202,11 @@ pub fn listed<'a, T, U: 'a, R>(items: &'a [T], f: impl Fn(&'a T) -> U, go: impl 
 }
 
 /// A piece as an operand that a kernel reads.
-fn read<'a>(piece: &&'a Piece) -> Arg<'a> {
+pub(crate) fn read<'a>(piece: &&'a Piece) -> Arg<'a> {
     Arg { buffer: &piece.buffer, dtype: piece.dtype, view: &piece.view }
 }
 
 /// A piece as an operand that a kernel writes.
-fn written(piece: &mut Piece) -> ArgMut<'_> {
+pub(crate) fn written(piece: &mut Piece) -> ArgMut<'_> {
     ArgMut { buffer: &mut piece.buffer, dtype: piece.dtype, view: &piece.view }
 }

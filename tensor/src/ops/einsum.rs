@@ -6,12 +6,12 @@
 use super::labels::misuse;
 use super::{Case, Input};
 use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::{Piece, View, launch};
+use crate::piece::{Piece, View, launch_lent, read, written};
 use crate::signature::Labels;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::contract::CONTRACT;
-use shardgrad_kernels::{Dims, Strides};
+use shardgrad_kernels::{Arg, ArgMut, Dims, Strides};
 use smallvec::SmallVec;
 use std::borrow::Cow;
 use std::rc::Rc;
@@ -154,28 +154,31 @@ impl Seen {
         }
     }
 
-    /// An operand, copied if it must be.
-    fn read(&self, rank: &Rank, x: &Piece) -> Result<Piece> {
+    /// A copy of an operand, if there must be one.
+    fn copied(&self, rank: &Rank, x: &Piece) -> Result<Option<Piece>> {
         match self {
-            Seen::Here(view) => Ok(x.viewed(view.clone())),
+            Seen::Here(_) => Ok(None),
             Seen::Copied { from, copy } => {
-                Ok(x.viewed(from.clone()).converted(rank, x.dtype)?.viewed(copy.clone()))
+                Ok(Some(x.viewed(from.clone()).converted(rank, x.dtype)?.viewed(copy.clone())))
             }
         }
     }
 
+    /// An operand, in its copy if it has one.
+    fn read<'a>(&'a self, x: &'a Piece, copy: &'a Option<Piece>) -> Arg<'a> {
+        match (self, copy) {
+            (Seen::Here(view), _) => Arg { buffer: &x.buffer, dtype: x.dtype, view },
+            (Seen::Copied { .. }, copy) => read(&copy.as_ref().expect("made above")),
+        }
+    }
+
     /// Lets `f` write an output, through a copy if it must be.
-    fn write(&self, rank: &Rank, out: &mut Piece, f: impl FnOnce(&mut Piece) -> Result<()>) -> Result<()> {
+    fn write(&self, rank: &Rank, out: &mut Piece, f: impl FnOnce(ArgMut<'_>) -> Result<()>) -> Result<()> {
         match self {
-            Seen::Here(view) => {
-                let whole = std::mem::replace(&mut out.view, view.clone());
-                f(out)?;
-                out.view = whole;
-                Ok(())
-            }
+            Seen::Here(view) => f(ArgMut { buffer: &mut out.buffer, dtype: out.dtype, view }),
             Seen::Copied { from, copy } => {
                 let mut grouped = Piece::under(rank, out.dtype, copy.clone())?;
-                f(&mut grouped)?;
+                f(written(&mut grouped))?;
                 out.write(rank, from.clone(), &grouped.viewed(Strides::contiguous(&from.shape)))
             }
         }
@@ -234,9 +237,10 @@ impl Op for Einsum {
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let mut out = local.output(0)?;
         let stacks = local.noted(x, || Stacks::of(local.inference.labels(), x, &out));
-        let (left, right) = (stacks.left.read(local.rank, x[0])?, stacks.right.read(local.rank, x[1])?);
+        let copies = [stacks.left.copied(local.rank, x[0])?, stacks.right.copied(local.rank, x[1])?];
+        let inputs = [stacks.left.read(x[0], &copies[0]), stacks.right.read(x[1], &copies[1])];
         stacks.out.write(local.rank, &mut out, |out| {
-            launch(local.rank, &CONTRACT, &[&left, &right], &mut [out], &[])
+            launch_lent(local.rank, &CONTRACT, &inputs, &mut [out], &[])
         })?;
         Ok([out].into_iter().collect())
     }
