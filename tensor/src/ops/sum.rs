@@ -10,13 +10,13 @@ use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
 use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp, infer_by_signature};
-use crate::piece::{Piece, View, launch, launch_lent, read, written};
+use crate::piece::{Piece, View, launch};
 use crate::refusal::Refusal;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::reduce::SUM;
 use shardgrad_kernels::op::unary::SCALE;
-use shardgrad_kernels::{Arg, DType, Dims, Scalar, Strides};
+use shardgrad_kernels::{DType, Dims, Scalar, Strides};
 use std::borrow::Cow;
 use std::rc::Rc;
 
@@ -81,11 +81,8 @@ impl Op for Sum {
             let order: Dims = kept.chain(self.dims.iter().copied()).collect();
             Turned(x[0].view.permute(&order).into())
         });
-        let x = Arg { view: &turned.0, ..read(&x[0]) };
-        let scalars = [Scalar::Int(self.dims.len() as i64), Scalar::Real(scale)];
-        let mut sum = local.output(0)?;
-        launch_lent(local.rank, &SUM, &[x], &mut [written(&mut sum)], &scalars)?;
-        Ok([sum].into_iter().collect())
+        let view = x[0].viewed(turned.0.clone());
+        local.launch(&SUM, &[&view], &[Scalar::Int(self.dims.len() as i64), Scalar::Real(scale)])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
