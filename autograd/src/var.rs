@@ -200,7 +200,7 @@ impl Var {
         let forms: SmallVec<[Option<Var>; 4]> = args.iter().zip(&inference.targets).map(form).collect();
         let args: SmallVec<[&Var; 4]> =
             args.iter().zip(&forms).map(|(v, form)| form.as_ref().unwrap_or(v)).collect();
-        let tape = &first.0.tape;
+        let tape = tape_of(&args);
         let tensors: SmallVec<[&Tensor; 4]> = args.iter().map(|v| &v.0.tensor).collect();
         let outputs = match tape.is_outline() {
             true => op::outline(&inference, first.rank()),
@@ -250,7 +250,7 @@ impl Tape {
             let stops = args.iter().map(|v| v.0.cut || self.is_quiet()).collect();
             self.note(OpRecord { op: op.clone(), inputs, outputs, path: path.clone(), site, stops })
         });
-        let inputs = if self.records() { live_inputs(op, args, site) } else { SmallVec::new() };
+        let inputs = if self.records() { self.live_inputs(op, args, site) } else { SmallVec::new() };
         let id = inputs.iter().any(Option::is_some).then(|| {
             let keeps = op.keeps();
             let keep = |i: usize, kept: &[usize], t: &Tensor| kept.contains(&i).then(|| t.clone());
@@ -276,28 +276,48 @@ impl Tape {
         };
         outputs.into_iter().take(visible).enumerate().map(made).collect()
     }
-}
 
-/// Per argument, where its cotangent goes: nowhere for constants and for arguments that the op has no gradient in.
-fn live_inputs(
-    op: &Rc<dyn Op>,
-    args: &[&Var],
-    site: &'static Location<'static>,
-) -> SmallVec<[Option<Id>; 4]> {
-    let layouts: SmallVec<[&Layout; 4]> = args.iter().map(|v| v.layout()).collect();
-    let differentiable = op::differentiable_args(&**op, &layouts);
-    let tape = args[0].tape();
-    let live = |(arg, differentiable): (&&Var, &bool)| {
-        let id = if *differentiable { arg.live(site) } else { None };
-        if id.is_some() && !tape.same_as(arg.tape()) {
+    /// Per argument, where its cotangent goes: nowhere for constants and for arguments that the op has no gradient in.
+    fn live_inputs(
+        &self,
+        op: &Rc<dyn Op>,
+        args: &[&Var],
+        site: &'static Location<'static>,
+    ) -> SmallVec<[Option<Id>; 4]> {
+        let layouts: SmallVec<[&Layout; 4]> = args.iter().map(|v| v.layout()).collect();
+        let differentiable = op::differentiable_args(&**op, &layouts);
+        let live = |(arg, differentiable): (&&Var, &bool)| {
+            if *differentiable { self.live_here(arg, site) } else { None }
+        };
+        args.iter().zip(&differentiable).map(live).collect()
+    }
+
+    /// The id of a variable on this tape, unless it is a constant, of whatever tape. One of another tape, or of a graph that is
+    /// gone, is an error.
+    fn live_here(&self, var: &Var, site: &'static Location<'static>) -> Option<Id> {
+        let id = var.live(site)?;
+        if !self.same_as(var.tape()) {
             Error::new(Kind::Unsupported, "two variables of different tapes meet in one op")
                 .detail("help", "use one tape a step, or detach() the older variable")
                 .at(site)
                 .raise();
         }
-        id
-    };
-    args.iter().zip(&differentiable).map(live).collect()
+        Some(id)
+    }
+}
+
+/// The tape that an op goes on, whatever the order of its arguments: where several meet, that of the first through which a
+/// gradient can flow, else of the first on a tape that keeps what happens.
+fn tape_of<'a>(args: &[&'a Var]) -> &'a Tape {
+    let first = args[0].tape();
+    if args.iter().all(|v| v.tape().same_as(first)) {
+        return first;
+    }
+    let notes = |v: &&&Var| v.tape().records() || v.tape().is_recording();
+    // What a recording has made has no id, and may have a gradient all the same.
+    let reached = |v: &&&Var| v.requires_grad() || v.0.slot.is_some() && v.tape().is_recording();
+    let found = args.iter().find(|v| reached(v) && notes(v)).or_else(|| args.iter().find(reached));
+    found.or_else(|| args.iter().find(notes)).map_or(first, |v| v.tape())
 }
 
 impl Value for Var {

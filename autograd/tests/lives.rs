@@ -1,0 +1,66 @@
+//! How long things on a tape live, and what may meet: tapes, rounds, steps, and parameters that change.
+
+use shardgrad_autograd::{Tape, Var};
+use shardgrad_dist::{Error, Mesh, Rank, Result, World};
+use shardgrad_tensor::{Tensor, Value};
+
+fn vector(rank: &Rank, values: &[f64]) -> Result<Tensor> {
+    Tensor::from_host(rank, &[values.len()], values)
+}
+
+fn one_rank<T: Send>(f: impl Fn(&Rank) -> Result<T> + Sync) -> T {
+    World::run(Mesh::single(), f).unwrap().remove(0)
+}
+
+/// The error of a program, which names a line of this file and a repair.
+fn refused(f: impl Fn(&Rank) -> Result<()> + Sync, part: &str) -> Error {
+    let error = World::run(Mesh::single(), f).expect_err(part);
+    let text = error.to_string();
+    assert!(text.contains(part) && text.contains("help  "), "no `{part}` in: {text}");
+    assert!(error.site().is_some_and(|site| site.file().ends_with("lives.rs")), "{text}");
+    error
+}
+
+#[test]
+fn the_order_of_arguments_decides_nothing() {
+    one_rank(|rank| {
+        let (w, target) = (vector(rank, &[3.0, 5.0])?, vector(rank, &[1.0, 2.0])?);
+        let quiet = Tape::inference(rank);
+        let teachers = [quiet.constant(target.clone()), Tape::new(rank).constant(target)];
+        for teacher in &teachers {
+            for teacher_first in [false, true] {
+                let distance = |student: &Var| match teacher_first {
+                    true => teacher.sub(student).square().sum(),
+                    false => student.sub(teacher).square().sum(),
+                };
+                let tape = Tape::new(rank);
+                distance(&tape.leaf(1, &w)).backward()?;
+                assert_eq!(tape.gradients()[&1].to_f64()?, [4.0, 6.0], "{teacher_first}");
+                let y = tape.checkpoint(&[], |_| Ok(vec![distance(&tape.leaf(1, &w).scale(1.0))]))?.remove(0);
+                y.backward()?;
+                assert_eq!(tape.gradients()[&1].to_f64()?, [4.0, 6.0], "{teacher_first}, computed again");
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn what_was_cut_off_of_another_tape_is_a_constant_anywhere() {
+    let meet = |cut: bool, swapped: bool| {
+        move |rank: &Rank| {
+            let (old, new) = (Tape::new(rank), Tape::new(rank));
+            let t = vector(rank, &[3.0])?;
+            let old = old.leaf(1, &t).square();
+            let (a, b) = (if cut { old.detach() } else { old }, new.leaf(1, &t).scale(2.0));
+            if swapped { b.mul(&a) } else { a.mul(&b) }.sum().backward()?;
+            assert_eq!(new.gradients()[&1].to_f64()?, [18.0]);
+            Ok(())
+        }
+    };
+    for swapped in [false, true] {
+        let error = refused(meet(false, swapped), "two variables of different tapes");
+        assert!(error.to_string().contains("detach() the older variable"), "{error}");
+        one_rank(meet(true, swapped));
+    }
+}
