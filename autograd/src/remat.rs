@@ -13,6 +13,7 @@ use shardgrad_dist::{Rank, Result};
 use shardgrad_tensor::op::Cotangents;
 use shardgrad_tensor::{Context, Tensor, Value, unwind};
 use smallvec::SmallVec;
+use std::panic::Location;
 
 impl Tape {
     /// Runs `block` so that only its arguments and the parameters it uses are kept for the backward pass; the rest is
@@ -22,6 +23,11 @@ impl Tape {
     ///
     /// # Errors
     /// Whatever `block` returns.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Unsupported` if the block takes a variable of another tape, or one from before the last backward
+    /// pass, that was not cut off.
+    #[track_caller]
     pub fn checkpoint(
         &self,
         arguments: &[Var],
@@ -33,7 +39,8 @@ impl Tape {
             self.note_block(from..self.num_records());
             return Ok(results);
         }
-        let Recording { mut program, outers, results } = self.recorded(arguments, block)?;
+        let Recording { mut program, outers, results } =
+            self.recorded(arguments, Location::caller(), block)?;
         // The node keeps what the block takes, and lets go of it in time.
         program.outers.iter_mut().for_each(|outer| outer.constant = None);
         let inputs: SmallVec<[Option<Id>; 4]> = outers.iter().map(Var::id).collect();

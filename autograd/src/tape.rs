@@ -292,9 +292,9 @@ impl Tape {
         Rc::ptr_eq(&self.0, &other.0)
     }
 
-    /// The number of the running round.
-    pub(crate) fn round(&self) -> u32 {
-        self.0.arena.borrow().round
+    /// Whether the graph of a value was used up by a backward pass.
+    pub(crate) fn is_gone(&self, id: Id) -> bool {
+        matches!(id, Id::Made { round, .. } if round != self.0.arena.borrow().round)
     }
 
     pub(crate) fn push(&self, node: Node) -> (u32, u32) {

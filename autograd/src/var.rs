@@ -20,7 +20,8 @@ struct Inner {
     tensor: Tensor,
     tape: Tape,
     id: Option<Id>,
-    slot: Option<Slot>,
+    /// What it is in the program of a recording, and the number of that recording.
+    slot: Option<(u32, Slot)>,
     /// Whether it was cut off: a gradient could reach it, and shall not.
     cut: bool,
     /// Other layouts of the same value, made once by implied steps and shared by all uses while this handle lives.
@@ -38,6 +39,7 @@ struct Form {
 
 impl Var {
     pub(crate) fn new(tape: &Tape, tensor: Tensor, id: Option<Id>, slot: Option<Slot>) -> Var {
+        let slot = slot.map(|slot| (tape.recording(), slot));
         Var(Rc::new(Inner { tensor, tape: tape.clone(), id, slot, cut: false, forms: RefCell::default() }))
     }
 
@@ -78,15 +80,6 @@ impl Var {
 
     pub(crate) fn id(&self) -> Option<Id> {
         self.0.id.filter(|_| !self.0.cut)
-    }
-
-    /// The same value as one that no recording has made.
-    pub(crate) fn without_slot(&self) -> Var {
-        Var::new(&self.0.tape, self.0.tensor.clone(), self.id(), None)
-    }
-
-    pub(crate) fn key(&self) -> Option<Key> {
-        self.0.tape.key_of(self.id()?)
     }
 
     /// The same value in another layout; the collective that leads there has its adjoint on the tape. A layout of a narrower float
@@ -156,9 +149,7 @@ impl Var {
     /// The id, unless this is a constant. A variable whose graph is gone is an error.
     fn live(&self, site: &'static Location<'static>) -> Option<Id> {
         let id = self.id()?;
-        if let Id::Made { round, .. } = id
-            && round != self.0.tape.round()
-        {
+        if self.0.tape.is_gone(id) {
             Error::new(Kind::Unsupported, "a variable from before the last backward pass is used again")
                 .detail("help", "its graph is gone: recompute it, or detach() it to use its value")
                 .at(site)
@@ -229,9 +220,15 @@ impl Tape {
         Var::new(self, tensor, Some(id), None)
     }
 
-    /// The slot of a variable in the program that is recorded.
-    pub(crate) fn slot_of(&self, var: &Var) -> Slot {
-        var.0.slot.unwrap_or_else(|| self.outer_slot(var.0.id, &var.0.tensor))
+    /// The slot of a variable in the program that is recorded. One of another tape, or of a graph that is gone, is an error
+    /// unless it was cut off.
+    pub(crate) fn slot_of(&self, var: &Var, site: &'static Location<'static>) -> Slot {
+        let own = |(recording, _): &(u32, Slot)| self.same_as(var.tape()) && *recording == self.recording();
+        var.0.slot.filter(own).map(|(_, slot)| slot).unwrap_or_else(|| {
+            let is_here = || self.same_as(var.tape()) && var.0.id.is_some_and(|id| !self.is_gone(id));
+            let id = self.live_here(var, site).or_else(|| var.0.id.filter(|_| is_here()));
+            self.outer_slot(id, &var.0.tensor)
+        })
     }
 
     /// Puts an applied op on the tape (and into the recorder, if there is one); gives its visible outputs.
@@ -245,7 +242,7 @@ impl Tape {
         let visible = outputs.len() - op.num_saved();
         let path = Context::of(self.rank()).path();
         let record = self.is_recording().then(|| {
-            let inputs = args.iter().map(|v| self.slot_of(v)).collect();
+            let inputs = args.iter().map(|v| self.slot_of(v, site)).collect();
             let outputs = outputs[..visible].iter().map(|t| t.layout().clone()).collect();
             let stops = args.iter().map(|v| v.0.cut || self.is_quiet()).collect();
             self.note(OpRecord { op: op.clone(), inputs, outputs, path: path.clone(), site, stops })
@@ -294,10 +291,10 @@ impl Tape {
 
     /// The id of a variable on this tape, unless it is a constant, of whatever tape. One of another tape, or of a graph that is
     /// gone, is an error.
-    fn live_here(&self, var: &Var, site: &'static Location<'static>) -> Option<Id> {
+    pub(crate) fn live_here(&self, var: &Var, site: &'static Location<'static>) -> Option<Id> {
         let id = var.live(site)?;
         if !self.same_as(var.tape()) {
-            Error::new(Kind::Unsupported, "two variables of different tapes meet in one op")
+            Error::new(Kind::Unsupported, "two variables of different tapes meet")
                 .detail("help", "use one tape a step, or detach() the older variable")
                 .at(site)
                 .raise();

@@ -64,3 +64,64 @@ fn what_was_cut_off_of_another_tape_is_a_constant_anywhere() {
         one_rank(meet(true, swapped));
     }
 }
+
+/// What a block takes: given to it, or captured.
+fn in_block(tape: &Tape, x: &Var, captured: bool) -> Result<Var> {
+    let made = match captured {
+        true => tape.checkpoint(&[], |_| Ok(vec![x.square()])),
+        false => tape.checkpoint(std::slice::from_ref(x), |a| Ok(vec![a[0].square()])),
+    };
+    Ok(made?.remove(0))
+}
+
+#[test]
+fn a_block_takes_no_variable_of_an_earlier_round_or_another_tape() {
+    for captured in [false, true] {
+        let earlier = move |cut: bool| {
+            move |rank: &Rank| {
+                let (tape, w, u) = (Tape::new(rank), vector(rank, &[3.0])?, vector(rank, &[1.0])?);
+                let y = tape.leaf(0, &w).scale(2.0);
+                y.sum().backward()?;
+                let v = tape.leaf(1, &u).scale(10.0);
+                let y = if cut { y.detach() } else { y };
+                v.add(&in_block(&tape, &y, captured)?).sum().backward()?;
+                let gradients = tape.gradients();
+                assert_eq!([gradients[&0].to_f64()?, gradients[&1].to_f64()?], [[2.0], [10.0]]);
+                Ok(())
+            }
+        };
+        refused(earlier(false), "before the last backward pass");
+        one_rank(earlier(true));
+        let foreign = move |cut: bool| {
+            move |rank: &Rank| {
+                let (old, tape, w) = (Tape::new(rank), Tape::new(rank), vector(rank, &[3.0])?);
+                let y = old.leaf(0, &w).scale(2.0);
+                let y = if cut { y.detach() } else { y };
+                let v = tape.leaf(1, &w).scale(10.0);
+                v.add(&in_block(&tape, &y, captured)?).sum().backward()?;
+                assert_eq!(tape.gradients()[&1].to_f64()?, [10.0]);
+                Ok(())
+            }
+        };
+        refused(foreign(false), "two variables of different tapes");
+        one_rank(foreign(true));
+    }
+}
+
+#[test]
+fn what_one_block_has_made_is_a_constant_in_the_next() {
+    one_rank(|rank| {
+        let (tape, w) = (Tape::new(rank), vector(rank, &[3.0])?);
+        let x = tape.leaf(1, &w);
+        let mut kept = None;
+        let y = tape.checkpoint(std::slice::from_ref(&x), |a| {
+            kept = Some(a[0].scale(5.0));
+            Ok(vec![kept.iter().next().expect("made").square()])
+        })?;
+        let z = tape.checkpoint(&y, |a| Ok(vec![a[0].scale(1.0).mul(kept.as_ref().expect("made"))]))?;
+        assert_eq!(z[0].tensor().to_f64()?, [225.0 * 15.0]);
+        z[0].sum().backward()?;
+        assert_eq!(tape.gradients()[&1].to_f64()?, [50.0 * 3.0 * 15.0]);
+        Ok(())
+    });
+}
