@@ -39,12 +39,15 @@ impl Tape {
             self.note_block(from..self.num_records());
             return Ok(results);
         }
+        if !self.records() {
+            return block(arguments);
+        }
         let Recording { mut program, outers, results } =
             self.recorded(arguments, Location::caller(), block)?;
         // The node keeps what the block takes, and lets go of it in time.
         program.outers.iter_mut().for_each(|outer| outer.constant = None);
         let inputs: SmallVec<[Option<Id>; 4]> = outers.iter().map(Var::id).collect();
-        if !self.records() || inputs.iter().all(Option::is_none) {
+        if inputs.iter().all(Option::is_none) {
             return Ok(results.into_iter().map(|v| self.constant(v.tensor().clone())).collect());
         }
         let node = Node {

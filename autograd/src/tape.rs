@@ -3,33 +3,34 @@
 //! A leaf is a parameter as it is stored; a derived leaf is the same parameter in the layout it is computed in, with
 //! the route between the two. Microbatches are rounds on one tape: each [`Var::backward`](crate::Var::backward) uses up the
 //! nodes and adds to the leaves, and [`Tape::gradients`] takes the adjoint of every route once, whatever the number of rounds.
+//!
+//! A derived leaf lives from its first use until the gradients are handed out or the tape is dropped. So each rank holds a
+//! parameter that it stores a shard of, and computes with whole, for the rest of the step.
 
 use crate::id::{Gradients, Id, Key, Noise};
 use crate::program::{OpRecord, Recorder, Slot};
 use shardgrad_dist::Rank;
 use shardgrad_tensor::op::{Cotangents, Vjp};
-use shardgrad_tensor::ops::redistribute::Redistribute;
-use shardgrad_tensor::{Context, DType, Layout, Op, Tensor, op, unwind};
+use shardgrad_tensor::{Context, DType, Layout, Op, Tensor, unwind};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell, RefMut};
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::ops::Range;
-use std::panic::Location;
 use std::rc::Rc;
 
 pub(crate) struct Leaf {
     pub(crate) key: Key,
-    layout: Layout,
+    pub(crate) layout: Layout,
     /// Given up when gradients are handed out, so that the optimizer can update the parameter in place.
-    tensor: Option<Tensor>,
-    origin: Option<(u32, Rc<dyn Op>)>,
-    cotangent: Option<Tensor>,
+    pub(crate) tensor: Option<Tensor>,
+    pub(crate) origin: Option<(u32, Rc<dyn Op>)>,
+    pub(crate) cotangent: Option<Tensor>,
     /// In which dtype cotangents are added up: that of the stored parameter, which is wider than the one it is computed with in
     /// mixed precision.
-    sums: DType,
+    pub(crate) sums: DType,
     /// What the parameter is called in the model.
-    path: Rc<str>,
+    pub(crate) path: Rc<str>,
 }
 
 /// How the cotangents of a node's inputs come about.
@@ -67,7 +68,7 @@ pub(crate) struct Node {
 #[derive(Default)]
 pub(crate) struct Arena {
     pub(crate) leaves: Vec<Leaf>,
-    by_key: BTreeMap<Key, u32>,
+    pub(crate) by_key: BTreeMap<Key, u32>,
     nodes: Vec<Node>,
     round: u32,
 }
@@ -79,6 +80,8 @@ struct Inner {
     /// Whether the user asked for no gradients.
     quiet: Cell<bool>,
     outline: bool,
+    /// Whether a gradient can reach a parameter, or a program is to name it.
+    keeps_leaves: bool,
     noise: Cell<Option<Noise>>,
     recorder: RefCell<Option<Recorder>>,
     /// How many recordings there were.
@@ -96,7 +99,8 @@ impl Tape {
         Tape::with(rank, true, false)
     }
 
-    /// A tape that records nothing: for inference and validation.
+    /// A tape that records nothing: for inference and validation. It keeps nothing of a parameter: a layout in which one is
+    /// computed lives as long as the variables in it, and each use of a parameter makes it anew.
     #[must_use]
     pub fn inference(rank: &Rank) -> Tape {
         Tape::with(rank, false, false)
@@ -116,6 +120,7 @@ impl Tape {
             records: Cell::new(records),
             quiet: Cell::new(false),
             outline,
+            keeps_leaves: records || outline,
             noise: Cell::new(None),
             recorder: RefCell::default(),
             recordings: Cell::new(0),
@@ -145,28 +150,17 @@ impl Tape {
         self.0.outline
     }
 
+    /// Whether parameters are leaves.
+    pub(crate) fn keeps_leaves(&self) -> bool {
+        self.0.keeps_leaves
+    }
+
     /// Whether ops are put on the tape.
     pub(crate) fn records(&self) -> bool {
         self.0.records.get()
     }
 
-    /// The number and the tensor of the leaf of a parameter, whose cotangents are added up in some dtype; made at its first use.
-    pub(crate) fn leaf_at(&self, key: Key, tensor: &Tensor, sums: DType) -> (Id, Tensor) {
-        let mut arena = self.0.arena.borrow_mut();
-        let known = arena.by_key.get(&key).copied();
-        let at = known.unwrap_or_else(|| {
-            let at = arena.leaves.len() as u32;
-            let layout = tensor.layout().clone();
-            let path = Context::of(&self.0.rank).path();
-            arena.leaves.push(Leaf { key, layout, tensor: None, origin: None, cotangent: None, sums, path });
-            arena.by_key.insert(key, at);
-            at
-        });
-        let held = arena.leaves[at as usize].tensor.get_or_insert_with(|| tensor.clone());
-        (Id::Leaf(at), held.clone())
-    }
-
-    /// Runs `f` without recording; what it makes are constants.
+    /// Runs `f` without recording; what it makes are constants, and of a parameter that is first used in it nothing is kept.
     pub fn no_grad<T>(&self, f: impl FnOnce() -> T) -> T {
         let before = self.0.quiet.replace(true);
         let value = self.without_nodes(f);
@@ -185,58 +179,6 @@ impl Tape {
         let value = f();
         self.0.records.set(before);
         value
-    }
-
-    /// Another layout of a leaf as a derived leaf; `None` if the id is no leaf's.
-    pub(crate) fn leaf_form(
-        &self,
-        (id, stored): (Option<Id>, &Tensor),
-        to: &Layout,
-        site: &'static Location<'static>,
-    ) -> Option<(Id, Tensor)> {
-        let Some(Id::Leaf(origin)) = id else { return None };
-        let mut arena = self.0.arena.borrow_mut();
-        let from_origin = |l: &Leaf| l.origin.as_ref().is_some_and(|o| o.0 == origin);
-        let known = arena.leaves.iter().position(|l| from_origin(l) && l.tensor.is_some() && l.layout == *to);
-        let at = known.unwrap_or_else(|| {
-            let origin_at = origin as usize;
-            let key = arena.leaves[origin_at].key;
-            let op = unwind(Redistribute::between(&self.0.rank, stored.layout(), to));
-            let inference = unwind(op::plan(&*op, &self.0.rank, &[stored.layout()], &[], site));
-            let made = match self.is_outline() {
-                true => op::outline(&inference, &self.0.rank),
-                false => unwind(op::run(&*op, &[stored], &inference, &self.0.rank, site)),
-            };
-            let tensor = made.into_iter().next().expect("redistribute has one output");
-            let (layout, origin) = (to.clone(), Some((origin, op)));
-            let (path, sums) = (arena.leaves[origin_at].path.clone(), arena.leaves[origin_at].sums);
-            arena.leaves.push(Leaf {
-                key,
-                layout,
-                tensor: Some(tensor),
-                origin,
-                cotangent: None,
-                sums,
-                path,
-            });
-            arena.leaves.len() - 1
-        });
-        Some((Id::Leaf(at as u32), arena.leaves[at].tensor.clone().expect("a leaf in use has its tensor")))
-    }
-
-    pub(crate) fn key_of(&self, id: Id) -> Option<Key> {
-        match id {
-            Id::Leaf(at) => Some(self.0.arena.borrow().leaves[at as usize].key),
-            Id::Made { .. } => None,
-        }
-    }
-
-    /// In which dtype cotangents of a value are added up.
-    pub(crate) fn sums_of(&self, id: Option<Id>, tensor: &Tensor) -> DType {
-        match id {
-            Some(Id::Leaf(at)) => self.0.arena.borrow().leaves[at as usize].sums,
-            _ => tensor.dtype(),
-        }
     }
 
     /// Whether a program is recorded right now.

@@ -208,7 +208,8 @@ impl Tape {
         Var::new(self, tensor, None, None)
     }
 
-    /// The leaf of a parameter; made at its first use, the same one ever after.
+    /// The leaf of a parameter; made at its first use, the same one ever after. A constant on a tape that does not record, and
+    /// under [`Tape::no_grad`].
     #[must_use]
     pub fn leaf(&self, key: Key, tensor: &Tensor) -> Var {
         self.leaf_summed(key, tensor, tensor.dtype())
@@ -217,7 +218,8 @@ impl Tape {
     /// The leaf of a parameter whose cotangents are added up in a dtype no narrower than its own.
     pub(crate) fn leaf_summed(&self, key: Key, tensor: &Tensor, sums: DType) -> Var {
         let (id, tensor) = self.leaf_at(key, tensor, sums);
-        Var::new(self, tensor, Some(id), None)
+        let leaf = Var::new(self, tensor, id, None);
+        if self.is_quiet() { leaf.detach() } else { leaf }
     }
 
     /// The slot of a variable in the program that is recorded. One of another tape, or of a graph that is gone, is an error

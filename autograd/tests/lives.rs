@@ -2,7 +2,7 @@
 
 use shardgrad_autograd::{Tape, Var};
 use shardgrad_dist::{Error, Mesh, Rank, Result, World};
-use shardgrad_tensor::{Tensor, Value};
+use shardgrad_tensor::{Layout, Tensor, Value};
 
 fn vector(rank: &Rank, values: &[f64]) -> Result<Tensor> {
     Tensor::from_host(rank, &[values.len()], values)
@@ -26,7 +26,8 @@ fn the_order_of_arguments_decides_nothing() {
     one_rank(|rank| {
         let (w, target) = (vector(rank, &[3.0, 5.0])?, vector(rank, &[1.0, 2.0])?);
         let quiet = Tape::inference(rank);
-        let teachers = [quiet.constant(target.clone()), Tape::new(rank).constant(target)];
+        let teachers =
+            [quiet.constant(target.clone()), quiet.leaf(1, &target), Tape::new(rank).constant(target)];
         for teacher in &teachers {
             for teacher_first in [false, true] {
                 let distance = |student: &Var| match teacher_first {
@@ -124,4 +125,32 @@ fn what_one_block_has_made_is_a_constant_in_the_next() {
         assert_eq!(tape.gradients()[&1].to_f64()?, [50.0 * 3.0 * 15.0]);
         Ok(())
     });
+}
+
+/// Where no gradient goes, a parameter that is stored in shards is whole while it is used, and no longer.
+#[test]
+fn nothing_holds_a_parameter_where_no_gradient_goes() {
+    World::run(Mesh::parse("dp=2").unwrap(), |rank| {
+        let layout = Layout::parse("f64[1024@dp]", rank.mesh())?;
+        let whole = Layout::parse("f64[1024]", rank.mesh())?;
+        let mut w = Tensor::from_global(rank, &layout, &[1.0; 1024])?;
+        let in_use = || rank.backend().memory().in_use_bytes;
+        let (before, address) = (in_use(), w.piece().buffer.address());
+        let read = |tape: &Tape, w: &Tensor| tape.leaf(0, w).to_layout(&whole).square().sum().item();
+        let (eval, train) = (Tape::inference(rank), Tape::new(rank));
+        for step in 0..3 {
+            let expected = 1024.0 * f64::from(1 + step).powi(2);
+            assert_eq!(read(&eval, &w)?, expected, "step {step}");
+            assert_eq!(train.no_grad(|| read(&train, &w))?, expected, "step {step}");
+            let text = |tape: &Tape| tape.checkpoint(&[], |_| Ok(vec![tape.leaf(0, &w).square()]));
+            assert_eq!(train.no_grad(|| text(&train))?.len(), text(&eval)?.len());
+            assert_eq!(in_use(), before, "step {step}");
+            let one = Tensor::from_global(rank, &layout, &[1.0; 1024])?;
+            w = w.accumulate(&one)?;
+            assert_eq!(w.piece().buffer.address(), address, "step {step}: updated in place");
+        }
+        assert!(!train.no_grad(|| train.leaf(0, &w)).requires_grad() && !eval.leaf(0, &w).requires_grad());
+        Ok(())
+    })
+    .unwrap();
 }
