@@ -4,7 +4,22 @@ use crate::id::{Id, Key};
 use crate::tape::{Leaf, Tape};
 use shardgrad_tensor::ops::redistribute::Redistribute;
 use shardgrad_tensor::{Context, DType, Layout, Tensor, op, unwind};
+use smallvec::SmallVec;
 use std::panic::Location;
+use std::rc::Rc;
+
+impl Leaf {
+    /// A leaf without a tensor.
+    fn new(key: Key, layout: &Layout, sums: DType, path: Rc<str>) -> Leaf {
+        let (layout, forms) = (layout.clone(), SmallVec::new());
+        Leaf { key, layout, tensor: None, origin: None, forms, cotangent: None, sums, path }
+    }
+
+    /// Takes over the tensor of another one, and how it came about. Cotangents that were added up stay.
+    fn refill(&mut self, other: Leaf) {
+        (self.tensor, self.origin, self.sums) = (other.tensor, other.origin, other.sums);
+    }
+}
 
 impl Tape {
     /// The number and the tensor of the leaf of a parameter, whose cotangents are added up in some dtype; made at its first use.
@@ -22,9 +37,7 @@ impl Tape {
         }
         let at = known.unwrap_or_else(|| {
             let at = arena.leaves.len() as u32;
-            let layout = tensor.layout().clone();
-            let path = Context::of(self.rank()).path();
-            arena.leaves.push(Leaf { key, layout, tensor: None, origin: None, cotangent: None, sums, path });
+            arena.leaves.push(Leaf::new(key, tensor.layout(), sums, Context::of(self.rank()).path()));
             arena.by_key.insert(key, at);
             at
         });
@@ -40,33 +53,36 @@ impl Tape {
         site: &'static Location<'static>,
     ) -> Option<(Id, Tensor)> {
         let Some(Id::Leaf(origin)) = id else { return None };
-        let mut arena = self.arena();
-        let from_origin = |l: &Leaf| l.origin.as_ref().is_some_and(|o| o.0 == origin);
-        let known = arena.leaves.iter().position(|l| from_origin(l) && l.tensor.is_some() && l.layout == *to);
-        let at = known.unwrap_or_else(|| {
-            let origin_at = origin as usize;
-            let key = arena.leaves[origin_at].key;
-            let op = unwind(Redistribute::between(self.rank(), stored.layout(), to));
-            let inference = unwind(op::plan(&*op, self.rank(), &[stored.layout()], &[], site));
-            let made = match self.is_outline() {
-                true => op::outline(&inference, self.rank()),
-                false => unwind(op::run(&*op, &[stored], &inference, self.rank(), site)),
-            };
-            let tensor = made.into_iter().next().expect("redistribute has one output");
-            let (layout, origin) = (to.clone(), Some((origin, op)));
-            let (path, sums) = (arena.leaves[origin_at].path.clone(), arena.leaves[origin_at].sums);
-            arena.leaves.push(Leaf {
-                key,
-                layout,
-                tensor: Some(tensor),
-                origin,
-                cotangent: None,
-                sums,
-                path,
-            });
-            arena.leaves.len() - 1
-        });
-        Some((Id::Leaf(at as u32), arena.leaves[at].tensor.clone().expect("a leaf in use has its tensor")))
+        let (mut arena, origin_at) = (self.arena(), origin as usize);
+        let mut forms = arena.leaves[origin_at].forms.iter().map(|at| *at as usize);
+        let known = forms.find(|at| arena.leaves[*at].layout == *to);
+        if let Some((at, held)) = known.and_then(|at| Some((at, arena.leaves[at].tensor.clone()?))) {
+            return Some((Id::Leaf(at as u32), held));
+        }
+        let op = unwind(Redistribute::between(self.rank(), stored.layout(), to));
+        let inference = unwind(op::plan(&*op, self.rank(), &[stored.layout()], &[], site));
+        let made = match self.is_outline() {
+            true => op::outline(&inference, self.rank()),
+            false => unwind(op::run(&*op, &[stored], &inference, self.rank(), site)),
+        };
+        let tensor = made.into_iter().next().expect("redistribute has one output");
+        let (key, sums) = (arena.leaves[origin_at].key, arena.leaves[origin_at].sums);
+        let path = arena.leaves[origin_at].path.clone();
+        let form = Leaf {
+            tensor: Some(tensor.clone()),
+            origin: Some((origin, op)),
+            ..Leaf::new(key, to, sums, path)
+        };
+        // One that an earlier step has given up is taken up again.
+        let at = known.unwrap_or(arena.leaves.len());
+        match known {
+            Some(at) => arena.leaves[at].refill(form),
+            None => {
+                arena.leaves[origin_at].forms.push(at as u32);
+                arena.leaves.push(form);
+            }
+        }
+        Some((Id::Leaf(at as u32), tensor))
     }
 
     pub(crate) fn key_of(&self, id: Id) -> Option<Key> {

@@ -25,6 +25,8 @@ pub(crate) struct Leaf {
     /// Given up when gradients are handed out, so that the optimizer can update the parameter in place.
     pub(crate) tensor: Option<Tensor>,
     pub(crate) origin: Option<(u32, Rc<dyn Op>)>,
+    /// The leaves derived of it, one for each layout.
+    pub(crate) forms: SmallVec<[u32; 1]>,
     pub(crate) cotangent: Option<Tensor>,
     /// In which dtype cotangents are added up: that of the stored parameter, which is wider than the one it is computed with in
     /// mixed precision.

@@ -154,3 +154,25 @@ fn nothing_holds_a_parameter_where_no_gradient_goes() {
     })
     .unwrap();
 }
+
+#[test]
+fn a_tape_of_many_steps_does_not_grow() {
+    World::run(Mesh::parse("dp=2").unwrap(), |rank| {
+        let layout = Layout::parse("f64[4@dp]", rank.mesh())?;
+        let [whole, narrow] = ["f64[4]", "f32[4]"].map(|text| Layout::parse(text, rank.mesh()));
+        let (whole, narrow, tape) = (whole?, narrow?, Tape::new(rank));
+        let mut w = Tensor::from_global(rank, &layout, &[1.0, 2.0, 3.0, 4.0])?;
+        for step in 1..=5 {
+            let leaf = tape.leaf(0, &w);
+            for to in [&whole, &narrow, &whole] {
+                leaf.to_layout(to).square().sum().backward()?;
+            }
+            let gradient = tape.gradients().remove(&0).expect("a gradient").to_f64()?;
+            assert_eq!(gradient, [1.0, 2.0, 3.0, 4.0].map(|x| 6.0 * x * f64::from(step)));
+            w = w.accumulate(&Tensor::from_global(rank, &layout, &[1.0, 2.0, 3.0, 4.0])?)?;
+            assert_eq!(format!("{tape:?}"), format!("Tape(3 leaves, 0 nodes, round {})", 3 * step));
+        }
+        Ok(())
+    })
+    .unwrap();
+}
