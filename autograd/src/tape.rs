@@ -33,6 +33,8 @@ pub(crate) struct Leaf {
     pub(crate) sums: DType,
     /// What the parameter is called in the model.
     pub(crate) path: Rc<str>,
+    /// The last round that has used it.
+    pub(crate) used: Option<u32>,
 }
 
 /// How the cotangents of a node's inputs come about.
@@ -72,7 +74,7 @@ pub(crate) struct Arena {
     pub(crate) leaves: Vec<Leaf>,
     pub(crate) by_key: BTreeMap<Key, u32>,
     nodes: Vec<Node>,
-    round: u32,
+    pub(crate) round: u32,
 }
 
 struct Inner {
@@ -234,11 +236,6 @@ impl Tape {
     /// Whether two handles name the same tape.
     pub(crate) fn same_as(&self, other: &Tape) -> bool {
         Rc::ptr_eq(&self.0, &other.0)
-    }
-
-    /// Whether the graph of a value was used up by a backward pass.
-    pub(crate) fn is_gone(&self, id: Id) -> bool {
-        matches!(id, Id::Made { round, .. } if round != self.0.arena.borrow().round)
     }
 
     pub(crate) fn push(&self, node: Node) -> (u32, u32) {

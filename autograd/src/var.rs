@@ -146,14 +146,21 @@ impl Var {
         self.0.tensor.item()
     }
 
-    /// The id, unless this is a constant. A variable whose graph is gone is an error.
+    /// The id, unless this is a constant. A variable that its tape has left behind is an error.
     fn live(&self, site: &'static Location<'static>) -> Option<Id> {
         let id = self.id()?;
-        if self.0.tape.is_gone(id) {
-            Error::new(Kind::Unsupported, "a variable from before the last backward pass is used again")
-                .detail("help", "its graph is gone: recompute it, or detach() it to use its value")
-                .at(site)
-                .raise();
+        if self.0.tape.is_gone(id, &self.0.tensor) {
+            let (text, help) = match id {
+                Id::Made { .. } => (
+                    "a variable from before the last backward pass is used again",
+                    "its graph is gone: recompute it, or detach() it to use its value",
+                ),
+                Id::Leaf(_) => (
+                    "a variable of a parameter that is another tensor now is used again",
+                    "take the parameter from the tape again, or detach() the variable to use its value",
+                ),
+            };
+            Error::new(Kind::Unsupported, text).detail("help", help).at(site).raise();
         }
         Some(id)
     }
@@ -208,16 +215,22 @@ impl Tape {
         Var::new(self, tensor, None, None)
     }
 
-    /// The leaf of a parameter; made at its first use, the same one ever after. A constant on a tape that does not record, and
-    /// under [`Tape::no_grad`].
+    /// The leaf of a parameter; made at its first use, the same one as long as the parameter is the same tensor. A constant on a
+    /// tape that does not record, and under [`Tape::no_grad`].
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Unsupported` if it is another tensor than the one that the running round has used, or lies otherwise
+    /// than the gradient that is added up for it.
+    #[track_caller]
     #[must_use]
     pub fn leaf(&self, key: Key, tensor: &Tensor) -> Var {
         self.leaf_summed(key, tensor, tensor.dtype())
     }
 
     /// The leaf of a parameter whose cotangents are added up in a dtype no narrower than its own.
+    #[track_caller]
     pub(crate) fn leaf_summed(&self, key: Key, tensor: &Tensor, sums: DType) -> Var {
-        let (id, tensor) = self.leaf_at(key, tensor, sums);
+        let (id, tensor) = self.leaf_at(key, tensor, sums, Location::caller());
         let leaf = Var::new(self, tensor, id, None);
         if self.is_quiet() { leaf.detach() } else { leaf }
     }
@@ -227,7 +240,8 @@ impl Tape {
     pub(crate) fn slot_of(&self, var: &Var, site: &'static Location<'static>) -> Slot {
         let own = |(recording, _): &(u32, Slot)| self.same_as(var.tape()) && *recording == self.recording();
         var.0.slot.filter(own).map(|(_, slot)| slot).unwrap_or_else(|| {
-            let is_here = || self.same_as(var.tape()) && var.0.id.is_some_and(|id| !self.is_gone(id));
+            let is_here =
+                || self.same_as(var.tape()) && var.0.id.is_some_and(|id| !self.is_gone(id, &var.0.tensor));
             let id = self.live_here(var, site).or_else(|| var.0.id.filter(|_| is_here()));
             self.outer_slot(id, &var.0.tensor)
         })

@@ -2,7 +2,7 @@
 
 use shardgrad_autograd::{Tape, Var};
 use shardgrad_dist::{Error, Mesh, Rank, Result, World};
-use shardgrad_tensor::{Layout, Tensor, Value};
+use shardgrad_tensor::{DType, Layout, Tensor, Value};
 
 fn vector(rank: &Rank, values: &[f64]) -> Result<Tensor> {
     Tensor::from_host(rank, &[values.len()], values)
@@ -175,4 +175,102 @@ fn a_tape_of_many_steps_does_not_grow() {
         Ok(())
     })
     .unwrap();
+}
+
+/// The gradient of a parameter through a product of its values, in a layout of its own.
+fn step(tape: &Tape, w: &Tensor, to: &Layout) -> Result<Vec<f64>> {
+    tape.leaf(0, w).to_layout(to).square().sum().backward()?;
+    tape.gradients().remove(&0).expect("a gradient").to_f64()
+}
+
+#[test]
+fn a_parameter_that_was_updated_is_used_as_it_is_now() {
+    World::run(Mesh::parse("dp=2").unwrap(), |rank| {
+        let [split, whole] = ["f64[2@dp]", "f64[2]"].map(|text| Layout::parse(text, rank.mesh()));
+        let (split, whole, tape) = (split?, whole?, Tape::new(rank));
+        let value = |x: f64, to: &Layout| Tensor::from_global(rank, to, &[x, 2.0 * x]);
+        assert_eq!(step(&tape, &value(1.0, &split)?, &whole)?, [2.0, 4.0]);
+        let look =
+            |x: f64| -> Result<f64> { tape.leaf(0, &value(x, &split)?).to_layout(&whole).sum().item() };
+        assert_eq!(tape.no_grad(|| look(3.0))?, 9.0);
+        // Taken from the tape, and not used.
+        assert!(tape.leaf(0, &value(5.0, &split)?).requires_grad());
+        assert_eq!(step(&tape, &value(11.0, &split)?, &whole)?, [22.0, 44.0]);
+        // In other layouts, and in another dtype.
+        assert_eq!(step(&tape, &value(13.0, &whole)?, &split)?, [26.0, 52.0]);
+        let narrow = value(17.0, &split.with_dtype(DType::F32))?;
+        assert_eq!(step(&tape, &narrow, &whole.with_dtype(DType::F32))?, [34.0, 68.0]);
+        assert_eq!(step(&tape, &value(19.0, &split)?, &whole)?, [38.0, 76.0]);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_round_uses_one_value_of_a_parameter() {
+    let twice = |repair: &'static str| {
+        move |rank: &Rank| {
+            let (tape, a, b) = (Tape::new(rank), vector(rank, &[3.0])?, vector(rank, &[5.0])?);
+            let x = tape.leaf(0, &a).square().sum();
+            if repair == "backward" {
+                x.backward()?;
+                tape.leaf(0, &b).square().sum().backward()?;
+                assert_eq!(tape.gradients()[&0].to_f64()?, [16.0]);
+            } else {
+                let y = tape.leaf(if repair == "key" { 1 } else { 0 }, &b).square().sum();
+                x.add(&y).backward()?;
+                let gradients = tape.gradients();
+                assert_eq!([gradients[&0].to_f64()?, gradients[&1].to_f64()?], [[6.0], [10.0]]);
+            }
+            Ok(())
+        }
+    };
+    refused(twice(""), "leaf: parameter 0 is another tensor than the one that this round has used");
+    one_rank(twice("backward"));
+    one_rank(twice("key"));
+    let block = |rank: &Rank| {
+        let (tape, a, b) = (Tape::new(rank), vector(rank, &[3.0])?, vector(rank, &[5.0])?);
+        tape.checkpoint(&[], |_| Ok(vec![tape.leaf(0, &a).mul(&tape.leaf(0, &b))])).map(drop)
+    };
+    refused(block, "a variable of a parameter that is another tensor now");
+    let wider = |taken: bool| {
+        move |rank: &Rank| {
+            let tape = Tape::new(rank);
+            tape.leaf(0, &vector(rank, &[3.0])?).square().sum().backward()?;
+            if taken {
+                assert_eq!(tape.gradients()[&0].to_f64()?, [6.0]);
+            }
+            tape.leaf(0, &vector(rank, &[3.0, 5.0])?).square().sum().backward()?;
+            assert_eq!(tape.gradients()[&0].to_f64()?, [6.0, 10.0]);
+            Ok(())
+        }
+    };
+    refused(wider(false), "leaf: parameter 0 lies otherwise than its gradient");
+    one_rank(wider(true));
+}
+
+#[test]
+fn a_variable_of_a_parameter_that_has_changed_is_refused() {
+    let again = |form: bool, cut: bool| {
+        move |rank: &Rank| {
+            let tape = Tape::new(rank);
+            let narrow = Layout::parse("f32[1]", rank.mesh())?;
+            let [old, new] = [3.0, 5.0].map(|x| vector(rank, &[x]));
+            let leaf = tape.leaf(0, &old?);
+            let held = if form { leaf.to_layout(&narrow) } else { leaf };
+            for _ in 0..2 {
+                held.square().sum().backward()?;
+                assert_eq!(tape.gradients()[&0].to_f64()?, [6.0], "as long as nothing takes its place");
+            }
+            let leaf = tape.leaf(0, &new?).to_layout(&narrow);
+            let held = if cut { held.detach() } else { held };
+            leaf.mul(&held.to_layout(&narrow)).sum().backward()?;
+            assert_eq!(tape.gradients()[&0].to_f64()?, [3.0]);
+            Ok(())
+        }
+    };
+    for form in [false, true] {
+        refused(again(form, false), "a variable of a parameter that is another tensor now");
+        one_rank(again(form, true));
+    }
 }
