@@ -47,7 +47,11 @@ impl Tape {
         // The node keeps what the block takes, and lets go of it in time.
         program.outers.iter_mut().for_each(|outer| outer.constant = None);
         let inputs: SmallVec<[Option<Id>; 4]> = outers.iter().map(Var::id).collect();
-        if inputs.iter().all(Option::is_none) {
+        // What the block has cut off is a constant outside of it too, whatever made it.
+        let reached = program.reached(|outer| inputs[outer].is_some());
+        let pairs = program.outputs.iter().zip(&results);
+        let live: Vec<bool> = pairs.map(|(slot, v)| reached.contains(slot) && !v.is_cut()).collect();
+        if !live.contains(&true) {
             return Ok(results.into_iter().map(|v| self.constant(v.tensor().clone())).collect());
         }
         let node = Node {
@@ -61,12 +65,9 @@ impl Tape {
             path: Context::of(self.rank()).path(),
         };
         let (round, node) = self.push(node);
-        // What the block has cut off is a constant outside of it too, whatever made it.
-        let made = |(out, v): (usize, Var)| match v.is_cut() {
-            true => self.constant(v.tensor().clone()),
-            false => {
-                Var::new(self, v.tensor().clone(), Some(Id::Made { round, node, out: out as u32 }), None)
-            }
+        let made = |(out, v): (usize, Var)| {
+            let id = live[out].then_some(Id::Made { round, node, out: out as u32 });
+            Var::new(self, v.tensor().clone(), id, None)
         };
         Ok(results.into_iter().enumerate().map(made).collect())
     }

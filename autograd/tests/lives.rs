@@ -2,7 +2,7 @@
 
 use shardgrad_autograd::{Tape, Var};
 use shardgrad_dist::{Error, Mesh, Rank, Result, World};
-use shardgrad_tensor::{DType, Layout, Tensor, Value};
+use shardgrad_tensor::{DType, Indexing, Layout, Tensor, Value};
 
 fn vector(rank: &Rank, values: &[f64]) -> Result<Tensor> {
     Tensor::from_host(rank, &[values.len()], values)
@@ -272,5 +272,27 @@ fn a_variable_of_a_parameter_that_has_changed_is_refused() {
     for form in [false, true] {
         refused(again(form, false), "a variable of a parameter that is another tensor now");
         one_rank(again(form, true));
+    }
+}
+
+#[test]
+fn a_result_that_no_gradient_reaches_is_a_constant_whether_computed_again_or_not() {
+    let texts: [fn(&Var) -> Var; 4] = [
+        |x| x.detach().square().sum(),
+        |x| x.tape().no_grad(|| x.square().sum()),
+        |x| x.sort(0, false).1.cast(DType::F64).sum(),
+        |x| x.constant(x.tensor().clone()).square().sum(),
+    ];
+    for text in texts {
+        let plain = |rank: &Rank| text(&Tape::new(rank).leaf(0, &vector(rank, &[2.0, 3.0])?)).backward();
+        let again = |rank: &Rank| {
+            let tape = Tape::new(rank);
+            let x = tape.leaf(0, &vector(rank, &[2.0, 3.0])?);
+            let y = tape.checkpoint(&[x], |a| Ok(vec![text(&a[0]), a[0].sum(), a[0].sort(0, false).1]))?;
+            assert_eq!([0, 1, 2].map(|i| y[i].requires_grad()), [false, true, false]);
+            y[0].backward()
+        };
+        let errors = [refused(plain, "no gradient reaches"), refused(again, "no gradient reaches")];
+        assert_eq!(errors[0].message(), errors[1].message());
     }
 }
