@@ -100,21 +100,16 @@ impl Stages {
     }
 
     /// The parameters with a gradient that several places read, with those places in order; `place` says where each stage
-    /// lives.
+    /// lives. A place that reads one without a gradient is among them: its copy is to stay equal to the others.
     #[must_use]
     pub fn shared(&self, place: &[usize]) -> Vec<(Key, Vec<usize>)> {
+        let outers = self.program.outers.iter().enumerate();
+        let live = outers.filter(|(at, _)| self.live.contains(&Slot::Outer(*at as u32)));
+        let trained: BTreeSet<Key> = live.filter_map(|(_, outer)| outer.key).collect();
         let mut places: BTreeMap<Key, BTreeSet<usize>> = BTreeMap::new();
         for (stage, place) in place.iter().enumerate() {
-            let outers = self.stages[stage].outers.iter();
-            for key in self.keys(stage) {
-                let live = |o: &&u32| {
-                    self.program.outers[**o as usize].key == Some(key)
-                        && self.live.contains(&Slot::Outer(**o))
-                };
-                if !outers.clone().any(|o| live(&o)) {
-                    continue;
-                }
-                places.entry(key).or_default().insert(*place);
+            for key in self.keys(stage).intersection(&trained) {
+                places.entry(*key).or_default().insert(*place);
             }
         }
         let several = places.into_iter().filter(|(_, places)| places.len() > 1);
