@@ -362,3 +362,28 @@ fn a_parameter_read_elsewhere_without_a_gradient_has_it_there_too() {
         assert!(ranks.iter().all(|r| r.1 == ranks[0].1), "{quiet_first}: {ranks:?}");
     }
 }
+
+/// What is received takes its own memory, and no other while it is waited for.
+#[test]
+fn a_transfer_is_received_in_the_memory_that_it_takes() {
+    const NUMEL: usize = 1 << 16;
+    let peaks = World::run(Mesh::parse("pp=2").unwrap(), |rank| {
+        let axis = rank.mesh().axis("pp").unwrap();
+        let here = rank.slice(axis);
+        let layout = Layout::invariant(here.mesh(), DType::F64, &[NUMEL]);
+        let text = |args: &[Var]| Ok(vec![args[0].square().sum()]);
+        let program = Program::record(&here, std::slice::from_ref(&layout), None, text)?;
+        let stages = Stages::new(program, &[1]);
+        let schedule = Schedule::forward_only(&[0, 1], 2).with_transfers(&stages.links());
+        let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
+        runner.run(&Feed {
+            arguments: &|_| Ok(vec![Tensor::zeros(&here, &layout)?]),
+            parameter: &|_| unreachable!("there is none"),
+            draw: &|_| Draw::Off,
+            weight: 1.0,
+        })?;
+        Ok(rank.backend().memory().peak_bytes)
+    });
+    let peak = peaks.unwrap()[1];
+    assert!((NUMEL * 8..NUMEL * 8 * 3 / 2).contains(&peak), "{peak} bytes for a message of {}", NUMEL * 8);
+}
