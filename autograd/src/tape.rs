@@ -17,7 +17,7 @@ use std::cell::{Cell, RefCell, RefMut};
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::ops::Range;
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 
 pub(crate) struct Leaf {
     pub(crate) key: Key,
@@ -57,6 +57,12 @@ pub(crate) trait PullBack {
     ) -> Cotangents;
 }
 
+/// Something that keeps what a recording has made, which is of no use after it.
+pub(crate) trait Keeper {
+    /// Lets go of what a recording has made.
+    fn forget(&self, recording: u32);
+}
+
 /// Something that happened: what it kept, and where its cotangents go.
 pub(crate) struct Node {
     pub(crate) work: Work,
@@ -90,6 +96,8 @@ struct Inner {
     recorder: RefCell<Option<Recorder>>,
     /// How many recordings there were.
     recordings: Cell<u32>,
+    /// What keeps something that the running one has made.
+    keepers: RefCell<Vec<Weak<dyn Keeper>>>,
 }
 
 /// What happened, in order. Cloning copies the handle.
@@ -128,6 +136,7 @@ impl Tape {
             noise: Cell::new(None),
             recorder: RefCell::default(),
             recordings: Cell::new(0),
+            keepers: RefCell::default(),
         }))
     }
 
@@ -197,8 +206,15 @@ impl Tape {
 
     /// Starts (or, with `None`, ends) a recording; gives the recorder that was there.
     pub(crate) fn set_recorder(&self, recorder: Option<Recorder>) -> Option<Recorder> {
+        let ended = self.recording();
+        self.0.keepers.take().iter().filter_map(Weak::upgrade).for_each(|keeper| keeper.forget(ended));
         self.0.recordings.set(self.0.recordings.get() + u32::from(recorder.is_some()));
         self.0.recorder.replace(recorder)
+    }
+
+    /// Has a keeper forget what the running recording has made when that ends.
+    pub(crate) fn note_keeper(&self, keeper: Weak<dyn Keeper>) {
+        self.0.keepers.borrow_mut().push(keeper);
     }
 
     /// The slot of a value that came from outside of the recording.

@@ -2,7 +2,7 @@
 
 use crate::id::{Id, Key};
 use crate::program::{OpRecord, Slot};
-use crate::tape::{Node, Tape, Work};
+use crate::tape::{Keeper, Node, Tape, Work};
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::ops::redistribute::Redistribute;
 use shardgrad_tensor::{Context, DType, Layout, Op, Tensor, Value, op, unwind};
@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use std::cell::RefCell;
 use std::fmt;
 use std::panic::Location;
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 
 /// A tensor on a tape. Cloning copies the handle. Without an id it is a constant: no gradient reaches it.
 #[derive(Clone)]
@@ -182,6 +182,10 @@ impl Var {
                 Var::apply_at(op, &[self], site).into_iter().next().expect("redistribute has one output")
             }
         };
+        if recording != 0 {
+            let keeper: Weak<Inner> = Rc::downgrade(&self.0);
+            self.0.tape.note_keeper(keeper);
+        }
         self.0.forms.borrow_mut().push(Form { var: form.clone(), recording, quiet });
         form
     }
@@ -331,6 +335,12 @@ fn tape_of<'a>(args: &[&'a Var]) -> &'a Tape {
     let reached = |v: &&&Var| v.requires_grad() || v.0.slot.is_some() && v.tape().is_recording();
     let found = args.iter().find(|v| reached(v) && notes(v)).or_else(|| args.iter().find(reached));
     found.or_else(|| args.iter().find(notes)).map_or(first, |v| v.tape())
+}
+
+impl Keeper for Inner {
+    fn forget(&self, recording: u32) {
+        self.forms.borrow_mut().retain(|form| form.recording != recording);
+    }
 }
 
 impl Value for Var {

@@ -198,7 +198,7 @@ fn a_parameter_that_was_updated_is_used_as_it_is_now() {
         assert_eq!(step(&tape, &value(11.0, &split)?, &whole)?, [22.0, 44.0]);
         // In other layouts, and in another dtype.
         assert_eq!(step(&tape, &value(13.0, &whole)?, &split)?, [26.0, 52.0]);
-        let narrow = value(17.0, &split.with_dtype(DType::F32))?;
+        let narrow = value(17.0, &split)?.cast(DType::F32);
         assert_eq!(step(&tape, &narrow, &whole.with_dtype(DType::F32))?, [34.0, 68.0]);
         assert_eq!(step(&tape, &value(19.0, &split)?, &whole)?, [38.0, 76.0]);
         Ok(())
@@ -295,4 +295,26 @@ fn a_result_that_no_gradient_reaches_is_a_constant_whether_computed_again_or_not
         let errors = [refused(plain, "no gradient reaches"), refused(again, "no gradient reaches")];
         assert_eq!(errors[0].message(), errors[1].message());
     }
+}
+
+#[test]
+fn a_block_leaves_no_layout_of_what_it_captured() {
+    World::run(Mesh::parse("tp=2").unwrap(), |rank| {
+        let layout = Layout::parse("f64[1024] +tp", rank.mesh())?;
+        let tape = Tape::new(rank);
+        let y = tape.leaf(1, &Tensor::from_global(rank, &layout, &[1.0; 1024])?).scale(3.0);
+        assert_eq!(y.layout(), &layout, "a sum that is pending still");
+        let in_use = || rank.backend().memory().in_use_bytes;
+        let before = in_use();
+        let mut results = Vec::new();
+        for block in 1..=4 {
+            results.extend(tape.checkpoint(&[], |_| Ok(vec![y.square().sum()]))?);
+            let kept = in_use() - before;
+            assert!(kept < 1024 * 8, "{kept} bytes after {block} blocks");
+        }
+        results.iter().skip(1).fold(results[0].clone(), |sum, x| sum.add(x)).backward()?;
+        assert_eq!(tape.gradients()[&1].to_f64()?, [4.0 * 18.0; 1024]);
+        Ok(())
+    })
+    .unwrap();
 }
