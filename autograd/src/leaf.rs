@@ -11,15 +11,20 @@ use std::rc::Rc;
 
 impl Leaf {
     /// A leaf without a tensor.
-    fn new(key: Key, layout: &Layout, sums: DType, path: Rc<str>) -> Leaf {
+    fn new(
+        key: Key,
+        layout: &Layout,
+        sums: DType,
+        (path, site): (Rc<str>, &'static Location<'static>),
+    ) -> Leaf {
         let (layout, forms) = (layout.clone(), SmallVec::new());
-        Leaf { key, layout, tensor: None, origin: None, forms, cotangent: None, sums, path, used: None }
+        Leaf { key, layout, tensor: None, origin: None, forms, cotangent: None, sums, path, site, used: None }
     }
 
     /// Takes over the tensor of another one, and how it came about. Cotangents that were added up stay.
     fn refill(&mut self, other: Leaf) {
         (self.tensor, self.origin) = (other.tensor, other.origin);
-        (self.layout, self.sums) = (other.layout, other.sums);
+        (self.layout, self.sums, self.site) = (other.layout, other.sums, other.site);
     }
 }
 
@@ -110,7 +115,8 @@ impl Tape {
             return (None, tensor.clone());
         }
         let path = Context::of(self.rank()).path();
-        let new = Leaf { tensor: Some(tensor.clone()), ..Leaf::new(key, tensor.layout(), sums, path) };
+        let new =
+            Leaf { tensor: Some(tensor.clone()), ..Leaf::new(key, tensor.layout(), sums, (path, site)) };
         let at = known.unwrap_or(arena.leaves.len() as u32);
         match known {
             Some(at) => arena.replace(at as usize, new).unwrap_or_else(|e| e.at(site).raise()),
@@ -169,7 +175,7 @@ impl Tape {
         let form = Leaf {
             tensor: Some(tensor.clone()),
             origin: Some((origin, op)),
-            ..Leaf::new(key, to, sums, path)
+            ..Leaf::new(key, to, sums, (path, site))
         };
         // One that an earlier step has given up is taken up again.
         let at = known.unwrap_or(arena.leaves.len());

@@ -33,6 +33,7 @@ impl Tape {
         arguments: &[Var],
         block: impl FnOnce(&[Var]) -> Result<Vec<Var>>,
     ) -> Result<Vec<Var>> {
+        let site = Location::caller();
         if self.is_recording() {
             let from = self.num_records();
             let results = block(arguments)?;
@@ -42,8 +43,7 @@ impl Tape {
         if !self.records() {
             return block(arguments);
         }
-        let Recording { mut program, outers, results } =
-            self.recorded(arguments, Location::caller(), block)?;
+        let Recording { mut program, outers, results } = self.recorded(arguments, site, block)?;
         // The node keeps what the block takes, and lets go of it in time.
         program.outers.iter_mut().for_each(|outer| outer.constant = None);
         let inputs: SmallVec<[Option<Id>; 4]> = outers.iter().map(Var::id).collect();
@@ -63,6 +63,7 @@ impl Tape {
             output_layouts: results.iter().map(|v| v.layout().clone()).collect(),
             cotangents: SmallVec::from_elem(None, results.len()),
             path: Context::of(self.rank()).path(),
+            site,
         };
         let (round, node) = self.push(node);
         let made = |(out, v): (usize, Var)| {

@@ -9,7 +9,7 @@
 
 use crate::id::{Gradients, Id, Key, Noise};
 use crate::program::{OpRecord, Recorder, Slot};
-use shardgrad_dist::Rank;
+use shardgrad_dist::{Error, Rank};
 use shardgrad_tensor::op::{Cotangents, Vjp};
 use shardgrad_tensor::{Context, DType, Layout, Op, Tensor, unwind};
 use smallvec::SmallVec;
@@ -17,6 +17,7 @@ use std::cell::{Cell, RefCell, RefMut};
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 use std::rc::{Rc, Weak};
 
 pub(crate) struct Leaf {
@@ -33,6 +34,8 @@ pub(crate) struct Leaf {
     pub(crate) sums: DType,
     /// What the parameter is called in the model.
     pub(crate) path: Rc<str>,
+    /// The line that asked for it.
+    pub(crate) site: &'static Location<'static>,
     /// The last round that has used it.
     pub(crate) used: Option<u32>,
 }
@@ -73,7 +76,12 @@ pub(crate) struct Node {
     pub(crate) output_layouts: SmallVec<[Layout; 2]>,
     pub(crate) cotangents: SmallVec<[Option<Tensor>; 1]>,
     pub(crate) path: Rc<str>,
+    /// The line that asked for it.
+    pub(crate) site: &'static Location<'static>,
 }
+
+/// Where a backward pass stands: the line that asked for the op whose cotangents are formed, and the op.
+pub(crate) type Stand = Cell<Option<(&'static Location<'static>, &'static str)>>;
 
 #[derive(Default)]
 pub(crate) struct Arena {
@@ -273,19 +281,21 @@ impl Tape {
         for (id, seed) in seeds {
             add(&mut arena.leaves, &mut nodes, id, seed);
         }
-        while let Some(mut node) = nodes.pop() {
-            if node.cotangents.iter().all(Option::is_none) {
-                continue;
-            }
-            context.set_path(&node.path);
-            let wanted: SmallVec<[bool; 4]> = node.inputs.iter().map(Option::is_some).collect();
-            let cotangents = node.pull_back(&self.0.rank, &context, &wanted);
-            for (input, cotangent) in std::mem::take(&mut node.inputs).into_iter().zip(cotangents) {
-                if let (Some(id), Some(cotangent)) = (input, cotangent) {
-                    add(&mut arena.leaves, &mut nodes, id, cotangent);
+        named(|stand| {
+            while let Some(mut node) = nodes.pop() {
+                if node.cotangents.iter().all(Option::is_none) {
+                    continue;
+                }
+                context.set_path(&node.path);
+                let wanted: SmallVec<[bool; 4]> = node.inputs.iter().map(Option::is_some).collect();
+                let cotangents = node.pull_back(&self.0.rank, &context, &wanted, stand);
+                for (input, cotangent) in std::mem::take(&mut node.inputs).into_iter().zip(cotangents) {
+                    if let (Some(id), Some(cotangent)) = (input, cotangent) {
+                        add(&mut arena.leaves, &mut nodes, id, cotangent);
+                    }
                 }
             }
-        }
+        });
         context.set_backward(before);
     }
 
@@ -302,6 +312,7 @@ impl Tape {
             leaf.tensor = None;
             let Some(cotangent) = leaf.cotangent.take() else { continue };
             context.set_path(&leaf.path);
+            let site = leaf.site;
             match leaf.origin.clone() {
                 None => {
                     gradients.insert(leaf.key, cotangent);
@@ -317,8 +328,11 @@ impl Tape {
                         grads: &[Some(cotangent)],
                         wanted: &[true],
                     };
-                    let back = op.vjp(&vjp).into_iter().next().flatten().expect("redistribute has a vjp");
-                    add(&mut arena.leaves, &mut [], Id::Leaf(origin), back);
+                    named(|stand| {
+                        stand.set(Some((site, op.name())));
+                        let back = op.vjp(&vjp).into_iter().next().flatten().expect("redistribute has a vjp");
+                        add(&mut arena.leaves, &mut [], Id::Leaf(origin), back);
+                    });
                 }
             }
         }
@@ -351,9 +365,16 @@ impl Node {
     }
 
     /// Cotangents of the wanted inputs from those of the outputs.
-    pub(crate) fn pull_back(&mut self, rank: &Rank, context: &Context, wanted: &[bool]) -> Cotangents {
+    pub(crate) fn pull_back(
+        &mut self,
+        rank: &Rank,
+        context: &Context,
+        wanted: &[bool],
+        stand: &Stand,
+    ) -> Cotangents {
         match &self.work {
             Work::Op(op) => {
+                stand.set(Some((self.site, op.name())));
                 let closed = context.set_closed(true);
                 let cotangents = op.vjp(&Vjp {
                     rank,
@@ -374,7 +395,13 @@ impl Node {
                 }
                 cotangents
             }
-            Work::Block(block) => block.pull_back(rank, &self.kept_inputs, &self.cotangents, wanted),
+            Work::Block(block) => {
+                // Its ops have lines of their own.
+                stand.set(None);
+                let cotangents = block.pull_back(rank, &self.kept_inputs, &self.cotangents, wanted);
+                stand.set(Some((self.site, "checkpoint")));
+                cotangents
+            }
         }
     }
 }
@@ -385,6 +412,19 @@ impl Arena {
         self.round += 1;
         std::mem::take(&mut self.nodes)
     }
+}
+
+/// Runs a part of a backward pass, which says where it stands. An error in it names the line of the user's program that asked
+/// for the op, and the op: the lines within a vjp are the library's.
+pub(crate) fn named<T>(part: impl FnOnce(&Stand) -> T) -> T {
+    let stand = Stand::default();
+    catch_unwind(AssertUnwindSafe(|| part(&stand))).unwrap_or_else(|cause| {
+        match (cause.downcast::<Error>(), stand.get()) {
+            (Ok(error), Some((site, op))) => error.detail("vjp", op).asked_by(site).raise(),
+            (Ok(error), None) => error.raise(),
+            (Err(cause), _) => resume_unwind(cause),
+        }
+    })
 }
 
 /// Adds a cotangent where it belongs: partial to partial, no communication. Those of a leaf are widened first, if its sums are.

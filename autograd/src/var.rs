@@ -284,6 +284,7 @@ impl Tape {
                 output_layouts: outputs.iter().map(|t| t.layout().clone()).collect(),
                 cotangents: SmallVec::from_elem(None, visible),
                 path,
+                site,
             })
         });
         let made = |(out, tensor): (usize, Tensor)| {

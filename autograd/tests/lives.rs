@@ -318,3 +318,32 @@ fn a_block_leaves_no_layout_of_what_it_captured() {
     })
     .unwrap();
 }
+
+/// Under every limit of memory that a step does not fit in, the error names a line of the program, not one of the library.
+#[test]
+fn an_error_of_the_backward_pass_names_the_line_of_the_op() {
+    let mut vjps = Vec::new();
+    for (limit, again) in (4..80).map(|n| n << 12).flat_map(|limit| [(limit, false), (limit, true)]) {
+        let run = World::new(Mesh::single()).memory_limit(limit).launch(|rank| {
+            let tape = Tape::new(rank);
+            let w = tape.leaf(0, &Tensor::from_host(rank, &[1024], &[1.0f64; 1024])?);
+            let text = |w: &Var| w.exp().square().mul(w).sum();
+            let y = match again {
+                true => tape.checkpoint(&[w], |a| Ok(vec![text(&a[0])]))?.remove(0),
+                false => text(&w),
+            };
+            y.backward()?;
+            Ok(tape.gradients().len())
+        });
+        let Err(error) = run else { continue };
+        let text = error.to_string();
+        assert!(
+            error.site().is_some_and(|site| site.file().ends_with("lives.rs")),
+            "{limit} {again}: {text}"
+        );
+        vjps.extend(
+            text.lines().find(|line| line.starts_with("  vjp ")).map(|line| (again, line.to_string())),
+        );
+    }
+    assert!([false, true].iter().all(|again| vjps.iter().any(|(a, _)| a == again)), "{vjps:?}");
+}
