@@ -106,7 +106,7 @@ impl Tape {
         let known = arena.by_key.get(&key).copied();
         // In outline there is nothing but the layout.
         let same = |t: &Tensor| t.same_as(tensor) || self.is_outline() && t.layout() == tensor.layout();
-        let held = known.and_then(|at| Some((at, &arena.leaves[at as usize])));
+        let held = known.map(|at| (at, &arena.leaves[at as usize]));
         let held = held.filter(|(_, leaf)| leaf.sums == sums && leaf.tensor.as_ref().is_some_and(same));
         if let Some((at, Some(tensor))) = held.map(|(at, leaf)| (at, leaf.tensor.clone())) {
             return (Some(Id::Leaf(at)), tensor);
