@@ -31,6 +31,12 @@ impl Piece {
         Ok(Piece { buffer, dtype, view: Strides::contiguous(shape) })
     }
 
+    /// The memory that a message came in, row-major from its first byte.
+    #[must_use]
+    pub fn received(buffer: Buffer, dtype: DType, shape: &[usize]) -> Piece {
+        Piece { buffer, dtype, view: Strides::contiguous(shape) }
+    }
+
     /// New memory with one value everywhere, row-major.
     ///
     /// # Errors
