@@ -175,7 +175,8 @@ pub trait Shaping: Value {
         self.slice(dim, start..start.saturating_add(len))
     }
 
-    /// A value before and behind the elements of a dim that no axis splits.
+    /// A value before and behind the elements of a dim that no axis splits. A tensor of integers or truth values must hold
+    /// the value (`Kind::DType`); to floats it is rounded.
     #[track_caller]
     #[must_use]
     fn pad_with(&self, dim: usize, before: usize, after: usize, value: f64) -> Self {
