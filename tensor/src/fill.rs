@@ -3,7 +3,7 @@
 
 use crate::layout::Layout;
 use crate::piece::{Piece, launch};
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, adds_zeros};
 use shardgrad_dist::{Rank, Result};
 use shardgrad_kernels::op::truth::LT;
 use shardgrad_kernels::{DType, Dims};
@@ -16,7 +16,7 @@ impl Tensor {
     /// # Errors
     /// `Kind::OutOfMemory`.
     pub fn from_fn(rank: &Rank, layout: &Layout, f: impl Fn(usize) -> f64) -> Result<Tensor> {
-        if layout.partial().iter().any(|a| rank.coordinate(a) != 0) {
+        if adds_zeros(layout, rank) {
             return Tensor::zeros(rank, layout);
         }
         let local = layout.local_shape(rank.coordinates());
@@ -49,12 +49,15 @@ impl Tensor {
         Tensor::from_fn(rank, layout, |i| if i == 0 { first } else { at(i) })
     }
 
-    /// 1 with probability p, else 0: where [`Tensor::uniform`] of 0..1 in f64 is below p, for the same key and stream. The
-    /// layout has no pending axis.
+    /// 1 with probability p, else 0: where [`Tensor::uniform`] of 0..1 in f64 is below p, for the same key and stream. On a
+    /// pending axis coordinate 0 holds the values, the others zeros.
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
     pub fn bernoulli(rank: &Rank, layout: &Layout, key: u64, stream: u64, p: f64) -> Result<Tensor> {
+        if adds_zeros(layout, rank) {
+            return Tensor::zeros(rank, layout);
+        }
         let uniform = Tensor::uniform(rank, &layout.with_dtype(DType::F64), key, stream, 0.0, 1.0)?;
         let shape = layout.local_shape(rank.coordinates());
         let bound = Piece::filled(rank, DType::F64, &[], p)?;
@@ -112,6 +115,9 @@ mod tests {
                     ("a=3,b=2", "[5@a, 7@b]"),
                     ("a=3,b=2", "[5@b@a, 7]"),
                     ("a=8", "[5@a, 7]"),
+                    ("a=2", "[5, 7] +a"),
+                    ("a=3,b=2", "[5, 7@b] +a"),
+                    ("a=3,b=2", "[5, 7] ~a +b"),
                 ] {
                     assert_eq!(values(mesh, &format!("{dtype}{rest}"), make), one, "{mesh} {rest}");
                 }

@@ -98,8 +98,7 @@ impl Tensor {
     /// # Errors
     /// `Kind::OutOfMemory`.
     pub fn full(rank: &Rank, layout: &Layout, value: f64) -> Result<Tensor> {
-        let keeps = layout.partial().iter().all(|a| rank.coordinate(a) == 0);
-        let value = if keeps { value } else { 0.0 };
+        let value = if adds_zeros(layout, rank) { 0.0 } else { value };
         let piece = Piece::filled(rank, layout.dtype(), &layout.local_shape(rank.coordinates()), value)?;
         Ok(Tensor::assemble(rank, layout.clone(), piece))
     }
@@ -112,8 +111,8 @@ impl Tensor {
         Tensor::full(rank, layout, 0.0)
     }
 
-    /// Normal numbers of mean 0, keyed by `key` and counted by global element index: the same on any mesh.
-    /// The layout has no pending axis.
+    /// Normal numbers of mean 0, keyed by `key` and counted by global element index: the same on any mesh. On a pending axis
+    /// coordinate 0 holds the numbers, the others zeros.
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
@@ -121,7 +120,7 @@ impl Tensor {
         Tensor::random(rank, layout, &NORMAL, key, stream, [0.0, std])
     }
 
-    /// Uniform numbers in `low..high`, keyed and counted as [`Tensor::normal`].
+    /// Uniform numbers in `low..high`, keyed, counted and placed as by [`Tensor::normal`].
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
@@ -144,7 +143,9 @@ impl Tensor {
         stream: u64,
         bounds: [f64; 2],
     ) -> Result<Tensor> {
-        debug_assert!(layout.partial().is_empty(), "random numbers are not drawn into pending sums");
+        if adds_zeros(layout, rank) {
+            return Tensor::zeros(rank, layout);
+        }
         let mut piece = Piece::alloc(rank, layout.dtype(), &layout.local_shape(rank.coordinates()))?;
         let mut scalars = vec![
             Scalar::Int(key as i64),
@@ -235,6 +236,11 @@ impl Tensor {
         let owned = piece.view.is_contiguous() && piece.buffer.is_unique();
         if owned { Ok(piece) } else { piece.converted(&rank, layout.dtype()) }
     }
+}
+
+/// Whether this rank's part of every pending sum is zeros: a tensor that is made lies at coordinate 0 of pending axes.
+pub(crate) fn adds_zeros(layout: &Layout, rank: &Rank) -> bool {
+    layout.partial().iter().any(|a| rank.coordinate(a) != 0)
 }
 
 /// Per dim the global extent and where this rank's range starts: what position-aware kernels are told.
