@@ -434,7 +434,8 @@ pub trait Value: Clone {
         Self::apply_one(Attention::of(self.layout().ndim(), mask), &[self, k, v])
     }
 
-    /// Causal [`Value::attention`] in which a query sees the last `keys` keys, its own included, and none before them.
+    /// Causal [`Value::attention`] in which a query sees the last `keys` keys, its own included, and none before them; all of
+    /// them if there are no more.
     /// Beltagy, Peters and Cohan, arXiv 2004.05150.
     ///
     /// # Panics
