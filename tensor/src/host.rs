@@ -12,10 +12,13 @@ impl Tensor {
     /// A whole tensor that every rank holds in full (state `=` on every axis). `data` is row-major.
     ///
     /// # Errors
-    /// `Kind::Shape` if `data` has another length than the shape; `Kind::OutOfMemory`.
+    /// `Kind::Shape` if `data` has another length than the shape, or there is no memory of such an extent;
+    /// `Kind::OutOfMemory`.
     #[track_caller]
     pub fn from_host<T: Element>(rank: &Rank, shape: &[usize], data: &[T]) -> Result<Tensor> {
-        Tensor::from_global(rank, &Layout::invariant(rank.mesh(), T::DTYPE, shape), data)
+        let site = Location::caller();
+        let layout = Layout::checked_invariant(rank.mesh(), T::DTYPE, shape).map_err(|e| e.at(site))?;
+        Tensor::from_global(rank, &layout, data)
     }
 
     /// Takes this rank's piece out of the whole tensor, which every rank gives alike. On a pending axis
