@@ -4,7 +4,7 @@ use crate::context::Context;
 use crate::layout::Layout;
 use crate::piece::{Piece, launch};
 use crate::watch::Watch;
-use shardgrad_dist::{Rank, Result};
+use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::binary::{ACCUMULATE, ADD};
 use shardgrad_kernels::op::random::{NORMAL, UNIFORM};
 use shardgrad_kernels::{Buffer, DType, Dims, Element, Scalar, Strides};
@@ -259,14 +259,23 @@ impl fmt::Debug for Tensor {
     }
 }
 
-/// Which Rust type a host vector of a dtype has.
-pub(crate) fn check_host<T: Element>(layout: &Layout, len: usize) -> Result<()> {
-    use shardgrad_dist::{Error, Kind};
-    let fits = T::DTYPE == layout.dtype() || (T::DTYPE == DType::U8 && layout.dtype() == DType::Bool);
-    if !fits {
-        let text = format!("host data of {} for a tensor of {}", T::DTYPE, layout.dtype());
-        return Err(Error::new(Kind::DType, text).detail("layout", layout.to_string()));
+/// Refuses host data of a Rust type that a tensor of the layout's dtype is not made of. Truth values are given as u8.
+pub(crate) fn check_host_dtype<T: Element>(layout: &Layout) -> Result<()> {
+    let is_truth = T::DTYPE == DType::U8 && layout.dtype() == DType::Bool;
+    if T::DTYPE == layout.dtype() || is_truth {
+        return Ok(());
     }
+    let text = format!("host data of {} for a tensor of {}", T::DTYPE, layout.dtype());
+    let help = match layout.dtype() {
+        DType::Bool => "give truth values as u8: 0 is false, all else is true".to_string(),
+        dtype => format!("give elements of {dtype}, or state a layout of {} and cast the tensor", T::DTYPE),
+    };
+    Err(Error::new(Kind::DType, text).detail("layout", layout.to_string()).detail("help", help))
+}
+
+/// Refuses host data that is no whole tensor of a layout.
+pub(crate) fn check_host<T: Element>(layout: &Layout, len: usize) -> Result<()> {
+    check_host_dtype::<T>(layout)?;
     if len != layout.numel() {
         let text = format!("{len} host elements for a tensor of {} elements", layout.numel());
         return Err(Error::new(Kind::Shape, text)
