@@ -144,11 +144,18 @@ pub(super) fn whole(like: &Layout, dtype: DType, shape: &[usize]) -> Option<Layo
     Some(Layout::invariant(like.mesh(), dtype, shape))
 }
 
+/// Refuses more dims than there are labels.
+pub(super) fn check_ndim(name: &str, ndim: usize) -> Result<()> {
+    if ndim <= DIMS_MAX {
+        return Ok(());
+    }
+    Err(Error::new(Kind::Shape, format!("{name}: a tensor of {ndim} dims; at most {DIMS_MAX} are possible"))
+        .detail("help", "bring neighbouring dims together where the tensor is made"))
+}
+
 /// Refuses what is no dim of a tensor.
 pub(super) fn check_dim(name: &str, ndim: usize, dim: usize) -> Result<()> {
-    if ndim > DIMS_MAX {
-        return misuse(format!("{name}: a tensor of {ndim} dims; at most {DIMS_MAX} are possible"));
-    }
+    check_ndim(name, ndim)?;
     if dim >= ndim {
         return misuse(format!("{name}: there is no dim {dim} in a tensor of {ndim} dims"));
     }
