@@ -5,7 +5,7 @@
 
 use crate::id::{Id, Key};
 use crate::tape::{Node, Tape, Work, add, named};
-use shardgrad_tensor::{Context, Tensor};
+use shardgrad_tensor::Tensor;
 use smallvec::SmallVec;
 
 /// Per argument of a node, whether something holds.
@@ -65,7 +65,7 @@ impl Tape {
     /// Goes backwards through nodes and takes the cotangents of the arguments that a mask names. A node that has none left
     /// to give is emptied.
     fn walk(&self, rest: &mut Rest, masks: &[Mask]) {
-        let context = Context::of(self.rank());
+        let context = self.context();
         let before = context.set_backward(true);
         let mut arena = self.arena();
         named(|stand| {
@@ -75,7 +75,7 @@ impl Tape {
                 let given = node.cotangents.iter().any(Option::is_some);
                 if given && masks[at].contains(&true) {
                     context.set_path(&node.path);
-                    let cotangents = node.pull_back(self.rank(), &context, &masks[at], stand);
+                    let cotangents = node.pull_back(self.rank(), context, &masks[at], stand);
                     for (input, cotangent) in node.inputs.iter().zip(cotangents) {
                         if let (Some(id), Some(cotangent)) = (*input, cotangent) {
                             add(&mut arena.leaves, earlier, id, cotangent);

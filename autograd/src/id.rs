@@ -1,13 +1,37 @@
 //! Names of things on a tape.
 
 use shardgrad_tensor::Tensor;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
+use std::hash::{BuildHasherDefault, Hasher};
 
 /// What a parameter is called on a tape: a number that its owner chose.
 pub type Key = u64;
 
 /// Gradients by parameter, in the dual of the stored layout (which is the stored layout itself).
 pub type Gradients = BTreeMap<Key, Tensor>;
+
+/// Things by parameter, in no order.
+pub(crate) type ByKey<T> = HashMap<Key, T, BuildHasherDefault<KeyHasher>>;
+
+/// A hash of one number that nobody chooses against us.
+#[derive(Default)]
+pub(crate) struct KeyHasher(u64);
+
+impl Hasher for KeyHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.write_u64(u64::from(*byte)));
+    }
+
+    fn write_u64(&mut self, x: u64) {
+        // Tables take low bits and high ones; a multiplication leaves the low ones weak.
+        let mixed = (self.0 ^ x).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.0 = mixed ^ mixed >> 32;
+    }
+}
 
 /// Where a variable stands on its tape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

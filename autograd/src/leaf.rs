@@ -4,7 +4,7 @@ use crate::id::{Id, Key};
 use crate::tape::{Arena, Leaf, Tape};
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::ops::redistribute::Redistribute;
-use shardgrad_tensor::{Context, DType, Layout, Tensor, op, unwind};
+use shardgrad_tensor::{DType, Layout, Tensor, op, unwind};
 use smallvec::SmallVec;
 use std::panic::Location;
 use std::rc::Rc;
@@ -114,7 +114,7 @@ impl Tape {
         if self.is_quiet() && !self.is_recording() {
             return (None, tensor.clone());
         }
-        let path = Context::of(self.rank()).path();
+        let path = self.context().path();
         let new =
             Leaf { tensor: Some(tensor.clone()), ..Leaf::new(key, tensor.layout(), sums, (path, site)) };
         let at = known.unwrap_or(arena.leaves.len() as u32);
@@ -164,10 +164,12 @@ impl Tape {
             return Some((Id::Leaf(at as u32), held));
         }
         let op = unwind(Redistribute::between(self.rank(), stored.layout(), to));
-        let inference = unwind(op::plan(&*op, self.rank(), &[stored.layout()], &[], site));
+        let inference = unwind(op::plan(&*op, (self.rank(), self.context()), &[stored.layout()], &[], site));
         let made = match self.is_outline() {
             true => op::outline(&inference, self.rank()),
-            false => unwind(op::run(&*op, &[stored], &inference, self.rank(), site)),
+            false => {
+                unwind(op::run(&*op, &[stored.piece()], &inference, (self.rank(), self.context()), site))
+            }
         };
         let tensor = made.into_iter().next().expect("redistribute has one output");
         let (key, sums) = (arena.leaves[origin_at].key, arena.leaves[origin_at].sums);

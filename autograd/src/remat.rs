@@ -59,10 +59,8 @@ impl Tape {
             inputs,
             kept_inputs: outers.iter().map(|v| Some(v.tensor().clone())).collect(),
             kept_outputs: SmallVec::from_elem(None, results.len()),
-            input_layouts: outers.iter().map(|v| v.layout().clone()).collect(),
-            output_layouts: results.iter().map(|v| v.layout().clone()).collect(),
             cotangents: SmallVec::from_elem(None, results.len()),
-            path: Context::of(self.rank()).path(),
+            path: self.context().path(),
             site,
         };
         let (round, node) = self.push(node);

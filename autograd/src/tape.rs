@@ -7,14 +7,14 @@
 //! A derived leaf lives from its first use until the gradients are handed out or the tape is dropped. So each rank holds a
 //! parameter that it stores a shard of, and computes with whole, for the rest of the step.
 
-use crate::id::{Gradients, Id, Key, Noise};
+use crate::id::{ByKey, Gradients, Id, Key, Noise};
 use crate::program::{OpRecord, Recorder, Slot};
 use shardgrad_dist::{Error, Rank};
 use shardgrad_tensor::op::{Cotangents, Vjp};
-use shardgrad_tensor::{Context, DType, Layout, Op, Tensor, unwind};
+use shardgrad_tensor::{Context, DType, Inference, Layout, Op, Tensor, unwind};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell, RefMut};
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 use std::fmt;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
@@ -42,8 +42,8 @@ pub(crate) struct Leaf {
 
 /// How the cotangents of a node's inputs come about.
 pub(crate) enum Work {
-    /// By the vjp of an op.
-    Op(Rc<dyn Op>),
+    /// By the vjp of an op, whose arguments and outputs lie as was inferred.
+    Op(Rc<dyn Op>, Rc<Inference>),
     /// By computing a whole block again.
     Block(Box<dyn PullBack>),
 }
@@ -72,8 +72,6 @@ pub(crate) struct Node {
     pub(crate) inputs: SmallVec<[Option<Id>; 4]>,
     pub(crate) kept_inputs: SmallVec<[Option<Tensor>; 4]>,
     pub(crate) kept_outputs: SmallVec<[Option<Tensor>; 2]>,
-    pub(crate) input_layouts: SmallVec<[Layout; 3]>,
-    pub(crate) output_layouts: SmallVec<[Layout; 2]>,
     pub(crate) cotangents: SmallVec<[Option<Tensor>; 1]>,
     pub(crate) path: Rc<str>,
     /// The line that asked for it.
@@ -86,13 +84,19 @@ pub(crate) type Stand = Cell<Option<(&'static Location<'static>, &'static str)>>
 #[derive(Default)]
 pub(crate) struct Arena {
     pub(crate) leaves: Vec<Leaf>,
-    pub(crate) by_key: BTreeMap<Key, u32>,
+    pub(crate) by_key: ByKey<u32>,
     nodes: Vec<Node>,
     pub(crate) round: u32,
 }
 
+/// The memory of the tape before, empty: a rank makes one tape after the other.
+#[derive(Default)]
+struct Spare(Cell<Option<Arena>>);
+
 struct Inner {
     rank: Rank,
+    context: Rc<Context>,
+    spare: Rc<Spare>,
     arena: RefCell<Arena>,
     records: Cell<bool>,
     /// Whether the user asked for no gradients.
@@ -101,11 +105,22 @@ struct Inner {
     /// Whether a gradient can reach a parameter, or a program is to name it.
     keeps_leaves: bool,
     noise: Cell<Option<Noise>>,
-    recorder: RefCell<Option<Recorder>>,
+    recorder: RefCell<Option<Box<Recorder>>>,
     /// How many recordings there were.
     recordings: Cell<u32>,
     /// What keeps something that the running one has made.
     keepers: RefCell<Vec<Weak<dyn Keeper>>>,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let mut arena = std::mem::take(self.arena.get_mut());
+        arena.leaves.clear();
+        arena.by_key.clear();
+        arena.nodes.clear();
+        arena.round = 0;
+        self.spare.0.set(Some(arena));
+    }
 }
 
 /// What happened, in order. Cloning copies the handle.
@@ -134,9 +149,12 @@ impl Tape {
     }
 
     fn with(rank: &Rank, records: bool, outline: bool) -> Tape {
+        let spare = rank.extension::<Spare>();
         Tape(Rc::new(Inner {
             rank: rank.clone(),
-            arena: RefCell::default(),
+            context: Context::of(rank),
+            arena: RefCell::new(spare.0.take().unwrap_or_default()),
+            spare,
             records: Cell::new(records),
             quiet: Cell::new(false),
             outline,
@@ -152,6 +170,11 @@ impl Tape {
     #[must_use]
     pub fn rank(&self) -> &Rank {
         &self.0.rank
+    }
+
+    /// Where the program stands on the rank.
+    pub(crate) fn context(&self) -> &Context {
+        &self.0.context
     }
 
     /// Turns random ops on (`None`, the default, turns them off: dropout is then the identity).
@@ -217,7 +240,7 @@ impl Tape {
         let ended = self.recording();
         self.0.keepers.take().iter().filter_map(Weak::upgrade).for_each(|keeper| keeper.forget(ended));
         self.0.recordings.set(self.0.recordings.get() + u32::from(recorder.is_some()));
-        self.0.recorder.replace(recorder)
+        self.0.recorder.replace(recorder.map(Box::new)).map(|recorder| *recorder)
     }
 
     /// Has a keeper forget what the running recording has made when that ends.
@@ -262,6 +285,7 @@ impl Tape {
         Rc::ptr_eq(&self.0, &other.0)
     }
 
+    #[inline]
     pub(crate) fn push(&self, node: Node) -> (u32, u32) {
         let mut arena = self.0.arena.borrow_mut();
         arena.nodes.push(node);
@@ -274,7 +298,7 @@ impl Tape {
 
     /// Backpropagates given cotangents to the leaves; the nodes of the round are used up.
     pub(crate) fn backward_from(&self, seeds: impl IntoIterator<Item = (Id, Tensor)>) {
-        let context = Context::of(&self.0.rank);
+        let context = self.context();
         let before = context.set_backward(true);
         let mut arena = self.arena();
         let mut nodes = arena.take_nodes();
@@ -282,20 +306,24 @@ impl Tape {
             add(&mut arena.leaves, &mut nodes, id, seed);
         }
         named(|stand| {
-            while let Some(mut node) = nodes.pop() {
-                if node.cotangents.iter().all(Option::is_none) {
-                    continue;
-                }
-                context.set_path(&node.path);
-                let wanted: SmallVec<[bool; 4]> = node.inputs.iter().map(Option::is_some).collect();
-                let cotangents = node.pull_back(&self.0.rank, &context, &wanted, stand);
-                for (input, cotangent) in std::mem::take(&mut node.inputs).into_iter().zip(cotangents) {
-                    if let (Some(id), Some(cotangent)) = (input, cotangent) {
-                        add(&mut arena.leaves, &mut nodes, id, cotangent);
+            for at in (0..nodes.len()).rev() {
+                let (earlier, node) = nodes.split_at_mut(at);
+                let node = &mut node[0];
+                if node.cotangents.iter().any(Option::is_some) {
+                    context.set_path(&node.path);
+                    let wanted: SmallVec<[bool; 4]> = node.inputs.iter().map(Option::is_some).collect();
+                    let cotangents = node.pull_back(&self.0.rank, context, &wanted, stand);
+                    for (input, cotangent) in node.inputs.iter().zip(cotangents) {
+                        if let (Some(id), Some(cotangent)) = (*input, cotangent) {
+                            add(&mut arena.leaves, earlier, id, cotangent);
+                        }
                     }
                 }
+                nodes.truncate(at);
             }
         });
+        // Its memory serves the next round.
+        arena.nodes = nodes;
         context.set_backward(before);
     }
 
@@ -303,7 +331,7 @@ impl Tape {
     /// and taken off the tape.
     #[must_use]
     pub fn gradients(&self) -> Gradients {
-        let context = Context::of(&self.0.rank);
+        let context = self.context();
         let before = context.set_backward(true);
         let mut arena = self.0.arena.borrow_mut();
         let mut gradients = Gradients::new();
@@ -373,20 +401,20 @@ impl Node {
         stand: &Stand,
     ) -> Cotangents {
         match &self.work {
-            Work::Op(op) => {
+            Work::Op(op, inference) => {
                 stand.set(Some((self.site, op.name())));
                 let closed = context.set_closed(true);
                 let cotangents = op.vjp(&Vjp {
                     rank,
                     inputs: &self.kept_inputs,
                     outputs: &self.kept_outputs,
-                    input_layouts: &self.input_layouts,
-                    output_layouts: &self.output_layouts,
+                    input_layouts: inference.inputs(),
+                    output_layouts: &inference.outputs,
                     grads: &self.cotangents,
                     wanted,
                 });
                 context.set_closed(closed);
-                for (cotangent, layout) in cotangents.iter().zip(&self.input_layouts) {
+                for (cotangent, layout) in cotangents.iter().zip(inference.inputs()) {
                     let lawful = cotangent.as_ref().is_none_or(|c| c.layout().is_dual_of(layout));
                     assert!(
                         lawful,

@@ -5,7 +5,8 @@ use crate::program::{OpRecord, Slot};
 use crate::tape::{Keeper, Node, Tape, Work};
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::ops::redistribute::Redistribute;
-use shardgrad_tensor::{Context, DType, Layout, Op, Tensor, Value, op, unwind};
+use shardgrad_tensor::piece::listed;
+use shardgrad_tensor::{DType, Inference, Layout, Op, Tensor, Value, op, unwind};
 use smallvec::SmallVec;
 use std::cell::RefCell;
 use std::fmt;
@@ -195,20 +196,18 @@ impl Var {
         args: &[&Var],
         site: &'static Location<'static>,
     ) -> SmallVec<[Var; 2]> {
-        let first = args.first().expect("an op has at least one argument");
-        let layouts: SmallVec<[&Layout; 4]> = args.iter().map(|v| v.layout()).collect();
-        let inference = op::plan(&*op, first.rank(), &layouts, &[], site).unwrap_or_else(|e| e.raise());
+        let tape = &args.first().expect("an op has at least one argument").0.tape;
+        let place = (tape.rank(), tape.context());
+        let planned = listed(args, |v| v.layout(), |layouts| op::plan(&*op, place, layouts, &[], site));
+        let inference = planned.unwrap_or_else(|e| e.raise());
+        if inference.targets.iter().all(Option::is_none) {
+            return tape_of(args).run((&op, &inference), args, site);
+        }
         let form = |(v, target): (&&Var, &Option<Layout>)| target.as_ref().map(|to| v.form(to, site));
         let forms: SmallVec<[Option<Var>; 4]> = args.iter().zip(&inference.targets).map(form).collect();
         let args: SmallVec<[&Var; 4]> =
             args.iter().zip(&forms).map(|(v, form)| form.as_ref().unwrap_or(v)).collect();
-        let tape = tape_of(&args);
-        let tensors: SmallVec<[&Tensor; 4]> = args.iter().map(|v| &v.0.tensor).collect();
-        let outputs = match tape.is_outline() {
-            true => op::outline(&inference, first.rank()),
-            false => op::run(&*op, &tensors, &inference, first.rank(), site).unwrap_or_else(|e| e.raise()),
-        };
-        tape.put(&op, &args, outputs, site)
+        tape_of(&args).run((&op, &inference), &args, site)
     }
 }
 
@@ -251,63 +250,72 @@ impl Tape {
         })
     }
 
-    /// Puts an applied op on the tape (and into the recorder, if there is one); gives its visible outputs.
-    fn put(
+    /// Runs an op on arguments that lie as was inferred, and puts it on the tape (and into the recorder, if there is one);
+    /// gives its visible outputs.
+    fn run(
         &self,
-        op: &Rc<dyn Op>,
+        (op, inference): (&Rc<dyn Op>, &Rc<Inference>),
         args: &[&Var],
-        outputs: SmallVec<[Tensor; 2]>,
         site: &'static Location<'static>,
     ) -> SmallVec<[Var; 2]> {
+        let place = (self.rank(), self.context());
+        let outputs = match self.is_outline() {
+            true => op::outline(inference, self.rank()),
+            false => listed(args, |v| v.tensor().piece(), |x| op::run(&**op, x, inference, place, site))
+                .unwrap_or_else(|e| e.raise()),
+        };
         let visible = outputs.len() - op.num_saved();
-        let path = Context::of(self.rank()).path();
         let record = self.is_recording().then(|| {
             let inputs = args.iter().map(|v| self.slot_of(v, site)).collect();
             let outputs = outputs[..visible].iter().map(|t| t.layout().clone()).collect();
             let stops = args.iter().map(|v| v.0.cut || self.is_quiet()).collect();
-            self.note(OpRecord { op: op.clone(), inputs, outputs, path: path.clone(), site, stops })
+            self.note(OpRecord { op: op.clone(), inputs, outputs, path: self.context().path(), site, stops })
         });
-        let inputs = if self.records() { self.live_inputs(op, args, site) } else { SmallVec::new() };
-        let id = inputs.iter().any(Option::is_some).then(|| {
-            let keeps = op.keeps();
-            let keep = |i: usize, kept: &[usize], t: &Tensor| kept.contains(&i).then(|| t.clone());
-            self.push(Node {
-                work: Work::Op(op.clone()),
-                inputs,
-                kept_inputs: args
-                    .iter()
-                    .enumerate()
-                    .map(|(i, v)| keep(i, keeps.inputs, v.tensor()))
-                    .collect(),
-                kept_outputs: outputs.iter().enumerate().map(|(i, t)| keep(i, keeps.outputs, t)).collect(),
-                input_layouts: args.iter().map(|v| v.layout().clone()).collect(),
-                output_layouts: outputs.iter().map(|t| t.layout().clone()).collect(),
-                cotangents: SmallVec::from_elem(None, visible),
-                path,
-                site,
-            })
-        });
-        let made = |(out, tensor): (usize, Tensor)| {
+        let id = self.records().then(|| self.node((op, inference), args, &outputs, site)).flatten();
+        let mut made = SmallVec::new();
+        for (out, tensor) in (0..visible as u32).zip(outputs) {
             let id = id.filter(|_| tensor.dtype().is_float());
-            let id = id.map(|(round, node)| Id::Made { round, node, out: out as u32 });
-            Var::new(self, tensor, id, record.map(|record| Slot::Made { record, out: out as u32 }))
-        };
-        outputs.into_iter().take(visible).enumerate().map(made).collect()
+            let id = id.map(|(round, node)| Id::Made { round, node, out });
+            made.push(Var::new(self, tensor, id, record.map(|record| Slot::Made { record, out })));
+        }
+        made
     }
 
-    /// Per argument, where its cotangent goes: nowhere for constants and for arguments that the op has no gradient in.
-    fn live_inputs(
+    /// The node of an op that was run; none where no gradient can flow.
+    fn node(
         &self,
-        op: &Rc<dyn Op>,
+        (op, inference): (&Rc<dyn Op>, &Rc<Inference>),
         args: &[&Var],
+        outputs: &[Tensor],
         site: &'static Location<'static>,
-    ) -> SmallVec<[Option<Id>; 4]> {
-        let layouts: SmallVec<[&Layout; 4]> = args.iter().map(|v| v.layout()).collect();
-        let differentiable = op::differentiable_args(&**op, &layouts);
-        let live = |(arg, differentiable): (&&Var, &bool)| {
-            if *differentiable { self.live_here(arg, site) } else { None }
-        };
-        args.iter().zip(&differentiable).map(live).collect()
+    ) -> Option<(u32, u32)> {
+        let mut inputs: SmallVec<[Option<Id>; 4]> = SmallVec::new();
+        for (i, arg) in args.iter().enumerate() {
+            let differentiable =
+                op.differentiable().get(i).copied().unwrap_or(true) && arg.dtype().is_float();
+            inputs.push(if differentiable { self.live_here(arg, site) } else { None });
+        }
+        if inputs.iter().all(Option::is_none) {
+            return None;
+        }
+        let keeps = op.keeps();
+        let mut kept_inputs = SmallVec::new();
+        for (i, arg) in args.iter().enumerate() {
+            kept_inputs.push(keeps.inputs.contains(&i).then(|| arg.0.tensor.clone()));
+        }
+        let mut kept_outputs = SmallVec::new();
+        for (i, output) in outputs.iter().enumerate() {
+            kept_outputs.push(keeps.outputs.contains(&i).then(|| output.clone()));
+        }
+        Some(self.push(Node {
+            work: Work::Op(op.clone(), inference.clone()),
+            inputs,
+            kept_inputs,
+            kept_outputs,
+            cotangents: SmallVec::from_elem(None, outputs.len() - op.num_saved()),
+            path: self.context().path(),
+            site,
+        }))
     }
 
     /// The id of a variable on this tape, unless it is a constant, of whatever tape. One of another tape, or of a graph that is

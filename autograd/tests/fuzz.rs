@@ -88,7 +88,7 @@ impl Op for Planted {
         let x = match self {
             // What lies at the start of the memory, in the order of the memory.
             Planted::Dense if x[0].numel() * x[0].dtype.size() <= x[0].buffer.bytes() => {
-                let mut view = x[0].view.clone();
+                let mut view = (*x[0].view).clone();
                 view.offset = 0;
                 (0..shape.len()).for_each(|d| view.strides[d] = shape[d + 1..].iter().product());
                 x[0].viewed(view)

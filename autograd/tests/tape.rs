@@ -34,6 +34,25 @@ fn gradients_add_up_over_uses_and_rounds() {
 }
 
 #[test]
+fn a_tape_knows_nothing_of_the_one_before() {
+    one_rank(|rank| {
+        let w = vector(rank, &[2.0, -1.0])?;
+        let loss = |tape: &Tape, key: u64| tape.leaf(key, &w).square().sum();
+        let left = Tape::new(rank);
+        loss(&left, 1).backward()?;
+        let _ = loss(&left, 2);
+        drop(left);
+        let (one, other) = (Tape::new(rank), Tape::new(rank));
+        assert_eq!((one.num_nodes(), one.gradients().len()), (0, 0));
+        loss(&one, 2).backward()?;
+        loss(&other, 1).backward()?;
+        assert_eq!(one.gradients().into_keys().collect::<Vec<_>>(), [2]);
+        assert_eq!(other.gradients()[&1].to_host::<f64>()?, [4.0, -2.0]);
+        Ok(())
+    });
+}
+
+#[test]
 fn places_that_an_op_found_are_constants_for_the_next() {
     one_rank(|rank| {
         let tape = Tape::new(rank);

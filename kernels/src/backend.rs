@@ -5,10 +5,11 @@ use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::{KernelError, MemoryStats};
 use crate::kernel::{Cost, Kernel, Launch};
+use crate::latch::Latch;
 use crate::precision::MatmulPrecision;
 use std::any::Any;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 /// What a tensor lives on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -231,7 +232,7 @@ impl Machine for Host {
     fn backend(&self, settings: Settings) -> Result<Arc<dyn Backend>, KernelError> {
         let allocator = Allocator::with_limit(settings.memory_bytes_max);
         let pool = Pool::new(settings.num_threads).with_precision(settings.precision);
-        Ok(Arc::new(Cpu { allocator, pool, cost: Mutex::default() }))
+        Ok(Arc::new(Cpu { allocator, pool, cost: Latch::default() }))
     }
 }
 
@@ -267,7 +268,7 @@ pub fn download<T: Element>(
 pub struct Cpu {
     allocator: Allocator,
     pool: Pool,
-    cost: Mutex<Cost>,
+    cost: Latch<Cost>,
 }
 
 impl Cpu {
@@ -280,7 +281,7 @@ impl Cpu {
     /// The same on memory of a given allocator.
     #[must_use]
     pub fn with_allocator(num_threads: usize, allocator: Allocator) -> Arc<dyn Backend> {
-        Arc::new(Cpu { allocator, pool: Pool::new(num_threads), cost: Mutex::default() })
+        Arc::new(Cpu { allocator, pool: Pool::new(num_threads), cost: Latch::default() })
     }
 }
 
@@ -300,7 +301,8 @@ impl Backend for Cpu {
             "{}: a view reaches outside of its buffer",
             kernel.name
         );
-        *self.cost.lock().unwrap_or_else(PoisonError::into_inner) += kernel.cost(launch);
+        let cost = kernel.cost(launch);
+        self.cost.with(|sum| *sum += cost);
         kernel.cpu.unwrap_or(kernel.reference)(&self.pool, launch)
     }
 
@@ -309,7 +311,7 @@ impl Backend for Cpu {
     }
 
     fn cost(&self) -> Cost {
-        *self.cost.lock().unwrap_or_else(PoisonError::into_inner)
+        self.cost.with(|sum| *sum)
     }
 
     fn num_threads(&self) -> usize {

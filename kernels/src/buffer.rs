@@ -5,35 +5,47 @@
 //! here; contents come and go by [`Backend::upload`](crate::Backend::upload) and
 //! [`Backend::download`](crate::Backend::download).
 
+mod raw;
+
 use crate::dtype::Element;
 use crate::error::{KernelError, MemoryStats};
-use std::alloc::{Layout, alloc, dealloc};
-use std::collections::BTreeMap;
+use crate::latch::Latch;
+pub use raw::ALIGNMENT;
+use raw::{Class, Raw};
 use std::fmt;
-use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
-/// Alignment of every block: one cache line, one AVX-512 register.
-pub const ALIGNMENT: usize = 64;
-
-/// A page of the larger kind on x86-64 and, with pages of 4 KiB, on AArch64. Blocks that hold one begin at one.
-const HUGE_PAGE: usize = 2 << 20;
+use std::mem::ManuallyDrop;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering, fence};
 
 /// A caching allocator: freed blocks are kept by size class and handed out again.
 #[derive(Clone, Default)]
-pub struct Allocator(Arc<Shared>);
+pub struct Allocator(Arc<Owner>);
+
+/// The handle of those who allocate. Blocks hold what is shared, and their cache lies there: it goes with this handle.
+#[derive(Default)]
+struct Owner(Arc<Shared>);
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        self.0.state.with(|state| state.is_closed = true);
+        self.0.release_cache();
+    }
+}
 
 #[derive(Default)]
 struct Shared {
-    state: Mutex<State>,
+    state: Latch<State>,
     limit_bytes: usize,
 }
 
-/// What an allocator holds and counts: one lock serves both.
+/// What an allocator holds and counts: one latch serves both.
 #[derive(Default)]
 struct State {
-    free: BTreeMap<usize, Vec<Raw>>,
+    /// By the number of the size class, blocks whose last handle is here.
+    free: Vec<Vec<Arc<Block>>>,
     stats: MemoryStats,
+    /// Nobody allocates any more.
+    is_closed: bool,
 }
 
 impl State {
@@ -44,78 +56,31 @@ impl State {
     }
 
     /// A block that was given back, counted as in use.
-    fn recycled(&mut self, class: usize) -> Option<Raw> {
-        let raw = self.free.get_mut(&class)?.pop()?;
-        self.count(class);
-        Some(raw)
-    }
-}
-
-/// One block of memory, owned.
-struct Raw {
-    start: NonNull<u8>,
-    capacity: usize,
-}
-
-// SAFETY: `Raw` owns its memory exclusively and has no thread affinity.
-unsafe impl Send for Raw {}
-
-impl Raw {
-    fn layout(capacity: usize) -> Layout {
-        let alignment = if capacity < HUGE_PAGE { ALIGNMENT } else { HUGE_PAGE };
-        Layout::from_size_align(capacity, alignment).expect("a size class never exceeds isize::MAX")
+    fn recycled(&mut self, class: Class) -> Option<Arc<Block>> {
+        let block = self.free.get_mut(class.number)?.pop()?;
+        self.count(class.bytes);
+        Some(block)
     }
 
-    fn new(capacity: usize) -> Option<Raw> {
-        // SAFETY: the layout has a non-zero size, since the smallest size class is ALIGNMENT.
-        let start = NonNull::new(unsafe { alloc(Raw::layout(capacity)) })?;
-        ask_for_huge_pages(start, capacity);
-        // SAFETY: the block was just allocated with this size.
-        unsafe { start.write_bytes(0, capacity) };
-        Some(Raw { start, capacity })
-    }
-}
-
-/// Asks the system to back whole huge pages of a block by such: with pages of 4 KiB, the first touch of large tensors
-/// and the address translation of products that stride through them take noticeable time. No is an answer.
-fn ask_for_huge_pages(start: NonNull<u8>, capacity: usize) {
-    #[cfg(target_os = "linux")]
-    if capacity >= HUGE_PAGE {
-        use std::ffi::{c_int, c_void};
-        unsafe extern "C" {
-            fn madvise(start: *mut c_void, length: usize, advice: c_int) -> c_int;
+    /// Keeps a block, unless there is nobody who could ask for it.
+    fn keep(&mut self, class: Class, block: Arc<Block>) -> Option<Arc<Block>> {
+        self.stats.in_use_bytes -= class.bytes;
+        if self.is_closed {
+            return Some(block);
         }
-        const MADV_HUGEPAGE: c_int = 14;
-        // SAFETY: the range lies inside of a block that this program owns; the advice changes no contents.
-        let _ = unsafe { madvise(start.as_ptr().cast(), capacity / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE) };
+        if self.free.len() <= class.number {
+            self.free.resize_with(class.number + 1, Vec::new);
+        }
+        self.free[class.number].push(block);
+        None
     }
-    #[cfg(not(target_os = "linux"))]
-    let _ = (start, capacity);
-}
-
-impl Drop for Raw {
-    fn drop(&mut self) {
-        // SAFETY: `start` came from `alloc` with this very layout and is freed once, here.
-        unsafe { dealloc(self.start.as_ptr(), Raw::layout(self.capacity)) }
-    }
-}
-
-/// Size classes grow in steps of an eighth, so that at most 12.5% of a block is unused.
-fn size_class(bytes: usize) -> Option<usize> {
-    let bytes = bytes.max(ALIGNMENT);
-    let step = (bytes.checked_next_power_of_two()? / 16).max(ALIGNMENT);
-    bytes.checked_next_multiple_of(step).filter(|&b| b <= isize::MAX as usize - HUGE_PAGE)
 }
 
 impl Allocator {
     /// An allocator that refuses to hold more than `limit_bytes` from the system (0: no limit).
     #[must_use]
     pub fn with_limit(limit_bytes: usize) -> Allocator {
-        Allocator(Arc::new(Shared { state: Mutex::default(), limit_bytes }))
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+        Allocator(Arc::new(Owner(Arc::new(Shared { state: Latch::default(), limit_bytes }))))
     }
 
     /// A block of at least `bytes` bytes. Contents are arbitrary but initialised.
@@ -123,59 +88,69 @@ impl Allocator {
     /// # Errors
     /// [`KernelError::OutOfMemory`] when the system or the limit refuses, after the cache was emptied.
     pub fn alloc(&self, bytes: usize) -> Result<Buffer, KernelError> {
+        let shared = &self.0.0;
         let refuse = || KernelError::OutOfMemory { asked_bytes: bytes, stats: self.stats() };
-        let class = size_class(bytes).ok_or_else(refuse)?;
-        let recycled = self.state().recycled(class);
-        let raw = match recycled {
-            Some(raw) => raw,
-            None => self.fresh(class).ok_or_else(refuse)?,
+        let class = Class::of(bytes).ok_or_else(refuse)?;
+        let recycled = shared.state.with(|state| state.recycled(class));
+        let block = match recycled {
+            Some(block) => block,
+            None => {
+                let raw = shared.fresh(class).ok_or_else(refuse)?;
+                Arc::new(Block::of(Memory::Host { raw, home: shared.clone() }))
+            }
         };
-        Ok(Buffer(Arc::new(Block { memory: Memory::Host { raw, home: self.clone() }, bytes })))
+        block.bytes.store(bytes, Ordering::Relaxed);
+        Ok(Buffer(ManuallyDrop::new(block)))
     }
 
     /// A buffer that only has a size, which is counted as if it were memory.
     #[must_use]
     pub fn outline(&self, bytes: usize) -> Buffer {
-        self.state().count(bytes);
-        Buffer(Arc::new(Block { memory: Memory::Outline { home: Some(self.clone()) }, bytes }))
+        self.0.0.state.with(|state| state.count(bytes));
+        Buffer::of(Memory::Outline { home: Some(self.0.0.clone()) }, bytes)
     }
 
-    /// A block from the system, counted as in use. Nobody waits for it on the lock.
-    fn fresh(&self, class: usize) -> Option<Raw> {
-        let limit = self.0.limit_bytes;
-        let fits = || limit == 0 || self.state().stats.reserved_bytes.saturating_add(class) <= limit;
+    /// Gives every cached block back to the system.
+    pub fn release_cache(&self) {
+        self.0.0.release_cache();
+    }
+
+    /// What is in use now.
+    #[must_use]
+    pub fn stats(&self) -> MemoryStats {
+        self.0.0.state.with(|state| state.stats)
+    }
+}
+
+impl Shared {
+    /// A block from the system, counted as in use. Nobody waits for it on the latch.
+    fn fresh(&self, class: Class) -> Option<Raw> {
+        let limit = self.limit_bytes;
+        let reserved = || self.state.with(|state| state.stats.reserved_bytes);
+        let fits = || limit == 0 || reserved().saturating_add(class.bytes) <= limit;
         let mut raw = if fits() { Raw::new(class) } else { None };
         if raw.is_none() {
             self.release_cache();
             raw = if fits() { Raw::new(class) } else { None };
         }
         raw.inspect(|_| {
-            let mut state = self.state();
-            state.stats.reserved_bytes += class;
-            state.stats.num_system_allocs += 1;
-            state.count(class);
+            self.state.with(|state| {
+                state.stats.reserved_bytes += class.bytes;
+                state.stats.num_system_allocs += 1;
+                state.count(class.bytes);
+            });
         })
     }
 
-    /// Gives every cached block back to the system.
-    pub fn release_cache(&self) {
-        let mut state = self.state();
-        let blocks = std::mem::take(&mut state.free);
-        state.stats.reserved_bytes -= blocks.iter().map(|(class, raws)| class * raws.len()).sum::<usize>();
-        drop(state);
-        // The blocks go back to the system after the lock.
+    fn release_cache(&self) {
+        let blocks = self.state.with(|state| std::mem::take(&mut state.free));
+        blocks.into_iter().flatten().for_each(release);
     }
 
-    /// What is in use now.
+    /// Takes a block that nobody uses; gives it back if nobody will ask for it.
     #[must_use]
-    pub fn stats(&self) -> MemoryStats {
-        self.state().stats
-    }
-
-    fn give_back(&self, raw: Raw) {
-        let mut state = self.state();
-        state.stats.in_use_bytes -= raw.capacity;
-        state.free.entry(raw.capacity).or_default().push(raw);
+    fn take_back(&self, class: Class, block: Arc<Block>) -> Option<Arc<Block>> {
+        self.state.with(|state| state.keep(class, block))
     }
 }
 
@@ -195,54 +170,109 @@ pub trait Keeper: fmt::Debug + Send + Sync {
 enum Memory {
     Host {
         raw: Raw,
-        home: Allocator,
+        home: Arc<Shared>,
     },
     Device {
         address: u64,
         home: Arc<dyn Keeper>,
     },
-    /// Nothing but a size.
+    /// Nothing but a size, and who counts it.
     Outline {
-        home: Option<Allocator>,
+        home: Option<Arc<Shared>>,
     },
 }
 
 struct Block {
     memory: Memory,
-    bytes: usize,
+    /// What was asked for. It changes when the block is handed out again.
+    bytes: AtomicUsize,
+}
+
+impl Block {
+    fn of(memory: Memory) -> Block {
+        Block { memory, bytes: AtomicUsize::new(0) }
+    }
+
+    fn take(&mut self) -> Memory {
+        std::mem::replace(&mut self.memory, Memory::Outline { home: None })
+    }
 }
 
 impl Drop for Block {
     fn drop(&mut self) {
-        match std::mem::replace(&mut self.memory, Memory::Outline { home: None }) {
-            Memory::Host { raw, home } => home.give_back(raw),
+        match self.take() {
+            Memory::Host { raw, home } => {
+                // Two handles were the last ones at once, and left it to this.
+                let (class, shared) = (raw.class, home.clone());
+                let block = Arc::new(Block::of(Memory::Host { raw, home }));
+                shared.take_back(class, block).into_iter().for_each(release);
+            }
             Memory::Device { address, home } => home.give_back(address),
             Memory::Outline { home: Some(home) } => {
-                home.state().stats.in_use_bytes -= self.bytes;
+                let bytes = *self.bytes.get_mut();
+                home.state.with(|state| state.stats.in_use_bytes -= bytes);
             }
             Memory::Outline { home: None } => {}
         }
     }
 }
 
-// SAFETY: a block is written only through `Arc::get_mut` (one handle, one thread) and read otherwise.
+// SAFETY: a block is written only by who holds its only handle, mutably (one thread), and read otherwise.
 unsafe impl Sync for Block {}
 
 /// A ref-counted run of bytes on one device. Cloning copies the handle, never the bytes.
 #[derive(Clone)]
-pub struct Buffer(Arc<Block>);
+pub struct Buffer(
+    /// There are no weak handles of it.
+    ManuallyDrop<Arc<Block>>,
+);
+
+/// Gives a block that nobody uses back to the system.
+fn release(block: Arc<Block>) {
+    if let Some(Memory::Host { raw, home }) = Arc::into_inner(block).map(|mut block| block.take()) {
+        home.state.with(|state| state.stats.reserved_bytes -= raw.class.bytes);
+    }
+}
+
+/// Whether a handle is the only one, and all that others did with theirs is done.
+fn is_last(block: &Arc<Block>) -> bool {
+    let last = Arc::strong_count(block) == 1;
+    fence(Ordering::Acquire);
+    last
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: this is the end of the handle, which nothing uses afterwards.
+        let block = unsafe { ManuallyDrop::take(&mut self.0) };
+        if let Memory::Host { raw, home } = &block.memory
+            && is_last(&block)
+        {
+            let (class, home) = (raw.class, Arc::as_ptr(home));
+            // SAFETY: the block keeps its home alive until that has it, under its latch; after the release of the latch nothing
+            // of the home is used here, unless the block comes back, which still holds it.
+            let refused = unsafe { &*home }.take_back(class, block);
+            refused.into_iter().for_each(release);
+        }
+    }
+}
 
 impl Buffer {
+    fn of(memory: Memory, bytes: usize) -> Buffer {
+        let block = Block { memory, bytes: AtomicUsize::new(bytes) };
+        Buffer(ManuallyDrop::new(Arc::new(block)))
+    }
+
     /// A buffer that only has a size, and is counted nowhere.
     #[must_use]
     pub fn without_memory(bytes: usize) -> Buffer {
-        Buffer(Arc::new(Block { memory: Memory::Outline { home: None }, bytes }))
+        Buffer::of(Memory::Outline { home: None }, bytes)
     }
 
     /// A buffer of memory that only a device reaches, which `home` gets back.
     #[must_use]
     pub fn on_device(address: u64, bytes: usize, home: Arc<dyn Keeper>) -> Buffer {
-        Buffer(Arc::new(Block { memory: Memory::Device { address, home }, bytes }))
+        Buffer::of(Memory::Device { address, home }, bytes)
     }
 
     /// Where the memory of a device begins; `None` for every other buffer.
@@ -257,7 +287,7 @@ impl Buffer {
     /// The size that was asked for.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        self.0.bytes
+        self.0.bytes.load(Ordering::Relaxed)
     }
 
     /// Whether there is memory behind this buffer (not on the null back end).
@@ -269,7 +299,7 @@ impl Buffer {
     /// Whether this is the only handle.
     #[must_use]
     pub fn is_unique(&mut self) -> bool {
-        Arc::get_mut(&mut self.0).is_some()
+        is_last(&self.0)
     }
 
     /// Whether two handles name the same memory.
@@ -294,7 +324,7 @@ impl Buffer {
             // SAFETY: the block is initialised, 64-byte aligned and at least `bytes` long; every bit pattern
             // is a valid `T` (Element is sealed); no `&mut` exists while this shared borrow of a handle does.
             Memory::Host { raw, .. } => unsafe {
-                std::slice::from_raw_parts(raw.start.as_ptr().cast::<T>(), self.0.bytes / size_of::<T>())
+                std::slice::from_raw_parts(raw.start.as_ptr().cast::<T>(), self.bytes() / size_of::<T>())
             },
             Memory::Device { .. } => panic!("bug: memory of a device is read as if it were the host's"),
             Memory::Outline { .. } => &[],
@@ -306,11 +336,13 @@ impl Buffer {
     /// # Panics
     /// On memory of a device.
     pub(crate) fn as_mut<T: Element>(&mut self) -> Option<&mut [T]> {
-        let block = Arc::get_mut(&mut self.0)?;
-        Some(match &block.memory {
-            // SAFETY: as in `as_slice`; `get_mut` has shown that this is the only handle, and it is borrowed mutably.
+        if !self.is_unique() {
+            return None;
+        }
+        Some(match &self.0.memory {
+            // SAFETY: as in `as_slice`; this is the only handle, and it is borrowed mutably.
             Memory::Host { raw, .. } => unsafe {
-                std::slice::from_raw_parts_mut(raw.start.as_ptr().cast::<T>(), block.bytes / size_of::<T>())
+                std::slice::from_raw_parts_mut(raw.start.as_ptr().cast::<T>(), self.bytes() / size_of::<T>())
             },
             Memory::Device { .. } => panic!("bug: memory of a device is written as if it were the host's"),
             Memory::Outline { .. } => &mut [],
@@ -332,13 +364,14 @@ pub(crate) fn bytes_of_mut<T: Element>(data: &mut [T]) -> &mut [u8] {
 
 impl fmt::Debug for Buffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Buffer({} bytes)", self.0.bytes)
+        write!(f, "Buffer({} bytes)", self.bytes())
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::Mutex;
 
     #[test]
     fn a_freed_block_is_used_again() {
@@ -398,11 +431,40 @@ mod tests {
     }
 
     #[test]
-    fn size_classes_waste_at_most_an_eighth() {
-        for bytes in (64..5_000_000).step_by(977) {
-            let class = size_class(bytes).unwrap();
-            assert!(class >= bytes && (class - bytes) * 8 <= class.max(8 * ALIGNMENT), "{bytes} {class}");
-        }
-        assert!(size_class(usize::MAX).is_none());
+    fn the_cache_goes_with_the_allocator() {
+        let a = Allocator::default();
+        let (held, shared) = (a.alloc(100).unwrap(), Arc::downgrade(&a.0.0));
+        drop((a.alloc(100).unwrap(), a.alloc(5000).unwrap()));
+        assert_eq!(shared.upgrade().unwrap().state.with(|s| s.stats).reserved_bytes, 2 * 128 + 5120);
+        drop(a.clone());
+        assert_eq!(a.stats().reserved_bytes, 2 * 128 + 5120, "there is another handle");
+        drop(a);
+        assert_eq!(
+            shared.upgrade().unwrap().state.with(|s| s.stats).reserved_bytes,
+            128,
+            "what is held stays"
+        );
+        drop(held.clone());
+        drop(held);
+        assert!(shared.upgrade().is_none());
+    }
+
+    #[test]
+    fn last_handles_may_go_at_once_on_two_threads() {
+        let a = Allocator::default();
+        let (sender, receiver) = std::sync::mpsc::channel::<Buffer>();
+        std::thread::scope(|scope| {
+            scope.spawn(|| receiver.into_iter().for_each(drop));
+            for i in 0..20_000i64 {
+                let mut buffer = a.alloc(64 << (i % 3)).unwrap();
+                buffer.as_mut::<i64>().unwrap().fill(i);
+                sender.send(buffer.clone()).unwrap();
+                assert!(buffer.as_slice::<i64>().iter().all(|x| *x == i), "shared memory is not handed out");
+            }
+            drop(sender);
+        });
+        assert_eq!(a.stats().in_use_bytes, 0);
+        a.release_cache();
+        assert_eq!(a.stats().reserved_bytes, 0, "every block came back");
     }
 }

@@ -1,7 +1,7 @@
 //! The machine room of shardgrad: bytes and speed.
 //!
 //! This crate knows devices, buffers, strides and kernels. It knows no ranks, no layouts and no gradients.
-//! `unsafe` is allowed here in `buffer.rs`, `cpu/pool.rs`, `cpu/simd/`, `cpu/gemm.rs` and some files of `cuda/` only.
+//! `unsafe` is allowed here in `latch.rs`, `buffer.rs`, `buffer/`, `cpu/pool.rs`, `cpu/simd/`, `cpu/gemm.rs` and some files of `cuda/` only.
 
 #[cfg(panic = "abort")]
 compile_error!(
@@ -11,6 +11,7 @@ compile_error!(
 pub mod dtype;
 pub mod strides;
 pub mod error;
+mod latch;
 pub mod buffer;
 pub mod precision;
 pub mod cpu;

@@ -254,7 +254,8 @@ impl Call<'_> {
     /// has no use.
     fn run(&self, args: &[Tensor], seeds: &[Option<Global>], wanted: Option<&[bool]>) -> Result<Run> {
         let layouts: Vec<&Layout> = args.iter().map(Tensor::layout).collect();
-        let inference = op::plan(&**self.op, self.rank, &layouts, &[], self.site)?;
+        let context = Context::of(self.rank);
+        let inference = op::plan(&**self.op, (self.rank, &context), &layouts, &[], self.site)?;
         let mut moved = Vec::new();
         for (x, target) in args.iter().zip(&inference.targets) {
             moved.push(match target {
@@ -265,8 +266,8 @@ impl Call<'_> {
                 }
             });
         }
-        let given: Vec<&Tensor> = moved.iter().collect();
-        let outputs = op::run(&**self.op, &given, &inference, self.rank, self.site)?;
+        let given: Vec<&Piece> = moved.iter().map(Tensor::piece).collect();
+        let outputs = op::run(&**self.op, &given, &inference, (self.rank, &context), self.site)?;
         let differentiable = differentiable_args(&**self.op, &layouts);
         let visible = outputs.len() - self.op.num_saved();
         let floats = outputs[..visible].iter().any(|t| t.dtype().is_float());
@@ -282,7 +283,6 @@ impl Call<'_> {
         let kept = |list: &[Tensor], which: &[usize]| -> Vec<Option<Tensor>> {
             list.iter().enumerate().map(|(i, t)| which.contains(&i).then(|| t.clone())).collect()
         };
-        let context = Context::of(self.rank);
         let closed = context.set_closed(true);
         let cotangents = self.op.vjp(&Vjp {
             rank: self.rank,
@@ -361,7 +361,7 @@ fn seeds(
     site: &'static Location<'static>,
 ) -> Result<Vec<Option<Global>>> {
     let layouts: Vec<&Layout> = args.iter().map(Tensor::layout).collect();
-    let inference = op::plan(&**op, rank, &layouts, &[], site)?;
+    let inference = op::plan(&**op, (rank, &Context::of(rank)), &layouts, &[], site)?;
     let visible = inference.outputs.len() - op.num_saved();
     let draw = |(i, layout): (usize, &Layout)| {
         let drawn = Global::draw(&Input::real(&layout.shape()), seed + 100 + i as u64);
@@ -396,7 +396,9 @@ impl Setting {
         };
         let setting = Setting { layouts: layouts.clone(), is_strided: false, repair: None };
         let offers = op::offers(&*case.op, rank, &args, &refusal);
-        match op::plan(&*case.op, rank, &args, &[], site) {
+        let context = Context::of(rank);
+        let place = (rank, &*context);
+        match op::plan(&*case.op, place, &args, &[], site) {
             _ if refusal.code == "shape" => return setting.wrong(case, "refused for its shapes".into()),
             Ok(_) => return setting.wrong(case, "refused by its rule but planned".into()),
             Err(e) if offers.is_empty() || !e.details().iter().any(|d| d.0 == "help") => {
@@ -407,7 +409,7 @@ impl Setting {
         for Repair { args, outputs, .. } in &offers {
             let repaired: Vec<&Layout> = args.iter().collect();
             let visible = |n: &Inference| n.outputs[..n.outputs.len() - case.op.num_saved()].to_vec();
-            match op::plan(&*case.op, rank, &repaired, &[], site) {
+            match op::plan(&*case.op, place, &repaired, &[], site) {
                 Ok(inference) if visible(&inference) == outputs.to_vec() => {}
                 Ok(inference) => {
                     let (said, is) = (outputs, &inference.outputs);

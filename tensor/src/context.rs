@@ -1,6 +1,7 @@
 //! What one rank remembers between ops: caches that change no result, and where the program stands.
 
 use crate::memo::{Memo, Quick};
+use crate::recent::Recent;
 use crate::route::RouteCache;
 use crate::signature::Signature;
 use shardgrad_dist::{Phase, Rank};
@@ -16,6 +17,7 @@ pub struct Context {
     /// What was inferred, by question.
     pub(crate) inferences: Memo,
     signatures: RefCell<HashMap<Box<str>, Rc<Signature>, Quick>>,
+    recent_signatures: Recent<Signature>,
     backward: Cell<bool>,
     closed: Cell<bool>,
     watched: Cell<bool>,
@@ -35,6 +37,16 @@ impl Context {
     /// If the text is no signature: ops are written by us, so that is a bug in the library.
     #[must_use]
     pub fn signature(&self, text: &str) -> Rc<Signature> {
+        let place = (text.as_ptr().addr() ^ text.len() << 4) as u64;
+        let same = |s: &Rc<Signature>| (s.text() == text).then(|| s.clone());
+        self.recent_signatures.find(place, same).unwrap_or_else(|| {
+            let found = self.read(text);
+            self.recent_signatures.keep(place, &found);
+            found
+        })
+    }
+
+    fn read(&self, text: &str) -> Rc<Signature> {
         if let Some(found) = self.signatures.borrow().get(text) {
             return found.clone();
         }
@@ -87,5 +99,22 @@ impl Context {
     /// Notes where in the model the program stands.
     pub fn set_path(&self, path: &Rc<str>) {
         *self.path.borrow_mut() = path.clone();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signatures_are_found_by_their_text_wherever_it_lies() {
+        let context = Context::default();
+        let kept = context.signature("..m, ..m -> ..m");
+        let mut text = String::from("..m, ..m -> ..m");
+        assert!(Rc::ptr_eq(&kept, &context.signature(&text)));
+        // Another text of this length in the same memory.
+        text.replace_range(.., "..d, ..d -> ..d");
+        assert_eq!(context.signature(&text).text(), text);
+        assert!(Rc::ptr_eq(&kept, &context.signature("..m, ..m -> ..m")));
     }
 }

@@ -147,7 +147,7 @@ pub fn local_sum_squares_once<'a>(rank: &Rank, tensors: impl IntoIterator<Item =
         let own: Vec<usize> = (0..counted.len()).filter(|&i| counted[i].dtype == dtype).collect();
         own.iter().zip(filled..).for_each(|(&i, place)| places[i] = place);
         let pieces: Vec<&Piece> = own.iter().map(|&i| &counted[i]).collect();
-        sums.view = Strides { offset: filled, ..Strides::contiguous(&[own.len()]) };
+        sums.view = Strides { offset: filled, ..Strides::contiguous(&[own.len()]) }.into();
         launch(rank, &SUM_SQUARES_MANY, &pieces, &mut [&mut sums], &[])?;
         filled += own.len();
     }

@@ -13,9 +13,12 @@ use crate::refusal::Refusal;
 use crate::signature::{Labels, Signature};
 use crate::state::State;
 use shardgrad_dist::{Axis, AxisSet, Mesh};
-use shardgrad_kernels::DType;
+use shardgrad_kernels::{DType, Strides};
 use smallvec::SmallVec;
+use std::any::Any;
+use std::cell::{OnceCell, RefCell};
 use std::ops::Range;
+use std::rc::Rc;
 use std::sync::Arc;
 
 /// What an op declares of itself.
@@ -49,6 +52,18 @@ pub struct Inference {
     /// The layouts of the outputs.
     pub outputs: SmallVec<[Layout; 1]>,
     labels: Option<(Arc<Labels>, SmallVec<[Dim; 8]>)>,
+    /// The layouts of the arguments after their steps.
+    inputs: OnceCell<SmallVec<[Layout; 2]>>,
+    /// How the outputs lie in new memory of the one rank that has inferred this.
+    views: OnceCell<SmallVec<[Arc<Strides>; 1]>>,
+    noted: RefCell<Option<Noted>>,
+}
+
+/// What an op has worked out, and how its arguments lay then.
+#[derive(Clone, Debug)]
+struct Noted {
+    views: SmallVec<[Arc<Strides>; 2]>,
+    what: Rc<dyn Any>,
 }
 
 impl Inference {
@@ -60,6 +75,9 @@ impl Inference {
             targets: SmallVec::from_elem(None, num_args),
             outputs: outputs.into_iter().collect(),
             labels: None,
+            inputs: OnceCell::new(),
+            views: OnceCell::new(),
+            noted: RefCell::default(),
         }
     }
 
@@ -80,6 +98,46 @@ impl Inference {
             .label_dim(name)
             .unwrap_or_else(|| panic!("bug in shardgrad: no label `{name}` in the signature"));
         (dim.extent, dim.range(mesh, coordinate))
+    }
+
+    /// Notes what the arguments were before their steps.
+    pub(crate) fn settle(&self, args: &[&Layout]) {
+        self.inputs.get_or_init(|| {
+            let after = |(arg, target): (&&Layout, &Option<Layout>)| target.as_ref().unwrap_or(arg).clone();
+            args.iter().zip(&self.targets).map(after).collect()
+        });
+    }
+
+    /// The layouts of the arguments after their steps.
+    ///
+    /// # Panics
+    /// If this comes from no [`plan`](crate::op::plan).
+    #[must_use]
+    pub fn inputs(&self) -> &[Layout] {
+        self.inputs.get().expect("bug in shardgrad: an inference that no plan has made")
+    }
+
+    /// How output `i` lies in new memory of the rank that has inferred this: row-major.
+    pub(crate) fn view(&self, i: usize, coordinate: &[usize]) -> &Arc<Strides> {
+        let view = |layout: &Layout| Strides::contiguous(&layout.local_shape(coordinate)).into();
+        &self.views.get_or_init(|| self.outputs.iter().map(view).collect())[i]
+    }
+
+    /// What `make` works out of this and of how the arguments lie: from memory, if they lay so the last time.
+    pub(crate) fn noted<'a, T: 'static>(
+        &self,
+        views: impl Iterator<Item = &'a Arc<Strides>> + Clone,
+        make: impl FnOnce() -> T,
+    ) -> Rc<T> {
+        if let Some(noted) = &*self.noted.borrow()
+            && noted.views.iter().eq(views.clone())
+            && let Ok(what) = noted.what.clone().downcast()
+        {
+            return what;
+        }
+        let what = Rc::new(make());
+        *self.noted.borrow_mut() = Some(Noted { views: views.cloned().collect(), what: what.clone() });
+        what
     }
 
     /// The numbers of the labels of all dims.
@@ -153,7 +211,9 @@ pub fn infer(
             return Err(Refusal::new("shape", format!("the result {output} {BEYOND_MEMORY}"), &[])
                 .hint("extents are counted in elements; look for one that is too large"));
         }
-        result.outputs.push(output);
+        // Handles of one layout are equal at a glance.
+        let same = args.iter().chain(want.iter().flatten()).find(|l| ***l == output);
+        result.outputs.push(same.map_or(output, |l| (*l).clone()));
     }
     result.labels = Some(join.into_labels());
     Ok(result)
@@ -259,6 +319,18 @@ mod tests {
         assert_eq!(got.targets[1].as_ref().unwrap().to_string(), "f32[6@tp, 5] ~dp");
         assert_eq!(got.label("k", &mesh, &[0, 1]), (6, 3..6));
         assert_eq!(got.label("m1", &mesh, &[1, 1]), (4, 0..4));
+    }
+
+    #[test]
+    fn an_output_that_lies_as_an_argument_shares_its_layout() {
+        let layouts = ["f32[8, 4]", "f32[8, 4]"].map(|t| Layout::parse(t, &Mesh::single()).unwrap());
+        let args: Vec<&Layout> = layouts.iter().collect();
+        let signature = Signature::parse("..m, ..m -> ..m").unwrap();
+        let rule = Rule { signature: &signature, linear_in: &[], differentiable: &[] };
+        let got = infer(&rule, &args, &[DType::F32], &[]).unwrap();
+        assert_eq!(got.outputs[0].address(), args[0].address());
+        let got = infer(&rule, &args, &[DType::F64], &[]).unwrap();
+        assert_eq!(got.outputs[0].to_string(), "f64[8, 4]");
     }
 
     #[test]

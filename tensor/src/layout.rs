@@ -26,6 +26,8 @@ struct Parts {
     partial: AxisSet,
     replicate: AxisSet,
     dims: SmallVec<[Dim; 6]>,
+    /// The extents of the dims.
+    shape: Dims,
 }
 
 impl Hash for Layout {
@@ -102,7 +104,8 @@ impl Layout {
             let text = format!("a layout names axis number {}, but there is none on {mesh}", axis.0);
             return Err(Error::new(Kind::Layout, text));
         }
-        let mut parts = Parts { mesh: mesh.clone(), dtype, partial, replicate, dims };
+        let shape = dims.iter().map(|d| d.extent).collect();
+        let mut parts = Parts { mesh: mesh.clone(), dtype, partial, replicate, dims, shape };
         let fault = parts.mend();
         parts.drop_trivial_axes();
         let layout = Layout(Arc::new(parts));
@@ -115,6 +118,11 @@ impl Layout {
             return Ok(layout);
         }
         Err(Error::new(Kind::Layout, format!("{layout} {BEYOND_MEMORY}")))
+    }
+
+    /// Where this handle points: a hint for tables, as equal layouts may lie at two places.
+    pub(crate) fn address(&self) -> usize {
+        Arc::as_ptr(&self.0).addr()
     }
 
     /// The layout of a tensor that every rank holds in full, invariant on every axis. That memory has addresses for so many
@@ -177,13 +185,19 @@ impl Layout {
     /// The global shape.
     #[must_use]
     pub fn shape(&self) -> Dims {
-        self.0.dims.iter().map(|d| d.extent).collect()
+        Dims::from_slice(self.extents())
+    }
+
+    /// The global shape, lent.
+    #[must_use]
+    pub fn extents(&self) -> &[usize] {
+        &self.0.shape
     }
 
     /// The global number of elements.
     #[must_use]
     pub fn numel(&self) -> usize {
-        self.0.dims.iter().map(|d| d.extent).product()
+        self.extents().iter().product()
     }
 
     /// The axes that hold a pending sum.
@@ -280,7 +294,8 @@ impl Layout {
         partial: AxisSet,
         replicate: AxisSet,
     ) -> Layout {
-        Layout(Arc::new(Parts { mesh: mesh.clone(), dtype, partial, replicate, dims }))
+        let shape = dims.iter().map(|d| d.extent).collect();
+        Layout(Arc::new(Parts { mesh: mesh.clone(), dtype, partial, replicate, dims, shape }))
     }
 
     /// The layout of the gradient: pending and replicated axes change places.
@@ -383,6 +398,7 @@ mod tests {
         let layout = Layout::parse("f32[7@b, 5] +a", &mesh()).unwrap();
         assert_eq!(layout.local_shape(&[0, 0, 2]).as_slice(), [3, 5]);
         assert_eq!((layout.range(0, &[1, 0, 1]), layout.numel()), (2..4, 35));
+        assert_eq!((layout.extents(), layout.shape().as_slice()), ([7, 5].as_slice(), [7, 5].as_slice()));
         assert_eq!(layout.dual().to_string(), "f32[7@b, 5] ~a");
         assert!(layout.dual().is_dual_of(&layout) && !layout.is_dual_of(&layout));
         let stored = layout.with_state(Axis(0), State::Invariant);

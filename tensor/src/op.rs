@@ -1,17 +1,20 @@
 //! What an op is, and how one is applied: infer or refuse, take the implied steps, run the local piece.
 
+mod message;
+
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
 use crate::memo::Question;
-use crate::piece::{Piece, launch};
+use crate::piece::{Piece, launch, listed};
 use crate::refusal::Refusal;
-use crate::repair::{Repair, repairs};
 use crate::tensor::Tensor;
 use crate::watch::Watch;
+pub use message::offers;
+use message::{describe, failed, refused};
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::{DType, Kernel, Scalar};
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
@@ -57,7 +60,10 @@ pub trait Op: fmt::Debug {
     /// # Errors
     /// `Kind::DType` where the arguments do not fit.
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
-        Ok(SmallVec::from_elem(common_float(inputs)?, num_outputs))
+        let dtype = common_float(inputs)?;
+        let mut outputs = DTypes::new();
+        (0..num_outputs).for_each(|_| outputs.push(dtype));
+        Ok(outputs)
     }
 
     /// Steps and output layouts. The default derives them from the signature.
@@ -159,7 +165,7 @@ pub struct Local<'a> {
     /// The rank that runs it.
     pub rank: &'a Rank,
     /// Layouts of the arguments, after the implied steps.
-    pub inputs: &'a [&'a Layout],
+    pub inputs: &'a [Layout],
     /// What was inferred.
     pub inference: &'a Inference,
     /// The user's line.
@@ -178,8 +184,14 @@ impl Local<'_> {
     /// # Errors
     /// `Kind::OutOfMemory`.
     pub fn output(&self, i: usize) -> Result<Piece> {
-        let layout = &self.inference.outputs[i];
-        Piece::alloc(self.rank, layout.dtype(), &layout.local_shape(self.rank.coordinates()))
+        let view = self.inference.view(i, self.rank.coordinates());
+        Piece::under(self.rank, self.inference.outputs[i].dtype(), view.clone())
+    }
+
+    /// What `make` works out of the inference and of how some pieces lie; remembered for as long as they lie so. `T` belongs
+    /// to one op, and tells what its signature, and nothing else of the op, decides.
+    pub(crate) fn noted<T: 'static>(&self, x: &[&Piece], make: impl FnOnce() -> T) -> Rc<T> {
+        self.inference.noted(x.iter().map(|p| &p.view), make)
     }
 
     /// Runs a kernel that writes new memory for every output of the op.
@@ -187,12 +199,14 @@ impl Local<'_> {
     /// # Errors
     /// What the kernel reports.
     pub fn launch(&self, kernel: &Kernel, inputs: &[&Piece], scalars: &[Scalar]) -> Result<Pieces> {
+        if let [_] = self.inference.outputs[..] {
+            let mut output = self.output(0)?;
+            launch(self.rank, kernel, inputs, &mut [&mut output], scalars)?;
+            return Ok(smallvec![output]);
+        }
         let mut outputs: Pieces =
             (0..self.inference.outputs.len()).map(|i| self.output(i)).collect::<Result<_>>()?;
-        match &mut outputs[..] {
-            [one] => launch(self.rank, kernel, inputs, &mut [one], scalars)?,
-            all => launch(self.rank, kernel, inputs, &mut all.iter_mut().collect::<Vec<_>>(), scalars)?,
-        }
+        launch(self.rank, kernel, inputs, &mut outputs.iter_mut().collect::<Vec<_>>(), scalars)?;
         Ok(outputs)
     }
 
@@ -264,87 +278,64 @@ impl Vjp<'_> {
     }
 }
 
-/// Dtypes, steps and output layouts of an op on some arguments, or the error with its repairs.
+/// Dtypes, steps and output layouts of an op on some arguments of a rank, whose context is given too, or the error with
+/// its repairs.
 ///
 /// # Errors
 /// `Kind::DType`, `Kind::Shape` or `Kind::Layout`, in the fixed form of messages.
 pub fn plan(
     op: &dyn Op,
-    rank: &Rank,
+    (rank, context): (&Rank, &Context),
     args: &[&Layout],
     want: &[Option<Layout>],
     site: &'static Location<'static>,
 ) -> Result<Rc<Inference>> {
     rank.check();
-    let context = Context::of(rank);
     let signature = context.signature(op.signature());
-    let dtypes: DTypes = args.iter().map(|l| l.dtype()).collect();
-    let outputs = op.dtypes(&dtypes, signature.num_outputs()).map_err(|e| {
+    let outputs = listed(args, |l| l.dtype(), |dtypes| op.dtypes(dtypes, signature.num_outputs()));
+    let outputs = outputs.map_err(|e| {
         let named = Error::new(e.kind(), format!("{}: {}", op.name(), e.message()));
         let described = describe(named, op, rank, args, site);
         e.details().iter().fold(described, |error, (label, text)| error.detail(label, text.as_str()))
     })?;
-    let inference = op
-        .infer(&context, args, &outputs, want)
-        .map_err(|refusal| refused(op, rank, args, &refusal, site))?;
+    let inference =
+        op.infer(context, args, &outputs, want).map_err(|refusal| refused(op, rank, args, &refusal, site))?;
     assert!(
         inference.targets.iter().all(Option::is_none) || !context.is_closed(),
         "bug in shardgrad: {} implies a step inside a vjp ({args:?})",
         op.name()
     );
+    inference.settle(args);
     Ok(inference)
 }
 
-/// Runs the local piece of an op on arguments that already have their target layouts.
+/// Runs the local piece of an op on arguments that already have their target layouts, given by their pieces.
 ///
 /// # Errors
 /// What kernels and, for the few ops that talk to other ranks, collectives report.
 pub fn run(
     op: &dyn Op,
-    args: &[&Tensor],
-    inference: &Inference,
-    rank: &Rank,
+    x: &[&Piece],
+    inference: &Rc<Inference>,
+    (rank, context): (&Rank, &Context),
     site: &'static Location<'static>,
 ) -> Result<SmallVec<[Tensor; 2]>> {
-    let pieces: SmallVec<[&Piece; 4]> = args.iter().map(|t| t.piece()).collect();
-    let inputs: SmallVec<[&Layout; 4]> = args.iter().map(|t| t.layout()).collect();
-    let local = Local { rank, inputs: &inputs, inference, site };
-    let outputs = op.forward(&local, &pieces).map_err(|e| failed(e, op, rank, &inputs, site))?;
-    if Context::of(rank).is_watched() {
-        let outputs: Vec<&Piece> = outputs.iter().collect();
-        Watch::look(rank, op.name(), &pieces, &outputs, site)?;
+    let local = Local { rank, inputs: inference.inputs(), inference, site };
+    // Taken from where it lies: memory that was just written is slow to move.
+    let mut made = op.forward(&local, x);
+    let Ok(outputs) = &mut made else {
+        return Err(failed(made.expect_err("it is no output"), op, &local));
+    };
+    if context.is_watched() {
+        Watch::look(rank, op.name(), x, &outputs.iter().collect::<Vec<_>>(), site)?;
     }
-    let mut tensors = SmallVec::new();
-    for (layout, piece) in inference.outputs.iter().zip(outputs) {
-        tensors.push(Tensor::assemble(rank, layout.clone(), piece));
+    if outputs.len() == 1
+        && let Some(piece) = outputs.pop()
+    {
+        return Ok(smallvec![Tensor::output(rank, inference, 0, piece)]);
     }
-    Ok(tensors)
-}
-
-/// The error of a forward; one about memory tells which op on which tensors asked for it.
-fn failed(
-    error: Error,
-    op: &dyn Op,
-    rank: &Rank,
-    inputs: &[&Layout],
-    site: &'static Location<'static>,
-) -> Error {
-    match error.kind() {
-        Kind::OutOfMemory => {
-            let named = Error::new(Kind::OutOfMemory, format!("{}: {}", op.name(), error.message()));
-            describe(named, op, rank, inputs, site).detail(
-                "help",
-                "split more over more ranks, cut the batch into more microbatches, recompute blocks, or raise the limit",
-            )
-        }
-        Kind::Data => {
-            // The kernel named itself; one kernel serves several ops.
-            let what = error.message().split_once(": ").map_or(error.message(), |(_, what)| what);
-            describe(Error::new(Kind::Data, format!("{}: {what}", op.name())), op, rank, inputs, site)
-                .detail("help", "look at the values of the arguments; indices count from 0")
-        }
-        _ => error.at(site),
-    }
+    let tensor = |(i, piece)| Tensor::output(rank, inference, i, piece);
+    Ok(outputs.drain(..).enumerate().map(tensor).collect())
 }
 
 /// How many index tuples the signature of an op runs over: the multiply-adds of a product, the elements of an element-wise
@@ -387,10 +378,11 @@ pub fn apply(
     site: &'static Location<'static>,
 ) -> Result<SmallVec<[Tensor; 2]>> {
     let rank = args.first().expect("an op has at least one argument").rank();
-    let layouts: SmallVec<[&Layout; 4]> = args.iter().map(|t| t.layout()).collect();
-    let inference = plan(&**op, rank, &layouts, want, site)?;
+    let context = Context::of(rank);
+    let place = (rank, &*context);
+    let inference = listed(args, |t| t.layout(), |layouts| plan(&**op, place, layouts, want, site))?;
     if inference.targets.iter().all(Option::is_none) {
-        return run(&**op, args, &inference, rank, site);
+        return listed(args, |t| t.piece(), |x| run(&**op, x, &inference, place, site));
     }
     let moved = |(t, target): (&&Tensor, &Option<Layout>)| match target {
         None => Ok((*t).clone()),
@@ -398,7 +390,7 @@ pub fn apply(
     };
     let moved: SmallVec<[Tensor; 4]> =
         args.iter().zip(&inference.targets).map(moved).collect::<Result<_>>()?;
-    run(&**op, &moved.iter().collect::<SmallVec<[&Tensor; 4]>>(), &inference, rank, site)
+    listed(&moved, Tensor::piece, |x| run(&**op, x, &inference, place, site))
 }
 
 impl Tensor {
@@ -415,7 +407,7 @@ impl Tensor {
     #[track_caller]
     #[must_use]
     pub fn result(op: Rc<dyn Op>, args: &[&Tensor]) -> Tensor {
-        Tensor::results(op, args).into_iter().next().expect("the op has an output")
+        first(unwind(apply(&op, args, &[], Location::caller())))
     }
 
     /// Applies an op with one visible output whose layout is known beforehand: it decides extent and split of labels
@@ -423,9 +415,13 @@ impl Tensor {
     #[track_caller]
     #[must_use]
     pub fn apply_with(op: Rc<dyn Op>, args: &[&Tensor], want: Layout) -> Tensor {
-        let outputs = unwind(apply(&op, args, &[Some(want)], Location::caller()));
-        outputs.into_iter().next().expect("the op has an output")
+        first(unwind(apply(&op, args, &[Some(want)], Location::caller())))
     }
+}
+
+/// The first output of an op.
+fn first(mut outputs: SmallVec<[Tensor; 2]>) -> Tensor {
+    outputs.swap_remove(0)
 }
 
 /// The value, or an unwinding to the rank boundary with the error.
@@ -434,66 +430,4 @@ pub fn unwind<T>(result: Result<T>) -> T {
     // Inside of a closure the caller would be the closure's.
     let site = Location::caller();
     result.unwrap_or_else(|e| e.at(site).raise())
-}
-
-/// Adds the fixed lines of a message: signature, arguments, place, rank.
-fn describe(
-    error: Error,
-    op: &dyn Op,
-    rank: &Rank,
-    args: &[&Layout],
-    site: &'static Location<'static>,
-) -> Error {
-    const LABELS: [&str; 8] = ["arg 0", "arg 1", "arg 2", "arg 3", "arg 4", "arg 5", "arg 6", "arg 7"];
-    let mut error = error.detail("signature", op.signature());
-    for (label, layout) in LABELS.iter().zip(args) {
-        let local = layout.local_shape(rank.coordinates());
-        error = error.detail(label, format!("{layout}    local {:?}", local.as_slice()));
-    }
-    let path = Context::of(rank).path();
-    if !path.is_empty() {
-        error = error.detail("at", path.to_string());
-    }
-    if rank.world().mesh().num_ranks() > 1 {
-        error = error.detail("rank", rank.describe());
-    }
-    error.at(site)
-}
-
-fn refused(
-    op: &dyn Op,
-    rank: &Rank,
-    args: &[&Layout],
-    refusal: &Refusal,
-    site: &'static Location<'static>,
-) -> Error {
-    let kind = if refusal.code == "shape" { Kind::Shape } else { Kind::Layout };
-    let mut error =
-        describe(Error::new(kind, format!("{}: {}", op.name(), refusal.message)), op, rank, args, site);
-    if let Some(hint) = &refusal.hint {
-        error = error.detail("help", hint.as_str());
-    } else if kind == Kind::Shape {
-        let help =
-            "shapes are global: reshape or transpose an argument; a local one is given by Tensor::from_local";
-        error = error.detail("help", help);
-    }
-    for repair in offers(op, rank, args, refusal) {
-        error = error.detail("help", repair.to_string());
-    }
-    error
-}
-
-/// The repairs that the error of a refusal offers, cheapest first.
-#[must_use]
-pub fn offers(op: &dyn Op, rank: &Rank, args: &[&Layout], refusal: &Refusal) -> Vec<Repair> {
-    let context = Context::of(rank);
-    let signature = context.signature(op.signature());
-    let infer = |args: &[&Layout]| {
-        let dtypes: DTypes = args.iter().map(|l| l.dtype()).collect();
-        let outputs = op.dtypes(&dtypes, signature.num_outputs()).expect("layouts change, dtypes stay");
-        let mut inference = Rc::unwrap_or_clone(op.infer(&context, args, &outputs, &[])?);
-        inference.outputs.truncate(inference.outputs.len() - op.num_saved());
-        Ok(inference)
-    };
-    repairs(args, &differentiable_args(op, args), refusal, &context.routes, &infer)
 }

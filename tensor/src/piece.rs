@@ -8,6 +8,10 @@ use shardgrad_kernels::{
     Arg, ArgMut, Buffer, DType, Element, Kernel, Launch, Scalar, Strides, download, upload,
 };
 use smallvec::SmallVec;
+use std::sync::Arc;
+
+/// Where the elements of a piece lie. Most lie as many others do, so it is shared.
+pub type View = Arc<Strides>;
 
 /// A local tensor: memory, dtype and view. Cloning shares the memory.
 #[derive(Clone, Debug)]
@@ -17,7 +21,7 @@ pub struct Piece {
     /// What its elements are.
     pub dtype: DType,
     /// Where they lie.
-    pub view: Strides,
+    pub view: View,
 }
 
 impl Piece {
@@ -26,15 +30,22 @@ impl Piece {
     /// # Errors
     /// `Kind::OutOfMemory`.
     pub fn alloc(rank: &Rank, dtype: DType, shape: &[usize]) -> Result<Piece> {
-        let numel: usize = shape.iter().product();
-        let buffer = rank.backend().alloc(numel * dtype.size())?;
-        Ok(Piece { buffer, dtype, view: Strides::contiguous(shape) })
+        Piece::under(rank, dtype, Strides::contiguous(shape).into())
+    }
+
+    /// New memory with arbitrary contents under a row-major view.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub(crate) fn under(rank: &Rank, dtype: DType, view: View) -> Result<Piece> {
+        let buffer = rank.backend().alloc(view.numel() * dtype.size())?;
+        Ok(Piece { buffer, dtype, view })
     }
 
     /// The memory that a message came in, row-major from its first byte.
     #[must_use]
     pub fn received(buffer: Buffer, dtype: DType, shape: &[usize]) -> Piece {
-        Piece { buffer, dtype, view: Strides::contiguous(shape) }
+        Piece { buffer, dtype, view: Strides::contiguous(shape).into() }
     }
 
     /// New memory with one value everywhere, row-major.
@@ -58,7 +69,7 @@ impl Piece {
             "one element for each place of the shape"
         );
         let buffer = upload(&**rank.backend(), data)?;
-        Ok(Piece { buffer, dtype: T::DTYPE, view: Strides::contiguous(shape) })
+        Ok(Piece { buffer, dtype: T::DTYPE, view: Strides::contiguous(shape).into() })
     }
 
     /// The number of elements.
@@ -69,8 +80,8 @@ impl Piece {
 
     /// The same memory seen through another view.
     #[must_use]
-    pub fn viewed(&self, view: Strides) -> Piece {
-        Piece { buffer: self.buffer.clone(), dtype: self.dtype, view }
+    pub fn viewed(&self, view: impl Into<View>) -> Piece {
+        Piece { buffer: self.buffer.clone(), dtype: self.dtype, view: view.into() }
     }
 
     /// This piece if it lies row-major without gaps, else a copy that does.
@@ -86,8 +97,22 @@ impl Piece {
     /// # Errors
     /// `Kind::OutOfMemory`.
     pub fn flat(&self, rank: &Rank) -> Result<Piece> {
-        let whole = self.view.is_contiguous() && self.view.offset == 0;
-        if whole { Ok(self.clone()) } else { self.converted(rank, self.dtype) }
+        if self.is_flat() { Ok(self.clone()) } else { self.converted(rank, self.dtype) }
+    }
+
+    fn is_flat(&self) -> bool {
+        self.view.is_contiguous() && self.view.offset == 0
+    }
+
+    /// New memory for as many elements in the same shape, row-major, contents arbitrary.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub(crate) fn alike(&self, rank: &Rank, dtype: DType) -> Result<Piece> {
+        if self.is_flat() {
+            return Piece::under(rank, dtype, self.view.clone());
+        }
+        Piece::alloc(rank, dtype, &self.view.shape)
     }
 
     /// A row-major copy in a dtype.
@@ -95,7 +120,7 @@ impl Piece {
     /// # Errors
     /// `Kind::OutOfMemory`.
     pub fn converted(&self, rank: &Rank, dtype: DType) -> Result<Piece> {
-        let mut copy = Piece::alloc(rank, dtype, &self.view.shape)?;
+        let mut copy = self.alike(rank, dtype)?;
         launch(rank, &COPY, &[self], &mut [&mut copy], &[])?;
         Ok(copy)
     }
@@ -104,8 +129,8 @@ impl Piece {
     ///
     /// # Errors
     /// What the copy kernel reports.
-    pub fn write(&mut self, rank: &Rank, at: Strides, from: &Piece) -> Result<()> {
-        let whole = std::mem::replace(&mut self.view, at);
+    pub fn write(&mut self, rank: &Rank, at: impl Into<View>, from: &Piece) -> Result<()> {
+        let whole = std::mem::replace(&mut self.view, at.into());
         let done = launch(rank, &COPY, &[from], &mut [self], &[]);
         self.view = whole;
         done
@@ -140,28 +165,54 @@ pub fn launch(
     outputs: &mut [&mut Piece],
     scalars: &[Scalar],
 ) -> Result<()> {
-    if inputs.iter().any(|p| !p.buffer.has_memory()) && !rank.is_dry() {
+    listed(inputs, read, |inputs| match outputs {
+        [one] => launch_lent(rank, kernel, inputs, &mut [written(one)], scalars),
+        all => {
+            let mut outputs: Vec<ArgMut<'_>> = all.iter_mut().map(|p| written(p)).collect();
+            launch_lent(rank, kernel, inputs, &mut outputs, scalars)
+        }
+    })
+}
+
+/// [`launch`] on operands that may be seen otherwise than their pieces are.
+///
+/// # Errors
+/// As for [`launch`].
+pub(crate) fn launch_lent<'a>(
+    rank: &Rank,
+    kernel: &Kernel,
+    inputs: &'a [Arg<'a>],
+    outputs: &'a mut [ArgMut<'a>],
+    scalars: &'a [Scalar],
+) -> Result<()> {
+    if inputs.iter().any(|x| !x.buffer.has_memory()) && !rank.is_dry() {
         return Err(Error::new(Kind::Unsupported, "a value is read where only its layout is known")
             .detail("help", "while a program is recorded, return the tensor and read it afterwards"));
     }
-    let inputs: SmallVec<[Arg<'_>; 6]> =
-        inputs.iter().map(|p| Arg { buffer: &p.buffer, dtype: p.dtype, view: &p.view }).collect();
-    let launched = match outputs {
-        [one] => rank
-            .backend()
-            .launch(kernel, &mut Launch { inputs: &inputs, outputs: &mut [written(one)], scalars }),
-        all => {
-            let mut outputs: Vec<ArgMut<'_>> = all.iter_mut().map(|p| written(p)).collect();
-            rank.backend().launch(kernel, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars })
-        }
-    };
+    let launched = rank.backend().launch(kernel, &mut Launch { inputs, outputs, scalars });
     launched.map_err(|e| match &*Context::of(rank).path() {
         "" => Error::from(e),
         path => Error::from(e).detail("at", path),
     })
 }
 
+/// Calls `go` with what `f` makes of each item. Few of them, which is usual, need no list.
+#[inline(always)]
+pub fn listed<'a, T, U: 'a, R>(items: &'a [T], f: impl Fn(&'a T) -> U, go: impl FnOnce(&[U]) -> R) -> R {
+    match items {
+        [a] => go(&[f(a)]),
+        [a, b] => go(&[f(a), f(b)]),
+        [a, b, c] => go(&[f(a), f(b), f(c)]),
+        all => go(&all.iter().map(f).collect::<SmallVec<[U; 6]>>()),
+    }
+}
+
+/// A piece as an operand that a kernel reads.
+pub(crate) fn read<'a>(piece: &&'a Piece) -> Arg<'a> {
+    Arg { buffer: &piece.buffer, dtype: piece.dtype, view: &piece.view }
+}
+
 /// A piece as an operand that a kernel writes.
-fn written(piece: &mut Piece) -> ArgMut<'_> {
+pub(crate) fn written(piece: &mut Piece) -> ArgMut<'_> {
     ArgMut { buffer: &mut piece.buffer, dtype: piece.dtype, view: &piece.view }
 }

@@ -62,7 +62,7 @@ pub fn combine(
     let path = context.path();
     let call = Call { axes, dtype: x.dtype, phase: context.phase(), path: &path, site };
     let buffer = rank.all_reduce(&call, &flat.buffer, flat.numel(), reduce)?;
-    Ok(Piece { buffer, dtype: x.dtype, view: Strides::contiguous(&x.view.shape) })
+    Ok(Piece { buffer, dtype: x.dtype, view: Strides::contiguous(&x.view.shape).into() })
 }
 
 /// One step on one rank.
@@ -132,7 +132,7 @@ impl Move<'_> {
         let flat = x.flat(self.rank)?;
         let path = Context::of(self.rank).path();
         let buffer = self.rank.all_reduce(&self.call(&path), &flat.buffer, flat.numel(), ReduceOp::Sum)?;
-        Ok(Piece { buffer, dtype: x.dtype, view: Strides::contiguous(&x.view.shape) })
+        Ok(Piece { buffer, dtype: x.dtype, view: Strides::contiguous(&x.view.shape).into() })
     }
 
     /// Shapes of the parts that the members hold under the layout in which `axis` splits dim `d`.
@@ -147,7 +147,8 @@ impl Move<'_> {
         let counts: Vec<usize> = parts.iter().map(|s| s.iter().product()).collect();
         let path = Context::of(self.rank).path();
         let buffer = self.rank.all_gather(&self.call(&path), &flat.buffer, &counts)?;
-        let gathered = Piece { buffer, dtype: x.dtype, view: Strides::contiguous(&[counts.iter().sum()]) };
+        let gathered =
+            Piece { buffer, dtype: x.dtype, view: Strides::contiguous(&[counts.iter().sum()]).into() };
         self.lay_side_by_side(&gathered, &parts, d, &self.to.local_shape(self.rank.coordinates()))
     }
 
@@ -158,7 +159,7 @@ impl Move<'_> {
         let path = Context::of(self.rank).path();
         let buffer = self.rank.reduce_scatter(&self.call(&path), &packed.buffer, &counts)?;
         let own = self.to.local_shape(self.rank.coordinates());
-        Ok(Piece { buffer, dtype: x.dtype, view: Strides::contiguous(&own) })
+        Ok(Piece { buffer, dtype: x.dtype, view: Strides::contiguous(&own).into() })
     }
 
     fn all_to_all(&self, x: &Piece, d: usize, e: usize, axis: Axis) -> Result<Piece> {
@@ -175,7 +176,8 @@ impl Move<'_> {
         let packed = self.pack(x, e, axis, &send)?;
         let path = Context::of(self.rank).path();
         let buffer = self.rank.all_to_all(&self.call(&path), &packed.buffer, &send, &recv)?;
-        let received = Piece { buffer, dtype: x.dtype, view: Strides::contiguous(&[recv.iter().sum()]) };
+        let received =
+            Piece { buffer, dtype: x.dtype, view: Strides::contiguous(&[recv.iter().sum()]).into() };
         self.lay_side_by_side(&received, &parts, d, &mine_e)
     }
 

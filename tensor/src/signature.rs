@@ -115,6 +115,11 @@ impl Signature {
         Ok(Arc::new(labels))
     }
 
+    /// What was read.
+    pub(crate) fn text(&self) -> &str {
+        &self.text
+    }
+
     /// The number of arguments.
     #[must_use]
     pub fn num_inputs(&self) -> usize {

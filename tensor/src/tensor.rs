@@ -1,6 +1,7 @@
 //! The handle: a global tensor as one rank sees it.
 
 use crate::context::Context;
+use crate::infer::Inference;
 use crate::layout::Layout;
 use crate::piece::{Piece, launch};
 use crate::watch::Watch;
@@ -17,12 +18,28 @@ use std::rc::Rc;
 #[derive(Clone)]
 pub struct Tensor(Rc<Inner>);
 
+/// Where the layout of a tensor stands. Most tensors are results of ops, whose inference has it already; to share that costs
+/// less than to share a layout, as it stays on its thread.
+enum Lies {
+    Own(Layout),
+    Output(Rc<Inference>, usize),
+}
+
 struct Inner {
     rank: Rank,
-    layout: Layout,
+    lies: Lies,
     piece: Piece,
     /// Other layouts of the same value, made once by implied steps outside of a tape.
     forms: RefCell<Vec<Tensor>>,
+}
+
+impl Lies {
+    fn layout(&self) -> &Layout {
+        match self {
+            Lies::Own(layout) => layout,
+            Lies::Output(inference, i) => &inference.outputs[*i],
+        }
+    }
 }
 
 impl Tensor {
@@ -32,6 +49,21 @@ impl Tensor {
     /// In debug builds, if shape or dtype differ: callers inside the library guarantee them.
     #[must_use]
     pub fn assemble(rank: &Rank, layout: Layout, piece: Piece) -> Tensor {
+        Tensor::with(rank, Lies::Own(layout), piece)
+    }
+
+    /// Puts a piece under the layout that was inferred for an output of an op.
+    ///
+    /// # Panics
+    /// As [`Tensor::assemble`].
+    #[inline]
+    pub(crate) fn output(rank: &Rank, inference: &Rc<Inference>, i: usize, piece: Piece) -> Tensor {
+        Tensor::with(rank, Lies::Output(inference.clone(), i), piece)
+    }
+
+    #[inline]
+    fn with(rank: &Rank, lies: Lies, piece: Piece) -> Tensor {
+        let layout = lies.layout();
         debug_assert_eq!(piece.dtype, layout.dtype(), "the piece has the dtype of {layout}");
         debug_assert_eq!(
             piece.view.shape,
@@ -39,7 +71,7 @@ impl Tensor {
             "the piece has the local shape of {layout} on rank {}",
             rank.index()
         );
-        Tensor(Rc::new(Inner { rank: rank.clone(), layout, piece, forms: RefCell::default() }))
+        Tensor(Rc::new(Inner { rank: rank.clone(), lies, piece, forms: RefCell::default() }))
     }
 
     /// The rank that holds this piece.
@@ -51,7 +83,7 @@ impl Tensor {
     /// How the global tensor lies on the mesh.
     #[must_use]
     pub fn layout(&self) -> &Layout {
-        &self.0.layout
+        self.0.lies.layout()
     }
 
     /// What this rank holds.
@@ -69,13 +101,13 @@ impl Tensor {
     /// The global shape.
     #[must_use]
     pub fn shape(&self) -> Dims {
-        self.0.layout.shape()
+        self.layout().shape()
     }
 
     /// The dtype.
     #[must_use]
     pub fn dtype(&self) -> DType {
-        self.0.layout.dtype()
+        self.layout().dtype()
     }
 
     /// A layout that stands for a tensor whose values are not here: what a program is recorded on. To read it is an
@@ -84,7 +116,11 @@ impl Tensor {
     pub fn outline(rank: &Rank, layout: &Layout) -> Tensor {
         let (dtype, shape) = (layout.dtype(), layout.local_shape(rank.coordinates()));
         let buffer = Buffer::without_memory(shape.iter().product::<usize>() * dtype.size());
-        Tensor::assemble(rank, layout.clone(), Piece { buffer, dtype, view: Strides::contiguous(&shape) })
+        Tensor::assemble(
+            rank,
+            layout.clone(),
+            Piece { buffer, dtype, view: Strides::contiguous(&shape).into() },
+        )
     }
 
     /// Whether the values are here, so that this is no outline.
@@ -204,7 +240,7 @@ impl Tensor {
         if owned && !Context::of(&rank).is_watched() {
             return self.update(|sum| launch(&rank, &ACCUMULATE, &[other.piece()], &mut [sum], &[]));
         }
-        let mut sum = Piece::alloc(&rank, self.dtype(), &self.piece().view.shape)?;
+        let mut sum = self.piece().alike(&rank, self.dtype())?;
         launch(&rank, &ADD, &[self.piece(), other.piece()], &mut [&mut sum], &[])?;
         if Context::of(&rank).is_watched() {
             let site = Location::caller();
@@ -229,12 +265,12 @@ impl Tensor {
     /// # Errors
     /// `Kind::OutOfMemory`.
     pub(crate) fn into_own_piece(self) -> Result<Piece> {
-        let (rank, layout, mut piece) = match Rc::try_unwrap(self.0) {
-            Ok(inner) => (inner.rank, inner.layout, inner.piece),
-            Err(shared) => (shared.rank.clone(), shared.layout.clone(), shared.piece.clone()),
+        let (rank, mut piece) = match Rc::try_unwrap(self.0) {
+            Ok(inner) => (inner.rank, inner.piece),
+            Err(shared) => (shared.rank.clone(), shared.piece.clone()),
         };
         let owned = piece.view.is_contiguous() && piece.buffer.is_unique();
-        if owned { Ok(piece) } else { piece.converted(&rank, layout.dtype()) }
+        if owned { Ok(piece) } else { piece.converted(&rank, piece.dtype) }
     }
 }
 

@@ -78,7 +78,7 @@ pub trait Value: Clone {
     /// Applies an op with one visible output.
     #[track_caller]
     fn apply_one(op: Rc<dyn Op>, args: &[&Self]) -> Self {
-        Self::apply(op, args).into_iter().next().expect("the op has an output")
+        Self::apply(op, args).swap_remove(0)
     }
 
     /// x w over the last dim of x and the last but one of w: `[.., m, k] x [.., k, n] -> [.., m, n]`. Leading dims are
@@ -86,7 +86,7 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn matmul(&self, w: &Self) -> Self {
-        Self::apply_one(unwind(einsum::product(&self.shape(), &w.shape())), &[self, w])
+        Self::apply_one(unwind(einsum::product(self.layout().extents(), w.layout().extents())), &[self, w])
     }
 
     /// x w^T: `[..m, n] x [k, n] -> [..m, k]`.
@@ -126,28 +126,28 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn add(&self, other: &Self) -> Self {
-        Self::apply_one(Add::between(&self.shape(), &other.shape()), &[self, other])
+        Self::apply_one(Add::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
     /// x - y; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn sub(&self, other: &Self) -> Self {
-        Self::apply_one(Sub::between(&self.shape(), &other.shape()), &[self, other])
+        Self::apply_one(Sub::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
     /// x y elementwise; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn mul(&self, other: &Self) -> Self {
-        Self::apply_one(Mul::between(&self.shape(), &other.shape()), &[self, other])
+        Self::apply_one(Mul::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
     /// x / y; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn div(&self, other: &Self) -> Self {
-        Self::apply_one(Div::between(&self.shape(), &other.shape()), &[self, other])
+        Self::apply_one(Div::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
     /// c x for a number c.
@@ -480,5 +480,10 @@ impl Value for Tensor {
     #[track_caller]
     fn apply(op: Rc<dyn Op>, args: &[&Self]) -> SmallVec<[Self; 2]> {
         Tensor::results(op, args)
+    }
+
+    #[track_caller]
+    fn apply_one(op: Rc<dyn Op>, args: &[&Self]) -> Self {
+        Tensor::result(op, args)
     }
 }

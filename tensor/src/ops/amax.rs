@@ -183,7 +183,7 @@ impl Op for Amax {
         let (mut y, mut count) = (local.output(0)?, local.output(1)?);
         let (kernel, reduce) = if self.largest { (&MAX, ReduceOp::Max) } else { (&MIN, ReduceOp::Min) };
         launch(local.rank, kernel, &[&self.over.turned(x[0])], &mut [&mut y], &[self.over.count()])?;
-        let axes = self.over.axes(local.inputs[0]);
+        let axes = self.over.axes(&local.inputs[0]);
         let y = combine(local.rank, y, axes, reduce, local.site)?;
         let (rows, length) = self.over.rows(local, x[0])?;
         launch(local.rank, &TIES, &[&rows, &y], &mut [&mut count], &[length])?;

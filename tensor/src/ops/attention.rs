@@ -73,7 +73,7 @@ fn launch_grouped(
     let views: Vec<_> = outputs.iter().map(|p| p.view.clone()).collect();
     for (i, piece) in outputs.iter_mut().enumerate() {
         if !grouped && written_per_query(i) {
-            piece.view = piece.view.unsqueeze(3);
+            piece.view = piece.view.unsqueeze(3).into();
         }
     }
     let ((t, range), (s, _), (c, _)) = (local.label("t"), local.label("s"), local.label("c"));

@@ -6,12 +6,12 @@
 use super::labels::misuse;
 use super::{Case, Input};
 use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
-use crate::piece::{Piece, launch};
+use crate::piece::{Piece, View, launch_lent, read, written};
 use crate::signature::{Labels, Mark, Signature, Term};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::contract::CONTRACT;
-use shardgrad_kernels::{Dims, Strides};
+use shardgrad_kernels::{Arg, ArgMut, Dims, Strides};
 use smallvec::SmallVec;
 use std::borrow::Cow;
 use std::rc::Rc;
@@ -126,16 +126,77 @@ pub fn matmul_tn() -> Rc<dyn Op> {
     Einsum::of("..m k, ..m n -> k n")
 }
 
-/// The three-dim view (groups of labels in order) of a piece, copied if its strides do not allow the view.
-fn grouped(rank: &Rank, x: &Piece, labels: &[u8], groups: [&[u8]; 3]) -> Result<Piece> {
-    let (order, shape) = order_and_shape(&x.view, labels, groups);
-    let view = x.view.permute(&order);
-    match view.reshape(&shape) {
-        Some(view) => Ok(x.viewed(view)),
-        None => {
-            let copy = x.viewed(view).converted(rank, x.dtype)?;
-            let view = Strides::contiguous(&shape);
-            Ok(copy.viewed(view))
+/// How the tensors of a product are stacks of matrices. It depends on labels, and on how the arguments lie.
+struct Stacks {
+    left: Seen,
+    right: Seen,
+    out: Seen,
+}
+
+/// Three groups of labels in order, seen as three dims.
+enum Seen {
+    /// In the memory as it is.
+    Here(View),
+    /// In a row-major copy of a view, where the strides allow no other way.
+    Copied { from: View, copy: View },
+}
+
+impl Seen {
+    fn of(view: &Strides, labels: &[u8], groups: [&[u8]; 3]) -> Seen {
+        let (order, shape) = order_and_shape(view, labels, groups);
+        let from = view.permute(&order);
+        match from.reshape(&shape) {
+            Some(view) => Seen::Here(view.into()),
+            None => Seen::Copied { from: from.into(), copy: Strides::contiguous(&shape).into() },
+        }
+    }
+
+    /// A copy of an operand, if there must be one.
+    fn copied(&self, rank: &Rank, x: &Piece) -> Result<Option<Piece>> {
+        match self {
+            Seen::Here(_) => Ok(None),
+            Seen::Copied { from, copy } => {
+                Ok(Some(x.viewed(from.clone()).converted(rank, x.dtype)?.viewed(copy.clone())))
+            }
+        }
+    }
+
+    /// An operand, in its copy if it has one.
+    fn read<'a>(&'a self, x: &'a Piece, copy: &'a Option<Piece>) -> Arg<'a> {
+        match (self, copy) {
+            (Seen::Here(view), _) => Arg { buffer: &x.buffer, dtype: x.dtype, view },
+            (Seen::Copied { .. }, copy) => read(&copy.as_ref().expect("made above")),
+        }
+    }
+
+    /// Lets `f` write an output, through a copy if it must be.
+    fn write(&self, rank: &Rank, out: &mut Piece, f: impl FnOnce(ArgMut<'_>) -> Result<()>) -> Result<()> {
+        match self {
+            Seen::Here(view) => f(ArgMut { buffer: &mut out.buffer, dtype: out.dtype, view }),
+            Seen::Copied { from, copy } => {
+                let mut grouped = Piece::under(rank, out.dtype, copy.clone())?;
+                f(written(&mut grouped))?;
+                out.write(rank, from.clone(), &grouped.viewed(Strides::contiguous(&from.shape)))
+            }
+        }
+    }
+}
+
+impl Stacks {
+    fn of(labels: &Labels, x: &[&Piece], out: &Piece) -> Stacks {
+        let [a, b, c] = [&labels.inputs()[0], &labels.inputs()[1], &labels.outputs()[0]];
+        let group = |of: &[u8], has: [(&[u8], bool); 2]| -> SmallVec<[u8; 8]> {
+            let is_in = |label: &u8| has.iter().all(|(tensor, has)| tensor.contains(label) == *has);
+            of.iter().copied().filter(|label| *label != Labels::ONE && is_in(label)).collect()
+        };
+        let batch = group(c, [(a, true), (b, true)]);
+        let m = group(c, [(a, true), (b, false)]);
+        let n = group(c, [(a, false), (b, true)]);
+        let k = group(a, [(b, true), (c, false)]);
+        Stacks {
+            left: Seen::of(&x[0].view, a, [&batch, &m, &k]),
+            right: Seen::of(&x[1].view, b, [&batch, &k, &n]),
+            out: Seen::of(&out.view, c, [&batch, &m, &n]),
         }
     }
 }
@@ -171,34 +232,13 @@ impl Op for Einsum {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        let labels = local.inference.labels();
-        let [a, b, c] = [&labels.inputs()[0], &labels.inputs()[1], &labels.outputs()[0]];
-        let group = |of: &[u8], has: [(&[u8], bool); 2]| -> SmallVec<[u8; 8]> {
-            let is_in = |label: &u8| has.iter().all(|(tensor, has)| tensor.contains(label) == *has);
-            of.iter().copied().filter(|label| *label != Labels::ONE && is_in(label)).collect()
-        };
-        let batch = group(c, [(a, true), (b, true)]);
-        let m = group(c, [(a, true), (b, false)]);
-        let n = group(c, [(a, false), (b, true)]);
-        let k = group(a, [(b, true), (c, false)]);
-        let left = grouped(local.rank, x[0], a, [&batch, &m, &k])?;
-        let right = grouped(local.rank, x[1], b, [&batch, &k, &n])?;
         let mut out = local.output(0)?;
-        let (order, shape) = order_and_shape(&out.view, c, [&batch, &m, &n]);
-        match out.view.permute(&order).reshape(&shape) {
-            Some(view) => {
-                let whole = std::mem::replace(&mut out.view, view);
-                launch(local.rank, &CONTRACT, &[&left, &right], &mut [&mut out], &[])?;
-                out.view = whole;
-            }
-            None => {
-                let mut grouped = Piece::alloc(local.rank, out.dtype, &shape)?;
-                launch(local.rank, &CONTRACT, &[&left, &right], &mut [&mut grouped], &[])?;
-                let permuted: Dims = order.iter().map(|&d| out.view.shape[d]).collect();
-                let at = out.view.permute(&order);
-                out.write(local.rank, at, &grouped.viewed(Strides::contiguous(&permuted)))?;
-            }
-        }
+        let stacks = local.noted(x, || Stacks::of(local.inference.labels(), x, &out));
+        let copies = [stacks.left.copied(local.rank, x[0])?, stacks.right.copied(local.rank, x[1])?];
+        let inputs = [stacks.left.read(x[0], &copies[0]), stacks.right.read(x[1], &copies[1])];
+        stacks.out.write(local.rank, &mut out, |out| {
+            launch_lent(local.rank, &CONTRACT, &inputs, &mut [out], &[])
+        })?;
         Ok([out].into_iter().collect())
     }
 
@@ -271,6 +311,23 @@ mod tests {
         })
         .unwrap();
         assert!(product(&[], &[2]).is_err());
+    }
+
+    #[test]
+    fn arguments_of_one_layout_may_lie_in_two_ways() {
+        World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[2, 2], &[1.0f64, 2.0, 3.0, 4.0])?;
+            let turned = x.permute(&[1, 0]);
+            for _ in 0..2 {
+                assert_eq!(x.matmul(&x).to_host::<f64>()?, [7.0, 10.0, 15.0, 22.0]);
+                assert_eq!(turned.matmul(&x).to_host::<f64>()?, [10.0, 14.0, 14.0, 20.0]);
+                assert_eq!(x.matmul(&turned).to_host::<f64>()?, [5.0, 11.0, 11.0, 25.0]);
+                assert_eq!(turned.sum_dims(&[0]).to_host::<f64>()?, [3.0, 7.0]);
+                assert_eq!(x.sum_dims(&[0]).to_host::<f64>()?, [4.0, 6.0]);
+            }
+            Ok(())
+        })
+        .unwrap();
     }
 
     #[test]

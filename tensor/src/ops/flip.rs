@@ -58,7 +58,7 @@ impl Op for Flip {
         let x = x.viewed(around(&x.view, self.dim));
         let mut out = local.output(0)?;
         let seen = around(&out.view, self.dim);
-        let whole = std::mem::replace(&mut out.view, seen);
+        let whole = std::mem::replace(&mut out.view, seen.into());
         launch(local.rank, &GATHER, &[&x, &index], &mut [&mut out], &[Scalar::Int(0), Scalar::Int(n)])?;
         out.view = whole;
         Ok([out].into_iter().collect())

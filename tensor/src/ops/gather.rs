@@ -113,7 +113,7 @@ fn run(local: &Local<'_>, kernel: &Kernel, x: &[&Piece], dim: usize, is_shared: 
     let inputs = if std::ptr::eq(kernel, &raw const GATHER) { [&values, &index] } else { [&index, &values] };
     let mut out = local.output(0)?;
     let seen = around(&out.view, dim);
-    let whole = std::mem::replace(&mut out.view, seen);
+    let whole = std::mem::replace(&mut out.view, seen.into());
     launch(local.rank, kernel, &inputs, &mut [&mut out], &scalars)?;
     out.view = whole;
     Ok([out].into_iter().collect())

@@ -78,7 +78,7 @@ pub(super) fn as_matrix<T>(out: &mut Piece, num_columns: usize, call: impl FnOnc
     let whole = out.view.clone();
     let at = whole.ndim() - num_columns;
     let extent = |dims: &[usize]| dims.iter().product::<usize>();
-    out.view = Strides::contiguous(&[1, extent(&whole.shape[..at]), extent(&whole.shape[at..])]);
+    out.view = Strides::contiguous(&[1, extent(&whole.shape[..at]), extent(&whole.shape[at..])]).into();
     let result = call(out);
     out.view = whole;
     result
@@ -100,7 +100,7 @@ pub(super) fn gradients(
     num_out: usize,
 ) -> Result<()> {
     let (x, shape) = (turned(x), db.view.clone());
-    db.view = Strides::contiguous(&[shape.numel()]);
+    db.view = Strides::contiguous(&[shape.numel()]).into();
     as_matrix(dw, num_out, |dw| launch(rank, &PRODUCT_SUMS, &[&x, g], &mut [dw, &mut *db], &[]))?;
     db.view = shape;
     Ok(())

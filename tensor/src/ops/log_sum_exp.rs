@@ -78,7 +78,7 @@ impl Op for LogSumExp {
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let (mut max, mut sum, mut wide) = (local.output(1)?, local.output(1)?, local.output(1)?);
         launch(local.rank, &MAX, &[&self.over.turned(x[0])], &mut [&mut max], &[self.over.count()])?;
-        let axes = self.over.axes(local.inputs[0]);
+        let axes = self.over.axes(&local.inputs[0]);
         let max = combine(local.rank, max, axes, ReduceOp::Max, local.site)?;
         let (rows, length) = self.over.rows(local, x[0])?;
         launch(local.rank, &EXP_SUM, &[&rows, &max], &mut [&mut sum], &[length])?;

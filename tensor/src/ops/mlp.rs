@@ -100,7 +100,7 @@ impl Op for MlpBackward {
             (0..local.inference.outputs.len()).map(|i| local.output(i)).collect::<Result<_>>()?;
         let mut u = Piece::alloc(rank, g.dtype, &z.view.shape)?;
         let shape = outputs[2].view.clone();
-        outputs[2].view = Strides::contiguous(&[shape.numel()]);
+        outputs[2].view = Strides::contiguous(&[shape.numel()]).into();
         launch(rank, &PRODUCT_GELU_GRAD, &[g, &turned(w2), &z], &mut [&mut u, &mut outputs[2]], &[])?;
         outputs[2].view = shape;
         as_matrix(&mut outputs[0], 1, |dx| launch(rank, &CONTRACT, &[&u, &turned(w1)], &mut [dx], &[]))?;

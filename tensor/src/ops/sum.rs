@@ -10,13 +10,13 @@ use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
 use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp, infer_by_signature};
-use crate::piece::{Piece, launch};
+use crate::piece::{Piece, View, launch};
 use crate::refusal::Refusal;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::reduce::SUM;
 use shardgrad_kernels::op::unary::SCALE;
-use shardgrad_kernels::{DType, Dims, Scalar};
+use shardgrad_kernels::{DType, Dims, Scalar, Strides};
 use std::borrow::Cow;
 use std::rc::Rc;
 
@@ -75,11 +75,14 @@ impl Op for Sum {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        let kept = (0..self.ndim).filter(|d| !self.dims.contains(d));
-        let order: Dims = kept.chain(self.dims.iter().copied()).collect();
         let count: usize = self.dims.iter().map(|&d| local.inputs[0].extent(d)).product();
         let scale = if self.mean { 1.0 / count as f64 } else { 1.0 };
-        let view = x[0].viewed(x[0].view.permute(&order));
+        let turned = local.noted(x, || {
+            let kept = (0..self.ndim).filter(|d| !self.dims.contains(d));
+            let order: Dims = kept.chain(self.dims.iter().copied()).collect();
+            Turned(x[0].view.permute(&order).into())
+        });
+        let view = x[0].viewed(turned.0.clone());
         local.launch(&SUM, &[&view], &[Scalar::Int(self.dims.len() as i64), Scalar::Real(scale)])
     }
 
@@ -93,6 +96,12 @@ impl Op for Sum {
         })
     }
 }
+
+/// The view of an argument whose summed dims come last.
+struct Turned(View);
+
+/// The view of an argument with new dims.
+struct Repeated(View);
 
 /// `a c -> a b c`, `..m -> ..m d`, `d -> ..m d`, ` -> ..m`: new dims, along which x is repeated without a copy. Any dtype.
 /// Linear. A new dim is whole, unless the op stands in a vjp: there it is split as the argument that it serves.
@@ -161,14 +170,18 @@ impl Op for Expand {
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let mut x = x[0].clone();
         if self.scale != 1.0 {
-            let mut scaled = Piece::alloc(local.rank, x.dtype, &x.view.shape)?;
+            let mut scaled = x.alike(local.rank, x.dtype)?;
             launch(local.rank, &SCALE, &[&x], &mut [&mut scaled], &[Scalar::Real(self.scale)])?;
             x = scaled;
         }
-        let view = self.dims.iter().fold(x.view.clone(), |view, &d| view.unsqueeze(d));
-        let shape = local.inference.outputs[0].local_shape(local.rank.coordinates());
-        let view = view.broadcast(&shape).expect("new dims have extent 1 before they are repeated");
-        Ok([x.viewed(view)].into_iter().collect())
+        let repeated = local.noted(&[&x], || {
+            let view = self.dims.iter().fold(Strides::clone(&x.view), |view, &d| view.unsqueeze(d));
+            let shape = local.inference.outputs[0].local_shape(local.rank.coordinates());
+            let view = view.broadcast(&shape).expect("new dims have extent 1 before they are repeated");
+            Repeated(view.into())
+        });
+        x.view = repeated.0.clone();
+        Ok([x].into_iter().collect())
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
