@@ -242,7 +242,11 @@ impl<F: Fold> Tree<F> {
     fn take(&mut self, row: &[F::From]) {
         vectorized(
             #[inline(always)]
-            || row.chunks(BLOCK).for_each(|part| self.push(block::<F>(part))),
+            || {
+                for part in row.chunks(BLOCK) {
+                    self.push(block::<F>(part));
+                }
+            },
         );
     }
 
