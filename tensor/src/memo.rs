@@ -72,13 +72,16 @@ fn same<T: PartialEq>(a: &[T], b: &[T]) -> bool {
     std::ptr::eq(a, b) || a.iter().eq(b)
 }
 
+/// Questions of one hash: nearly always one.
+type Answered = SmallVec<[Rc<Known>; 1]>;
+
 /// What one rank has inferred.
 #[derive(Default)]
 pub(crate) struct Memo {
     /// By the addresses of the parts of the question.
     recent: Recent<Known>,
     /// By their hash.
-    known: RefCell<HashMap<u64, SmallVec<[Rc<Known>; 1]>, Quick>>,
+    known: RefCell<HashMap<u64, Answered, Quick>>,
 }
 
 impl Memo {
