@@ -6,6 +6,8 @@ use std::path::Path;
 
 /// The file of a model folder that tells its tokens.
 pub(crate) const TOKENIZER_FILE: &str = "tokenizer.json";
+/// Files of older libraries that tell the tokens of a model.
+const OTHER_FILES: [&str; 5] = ["vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"];
 /// The number of byte values.
 pub(crate) const BYTES: usize = 256;
 
@@ -23,10 +25,17 @@ impl Tokenizer {
     /// The tokenizer of a model: of its folder, if it has one, else bytes.
     ///
     /// # Errors
-    /// `Kind::Unsupported` for a folder with a tokenizer file if this program was built without the feature `tokenizers`;
+    /// `Kind::Unsupported` for a folder with a tokenizer file if this program was built without the feature `tokenizers`, and for one
+    /// that tells its tokens in other files only;
     /// `Kind::Data` for a file that cannot be read; `Kind::Config` for a vocabulary that is larger than the model's.
     pub(crate) fn of(dir: Option<&Path>, config: &ModelConfig) -> Result<Tokenizer> {
-        let path = dir.map(|dir| dir.join(TOKENIZER_FILE)).filter(|path| path.symlink_metadata().is_ok());
+        let find = |name: &str| dir.map(|dir| dir.join(name)).filter(|path| path.symlink_metadata().is_ok());
+        let path = find(TOKENIZER_FILE);
+        if let (None, Some(other)) = (&path, OTHER_FILES.iter().find_map(|name| find(name))) {
+            let why = format!("{}: tokens are told here, but only {TOKENIZER_FILE} is read", other.display());
+            let help = "write that file with the library of the model (a fast tokenizer saves it), or give token numbers";
+            return Err(Error::new(Kind::Unsupported, why).detail("help", help));
+        }
         let tokenizer = path.map_or(Ok(Tokenizer::Bytes), |path| Tokenizer::read(&path))?;
         let (needs, has) = (tokenizer.vocab(), config.vocab_size());
         if needs <= has {
@@ -37,7 +46,7 @@ impl Tokenizer {
             #[cfg(feature = "tokenizers")]
             Tokenizer::File(_) => format!("a tokenizer of {needs} tokens for a model of {has}"),
         };
-        let help = format!("use --tokens FILE, or a model with {needs} tokens or more");
+        let help = format!("give token numbers instead of text, or a model with {needs} tokens or more");
         Err(Error::new(Kind::Config, why).detail("help", help))
     }
 
@@ -53,7 +62,7 @@ impl Tokenizer {
     #[cfg(not(feature = "tokenizers"))]
     fn read(path: &Path) -> Result<Tokenizer> {
         let why = format!("{}: this program was built without tokenizers", path.display());
-        let help = "build it with `cargo build --release --features tokenizers`, or give token numbers (--tokens, .bin)";
+        let help = "build it with `cargo build --release --features tokenizers`; train and eval take token numbers too (--tokens, .bin)";
         Err(Error::new(Kind::Unsupported, why).detail("help", help))
     }
 

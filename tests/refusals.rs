@@ -44,6 +44,49 @@ fn values_beyond_all_limits_are_refused_and_the_limit_is_named() {
 }
 
 #[test]
+fn what_is_read_is_not_written_over_and_what_is_not_read_is_refused() {
+    let folder = Folder::new("sources");
+    let dir = folder.path("");
+    let readme = folder.file("README.md", "# A text of some words\n".repeat(400));
+    let trained = |args: &[&str]| {
+        let program = env!("CARGO_BIN_EXE_shardgrad");
+        let short = ["train", "--preset", "tiny", "--steps", "1", "--eval-every", "0", "--mesh", "dp=1"];
+        let output = Command::new(program).args(short).args(args).current_dir(&dir).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    // Without --data the sources of the working directory are read.
+    let (code, said) = trained(&["--out", "out", "--trace", "README.md"]);
+    assert!(
+        code == Some(2) && said.contains("--trace README.md would replace a file of README.md"),
+        "{said}"
+    );
+    assert!(std::fs::read_to_string(&readme).unwrap().starts_with("# A text"));
+    let (code, said) = trained(&["--out", "out"]);
+    assert_eq!(code, Some(0), "{said}");
+    let out = folder.path("out/model");
+    let eval = |args: &[&str]| {
+        let program = env!("CARGO_BIN_EXE_shardgrad");
+        let output =
+            Command::new(program).args(["eval", "--model", &out]).args(args).current_dir(&dir).output();
+        let output = output.unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    let (code, said) = eval(&["--logits", "README.md"]);
+    assert!(code == Some(2) && said.contains("--logits README.md would replace"), "{said}");
+    std::os::unix::fs::symlink(&readme, folder.path("out/link.txt")).unwrap();
+    let (code, said) = eval(&["--data", "out"]);
+    assert!(code == Some(2) && said.contains("link.txt: is a link, which is not followed"), "{said}");
+    folder.file("out/model/vocab.json", "{}");
+    let (code, said) = eval(&[]);
+    assert!(
+        code == Some(2) && said.contains("vocab.json: tokens are told here, but only tokenizer.json"),
+        "{said}"
+    );
+    let (code, said) = told(&["bench", "card-kernels", "--device", "cpu"]);
+    assert!(code == 2 && said.contains("--device cpu is none"), "{said}");
+}
+
+#[test]
 fn files_that_never_end_are_refused() {
     let folder = Folder::new("endless");
     let fifo = folder.path("fifo");

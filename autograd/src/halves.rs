@@ -4,7 +4,7 @@
 //! can fill the time in which it would wait. Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241.
 
 use crate::id::{Id, Key};
-use crate::tape::{Node, Tape, Work, add};
+use crate::tape::{Node, Tape, Work, add, named};
 use shardgrad_tensor::Tensor;
 use smallvec::SmallVec;
 
@@ -68,23 +68,25 @@ impl Tape {
         let context = self.context();
         let before = context.set_backward(true);
         let mut arena = self.arena();
-        for at in (0..rest.nodes.len()).rev() {
-            let (earlier, node) = rest.nodes.split_at_mut(at);
-            let node = &mut node[0];
-            let given = node.cotangents.iter().any(Option::is_some);
-            if given && masks[at].contains(&true) {
-                context.set_path(&node.path);
-                let cotangents = node.pull_back(self.rank(), context, &masks[at]);
-                for (input, cotangent) in node.inputs.iter().zip(cotangents) {
-                    if let (Some(id), Some(cotangent)) = (*input, cotangent) {
-                        add(&mut arena.leaves, earlier, id, cotangent);
+        named(|stand| {
+            for at in (0..rest.nodes.len()).rev() {
+                let (earlier, node) = rest.nodes.split_at_mut(at);
+                let node = &mut node[0];
+                let given = node.cotangents.iter().any(Option::is_some);
+                if given && masks[at].contains(&true) {
+                    context.set_path(&node.path);
+                    let cotangents = node.pull_back(self.rank(), context, &masks[at], stand);
+                    for (input, cotangent) in node.inputs.iter().zip(cotangents) {
+                        if let (Some(id), Some(cotangent)) = (*input, cotangent) {
+                            add(&mut arena.leaves, earlier, id, cotangent);
+                        }
                     }
                 }
+                if !rest.left[at].contains(&true) {
+                    node.empty();
+                }
             }
-            if !rest.left[at].contains(&true) {
-                node.empty();
-            }
-        }
+        });
         context.set_backward(before);
     }
 }

@@ -8,6 +8,7 @@
 mod id;
 pub mod program;
 pub mod tape;
+mod leaf;
 pub mod var;
 pub mod replay;
 mod remat;

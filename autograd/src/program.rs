@@ -4,9 +4,9 @@
 //! null back end or for real, and leaves this list; a slice of it can then be replayed on other values.
 
 use crate::id::{Id, Key};
-use shardgrad_tensor::{DType, Layout, Op, Tensor};
+use shardgrad_tensor::{DType, Layout, Op, Tensor, op};
 use smallvec::SmallVec;
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
@@ -128,5 +128,34 @@ impl Program {
         let read = outside.flat_map(|(_, record)| &record.inputs).chain(&self.outputs);
         let made = |slot: &&Slot| matches!(slot, Slot::Made { record, .. } if inside(*record as usize));
         read.filter(made).copied().collect::<BTreeSet<Slot>>().into_iter().collect()
+    }
+
+    /// The layout of a slot.
+    #[must_use]
+    pub fn layout(&self, slot: Slot) -> &Layout {
+        match slot {
+            Slot::Outer(outer) => &self.outers[outer as usize].layout,
+            Slot::Made { record, out } => &self.records[record as usize].outputs[out as usize],
+        }
+    }
+
+    /// What a gradient can reach: some of what comes from outside, and what is made of it by ops that have one.
+    pub(crate) fn reached(&self, from: impl Fn(usize) -> bool) -> HashSet<Slot> {
+        let sources = (0..self.outers.len()).filter(|outer| from(*outer));
+        let mut reached: HashSet<Slot> = sources.map(|outer| Slot::Outer(outer as u32)).collect();
+        for (at, record) in self.records.iter().enumerate() {
+            let layouts: SmallVec<[&Layout; 4]> = record.inputs.iter().map(|s| self.layout(*s)).collect();
+            let differentiable = op::differentiable_args(&*record.op, &layouts);
+            let flows = |(i, s): (usize, &Slot)| differentiable[i] && !record.stops[i] && reached.contains(s);
+            if !record.inputs.iter().enumerate().any(flows) {
+                continue;
+            }
+            for (out, layout) in record.outputs.iter().enumerate() {
+                if layout.dtype().is_float() {
+                    reached.insert(Slot::Made { record: at as u32, out: out as u32 });
+                }
+            }
+        }
+        reached
     }
 }

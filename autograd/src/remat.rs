@@ -13,6 +13,7 @@ use shardgrad_dist::{Rank, Result};
 use shardgrad_tensor::op::Cotangents;
 use shardgrad_tensor::{Context, Tensor, Value, unwind};
 use smallvec::SmallVec;
+use std::panic::Location;
 
 impl Tape {
     /// Runs `block` so that only its arguments and the parameters it uses are kept for the backward pass; the rest is
@@ -22,22 +23,35 @@ impl Tape {
     ///
     /// # Errors
     /// Whatever `block` returns.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Unsupported` if the block takes a variable of another tape, or one from before the last backward
+    /// pass, that was not cut off.
+    #[track_caller]
     pub fn checkpoint(
         &self,
         arguments: &[Var],
         block: impl FnOnce(&[Var]) -> Result<Vec<Var>>,
     ) -> Result<Vec<Var>> {
+        let site = Location::caller();
         if self.is_recording() {
             let from = self.num_records();
             let results = block(arguments)?;
             self.note_block(from..self.num_records());
             return Ok(results);
         }
-        let Recording { mut program, outers, results } = self.recorded(arguments, block)?;
+        if !self.records() {
+            return block(arguments);
+        }
+        let Recording { mut program, outers, results } = self.recorded(arguments, site, block)?;
         // The node keeps what the block takes, and lets go of it in time.
         program.outers.iter_mut().for_each(|outer| outer.constant = None);
         let inputs: SmallVec<[Option<Id>; 4]> = outers.iter().map(Var::id).collect();
-        if !self.records() || inputs.iter().all(Option::is_none) {
+        // What the block has cut off is a constant outside of it too, whatever made it.
+        let reached = program.reached(|outer| inputs[outer].is_some());
+        let pairs = program.outputs.iter().zip(&results);
+        let live: Vec<bool> = pairs.map(|(slot, v)| reached.contains(slot) && !v.is_cut()).collect();
+        if !live.contains(&true) {
             return Ok(results.into_iter().map(|v| self.constant(v.tensor().clone())).collect());
         }
         let node = Node {
@@ -47,14 +61,12 @@ impl Tape {
             kept_outputs: SmallVec::from_elem(None, results.len()),
             cotangents: SmallVec::from_elem(None, results.len()),
             path: self.context().path(),
+            site,
         };
         let (round, node) = self.push(node);
-        // What the block has cut off is a constant outside of it too, whatever made it.
-        let made = |(out, v): (usize, Var)| match v.is_cut() {
-            true => self.constant(v.tensor().clone()),
-            false => {
-                Var::new(self, v.tensor().clone(), Some(Id::Made { round, node, out: out as u32 }), None)
-            }
+        let made = |(out, v): (usize, Var)| {
+            let id = live[out].then_some(Id::Made { round, node, out: out as u32 });
+            Var::new(self, v.tensor().clone(), id, None)
         };
         Ok(results.into_iter().enumerate().map(made).collect())
     }

@@ -9,6 +9,7 @@ use shardgrad_tensor::{Context, Layout, Op, Tensor, Value};
 use smallvec::SmallVec;
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
+use std::panic::Location;
 use std::rc::Rc;
 
 /// Values by what they are in a program.
@@ -22,10 +23,11 @@ pub(crate) struct Recording {
 }
 
 impl Tape {
-    /// Runs model text under a recorder and without nodes.
+    /// Runs model text under a recorder and without nodes, asked for by a line.
     pub(crate) fn recorded(
         &self,
         arguments: &[Var],
+        site: &'static Location<'static>,
         text: impl FnOnce(&[Var]) -> Result<Vec<Var>>,
     ) -> Result<Recording> {
         if self.is_recording() {
@@ -35,17 +37,18 @@ impl Tape {
             ));
         }
         let mut recorder = Recorder::default();
-        for argument in arguments {
-            let sums = self.sums_of(argument.id(), argument.tensor());
-            recorder.outer((argument.id(), argument.key()), argument.tensor(), sums);
+        // Arguments count as outer values of this tape, whatever recording made them.
+        let taken = |v: &Var| Var::new(self, v.tensor().clone(), self.live_here(v, site), None);
+        let fresh: Vec<Var> = arguments.iter().map(taken).collect();
+        for argument in &fresh {
+            let (id, sums) = (argument.id(), self.sums_of(argument.id(), argument.tensor()));
+            recorder.outer((id, id.and_then(|id| self.key_of(id))), argument.tensor(), sums);
         }
         recorder.program.num_arguments = recorder.program.outers.len();
         recorder.program.outers.iter_mut().for_each(|outer| outer.constant = None);
         self.set_recorder(Some(recorder));
-        // Arguments count as outer values, whatever recording made them.
-        let fresh: Vec<Var> = arguments.iter().map(Var::without_slot).collect();
         let results = self.without_nodes(|| text(&fresh));
-        let outputs = results.as_ref().map(|all| all.iter().map(|v| self.slot_of(v)).collect());
+        let outputs = results.as_ref().map(|all| all.iter().map(|v| self.slot_of(v, site)).collect());
         let recorder = self.set_recorder(None).unwrap_or_default();
         let mut program = recorder.program;
         program.outputs = outputs.unwrap_or_default();
@@ -60,6 +63,7 @@ impl Program {
     ///
     /// # Errors
     /// Whatever `text` returns.
+    #[track_caller]
     pub fn record(
         rank: &Rank,
         arguments: &[Layout],
@@ -71,7 +75,7 @@ impl Program {
         let arguments: Vec<Var> =
             arguments.iter().map(|layout| tape.constant(Tensor::outline(rank, layout))).collect();
         let before = Context::of(rank).path();
-        let recording = tape.recorded(&arguments, text);
+        let recording = tape.recorded(&arguments, Location::caller(), text);
         Context::of(rank).set_path(&before);
         Ok(recording?.program)
     }

@@ -3,39 +3,41 @@
 //! A leaf is a parameter as it is stored; a derived leaf is the same parameter in the layout it is computed in, with
 //! the route between the two. Microbatches are rounds on one tape: each [`Var::backward`](crate::Var::backward) uses up the
 //! nodes and adds to the leaves, and [`Tape::gradients`] takes the adjoint of every route once, whatever the number of rounds.
+//!
+//! A derived leaf lives from its first use until the gradients are handed out or the tape is dropped. So each rank holds a
+//! parameter that it stores a shard of, and computes with whole, for the rest of the step.
 
 use crate::id::{ByKey, Gradients, Id, Key, Noise};
 use crate::program::{OpRecord, Recorder, Slot};
-use shardgrad_dist::Rank;
+use shardgrad_dist::{Error, Rank};
 use shardgrad_tensor::op::{Cotangents, Vjp};
-use shardgrad_tensor::ops::redistribute::Redistribute;
-use shardgrad_tensor::{Context, DType, Inference, Layout, Op, Tensor, op, unwind};
+use shardgrad_tensor::{Context, DType, Inference, Layout, Op, Tensor, unwind};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell, RefMut};
 use std::collections::HashSet;
 use std::fmt;
 use std::ops::Range;
-use std::panic::Location;
-use std::rc::Rc;
+use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
+use std::rc::{Rc, Weak};
 
 pub(crate) struct Leaf {
     pub(crate) key: Key,
+    pub(crate) layout: Layout,
     /// Given up when gradients are handed out, so that the optimizer can update the parameter in place.
-    tensor: Option<Tensor>,
-    origin: Option<Origin>,
-    cotangent: Option<Tensor>,
+    pub(crate) tensor: Option<Tensor>,
+    pub(crate) origin: Option<(u32, Rc<dyn Op>)>,
+    /// The leaves derived of it, one for each layout.
+    pub(crate) forms: SmallVec<[u32; 1]>,
+    pub(crate) cotangent: Option<Tensor>,
     /// In which dtype cotangents are added up: that of the stored parameter, which is wider than the one it is computed with in
     /// mixed precision.
-    sums: DType,
+    pub(crate) sums: DType,
     /// What the parameter is called in the model.
-    path: Rc<str>,
-}
-
-/// What a derived leaf was made of.
-struct Origin {
-    leaf: u32,
-    op: Rc<dyn Op>,
-    layout: Layout,
+    pub(crate) path: Rc<str>,
+    /// The line that asked for it.
+    pub(crate) site: &'static Location<'static>,
+    /// The last round that has used it.
+    pub(crate) used: Option<u32>,
 }
 
 /// How the cotangents of a node's inputs come about.
@@ -58,6 +60,12 @@ pub(crate) trait PullBack {
     ) -> Cotangents;
 }
 
+/// Something that keeps what a recording has made, which is of no use after it.
+pub(crate) trait Keeper {
+    /// Lets go of what a recording has made.
+    fn forget(&self, recording: u32);
+}
+
 /// Something that happened: what it kept, and where its cotangents go.
 pub(crate) struct Node {
     pub(crate) work: Work,
@@ -66,14 +74,19 @@ pub(crate) struct Node {
     pub(crate) kept_outputs: SmallVec<[Option<Tensor>; 2]>,
     pub(crate) cotangents: SmallVec<[Option<Tensor>; 1]>,
     pub(crate) path: Rc<str>,
+    /// The line that asked for it.
+    pub(crate) site: &'static Location<'static>,
 }
+
+/// Where a backward pass stands: the line that asked for the op whose cotangents are formed, and the op.
+pub(crate) type Stand = Cell<Option<(&'static Location<'static>, &'static str)>>;
 
 #[derive(Default)]
 pub(crate) struct Arena {
     pub(crate) leaves: Vec<Leaf>,
-    by_key: ByKey<u32>,
+    pub(crate) by_key: ByKey<u32>,
     nodes: Vec<Node>,
-    round: u32,
+    pub(crate) round: u32,
 }
 
 /// The memory of the tape before, empty: a rank makes one tape after the other.
@@ -89,10 +102,14 @@ struct Inner {
     /// Whether the user asked for no gradients.
     quiet: Cell<bool>,
     outline: bool,
+    /// Whether a gradient can reach a parameter, or a program is to name it.
+    keeps_leaves: bool,
     noise: Cell<Option<Noise>>,
     recorder: RefCell<Option<Box<Recorder>>>,
     /// How many recordings there were.
     recordings: Cell<u32>,
+    /// What keeps something that the running one has made.
+    keepers: RefCell<Vec<Weak<dyn Keeper>>>,
 }
 
 impl Drop for Inner {
@@ -117,7 +134,8 @@ impl Tape {
         Tape::with(rank, true, false)
     }
 
-    /// A tape that records nothing: for inference and validation.
+    /// A tape that records nothing: for inference and validation. It keeps nothing of a parameter: a layout in which one is
+    /// computed lives as long as the variables in it, and each use of a parameter makes it anew.
     #[must_use]
     pub fn inference(rank: &Rank) -> Tape {
         Tape::with(rank, false, false)
@@ -140,9 +158,11 @@ impl Tape {
             records: Cell::new(records),
             quiet: Cell::new(false),
             outline,
+            keeps_leaves: records || outline,
             noise: Cell::new(None),
             recorder: RefCell::default(),
             recordings: Cell::new(0),
+            keepers: RefCell::default(),
         }))
     }
 
@@ -174,27 +194,17 @@ impl Tape {
         self.0.outline
     }
 
+    /// Whether parameters are leaves.
+    pub(crate) fn keeps_leaves(&self) -> bool {
+        self.0.keeps_leaves
+    }
+
     /// Whether ops are put on the tape.
     pub(crate) fn records(&self) -> bool {
         self.0.records.get()
     }
 
-    /// The number and the tensor of the leaf of a parameter, whose cotangents are added up in some dtype; made at its first use.
-    pub(crate) fn leaf_at(&self, key: Key, tensor: &Tensor, sums: DType) -> (Id, Tensor) {
-        let mut arena = self.0.arena.borrow_mut();
-        let known = arena.by_key.get(&key).copied();
-        let at = known.unwrap_or_else(|| {
-            let at = arena.leaves.len() as u32;
-            let path = self.0.context.path();
-            arena.leaves.push(Leaf { key, tensor: None, origin: None, cotangent: None, sums, path });
-            arena.by_key.insert(key, at);
-            at
-        });
-        let held = arena.leaves[at as usize].tensor.get_or_insert_with(|| tensor.clone());
-        (Id::Leaf(at), held.clone())
-    }
-
-    /// Runs `f` without recording; what it makes are constants.
+    /// Runs `f` without recording; what it makes are constants, and of a parameter that is first used in it nothing is kept.
     pub fn no_grad<T>(&self, f: impl FnOnce() -> T) -> T {
         let before = self.0.quiet.replace(true);
         let value = self.without_nodes(f);
@@ -215,56 +225,6 @@ impl Tape {
         value
     }
 
-    /// Another layout of a leaf as a derived leaf; `None` if the id is no leaf's.
-    pub(crate) fn leaf_form(
-        &self,
-        (id, stored): (Option<Id>, &Tensor),
-        to: &Layout,
-        site: &'static Location<'static>,
-    ) -> Option<(Id, Tensor)> {
-        let Some(Id::Leaf(origin)) = id else { return None };
-        let mut arena = self.0.arena.borrow_mut();
-        let serves = |l: &Leaf| {
-            l.origin.as_ref().is_some_and(|o| o.leaf == origin)
-                && l.tensor.as_ref().is_some_and(|t| t.layout() == to)
-        };
-        let known = arena.leaves.iter().position(serves);
-        let at = known.unwrap_or_else(|| {
-            let origin_at = origin as usize;
-            let key = arena.leaves[origin_at].key;
-            let op = unwind(Redistribute::between(&self.0.rank, stored.layout(), to));
-            let inference =
-                unwind(op::plan(&*op, (&self.0.rank, self.context()), &[stored.layout()], &[], site));
-            let made = match self.is_outline() {
-                true => op::outline(&inference, &self.0.rank),
-                false => {
-                    unwind(op::run(&*op, &[stored.piece()], &inference, (&self.0.rank, self.context()), site))
-                }
-            };
-            let tensor = made.into_iter().next().expect("redistribute has one output");
-            let origin = Some(Origin { leaf: origin, op, layout: stored.layout().clone() });
-            let (path, sums) = (arena.leaves[origin_at].path.clone(), arena.leaves[origin_at].sums);
-            arena.leaves.push(Leaf { key, tensor: Some(tensor), origin, cotangent: None, sums, path });
-            arena.leaves.len() - 1
-        });
-        Some((Id::Leaf(at as u32), arena.leaves[at].tensor.clone().expect("a leaf in use has its tensor")))
-    }
-
-    pub(crate) fn key_of(&self, id: Id) -> Option<Key> {
-        match id {
-            Id::Leaf(at) => Some(self.0.arena.borrow().leaves[at as usize].key),
-            Id::Made { .. } => None,
-        }
-    }
-
-    /// In which dtype cotangents of a value are added up.
-    pub(crate) fn sums_of(&self, id: Option<Id>, tensor: &Tensor) -> DType {
-        match id {
-            Some(Id::Leaf(at)) => self.0.arena.borrow().leaves[at as usize].sums,
-            _ => tensor.dtype(),
-        }
-    }
-
     /// Whether a program is recorded right now.
     pub(crate) fn is_recording(&self) -> bool {
         self.0.recorder.borrow().is_some()
@@ -277,8 +237,15 @@ impl Tape {
 
     /// Starts (or, with `None`, ends) a recording; gives the recorder that was there.
     pub(crate) fn set_recorder(&self, recorder: Option<Recorder>) -> Option<Recorder> {
+        let ended = self.recording();
+        self.0.keepers.take().iter().filter_map(Weak::upgrade).for_each(|keeper| keeper.forget(ended));
         self.0.recordings.set(self.0.recordings.get() + u32::from(recorder.is_some()));
         self.0.recorder.replace(recorder.map(Box::new)).map(|recorder| *recorder)
+    }
+
+    /// Has a keeper forget what the running recording has made when that ends.
+    pub(crate) fn note_keeper(&self, keeper: Weak<dyn Keeper>) {
+        self.0.keepers.borrow_mut().push(keeper);
     }
 
     /// The slot of a value that came from outside of the recording.
@@ -318,11 +285,6 @@ impl Tape {
         Rc::ptr_eq(&self.0, &other.0)
     }
 
-    /// The number of the running round.
-    pub(crate) fn round(&self) -> u32 {
-        self.0.arena.borrow().round
-    }
-
     #[inline]
     pub(crate) fn push(&self, node: Node) -> (u32, u32) {
         let mut arena = self.0.arena.borrow_mut();
@@ -343,21 +305,23 @@ impl Tape {
         for (id, seed) in seeds {
             add(&mut arena.leaves, &mut nodes, id, seed);
         }
-        for at in (0..nodes.len()).rev() {
-            let (earlier, node) = nodes.split_at_mut(at);
-            let node = &mut node[0];
-            if node.cotangents.iter().any(Option::is_some) {
-                context.set_path(&node.path);
-                let wanted: SmallVec<[bool; 4]> = node.inputs.iter().map(Option::is_some).collect();
-                let cotangents = node.pull_back(&self.0.rank, context, &wanted);
-                for (input, cotangent) in node.inputs.iter().zip(cotangents) {
-                    if let (Some(id), Some(cotangent)) = (*input, cotangent) {
-                        add(&mut arena.leaves, earlier, id, cotangent);
+        named(|stand| {
+            for at in (0..nodes.len()).rev() {
+                let (earlier, node) = nodes.split_at_mut(at);
+                let node = &mut node[0];
+                if node.cotangents.iter().any(Option::is_some) {
+                    context.set_path(&node.path);
+                    let wanted: SmallVec<[bool; 4]> = node.inputs.iter().map(Option::is_some).collect();
+                    let cotangents = node.pull_back(&self.0.rank, context, &wanted, stand);
+                    for (input, cotangent) in node.inputs.iter().zip(cotangents) {
+                        if let (Some(id), Some(cotangent)) = (*input, cotangent) {
+                            add(&mut arena.leaves, earlier, id, cotangent);
+                        }
                     }
                 }
+                nodes.truncate(at);
             }
-            nodes.truncate(at);
-        }
+        });
         // Its memory serves the next round.
         arena.nodes = nodes;
         context.set_backward(before);
@@ -376,23 +340,27 @@ impl Tape {
             leaf.tensor = None;
             let Some(cotangent) = leaf.cotangent.take() else { continue };
             context.set_path(&leaf.path);
-            match &leaf.origin {
+            let site = leaf.site;
+            match leaf.origin.clone() {
                 None => {
                     gradients.insert(leaf.key, cotangent);
                 }
-                Some(Origin { leaf: origin, op, layout }) => {
-                    let origin = *origin;
+                Some((origin, op)) => {
+                    let layout = arena.leaves[origin as usize].layout.clone();
                     let vjp = Vjp {
                         rank: &self.0.rank,
                         inputs: &[None],
                         outputs: &[None],
-                        input_layouts: std::slice::from_ref(layout),
+                        input_layouts: &[layout],
                         output_layouts: &[cotangent.layout().dual()],
                         grads: &[Some(cotangent)],
                         wanted: &[true],
                     };
-                    let back = op.vjp(&vjp).into_iter().next().flatten().expect("redistribute has a vjp");
-                    add(&mut arena.leaves, &mut [], Id::Leaf(origin), back);
+                    named(|stand| {
+                        stand.set(Some((site, op.name())));
+                        let back = op.vjp(&vjp).into_iter().next().flatten().expect("redistribute has a vjp");
+                        add(&mut arena.leaves, &mut [], Id::Leaf(origin), back);
+                    });
                 }
             }
         }
@@ -425,9 +393,16 @@ impl Node {
     }
 
     /// Cotangents of the wanted inputs from those of the outputs.
-    pub(crate) fn pull_back(&mut self, rank: &Rank, context: &Context, wanted: &[bool]) -> Cotangents {
+    pub(crate) fn pull_back(
+        &mut self,
+        rank: &Rank,
+        context: &Context,
+        wanted: &[bool],
+        stand: &Stand,
+    ) -> Cotangents {
         match &self.work {
             Work::Op(op, inference) => {
+                stand.set(Some((self.site, op.name())));
                 let closed = context.set_closed(true);
                 let cotangents = op.vjp(&Vjp {
                     rank,
@@ -448,7 +423,13 @@ impl Node {
                 }
                 cotangents
             }
-            Work::Block(block) => block.pull_back(rank, &self.kept_inputs, &self.cotangents, wanted),
+            Work::Block(block) => {
+                // Its ops have lines of their own.
+                stand.set(None);
+                let cotangents = block.pull_back(rank, &self.kept_inputs, &self.cotangents, wanted);
+                stand.set(Some((self.site, "checkpoint")));
+                cotangents
+            }
         }
     }
 }
@@ -459,6 +440,19 @@ impl Arena {
         self.round += 1;
         std::mem::take(&mut self.nodes)
     }
+}
+
+/// Runs a part of a backward pass, which says where it stands. An error in it names the line of the user's program that asked
+/// for the op, and the op: the lines within a vjp are the library's.
+pub(crate) fn named<T>(part: impl FnOnce(&Stand) -> T) -> T {
+    let stand = Stand::default();
+    catch_unwind(AssertUnwindSafe(|| part(&stand))).unwrap_or_else(|cause| {
+        match (cause.downcast::<Error>(), stand.get()) {
+            (Ok(error), Some((site, op))) => error.detail("vjp", op).asked_by(site).raise(),
+            (Ok(error), None) => error.raise(),
+            (Err(cause), _) => resume_unwind(cause),
+        }
+    })
 }
 
 /// Adds a cotangent where it belongs: partial to partial, no communication. Those of a leaf are widened first, if its sums are.

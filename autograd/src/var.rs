@@ -2,7 +2,7 @@
 
 use crate::id::{Id, Key};
 use crate::program::{OpRecord, Slot};
-use crate::tape::{Node, Tape, Work};
+use crate::tape::{Keeper, Node, Tape, Work};
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::ops::redistribute::Redistribute;
 use shardgrad_tensor::piece::listed;
@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 use std::cell::RefCell;
 use std::fmt;
 use std::panic::Location;
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 
 /// A tensor on a tape. Cloning copies the handle. Without an id it is a constant: no gradient reaches it.
 #[derive(Clone)]
@@ -21,7 +21,8 @@ struct Inner {
     tensor: Tensor,
     tape: Tape,
     id: Option<Id>,
-    slot: Option<Slot>,
+    /// What it is in the program of a recording, and the number of that recording.
+    slot: Option<(u32, Slot)>,
     /// Whether it was cut off: a gradient could reach it, and shall not.
     cut: bool,
     /// Other layouts of the same value, made once by implied steps and shared by all uses while this handle lives.
@@ -39,6 +40,7 @@ struct Form {
 
 impl Var {
     pub(crate) fn new(tape: &Tape, tensor: Tensor, id: Option<Id>, slot: Option<Slot>) -> Var {
+        let slot = slot.map(|slot| (tape.recording(), slot));
         Var(Rc::new(Inner { tensor, tape: tape.clone(), id, slot, cut: false, forms: RefCell::default() }))
     }
 
@@ -79,15 +81,6 @@ impl Var {
 
     pub(crate) fn id(&self) -> Option<Id> {
         self.0.id.filter(|_| !self.0.cut)
-    }
-
-    /// The same value as one that no recording has made.
-    pub(crate) fn without_slot(&self) -> Var {
-        Var::new(&self.0.tape, self.0.tensor.clone(), self.id(), None)
-    }
-
-    pub(crate) fn key(&self) -> Option<Key> {
-        self.0.tape.key_of(self.id()?)
     }
 
     /// The same value in another layout; the collective that leads there has its adjoint on the tape. A layout of a narrower float
@@ -154,30 +147,23 @@ impl Var {
         self.0.tensor.item()
     }
 
-    /// The id, unless this is a constant. A variable whose graph is gone is an error.
+    /// The id, unless this is a constant. A variable that its tape has left behind is an error.
     fn live(&self, site: &'static Location<'static>) -> Option<Id> {
         let id = self.id()?;
-        if let Id::Made { round, .. } = id
-            && round != self.0.tape.round()
-        {
-            Error::new(Kind::Unsupported, "a variable from before the last backward pass is used again")
-                .detail("help", "its graph is gone: recompute it, or detach() it to use its value")
-                .at(site)
-                .raise();
+        if self.0.tape.is_gone(id, &self.0.tensor) {
+            let (text, help) = match id {
+                Id::Made { .. } => (
+                    "a variable from before the last backward pass is used again",
+                    "its graph is gone: recompute it, or detach() it to use its value",
+                ),
+                Id::Leaf(_) => (
+                    "a variable of a parameter that is another tensor now is used again",
+                    "take the parameter from the tape again, or detach() the variable to use its value",
+                ),
+            };
+            Error::new(Kind::Unsupported, text).detail("help", help).at(site).raise();
         }
         Some(id)
-    }
-
-    /// [`Var::live`] for a node of a tape, which must be its own.
-    fn live_on(&self, tape: &Tape, site: &'static Location<'static>) -> Option<Id> {
-        let id = self.live(site);
-        if id.is_some() && !tape.same_as(&self.0.tape) {
-            Error::new(Kind::Unsupported, "two variables of different tapes meet in one op")
-                .detail("help", "use one tape a step, or detach() the older variable")
-                .at(site)
-                .raise();
-        }
-        id
     }
 
     /// Another layout of this value, made once.
@@ -197,6 +183,10 @@ impl Var {
                 Var::apply_at(op, &[self], site).into_iter().next().expect("redistribute has one output")
             }
         };
+        if recording != 0 {
+            let keeper: Weak<Inner> = Rc::downgrade(&self.0);
+            self.0.tape.note_keeper(keeper);
+        }
         self.0.forms.borrow_mut().push(Form { var: form.clone(), recording, quiet });
         form
     }
@@ -211,13 +201,13 @@ impl Var {
         let planned = listed(args, |v| v.layout(), |layouts| op::plan(&*op, place, layouts, &[], site));
         let inference = planned.unwrap_or_else(|e| e.raise());
         if inference.targets.iter().all(Option::is_none) {
-            return tape.run((&op, &inference), args, site);
+            return tape_of(args).run((&op, &inference), args, site);
         }
         let form = |(v, target): (&&Var, &Option<Layout>)| target.as_ref().map(|to| v.form(to, site));
         let forms: SmallVec<[Option<Var>; 4]> = args.iter().zip(&inference.targets).map(form).collect();
         let args: SmallVec<[&Var; 4]> =
             args.iter().zip(&forms).map(|(v, form)| form.as_ref().unwrap_or(v)).collect();
-        tape.run((&op, &inference), &args, site)
+        tape_of(&args).run((&op, &inference), &args, site)
     }
 }
 
@@ -228,21 +218,36 @@ impl Tape {
         Var::new(self, tensor, None, None)
     }
 
-    /// The leaf of a parameter; made at its first use, the same one ever after.
+    /// The leaf of a parameter; made at its first use, the same one as long as the parameter is the same tensor. A constant on a
+    /// tape that does not record, and under [`Tape::no_grad`].
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Unsupported` if it is another tensor than the one that the running round has used, or lies otherwise
+    /// than the gradient that is added up for it.
+    #[track_caller]
     #[must_use]
     pub fn leaf(&self, key: Key, tensor: &Tensor) -> Var {
         self.leaf_summed(key, tensor, tensor.dtype())
     }
 
     /// The leaf of a parameter whose cotangents are added up in a dtype no narrower than its own.
+    #[track_caller]
     pub(crate) fn leaf_summed(&self, key: Key, tensor: &Tensor, sums: DType) -> Var {
-        let (id, tensor) = self.leaf_at(key, tensor, sums);
-        Var::new(self, tensor, Some(id), None)
+        let (id, tensor) = self.leaf_at(key, tensor, sums, Location::caller());
+        let leaf = Var::new(self, tensor, id, None);
+        if self.is_quiet() { leaf.detach() } else { leaf }
     }
 
-    /// The slot of a variable in the program that is recorded.
-    pub(crate) fn slot_of(&self, var: &Var) -> Slot {
-        var.0.slot.unwrap_or_else(|| self.outer_slot(var.0.id, &var.0.tensor))
+    /// The slot of a variable in the program that is recorded. One of another tape, or of a graph that is gone, is an error
+    /// unless it was cut off.
+    pub(crate) fn slot_of(&self, var: &Var, site: &'static Location<'static>) -> Slot {
+        let own = |(recording, _): &(u32, Slot)| self.same_as(var.tape()) && *recording == self.recording();
+        var.0.slot.filter(own).map(|(_, slot)| slot).unwrap_or_else(|| {
+            let is_here =
+                || self.same_as(var.tape()) && var.0.id.is_some_and(|id| !self.is_gone(id, &var.0.tensor));
+            let id = self.live_here(var, site).or_else(|| var.0.id.filter(|_| is_here()));
+            self.outer_slot(id, &var.0.tensor)
+        })
     }
 
     /// Runs an op on arguments that lie as was inferred, and puts it on the tape (and into the recorder, if there is one);
@@ -261,7 +266,7 @@ impl Tape {
         };
         let visible = outputs.len() - op.num_saved();
         let record = self.is_recording().then(|| {
-            let inputs = args.iter().map(|v| self.slot_of(v)).collect();
+            let inputs = args.iter().map(|v| self.slot_of(v, site)).collect();
             let outputs = outputs[..visible].iter().map(|t| t.layout().clone()).collect();
             let stops = args.iter().map(|v| v.0.cut || self.is_quiet()).collect();
             self.note(OpRecord { op: op.clone(), inputs, outputs, path: self.context().path(), site, stops })
@@ -288,7 +293,7 @@ impl Tape {
         for (i, arg) in args.iter().enumerate() {
             let differentiable =
                 op.differentiable().get(i).copied().unwrap_or(true) && arg.dtype().is_float();
-            inputs.push(if differentiable { arg.live_on(self, site) } else { None });
+            inputs.push(if differentiable { self.live_here(arg, site) } else { None });
         }
         if inputs.iter().all(Option::is_none) {
             return None;
@@ -309,7 +314,41 @@ impl Tape {
             kept_outputs,
             cotangents: SmallVec::from_elem(None, outputs.len() - op.num_saved()),
             path: self.context().path(),
+            site,
         }))
+    }
+
+    /// The id of a variable on this tape, unless it is a constant, of whatever tape. One of another tape, or of a graph that is
+    /// gone, is an error.
+    pub(crate) fn live_here(&self, var: &Var, site: &'static Location<'static>) -> Option<Id> {
+        let id = var.live(site)?;
+        if !self.same_as(var.tape()) {
+            Error::new(Kind::Unsupported, "two variables of different tapes meet")
+                .detail("help", "use one tape a step, or detach() the older variable")
+                .at(site)
+                .raise();
+        }
+        Some(id)
+    }
+}
+
+/// The tape that an op goes on, whatever the order of its arguments: where several meet, that of the first through which a
+/// gradient can flow, else of the first on a tape that keeps what happens.
+fn tape_of<'a>(args: &[&'a Var]) -> &'a Tape {
+    let first = args[0].tape();
+    if args.iter().all(|v| v.tape().same_as(first)) {
+        return first;
+    }
+    let notes = |v: &&&Var| v.tape().records() || v.tape().is_recording();
+    // What a recording has made has no id, and may have a gradient all the same.
+    let reached = |v: &&&Var| v.requires_grad() || v.0.slot.is_some() && v.tape().is_recording();
+    let found = args.iter().find(|v| reached(v) && notes(v)).or_else(|| args.iter().find(reached));
+    found.or_else(|| args.iter().find(notes)).map_or(first, |v| v.tape())
+}
+
+impl Keeper for Inner {
+    fn forget(&self, recording: u32) {
+        self.forms.borrow_mut().retain(|form| form.recording != recording);
     }
 }
 

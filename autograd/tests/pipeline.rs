@@ -325,3 +325,65 @@ fn a_profile_has_the_time_of_every_piece_and_the_same_numbers_on_every_rank() {
         assert_eq!(profile.cut(num_stages).unwrap().len(), num_stages - 1);
     }
 }
+
+/// A parameter that one stage trains and another reads, in another layout and without a gradient, has one value on both:
+/// each has its gradient, whichever comes first.
+#[test]
+fn a_parameter_read_elsewhere_without_a_gradient_has_it_there_too() {
+    for quiet_first in [false, true] {
+        let ranks = World::run(Mesh::parse("pp=2,tp=2").unwrap(), |rank| {
+            let axis = rank.mesh().axis("pp").unwrap();
+            let here = rank.slice(axis);
+            let split = Layout::parse("f64[6@tp, 6]", here.mesh())?;
+            let text = |args: &[Var]| {
+                let w = args[0].tape().leaf(0, &parameter(args[0].rank(), 0)?);
+                let quiet = |x: &Var| x.add(&w.to_layout(&split).detach().sum());
+                let live = |x: &Var| x.matmul(&w);
+                Ok(vec![if quiet_first { live(&quiet(&args[0])) } else { quiet(&live(&args[0])) }.sum()])
+            };
+            let layout = Layout::invariant(here.mesh(), DType::F64, &[ROWS, WIDTH]);
+            let program = Program::record(&here, std::slice::from_ref(&layout), None, text)?;
+            let names = program.records.iter().map(|r| r.op.name());
+            let start = names.clone().position(|name| name == if quiet_first { "matmul" } else { "sum" });
+            let stages = Stages::new(program, &[start.expect("it is among them")]);
+            let schedule = Schedule::gpipe(2, 1).with_transfers(&stages.links());
+            let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
+            let outcome = runner.run(&Feed {
+                arguments: &|m| Ok(vec![arguments(&here, m)?.remove(1)]),
+                parameter: &|key| (parameter(&here, key).unwrap(), true),
+                draw: &|_| Draw::Off,
+                weight: 1.0,
+            })?;
+            Ok((stages.shared(&schedule.place), values(&outcome.gradients)?))
+        });
+        let ranks = ranks.unwrap();
+        assert_eq!(ranks[0].0, [(0, vec![0, 1])], "{quiet_first}");
+        assert!(ranks[0].1[&0].iter().any(|g| *g != 0.0));
+        assert!(ranks.iter().all(|r| r.1 == ranks[0].1), "{quiet_first}: {ranks:?}");
+    }
+}
+
+/// What is received takes its own memory, and no other while it is waited for.
+#[test]
+fn a_transfer_is_received_in_the_memory_that_it_takes() {
+    const NUMEL: usize = 1 << 16;
+    let peaks = World::run(Mesh::parse("pp=2").unwrap(), |rank| {
+        let axis = rank.mesh().axis("pp").unwrap();
+        let here = rank.slice(axis);
+        let layout = Layout::invariant(here.mesh(), DType::F64, &[NUMEL]);
+        let text = |args: &[Var]| Ok(vec![args[0].square().sum()]);
+        let program = Program::record(&here, std::slice::from_ref(&layout), None, text)?;
+        let stages = Stages::new(program, &[1]);
+        let schedule = Schedule::forward_only(&[0, 1], 2).with_transfers(&stages.links());
+        let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
+        runner.run(&Feed {
+            arguments: &|_| Ok(vec![Tensor::zeros(&here, &layout)?]),
+            parameter: &|_| unreachable!("there is none"),
+            draw: &|_| Draw::Off,
+            weight: 1.0,
+        })?;
+        Ok(rank.backend().memory().peak_bytes)
+    });
+    let peak = peaks.unwrap()[1];
+    assert!((NUMEL * 8..NUMEL * 8 * 3 / 2).contains(&peak), "{peak} bytes for a message of {}", NUMEL * 8);
+}

@@ -81,6 +81,13 @@ impl Error {
         self
     }
 
+    /// Names the line of user code that asked, in the place of a line that is named already.
+    #[must_use]
+    pub fn asked_by(mut self, site: &'static Location<'static>) -> Error {
+        self.0.site = Some(site);
+        self
+    }
+
     /// What sort of error this is.
     #[must_use]
     pub fn kind(&self) -> Kind {

@@ -11,13 +11,14 @@ use crate::dtype::Element;
 use crate::error::{KernelError, MemoryStats};
 use crate::latch::Latch;
 pub use raw::ALIGNMENT;
-use raw::{Class, Raw};
+use raw::{CUT_MIN, Class, Raw, Whole};
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering, fence};
 
-/// A caching allocator: freed blocks are kept by size class and handed out again.
+/// A caching allocator: freed blocks are kept by size class and handed out again. Large ones are cut up where blocks of a smaller
+/// class are wanted and there are none, and are whole again when all parts are free.
 #[derive(Clone, Default)]
 pub struct Allocator(Arc<Owner>);
 
@@ -58,8 +59,24 @@ impl State {
     /// A block that was given back, counted as in use.
     fn recycled(&mut self, class: Class) -> Option<Arc<Block>> {
         let block = self.free.get_mut(class.number)?.pop()?;
+        block.raw().take_up();
         self.count(class.bytes);
         Some(block)
+    }
+
+    /// A block cut from the smallest larger one that nobody uses, counted as in use.
+    fn cut(&mut self, class: Class) -> Option<Arc<Block>> {
+        if class.bytes < CUT_MIN {
+            return None;
+        }
+        let larger = self.free.get_mut(class.number + 1..)?.iter_mut().find_map(Vec::pop)?;
+        let (raw, home) = larger.into_host();
+        let (part, rest) = raw.cut(class);
+        if let Some(rest) = rest {
+            self.put(Block::host(rest, home.clone()));
+        }
+        self.count(class.bytes);
+        Some(Block::host(part, home))
     }
 
     /// Keeps a block, unless there is nobody who could ask for it.
@@ -68,11 +85,31 @@ impl State {
         if self.is_closed {
             return Some(block);
         }
-        if self.free.len() <= class.number {
-            self.free.resize_with(class.number + 1, Vec::new);
+        match block.raw().let_go() {
+            Some(whole) => self.join(whole, block),
+            None => self.put(block),
         }
-        self.free[class.number].push(block);
         None
+    }
+
+    fn put(&mut self, block: Arc<Block>) {
+        let number = block.raw().class.number;
+        if self.free.len() <= number {
+            self.free.resize_with(number + 1, Vec::new);
+        }
+        self.free[number].push(block);
+    }
+
+    /// Puts a block back whole of which nobody uses a part; `last` is one of these.
+    fn join(&mut self, whole: Arc<Whole>, last: Arc<Block>) {
+        let is_part = |block: &mut Arc<Block>| block.raw().whole().is_some_and(|of| Arc::ptr_eq(of, &whole));
+        for blocks in &mut self.free {
+            // Parts go without a word: what they are made of goes back as one.
+            blocks.extract_if(.., is_part).for_each(|part| drop(part.into_host()));
+        }
+        let (_, home) = last.into_host();
+        let raw = whole.into_raw().expect("bug: a part of a block is somewhere else");
+        self.put(Block::host(raw, home));
     }
 }
 
@@ -91,13 +128,10 @@ impl Allocator {
         let shared = &self.0.0;
         let refuse = || KernelError::OutOfMemory { asked_bytes: bytes, stats: self.stats() };
         let class = Class::of(bytes).ok_or_else(refuse)?;
-        let recycled = shared.state.with(|state| state.recycled(class));
+        let recycled = shared.state.with(|state| state.recycled(class).or_else(|| state.cut(class)));
         let block = match recycled {
             Some(block) => block,
-            None => {
-                let raw = shared.fresh(class).ok_or_else(refuse)?;
-                Arc::new(Block::of(Memory::Host { raw, home: shared.clone() }))
-            }
+            None => Block::host(shared.fresh(class).ok_or_else(refuse)?, shared.clone()),
         };
         block.bytes.store(bytes, Ordering::Relaxed);
         Ok(Buffer(ManuallyDrop::new(block)))
@@ -193,6 +227,26 @@ impl Block {
         Block { memory, bytes: AtomicUsize::new(0) }
     }
 
+    fn host(raw: Raw, home: Arc<Shared>) -> Arc<Block> {
+        Arc::new(Block::of(Memory::Host { raw, home }))
+    }
+
+    /// Of a block in the cache.
+    fn raw(&self) -> &Raw {
+        match &self.memory {
+            Memory::Host { raw, .. } => raw,
+            Memory::Device { .. } | Memory::Outline { .. } => unreachable!("only memory of the host is kept"),
+        }
+    }
+
+    /// The parts of a block in the cache.
+    fn into_host(self: Arc<Block>) -> (Raw, Arc<Shared>) {
+        match Arc::into_inner(self).map(|mut block| block.take()) {
+            Some(Memory::Host { raw, home }) => (raw, home),
+            _ => unreachable!("the cache has the last handle of memory of the host"),
+        }
+    }
+
     fn take(&mut self) -> Memory {
         std::mem::replace(&mut self.memory, Memory::Outline { home: None })
     }
@@ -204,7 +258,7 @@ impl Drop for Block {
             Memory::Host { raw, home } => {
                 // Two handles were the last ones at once, and left it to this.
                 let (class, shared) = (raw.class, home.clone());
-                let block = Arc::new(Block::of(Memory::Host { raw, home }));
+                let block = Block::host(raw, home);
                 shared.take_back(class, block).into_iter().for_each(release);
             }
             Memory::Device { address, home } => home.give_back(address),
@@ -229,7 +283,9 @@ pub struct Buffer(
 
 /// Gives a block that nobody uses back to the system.
 fn release(block: Arc<Block>) {
-    if let Some(Memory::Host { raw, home }) = Arc::into_inner(block).map(|mut block| block.take()) {
+    if let Some(Memory::Host { raw, home }) = Arc::into_inner(block).map(|mut block| block.take())
+        && raw.whole().is_none()
+    {
         home.state.with(|state| state.stats.reserved_bytes -= raw.class.bytes);
     }
 }
@@ -369,102 +425,4 @@ impl fmt::Debug for Buffer {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use std::sync::Mutex;
-
-    #[test]
-    fn a_freed_block_is_used_again() {
-        let a = Allocator::default();
-        drop(a.alloc(1000).unwrap());
-        let b = a.alloc(990).unwrap();
-        assert_eq!(a.stats().num_system_allocs, 1);
-        assert_eq!(b.bytes(), 990);
-        drop(b);
-        a.release_cache();
-        assert_eq!(a.stats().reserved_bytes, 0);
-    }
-
-    #[test]
-    fn a_shared_buffer_cannot_be_written() {
-        let mut b = Allocator::default().alloc(16).unwrap();
-        b.as_mut::<f32>().unwrap()[1] = 2.0;
-        let c = b.clone();
-        assert!(b.as_mut::<f32>().is_none());
-        drop(c);
-        assert_eq!(b.as_slice::<f32>()[1], 2.0);
-        assert!(b.is_unique());
-    }
-
-    #[test]
-    fn a_limit_is_an_error_with_figures() {
-        let a = Allocator::with_limit(1 << 20);
-        let held = a.alloc(1 << 19).unwrap();
-        let error = a.alloc(1 << 20).unwrap_err();
-        assert!(error.to_string().contains("1048576 bytes"), "{error}");
-        drop(held);
-        a.alloc(1 << 20).unwrap();
-    }
-
-    #[derive(Debug, Default)]
-    struct Returned(Mutex<Vec<u64>>);
-
-    impl Keeper for Returned {
-        fn give_back(&self, address: u64) {
-            self.0.lock().unwrap().push(address);
-        }
-    }
-
-    #[test]
-    fn memory_of_a_device_is_an_address_and_goes_home() {
-        let home = Arc::new(Returned::default());
-        let buffer = Buffer::on_device(4096, 12, home.clone());
-        assert_eq!((buffer.device_address(), buffer.bytes(), buffer.has_memory()), (Some(4096), 12, true));
-        let read = std::panic::AssertUnwindSafe(|| buffer.as_slice::<f32>().len());
-        let read = std::panic::catch_unwind(read);
-        assert!(read.is_err());
-        let other = buffer.clone();
-        drop(buffer);
-        assert!(home.0.lock().unwrap().is_empty());
-        drop(other);
-        assert_eq!(*home.0.lock().unwrap(), [4096]);
-    }
-
-    #[test]
-    fn the_cache_goes_with_the_allocator() {
-        let a = Allocator::default();
-        let (held, shared) = (a.alloc(100).unwrap(), Arc::downgrade(&a.0.0));
-        drop((a.alloc(100).unwrap(), a.alloc(5000).unwrap()));
-        assert_eq!(shared.upgrade().unwrap().state.with(|s| s.stats).reserved_bytes, 2 * 128 + 5120);
-        drop(a.clone());
-        assert_eq!(a.stats().reserved_bytes, 2 * 128 + 5120, "there is another handle");
-        drop(a);
-        assert_eq!(
-            shared.upgrade().unwrap().state.with(|s| s.stats).reserved_bytes,
-            128,
-            "what is held stays"
-        );
-        drop(held.clone());
-        drop(held);
-        assert!(shared.upgrade().is_none());
-    }
-
-    #[test]
-    fn last_handles_may_go_at_once_on_two_threads() {
-        let a = Allocator::default();
-        let (sender, receiver) = std::sync::mpsc::channel::<Buffer>();
-        std::thread::scope(|scope| {
-            scope.spawn(|| receiver.into_iter().for_each(drop));
-            for i in 0..20_000i64 {
-                let mut buffer = a.alloc(64 << (i % 3)).unwrap();
-                buffer.as_mut::<i64>().unwrap().fill(i);
-                sender.send(buffer.clone()).unwrap();
-                assert!(buffer.as_slice::<i64>().iter().all(|x| *x == i), "shared memory is not handed out");
-            }
-            drop(sender);
-        });
-        assert_eq!(a.stats().in_use_bytes, 0);
-        a.release_cache();
-        assert_eq!(a.stats().reserved_bytes, 0, "every block came back");
-    }
-}
+mod tests;

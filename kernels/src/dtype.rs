@@ -139,6 +139,8 @@ pub trait Float: Element {
     fn widen(self) -> Self::Acc;
     /// Rounds to nearest, ties to even.
     fn narrow(x: Self::Acc) -> Self;
+    /// The row itself, if nothing has to be widened.
+    fn as_wide(row: &[Self]) -> Option<&[Self::Acc]>;
 }
 
 /// The two accumulator types and the arithmetic kernels need of them.
@@ -179,6 +181,8 @@ macro_rules! real {
             fn widen(self) -> $t { self }
             #[inline(always)]
             fn narrow(x: $t) -> $t { x }
+            #[inline(always)]
+            fn as_wide(row: &[$t]) -> Option<&[$t]> { Some(row) }
         }
         impl Real for $t {
             const ZERO: $t = 0.0;
@@ -214,6 +218,10 @@ impl Float for bf16 {
         let quiet = bits >> 16 | 0x40;
         bf16::from_bits(if x.is_nan() { quiet } else { rounded } as u16)
     }
+    #[inline(always)]
+    fn as_wide(_: &[bf16]) -> Option<&[f32]> {
+        None
+    }
 }
 
 impl Float for f16 {
@@ -239,6 +247,10 @@ impl Float for f16 {
         let finite = if bare < 113 << 23 { subnormal } else { normal };
         let magnitude = if bare >= (127 + 16) << 23 { special } else { finite };
         f16::from_bits((magnitude | sign) as u16)
+    }
+    #[inline(always)]
+    fn as_wide(_: &[f16]) -> Option<&[f32]> {
+        None
     }
 }
 

@@ -17,8 +17,8 @@ pub enum MatmulPrecision {
     /// On NVIDIA cards in TF32 (10 bits behind the point): an error of at most 2^-9 of the size of a product, less where the
     /// library rounds to the nearest.
     High,
-    /// Operands rounded to bf16 (7 bits behind the point) on CPUs that have dot products of it, and on NVIDIA cards: 2^-7 of the size of a product. On such CPUs
-    /// operands beyond 3.39e38 become infinite, and operands and sums below 2^-126 count as 0.
+    /// Operands rounded to bf16 (7 bits behind the point) on CPUs whose dot products of it are faster than those of f32, and on NVIDIA
+    /// cards: 2^-7 of the size of a product. On such CPUs operands beyond 3.39e38 become infinite, and operands and sums below 2^-126 count as 0.
     Medium,
 }
 

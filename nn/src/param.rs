@@ -210,17 +210,17 @@ impl Param {
     #[must_use]
     pub fn on_tape(&self, tape: &Tape) -> Var {
         let site = Location::caller();
-        let (leaf, computed) = self.with(site, |placed| {
+        let (key, stored, computed) = self.with(site, |placed| {
             Context::of(tape.rank()).set_path(&placed.name);
-            let leaf = if tape.is_outline() {
-                tape.leaf(placed.key, &Tensor::outline(tape.rank(), &placed.layout))
-            } else {
-                tape.leaf(placed.key, placed.held())
+            let stored = match tape.is_outline() {
+                true => Tensor::outline(tape.rank(), &placed.layout),
+                false => placed.held().clone(),
             };
-            // A leaf all the same: its other layouts are made once a step.
-            let is_cut = self.is_frozen() && !tape.is_outline();
-            (if is_cut { leaf.detach() } else { leaf }, placed.computed.clone())
+            (placed.key, stored, placed.computed.clone())
         });
+        let leaf = tape.leaf(key, &stored);
+        // A leaf all the same: its other layouts are made once a step.
+        let leaf = if self.is_frozen() && !tape.is_outline() { leaf.detach() } else { leaf };
         match computed {
             Some(layout) => leaf.to_layout(&layout),
             None => leaf,

@@ -15,7 +15,7 @@ pub(crate) use plan::PlanArgs;
 pub(crate) use tools::{BenchArgs, BenchChoice, DoctorArgs, OpsArgs};
 pub(crate) use train::TrainArgs;
 
-use crate::data::{How, Split, Width};
+use crate::data::{How, Split, Width, is_source};
 use clap::builder::{NonEmptyStringValueParser, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 use shardgrad::dist::{Mesh, World};
@@ -153,6 +153,12 @@ pub(crate) struct DataArgs {
 }
 
 impl DataArgs {
+    /// A file that stands there and is of the sources that are read where nothing is named.
+    pub(crate) fn source<'a>(&self, path: &'a Path) -> Option<&'a Path> {
+        let is_read = self.inputs().next().is_none() && is_source(path) && path.exists();
+        is_read.then_some(path)
+    }
+
     /// The files and folders that are named.
     pub(crate) fn inputs(&self) -> impl Iterator<Item = &Path> {
         self.data.iter().chain(&self.tokens).map(PathBuf::as_path)
@@ -431,7 +437,7 @@ pub(crate) struct ExplainArgs {
         help_heading = "Step"
     )]
     pub(crate) batch: usize,
-    /// Tokens in a sequence [default: the positions of the model]
+    /// Tokens in a sequence [default: the positions of the model, 1024 at most]
     #[arg(long, value_name = "N", value_parser = values::count, help_heading = "Step")]
     pub(crate) seq: Option<usize>,
     #[command(flatten)]

@@ -34,7 +34,11 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
     };
     check_tokens(args.batch.min(windows.num_windows() as usize), windows.seq())?;
     if let Some(path) = &args.logits {
-        check_target("--logits", path, args.source.inputs().chain([args.model.as_path()]))?;
+        check_target(
+            "--logits",
+            path,
+            args.source.inputs().chain(args.source.source(path)).chain([args.model.as_path()]),
+        )?;
     }
     let plan = LanguageModel::plan(&config);
     let losses = args.run.world()?.launch(|rank| {

@@ -71,7 +71,7 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
         let peak_bytes = rank.backend().memory().peak_bytes as u64;
         Ok(Step { rank: rank.index(), parameters, activations, records, cost, peak_bytes })
     };
-    let steps: Vec<Step> = first_ranks(&mesh)
+    let steps: Vec<Step> = largest_ranks(&mesh)
         .into_iter()
         .map(|r| World::new(mesh.clone()).dry_run(r, one))
         .collect::<Result<_>>()?;
@@ -108,14 +108,17 @@ fn last_of_each(ops: Vec<(Rc<str>, Layout)>) -> Vec<(String, Layout)> {
     places
 }
 
-/// The first rank of each stage of a pipeline, or of the mesh.
-fn first_ranks(mesh: &Mesh) -> Vec<usize> {
-    let Some(pp) = mesh.axis("pp") else { return vec![0] };
-    let at = |place: usize| {
-        let here: Vec<usize> = mesh.axes().map(|a| if a == pp { place } else { 0 }).collect();
+/// The last rank of each stage of a pipeline, or of the mesh: of uneven shares the last is the largest.
+fn largest_ranks(mesh: &Mesh) -> Vec<usize> {
+    let at = |stage: Option<usize>| {
+        let place = |a| stage.filter(|_| mesh.axis("pp") == Some(a)).unwrap_or(mesh.size(a) - 1);
+        let here: Vec<usize> = mesh.axes().map(place).collect();
         mesh.rank_at(&here)
     };
-    (0..mesh.size(pp)).map(at).collect()
+    match mesh.axis("pp") {
+        None => vec![at(None)],
+        Some(pp) => (0..mesh.size(pp)).map(|stage| at(Some(stage))).collect(),
+    }
 }
 
 fn print_json(mesh: &Mesh, step: &Step) {

@@ -131,8 +131,8 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
     let out = OutFolder::open(&args.out)?;
     let metrics = out.join("metrics.jsonl");
     if let Some(trace) = &args.trace {
-        let own = [metrics.clone(), out.join("loss.svg"), out.join("model")];
-        let read = args.source.inputs().chain(args.model.dir());
+        let own = [metrics.clone(), out.join("loss.svg"), out.join("schedule.txt"), out.join("model")];
+        let read = args.source.inputs().chain(args.source.source(trace)).chain(args.model.dir());
         check_target("--trace", trace, read.chain(own.iter().map(PathBuf::as_path)))?;
     }
     Ok(Job {

@@ -164,6 +164,14 @@ fn expand(path: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     for entry in walk {
         let entry =
             entry.map_err(|e| Error::new(Kind::Io, format!("cannot read {}: {e}", path.display())))?;
+        if entry.path_is_symlink() {
+            let why = "is a link, which is not followed in a folder";
+            return Err(refuse(
+                entry.path(),
+                why,
+                "name what it leads to with --data, or put the file itself there",
+            ));
+        }
         if entry.file_type().is_some_and(|kind| kind.is_file()) {
             files.push(entry.into_path());
         }

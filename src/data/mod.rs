@@ -17,6 +17,7 @@ pub(crate) use batch::Batch;
 pub(crate) use corpus::{Corpus, Split, Width};
 pub(crate) use files::How;
 pub(crate) use sampler::{Order, Sampler};
+pub(crate) use sources::is_source;
 pub(crate) use tokens::{TokenFile, Vocabulary};
 
 #[cfg(test)]

@@ -57,6 +57,11 @@ fn read_up_to(dir: &Path, bytes_max: usize) -> Result<(String, String)> {
     Ok((origin, text))
 }
 
+/// Whether a path is named like one of the sources.
+pub(crate) fn is_source(path: &Path) -> bool {
+    path.extension().is_some_and(|e| e == "rs" || e == "md")
+}
+
 /// What an entry of the walk gives.
 enum Found {
     Text(String),
@@ -65,8 +70,7 @@ enum Found {
 }
 
 fn source(entry: &DirEntry) -> Found {
-    let wanted = entry.path().extension().is_some_and(|e| e == "rs" || e == "md");
-    if !wanted || !entry.file_type().is_some_and(|t| t.is_file()) {
+    if !is_source(entry.path()) || !entry.file_type().is_some_and(|t| t.is_file()) {
         return Found::Other;
     }
     // One bad file among hundreds must not stop the first run somebody tries.

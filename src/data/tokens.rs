@@ -64,7 +64,7 @@ pub(crate) struct TokenFile {
 
 impl TokenFile {
     /// Opens a file and checks that each number is a token of a vocabulary; for an encoder, `labels` too, some of which ask for a
-    /// token, and `attention_mask` and `token_type_ids` where they are.
+    /// token, and `attention_mask` and `token_type_ids` where they are. For others there are no `labels`, and no zeros in a mask.
     ///
     /// # Errors
     /// `Kind::Data` naming the file for one that is no safetensors file, lacks a tensor, holds one in another dtype than i64
@@ -90,7 +90,9 @@ impl TokenFile {
         let vocabulary = *vocabulary;
         let tokens = TokenFile { num_rows: num_rows as u64, seq: width - next, width, vocabulary, ids, file };
         tokens.check(&tokens.ids, &shape, |_| ())?;
-        if !vocabulary.causal {
+        if vocabulary.causal {
+            tokens.check_next(&shape)?;
+        } else {
             let mut asks = false;
             tokens.check(&tokens.labels(), &shape, |label| asks |= label != Bert::IGNORED)?;
             if !asks {
@@ -102,6 +104,28 @@ impl TokenFile {
             tokens.more().iter().try_for_each(|column| tokens.check(column, &shape, |_| ()))?;
         }
         Ok(tokens)
+    }
+
+    /// Refuses what would be left out of account where each next token is asked for.
+    fn check_next(&self, shape: &[usize]) -> Result<()> {
+        let path = self.file.path();
+        if self.file.get(LABELS).is_some() {
+            let why =
+                format_args!("`{LABELS}` is for encoders: here each token is asked for by those before it");
+            let help = "leave the tensor out; rows that are not to be learned whole are not supported";
+            return Err(refuse(path, why).detail("help", help));
+        }
+        let mut fills = false;
+        if self.file.get(MASK).is_some() {
+            let mask = Column { name: MASK, legal: 0..2 };
+            self.check(&mask, shape, |stands| fills |= stands == 0)?;
+        }
+        if fills {
+            let why = format_args!("`{MASK}` has zeros: rows that are filled up are for encoders");
+            let help = "join texts to rows of one length, with the token that ends a text between them";
+            return Err(refuse(path, why).detail("help", help));
+        }
+        Ok(())
     }
 
     /// Checks dtype, shape and every number of a tensor, and hands the numbers over.
@@ -280,6 +304,26 @@ mod tests {
         writer.append(NAME, &bytes).unwrap();
         writer.finish().unwrap();
         path
+    }
+
+    #[test]
+    fn rows_of_next_tokens_have_no_labels_and_nothing_filled_up() {
+        let dir = Scratch::new();
+        let with = |file: &str, name: &str, numbers: [i64; 3]| {
+            let path = dir.path(file);
+            let tensor = |name: &str| (name.to_string(), DType::I64, vec![1, 3]);
+            let mut writer = TensorWriter::create(&path, &[tensor(NAME), tensor(name)]).unwrap();
+            for (name, numbers) in [(NAME, [1, 2, 3]), (name, numbers)] {
+                writer
+                    .append(name, &numbers.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<u8>>())
+                    .unwrap();
+            }
+            writer.finish().unwrap();
+            path
+        };
+        assert!(told(&with("a", LABELS, [-100; 3])).starts_with("`labels` is for encoders"));
+        assert!(told(&with("b", MASK, [1, 1, 0])).starts_with("`attention_mask` has zeros"));
+        TokenFile::open(&with("c", MASK, [1; 3]), &Vocabulary::of(10)).unwrap();
     }
 
     fn told(path: &Path) -> String {

@@ -48,13 +48,13 @@ pub(crate) fn batch(
 }
 
 /// What the sum of losses of `part` of some rows is divided by, so that the mean over parts, by their rows, is the mean over
-/// all targets of the rows, however they are spread. `None` where each token is a target.
+/// all targets of the rows, however they are spread; rows without any have a mean of 0. `None` where each token is a target.
 ///
 /// # Errors
 /// As [`Sampler::asked`].
 pub(crate) fn share(sampler: &Sampler, rows: Range<u64>, part: usize) -> Result<Option<f64>> {
     let weight = part as f64 / (rows.end - rows.start) as f64;
-    Ok(sampler.asked(rows)?.map(|asked| asked as f64 * weight))
+    Ok(sampler.asked(rows)?.map(|asked| asked.max(1) as f64 * weight))
 }
 
 impl Recipe {

@@ -10,8 +10,8 @@ use shardgrad_kernels::{DType, Strides, upload};
 compile_error!("tensors are held as their files hold them, little endian");
 
 impl Tensor {
-    /// A tensor of which this rank's part has these bytes, of dtype `from`, rounded to the dtype of the layout. No
-    /// communication.
+    /// A tensor of which this rank's part has these bytes, of dtype `from`, rounded to the dtype of the layout; of truth values
+    /// all but 0 is true. No communication.
     ///
     /// # Errors
     /// `Kind::Shape` if the bytes are not as many as the part asks for; `Kind::Layout` for one that nothing can be
@@ -29,8 +29,10 @@ impl Tensor {
                 format!("bytes of {from} for a tensor of {}", layout.dtype()),
             ));
         }
-        let held = Piece { buffer: upload(&**rank.backend(), bytes)?, dtype: from, view: view.into() };
-        let part = if from == layout.dtype() { held } else { held.converted(rank, layout.dtype())? };
+        // Bytes of a file need not be 0 or 1, as those of every bool are.
+        let dtype = if from == DType::Bool { DType::U8 } else { from };
+        let held = Piece { buffer: upload(&**rank.backend(), bytes)?, dtype, view: view.into() };
+        let part = if dtype == layout.dtype() { held } else { held.converted(rank, layout.dtype())? };
         Ok(Tensor::assemble(rank, layout.clone(), part))
     }
 
@@ -86,6 +88,9 @@ mod tests {
                 Tensor::from_own_bytes(rank, &Layout::parse(layout, rank.mesh())?, from, &bytes)
             };
             assert_eq!(of("f32[4@tp]", DType::F64)?.to_host::<f32>()?, [1.0; 4]);
+            assert_eq!(of("u8[16]", DType::U8)?.to_host::<u8>()?, bytes);
+            let truth: Vec<u8> = bytes.iter().map(|b| u8::from(*b != 0)).collect();
+            assert_eq!(of("bool[16]", DType::Bool)?.to_host::<u8>()?, truth);
             assert_eq!(of("f32[4@tp]", DType::F32).unwrap_err().kind(), Kind::Shape);
             assert_eq!(of("f32[4@tp]", DType::I64).unwrap_err().kind(), Kind::DType);
             assert_eq!(of("f32[2] +tp", DType::F64).unwrap_err().kind(), Kind::Layout);

@@ -10,7 +10,7 @@ use std::rc::Rc;
 pub trait Contraction: Value {
     /// The product of all tensors, summed over the labels that the output lacks: `a b, b c, c -> a`, `a b -> b a`,
     /// `..m d -> ..m`. Labels are words separated by blanks; `..m` stands for any number of leading dims, as many in each
-    /// tensor that writes it. One float dtype.
+    /// tensor that writes it, and no label beside it is named `m_0`. One float dtype.
     ///
     /// A label that stands in one tensor only, and not in the output, is summed before anything else. Then tensors are
     /// multiplied from left to right, each time summing what nothing on the right needs: state the cheapest product
@@ -82,6 +82,13 @@ impl Plan {
                 _ => widths.push((name, width)),
             }
         }
+        let words = || inputs.iter().chain([&output]).flatten().copied();
+        for (spread, _) in &widths {
+            if let Some(same) = words().find(|word| stands_for(spread, word)) {
+                return refuse(format!("has `{same}`, but `{spread}` stands for labels like `{same}`"))
+                    .map_err(|e| e.detail("help", format!("rename `{same}`")));
+            }
+        }
         let expand = |labels: &[&str]| -> Vec<String> {
             let one = |label: &&str| match widths.iter().find(|w| w.0 == *label) {
                 Some((name, width)) => (0..*width).map(|i| format!("{}_{i}", &name[2..])).collect(),
@@ -133,6 +140,12 @@ impl Plan {
     }
 }
 
+/// Whether a label is named like those that a spread is written as: `m_0` for `..m`.
+fn stands_for(spread: &str, label: &str) -> bool {
+    let index = label.strip_prefix(&spread[2..]).and_then(|rest| rest.strip_prefix('_'));
+    index.is_some_and(|index| !index.is_empty() && index.bytes().all(|b| b.is_ascii_digit()))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -169,6 +182,10 @@ mod tests {
             "a! b -> a",
             "a ..m -> a",
             "a b -> a a",
+            "..m m_0 -> ..m",
+            "..m -> ..m m_0",
+            "m_17 ..m -> m_17",
+            ".. _0 -> ..",
         ] {
             let error = World::run(Mesh::single(), |rank| {
                 let x = Tensor::from_host(rank, &[2, 2], &[0.0f32; 4])?;
@@ -179,5 +196,24 @@ mod tests {
             assert_eq!(error.kind(), Kind::Shape, "{bad}: {error}");
             assert!(error.site().is_some_and(|s| s.file().ends_with("contraction.rs")), "{error}");
         }
+    }
+
+    #[test]
+    fn names_that_a_spread_stands_for_are_refused() {
+        let refused = World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[2, 2], &[1.0f64, 2.0, 3.0, 4.0])?;
+            Tensor::contract("..m k, k m_0 -> ..m", &[&x, &x]).to_host::<f64>()
+        });
+        let error = refused.unwrap_err();
+        assert!(error.message().contains("`..m` stands for labels like `m_0`"), "{error}");
+        let help = error.details().iter().find(|d| d.0 == "help").expect("it says what to write");
+        assert!(help.1.contains("rename `m_0`"), "{error}");
+        World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[2, 2], &[1.0f64, 2.0, 3.0, 4.0])?;
+            let sum = Tensor::contract("..m k, k m_n -> ..m", &[&x, &x]);
+            assert_eq!(sum.to_host::<f64>()?, [3.0 + 14.0, 9.0 + 28.0]);
+            Ok(())
+        })
+        .unwrap();
     }
 }

@@ -29,7 +29,9 @@ use crate::value::Value;
 use std::rc::Rc;
 
 /// Functions of single elements beyond those of [`Value`]. Where there are two arguments their shapes are aligned at the
-/// last dim; missing dims and extents of 1 are repeated. Misuse unwinds with the error that names op, layouts and line.
+/// last dim; missing dims and extents of 1 are repeated. A number that floats are compared with is rounded to their dtype;
+/// integers are compared with the number itself, so that none equals 0.5. Misuse unwinds with the error that names op, layouts
+/// and line.
 pub trait Elementwise: Value {
     /// x (1 + erf(x / sqrt 2)) / 2, the exact form of GELU; [`Value::gelu`] is the tanh form.
     #[track_caller]
@@ -311,7 +313,8 @@ pub trait Elementwise: Value {
         Self::apply_one(Choose::among(&self.shape(), &x.shape(), &y.shape()), &[self, x, y])
     }
 
-    /// `value` where a mask (bool) is true, else x.
+    /// `value` where a mask (bool) is true, else x. A tensor of integers or truth values must hold the value
+    /// (`Kind::DType`); to floats it is rounded.
     #[track_caller]
     #[must_use]
     fn masked_fill(&self, mask: &Self, value: f64) -> Self {

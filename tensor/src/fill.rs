@@ -3,23 +3,27 @@
 
 use crate::layout::Layout;
 use crate::piece::{Piece, launch};
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, adds_zeros};
 use shardgrad_dist::{Rank, Result};
 use shardgrad_kernels::op::truth::LT;
 use shardgrad_kernels::{DType, Dims};
 
 impl Tensor {
-    /// f(i) for the element that stands at i in the row-major order of the whole tensor, rounded to the dtype. On a pending
-    /// axis coordinate 0 holds the values, the others zeros.
+    /// f(i) for the element that stands at i in the row-major order of the whole tensor, rounded to the dtype: to the nearest
+    /// number that it holds, the even one of two; in bool everything but 0 is true. On a pending axis coordinate 0 holds the
+    /// values, the others zeros.
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
     pub fn from_fn(rank: &Rank, layout: &Layout, f: impl Fn(usize) -> f64) -> Result<Tensor> {
-        if layout.partial().iter().any(|a| rank.coordinate(a) != 0) {
+        if adds_zeros(layout, rank) {
             return Tensor::zeros(rank, layout);
         }
         let local = layout.local_shape(rank.coordinates());
-        let values: Vec<f64> = places(layout, rank).into_iter().map(f).collect();
+        // The conversion of floats rounds to nearest, that to integers towards zero.
+        let is_integer = matches!(layout.dtype(), DType::I64 | DType::U8);
+        let value = |i| if is_integer { f(i).round_ties_even() } else { f(i) };
+        let values: Vec<f64> = places(layout, rank).into_iter().map(value).collect();
         let piece = Piece::upload(rank, &local, &values)?;
         let piece =
             if layout.dtype() == DType::F64 { piece } else { piece.converted(rank, layout.dtype())? };
@@ -40,17 +44,20 @@ impl Tensor {
     /// `Kind::OutOfMemory`.
     pub fn linspace(rank: &Rank, layout: &Layout, first: f64, last: f64) -> Result<Tensor> {
         let steps = layout.numel().saturating_sub(1);
-        let at =
-            |i: usize| if i == steps { last } else { first + (last - first) * (i as f64 / steps as f64) };
+        // Multiplied first: where first, last and i are integers, so is the product, and only the quotient is rounded.
+        let at = |i: usize| if i == steps { last } else { first + (last - first) * i as f64 / steps as f64 };
         Tensor::from_fn(rank, layout, |i| if i == 0 { first } else { at(i) })
     }
 
-    /// 1 with probability p, else 0: where [`Tensor::uniform`] of 0..1 in f64 is below p, for the same key and stream. The
-    /// layout has no pending axis.
+    /// 1 with probability p, else 0: where [`Tensor::uniform`] of 0..1 in f64 is below p, for the same key and stream. On a
+    /// pending axis coordinate 0 holds the values, the others zeros.
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
     pub fn bernoulli(rank: &Rank, layout: &Layout, key: u64, stream: u64, p: f64) -> Result<Tensor> {
+        if adds_zeros(layout, rank) {
+            return Tensor::zeros(rank, layout);
+        }
         let uniform = Tensor::uniform(rank, &layout.with_dtype(DType::F64), key, stream, 0.0, 1.0)?;
         let shape = layout.local_shape(rank.coordinates());
         let bound = Piece::filled(rank, DType::F64, &[], p)?;
@@ -108,6 +115,9 @@ mod tests {
                     ("a=3,b=2", "[5@a, 7@b]"),
                     ("a=3,b=2", "[5@b@a, 7]"),
                     ("a=8", "[5@a, 7]"),
+                    ("a=2", "[5, 7] +a"),
+                    ("a=3,b=2", "[5, 7@b] +a"),
+                    ("a=3,b=2", "[5, 7] ~a +b"),
                 ] {
                     assert_eq!(values(mesh, &format!("{dtype}{rest}"), make), one, "{mesh} {rest}");
                 }
@@ -131,6 +141,27 @@ mod tests {
             assert!(drawn.iter().all(|x| *x == 0.0 || *x == 1.0) && (200.0..300.0).contains(&ones), "{ones}");
             assert_eq!(Tensor::bernoulli(rank, &layout("f32[9]")?, 7, 0, 0.0)?.to_f64()?, [0.0; 9]);
             assert_eq!(Tensor::bernoulli(rank, &layout("f32[9]")?, 7, 0, 1.0)?.to_f64()?, [1.0; 9]);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn integers_are_the_nearest() {
+        World::run(Mesh::parse("a=2").unwrap(), |rank| {
+            let layout = |text: &str| Layout::parse(text, rank.mesh());
+            let count: Vec<f64> = (0..50).map(f64::from).collect();
+            for text in ["i64[50@a]", "u8[50]", "f32[50@a]"] {
+                assert_eq!(Tensor::linspace(rank, &layout(text)?, 0.0, 49.0)?.to_f64()?, count, "{text}");
+            }
+            let tenths: Vec<f64> = (0..11).map(|i| f64::from(i) / 10.0).collect();
+            assert_eq!(Tensor::linspace(rank, &layout("f64[11@a]")?, 0.0, 1.0)?.to_f64()?, tenths);
+            let halves = Tensor::arange(rank, &layout("i64[6@a]")?, -0.75, 0.75)?;
+            assert_eq!(halves.to_host::<i64>()?, [-1, 0, 1, 2, 2, 3]);
+            let ties = Tensor::from_fn(rank, &layout("u8[5]")?, |i| i as f64 - 0.5)?;
+            assert_eq!(ties.to_f64()?, [0.0, 0.0, 2.0, 2.0, 4.0]);
+            let truth = Tensor::from_fn(rank, &layout("bool[3@a]")?, |i| i as f64 / 10.0)?;
+            assert_eq!(truth.to_f64()?, [0.0, 1.0, 1.0], "all but 0 is true");
             Ok(())
         })
         .unwrap();

@@ -3,7 +3,7 @@
 use crate::context::Context;
 use crate::layout::Layout;
 use crate::piece::Piece;
-use crate::tensor::{Tensor, check_host};
+use crate::tensor::{Tensor, adds_zeros, check_host, check_host_dtype};
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::{DType, Element, Strides};
 use std::panic::Location;
@@ -12,14 +12,17 @@ impl Tensor {
     /// A whole tensor that every rank holds in full (state `=` on every axis). `data` is row-major.
     ///
     /// # Errors
-    /// `Kind::Shape` if `data` has another length than the shape; `Kind::OutOfMemory`.
+    /// `Kind::Shape` if `data` has another length than the shape, or there is no memory of such an extent;
+    /// `Kind::OutOfMemory`.
     #[track_caller]
     pub fn from_host<T: Element>(rank: &Rank, shape: &[usize], data: &[T]) -> Result<Tensor> {
-        Tensor::from_global(rank, &Layout::invariant(rank.mesh(), T::DTYPE, shape), data)
+        let site = Location::caller();
+        let layout = Layout::checked_invariant(rank.mesh(), T::DTYPE, shape).map_err(|e| e.at(site))?;
+        Tensor::from_global(rank, &layout, data)
     }
 
     /// Takes this rank's piece out of the whole tensor, which every rank gives alike. On a pending axis
-    /// coordinate 0 holds the values, the others zeros.
+    /// coordinate 0 holds the values, the others zeros. Truth values are given as u8; all but 0 is true.
     ///
     /// # Errors
     /// `Kind::Shape` or `Kind::DType` if `data` does not fit the layout; `Kind::OutOfMemory`.
@@ -28,7 +31,7 @@ impl Tensor {
         let site = Location::caller();
         check_host::<T>(layout, data.len()).map_err(|e| e.at(site))?;
         let here = rank.coordinates();
-        if layout.partial().iter().any(|a| rank.coordinate(a) != 0) {
+        if adds_zeros(layout, rank) {
             return Tensor::zeros(rank, layout);
         }
         let mut view = Strides::contiguous(&layout.shape());
@@ -36,20 +39,19 @@ impl Tensor {
             let range = layout.range(d, here);
             view = view.narrow(d, range.start, range.end);
         }
-        let mut piece = if view.numel() == layout.numel() {
+        let piece = if view.numel() == layout.numel() {
             Piece::upload(rank, &view.shape, data)?
         } else {
             Piece::upload(rank, &view.shape, &gather_rows(data, &view))?
         };
-        piece.dtype = layout.dtype();
-        Ok(Tensor::assemble(rank, layout.clone(), piece))
+        Ok(Tensor::assemble(rank, layout.clone(), as_stated(piece, layout, rank)?))
     }
 
     /// Puts this rank's own elements (row-major, local shape) under a layout. Every rank calls this alike; that the
-    /// pieces belong together is the caller's word.
+    /// pieces belong together is the caller's word. Truth values are given as u8; all but 0 is true.
     ///
     /// # Errors
-    /// `Kind::Shape` if the elements are not as many as the local shape asks for; `Kind::DType`.
+    /// `Kind::Shape` if the elements are not as many as the local shape asks for; `Kind::DType`; `Kind::OutOfMemory`.
     #[track_caller]
     pub fn from_local<T: Element>(rank: &Rank, layout: &Layout, data: &[T]) -> Result<Tensor> {
         let local = layout.local_shape(rank.coordinates());
@@ -61,11 +63,10 @@ impl Tensor {
                 .detail("help", "give this rank's part only; for the whole tensor use Tensor::from_global")
                 .at(Location::caller()));
         }
-        if T::DTYPE != layout.dtype() {
-            let text = format!("local data of {} for a tensor of {}", T::DTYPE, layout.dtype());
-            return Err(Error::new(Kind::DType, text).at(Location::caller()));
-        }
-        Ok(Tensor::assemble(rank, layout.clone(), Piece::upload(rank, &local, data)?))
+        let site = Location::caller();
+        check_host_dtype::<T>(layout).map_err(|e| e.at(site))?;
+        let piece = Piece::upload(rank, &local, data)?;
+        Ok(Tensor::assemble(rank, layout.clone(), as_stated(piece, layout, rank)?))
     }
 
     /// The whole tensor on the host, row-major, on every rank: completes and gathers what is split, so every rank
@@ -153,6 +154,11 @@ impl Tensor {
     }
 }
 
+/// What was uploaded in the dtype of its layout: bytes that stand for truth values become 0 or 1, as every bool is.
+fn as_stated(piece: Piece, layout: &Layout, rank: &Rank) -> Result<Piece> {
+    if piece.dtype == layout.dtype() { Ok(piece) } else { piece.converted(rank, layout.dtype()) }
+}
+
 /// The elements of a view of host data, row-major.
 fn gather_rows<T: Element>(data: &[T], view: &Strides) -> Vec<T> {
     let mut out = Vec::with_capacity(view.numel());
@@ -174,4 +180,63 @@ fn gather_rows<T: Element>(data: &[T], view: &Strides) -> Vec<T> {
         }
     }
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::elementwise::Elementwise;
+    use shardgrad_dist::{Mesh, World};
+
+    #[test]
+    fn truth_values_from_bytes_are_0_or_1() {
+        World::run(Mesh::parse("a=2").unwrap(), |rank| {
+            let layout = Layout::parse("bool[4@a]", rank.mesh())?;
+            let right = Tensor::from_global(rank, &layout, &[0u8, 1, 1, 1])?;
+            let x = Tensor::from_global(rank, &layout, &[0u8, 1, 2, 255])?;
+            let own: &[u8] = if rank.index() == 0 { &[0, 7] } else { &[255, 128] };
+            for x in [x, Tensor::from_local(rank, &layout, own)?] {
+                assert_eq!(x.to_host::<u8>()?[2..], [1, 1]);
+                assert_eq!(x.dtype(), DType::Bool);
+                assert!(x.eq(&right).to_f64()?[2..].iter().all(|same| *same == 1.0));
+            }
+            let bytes = Tensor::from_global(rank, &layout.with_dtype(DType::U8), &[0u8, 1, 2, 255])?;
+            assert_eq!(bytes.to_host::<u8>()?, [0, 1, 2, 255], "bytes stay as they are");
+            let whole = Tensor::from_global(rank, &Layout::parse("bool[3]", rank.mesh())?, &[3u8, 0, 1])?;
+            assert_eq!(whole.to_host::<u8>()?, [1, 0, 1]);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn data_of_another_dtype_is_refused_with_help() {
+        let refused = |make: fn(&Rank, &Layout) -> Result<Tensor>| {
+            let made = World::run(Mesh::parse("a=2").unwrap(), |rank| {
+                make(rank, &Layout::parse("bool[2]", rank.mesh())?).map(|_| ())
+            });
+            made.unwrap_err()
+        };
+        let errors = [
+            refused(|rank, layout| Tensor::from_global(rank, layout, &[0i64, 1])),
+            refused(|rank, layout| Tensor::from_local(rank, layout, &[0i64, 1])),
+        ];
+        for error in errors {
+            assert_eq!(error.kind(), Kind::DType);
+            let labels: Vec<&str> = error.details().iter().map(|d| d.0).collect();
+            assert_eq!(labels[..2], ["layout", "help"], "{error}");
+            assert!(error.site().is_some_and(|s| s.file().ends_with("host.rs")), "{error}");
+        }
+    }
+
+    #[test]
+    fn more_elements_than_memory_has_addresses_are_refused() {
+        let made = World::run(Mesh::single(), |rank| {
+            Tensor::from_host::<f32>(rank, &[1 << 32, 1 << 32], &[]).map(|_| ())
+        });
+        let error = made.unwrap_err();
+        assert_eq!(error.kind(), Kind::Shape, "{error}");
+        assert!(error.message().contains("more elements than memory has addresses"), "{error}");
+        assert!(error.site().is_some_and(|s| s.file().ends_with("host.rs")), "{error}");
+    }
 }

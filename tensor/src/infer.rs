@@ -8,7 +8,7 @@
 
 use crate::dim::Dim;
 use crate::join::Join;
-use crate::layout::Layout;
+use crate::layout::{BEYOND_MEMORY, Layout};
 use crate::refusal::Refusal;
 use crate::signature::{Labels, Signature};
 use crate::state::State;
@@ -207,6 +207,10 @@ pub fn infer(
         // Without a gradient there is nothing to tell `~` from `=`.
         let replicate = if dtype.is_float() { replicate[k] } else { AxisSet::EMPTY };
         let output = Layout::assemble(mesh, dtype, dims, partial[k], replicate);
+        if !output.is_addressable() {
+            return Err(Refusal::new("shape", format!("the result {output} {BEYOND_MEMORY}"), &[])
+                .hint("extents are counted in elements; look for one that is too large"));
+        }
         // Handles of one layout are equal at a glance.
         let same = args.iter().chain(want.iter().flatten()).find(|l| ***l == output);
         result.outputs.push(same.map_or(output, |l| (*l).clone()));
@@ -403,5 +407,38 @@ mod tests {
         let rule = Rule { signature: &signature, linear_in: &[], differentiable: &[] };
         let (x, y) = (Layout::invariant(&one, DType::F32, &[4]), Layout::invariant(&two, DType::F32, &[4]));
         assert_eq!(infer(&rule, &[&x, &y], &[DType::F32], &[]).unwrap_err().code, "mesh");
+    }
+
+    #[test]
+    fn results_beyond_all_memory_are_refused() {
+        use crate::indexing::Indexing;
+        use crate::shaping::Shaping;
+        use crate::tensor::Tensor;
+        use crate::value::Value;
+        use shardgrad_dist::{Kind, World};
+        const HUGE: usize = 1 << 62;
+        type Call = fn(&Tensor) -> Tensor;
+        let cases: [(&str, Call); 7] = [
+            ("expand", |x| x.expand(0, HUGE)),
+            ("expand", |x| x.expand(0, usize::MAX)),
+            ("one_hot", |x| x.one_hot(HUGE, DType::F32)),
+            ("pad", |x| x.pad(0, usize::MAX, 1)),
+            ("pad", |x| x.slice(0, 0..0).pad(0, HUGE, HUGE)),
+            ("diagonal_of", |x| x.diagonal_of(isize::MIN)),
+            ("mul", |x| {
+                let row = x.slice(0, 0..1).cast(DType::F32).expand(0, 1 << 40).reshape(&[1 << 40]);
+                row.unsqueeze(1).mul(&row)
+            }),
+        ];
+        for (name, case) in cases {
+            let made = World::run(Mesh::single(), |rank| {
+                Ok(case(&Tensor::from_host(rank, &[2], &[0i64, 1])?).layout().to_string())
+            });
+            let error = made.unwrap_err();
+            assert_eq!(error.kind(), Kind::Shape, "{name}: {error}");
+            assert!(error.message().starts_with(&format!("{name}: the result ")), "{error}");
+            assert!(error.message().ends_with("has more elements than memory has addresses"), "{error}");
+            assert!(error.site().is_some_and(|s| s.file().ends_with("infer.rs")), "{error}");
+        }
     }
 }

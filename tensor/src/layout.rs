@@ -81,6 +81,9 @@ impl Parts {
     }
 }
 
+/// What is said of layouts that are not addressable.
+pub(crate) const BEYOND_MEMORY: &str = "has more elements than memory has addresses";
+
 impl Layout {
     /// A layout. Axes of size 1 are dropped; axes that are not named are invariant.
     ///
@@ -111,13 +114,10 @@ impl Layout {
                 Error::new(Kind::Layout, fault).detail("help", format!("the nearest layout is {layout}"))
             );
         }
-        let bytes = layout.dims().iter().try_fold(dtype.size(), |n, d| n.checked_mul(d.extent.max(1)));
-        match bytes {
-            Some(bytes) if bytes <= isize::MAX as usize => Ok(layout),
-            _ => {
-                Err(Error::new(Kind::Layout, format!("{layout} has more elements than memory has addresses")))
-            }
+        if layout.is_addressable() {
+            return Ok(layout);
         }
+        Err(Error::new(Kind::Layout, format!("{layout} {BEYOND_MEMORY}")))
     }
 
     /// Where this handle points: a hint for tables, as equal layouts may lie at two places.
@@ -125,11 +125,31 @@ impl Layout {
         Arc::as_ptr(&self.0).addr()
     }
 
-    /// The layout of a tensor that every rank holds in full, invariant on every axis.
+    /// The layout of a tensor that every rank holds in full, invariant on every axis. That memory has addresses for so many
+    /// elements is the caller's word; where nothing says so yet, ask [`Layout::checked_invariant`].
     #[must_use]
     pub fn invariant(mesh: &Mesh, dtype: DType, shape: &[usize]) -> Layout {
         let dims = shape.iter().map(|&n| Dim::whole(n)).collect();
         Layout::assemble(mesh, dtype, dims, AxisSet::EMPTY, AxisSet::EMPTY)
+    }
+
+    /// [`Layout::invariant`] for a shape that nobody has looked at.
+    ///
+    /// # Errors
+    /// `Kind::Shape` for more elements than memory has addresses.
+    pub fn checked_invariant(mesh: &Mesh, dtype: DType, shape: &[usize]) -> Result<Layout> {
+        let layout = Layout::invariant(mesh, dtype, shape);
+        if layout.is_addressable() {
+            return Ok(layout);
+        }
+        Err(Error::new(Kind::Shape, format!("{layout} {BEYOND_MEMORY}"))
+            .detail("help", "extents are counted in elements; one of them is too large"))
+    }
+
+    /// Whether memory has addresses for all elements, counting an extent of 0 as 1, so that no product of extents overflows.
+    pub(crate) fn is_addressable(&self) -> bool {
+        let bytes = self.dims().iter().try_fold(self.dtype().size(), |n, d| n.checked_mul(d.extent.max(1)));
+        bytes.is_some_and(|bytes| bytes <= isize::MAX as usize)
     }
 
     /// The mesh.

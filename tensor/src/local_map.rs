@@ -32,12 +32,13 @@ pub type MapForward = dyn Fn(&Rank, &[Piece]) -> Result<Pieces>;
 pub type MapBackward = dyn Fn(&Rank, &[Piece], &[Piece]) -> Result<Pieces>;
 
 /// Applies a function of local pieces: `forward` gets this rank's pieces of the arguments and gives its pieces of the
-/// results; `backward` gets the arguments and the cotangents of the results and gives those of all arguments (any piece
-/// of the right shape for integers). That the functions mean what the layouts say is the caller's word.
+/// results; `backward` gets the arguments and the cotangents of the results and gives those of all arguments (for integers
+/// any piece of their dtype and local shape). That the functions mean what the layouts say is the caller's word.
 ///
 /// # Panics
-/// Unwinds with the error (`Kind::Layout`) if an argument lies otherwise than stated, or a stated cotangent is not the
-/// dual of its argument.
+/// Unwinds with the error: `Kind::Layout` if an argument lies otherwise than stated, or a stated cotangent is not the
+/// dual of its argument; `Kind::Shape` if there is no argument, or a function gives more or fewer pieces than are stated, or
+/// one that has not the dtype and the local shape of its layout.
 #[track_caller]
 #[must_use]
 pub fn local_map<V: Value>(
@@ -56,6 +57,11 @@ const INPUTS_MAX: usize = 6;
 
 fn check(name: &str, count: usize, layouts: MapLayouts<'_>) -> Result<()> {
     let MapLayouts { inputs, cotangents, .. } = layouts;
+    if count == 0 {
+        let text = format!("local_map {name}: no argument; there is at least one");
+        return Err(Error::new(Kind::Shape, text)
+            .detail("help", "a tensor that is made of nothing is made by Tensor::from_local"));
+    }
     let refuse = |text: String| Err(Error::new(Kind::Layout, format!("local_map {name}: {text}")));
     if count != inputs.len() || count != cotangents.len() || count > INPUTS_MAX {
         let (i, c) = (inputs.len(), cotangents.len());
@@ -73,6 +79,28 @@ fn check(name: &str, count: usize, layouts: MapLayouts<'_>) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// The pieces of a user's function if they are what was stated: whatever comes later trusts their layouts.
+fn checked(map: &str, function: &str, pieces: Pieces, stated: &[Layout], rank: &Rank) -> Result<Pieces> {
+    let refuse = |text: String| {
+        Err(Error::new(Kind::Shape, format!("local_map {map}: the {function} function gave {text}")).detail(
+            "help",
+            "give a piece for each layout, of its dtype and its local_shape(rank.coordinates())",
+        ))
+    };
+    if pieces.len() != stated.len() {
+        return refuse(format!("{} pieces for {} stated", pieces.len(), stated.len()));
+    }
+    for (i, (piece, layout)) in pieces.iter().zip(stated).enumerate() {
+        let local = layout.local_shape(rank.coordinates());
+        if (piece.dtype, &piece.view.shape) != (layout.dtype(), &local) {
+            let [given, right] = [(piece.dtype, &piece.view.shape), (layout.dtype(), &local)]
+                .map(|(dtype, shape)| format!("{dtype}{:?}", shape.as_slice()));
+            return refuse(format!("{given} as piece {i}; of {layout} this rank holds {right}"));
+        }
+    }
+    Ok(pieces)
 }
 
 /// A label for each dim of each tensor: no two dims need be the same thing.
@@ -178,7 +206,8 @@ impl Op for LocalMap {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        (self.forward)(local.rank, &owned(x))
+        let pieces = (self.forward)(local.rank, &owned(x))?;
+        checked(self.name, "forward", pieces, &self.outputs, local.rank)
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
@@ -224,7 +253,8 @@ impl Op for LocalMapBackward {
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let (inputs, grads) = x.split_at(self.num_inputs);
-        (self.backward)(local.rank, &owned(inputs), &owned(grads))
+        let pieces = (self.backward)(local.rank, &owned(inputs), &owned(grads))?;
+        checked(self.name, "backward", pieces, &self.outputs, local.rank)
     }
 }
 
@@ -309,5 +339,77 @@ mod tests {
             "{error}"
         );
         assert!(refused("f64[5] ~a", "f64[5]").contains("whose cotangent is f64[5] +a"), "{error}");
+    }
+
+    type Make = fn(&Rank, &[Piece]) -> Result<Pieces>;
+
+    const WRONG: [(Make, &str); 4] = [
+        (|_, _| Ok(Pieces::new()), "0 pieces for 1"),
+        (|_, x| Ok([x[0].clone(), x[0].clone()].into_iter().collect()), "2 pieces for 1"),
+        (
+            |rank, _| Ok([Piece::filled(rank, DType::F64, &[1], 0.0)?].into_iter().collect()),
+            "f64[1] as piece 0; of f64[4@a] this rank holds f64[2]",
+        ),
+        (|rank, x| Ok([x[0].converted(rank, DType::F32)?].into_iter().collect()), "f32[2] as piece 0;"),
+    ];
+
+    #[test]
+    fn pieces_that_do_not_fit_the_stated_layouts_are_refused() {
+        for (make, what) in WRONG {
+            let error = World::run(Mesh::parse("a=2").unwrap(), |rank| {
+                let layout = [Layout::parse("f64[4@a]", rank.mesh())?];
+                let x = Tensor::zeros(rank, &layout[0])?;
+                let layouts = MapLayouts { inputs: &layout, outputs: &layout, cotangents: &layout };
+                let _ = local_map("mine", &[&x], layouts, make, |_, x, _| Ok(x.iter().cloned().collect()));
+                Ok(())
+            })
+            .unwrap_err();
+            assert_eq!(error.kind(), Kind::Shape, "{error}");
+            assert!(error.message().starts_with("local_map mine: the forward function gave"), "{error}");
+            assert!(error.message().contains(what), "{error}");
+            assert!(error.site().is_some_and(|s| s.file().ends_with("local_map.rs")), "{error}");
+            assert!(error.details().iter().any(|d| d.0 == "help"), "{error}");
+        }
+    }
+
+    #[test]
+    fn cotangents_that_do_not_fit_are_refused() {
+        for (make, what) in WRONG {
+            let error = World::run(Mesh::parse("a=2").unwrap(), |rank| {
+                let layout = [Layout::parse("f64[4@a]", rank.mesh())?];
+                let x = Tensor::zeros(rank, &layout[0])?;
+                let layouts = MapLayouts { inputs: &layout, outputs: &layout, cotangents: &layout };
+                let same = |_: &Rank, x: &[Piece]| Ok(x.iter().cloned().collect());
+                let _ = LocalMap::new("mine", layouts, same, move |rank, x, _| make(rank, x)).vjp(&Vjp {
+                    rank,
+                    inputs: &[Some(x.clone())],
+                    outputs: &[None],
+                    input_layouts: &layout,
+                    output_layouts: &layout,
+                    grads: &[Some(x)],
+                    wanted: &[true],
+                });
+                Ok(())
+            })
+            .unwrap_err();
+            assert_eq!(error.kind(), Kind::Shape, "{error}");
+            assert!(error.message().starts_with("local_map mine: the backward function gave"), "{error}");
+            assert!(error.message().contains(what), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_map_of_nothing_is_refused() {
+        let error = World::run(Mesh::single(), |rank| {
+            let outputs = [Layout::parse("f64[4]", rank.mesh())?];
+            let layouts = MapLayouts { inputs: &[], outputs: &outputs, cotangents: &[] };
+            let made: SmallVec<[Tensor; 2]> =
+                local_map("mine", &[], layouts, |_, _| Ok(Pieces::new()), |_, _, _| Ok(Pieces::new()));
+            Ok(made.len())
+        })
+        .unwrap_err();
+        assert_eq!(error.kind(), Kind::Shape, "{error}");
+        assert_eq!(error.message(), "local_map mine: no argument; there is at least one");
+        assert!(error.site().is_some(), "{error}");
     }
 }

@@ -42,6 +42,12 @@ impl Piece {
         Ok(Piece { buffer, dtype, view })
     }
 
+    /// The memory that a message came in, row-major from its first byte.
+    #[must_use]
+    pub fn received(buffer: Buffer, dtype: DType, shape: &[usize]) -> Piece {
+        Piece { buffer, dtype, view: Strides::contiguous(shape).into() }
+    }
+
     /// New memory with one value everywhere, row-major.
     ///
     /// # Errors

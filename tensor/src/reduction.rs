@@ -94,18 +94,18 @@ pub trait Reduction: Value {
         norm.cast(self.dtype())
     }
 
-    /// Whether any of some truth values (bool) is true; false over nothing.
+    /// Whether any of some elements is true, in bool; false over nothing. Any dtype: all but 0 is true, not-a-number too.
     #[track_caller]
     #[must_use]
     fn any(&self, dims: &[usize]) -> Self {
-        self.cast(DType::F32).amax(dims).gt_scalar(0.5)
+        self.cast(DType::Bool).cast(DType::F32).amax(dims).gt_scalar(0.5)
     }
 
-    /// Whether all of some truth values (bool) are true; true over nothing.
+    /// Whether all of some elements are true, in bool; true over nothing. What is true, as in [`Reduction::any`].
     #[track_caller]
     #[must_use]
     fn all(&self, dims: &[usize]) -> Self {
-        self.cast(DType::F32).amin(dims).gt_scalar(0.5)
+        self.cast(DType::Bool).cast(DType::F32).amin(dims).gt_scalar(0.5)
     }
 
     /// exp(x_i) / sum_j exp(x_j) along a whole dim. Along a split one, use the exponential of [`Reduction::log_softmax`].
@@ -249,6 +249,27 @@ mod tests {
             let one = Tensor::from_host(rank, &[1], &[3.0f64])?;
             assert!(one.var(&[0], 1.0).item()?.is_nan());
             assert_eq!(one.var(&[0], 0.0).item()?, 0.0);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn all_but_zero_is_true_in_any_dtype() {
+        World::run(Mesh::parse("a=2").unwrap(), |rank| {
+            let both =
+                |x: &Tensor| Ok::<_, Error>((x.any(&[0]).to_host::<u8>()?, x.all(&[0]).to_host::<u8>()?));
+            let split = Layout::parse("f64[2@a, 4]", rank.mesh())?;
+            let x = Tensor::from_global(rank, &split, &[0.0, -1.0, 0.3, f64::NAN, 0.0, 0.0, 0.4, -0.2])?;
+            assert_eq!(both(&x)?, (vec![0, 1, 1, 1], vec![0, 0, 1, 1]));
+            let x = Tensor::from_host(rank, &[2, 3], &[-1i64, 0, 1 << 40, i64::MIN, 0, 0])?;
+            assert_eq!(both(&x)?, (vec![1, 0, 1], vec![1, 0, 0]));
+            let x = Tensor::from_global(rank, &Layout::parse("i64[2] +a", rank.mesh())?, &[-3i64, 0])?;
+            assert_eq!(both(&x)?, (vec![1], vec![0]));
+            let tiny = Tensor::from_host(rank, &[1], &[1e-300])?;
+            assert_eq!(both(&tiny)?, (vec![1], vec![1]), "what f32 rounds to 0");
+            let none = Tensor::from_host::<u8>(rank, &[0, 1], &[])?;
+            assert_eq!(both(&none)?, (vec![0], vec![1]));
             Ok(())
         })
         .unwrap();

@@ -4,12 +4,13 @@
 //! one is split. Merge (A, B): a split of A in grains of a stays, in grains of a B. A split of B passes only if A has
 //! extent 1, or if the axes of A leave one index a rank. Split AB in grains of g: the axes land on A, in grains of g / B if B
 //! divides g, else in grains of 1 if that cuts at the same places; else, if the first axes have exactly A members
-//! and g divides B, those land on A and the rest on B. No data moves.
+//! and g divides B, those land on A and the rest on B. No data moves. Of a tensor without elements no rank holds any: there
+//! axes that have nowhere else to go land on the first new dim of extent 0.
 
 use crate::dim::{AxisList, Dim};
 use crate::layout::Layout;
 use crate::refusal::Refusal;
-use shardgrad_dist::Mesh;
+use shardgrad_dist::{Axis, Mesh};
 use smallvec::SmallVec;
 use std::ops::Range;
 
@@ -23,14 +24,22 @@ pub fn reshape_layout(from: &Layout, shape: &[usize]) -> Result<Layout, Refusal>
         let text = format!("{from} has {} elements, which do not fill the shape {shape:?}", from.numel());
         return Err(Refusal::new("shape", text, &[]));
     }
-    let mut dims = SmallVec::new();
+    let mut dims: SmallVec<[Dim; 6]> = SmallVec::new();
+    let mut left_over: SmallVec<[Axis; 4]> = SmallVec::new();
     for (old, new) in groups(&from.shape(), shape) {
         let target = &shape[new];
         let source = &from.dims()[old.clone()];
         match regroup(source, target, from.mesh()) {
             Some(group) => dims.extend(group),
+            None if from.numel() == 0 => {
+                dims.extend(target.iter().map(|&n| Dim::whole(n)));
+                left_over.extend(source.iter().flat_map(|d| d.axes.iter()));
+            }
             None => return Err(refusal(from, old, target)),
         }
+    }
+    if let Some(empty) = dims.iter_mut().find(|d| d.extent == 0) {
+        empty.axes = empty.axes.iter().chain(left_over).collect();
     }
     Ok(from.with_dims(dims))
 }
@@ -157,7 +166,7 @@ fn refusal(from: &Layout, old: Range<usize>, new: &[usize]) -> Refusal {
     let refusal = Refusal::new("reshape", text, &places);
     let row: usize = new.iter().skip(1).product();
     match &from.dims()[old] {
-        [dim] if new.len() > 1 && row > 1 && dim.grain % row != 0 && dim.extent > 0 => {
+        [dim] if new.len() > 1 && row > 1 && dim.grain % row != 0 => {
             refusal.hint(format!("declare the unit where the tensor is made, as in {}:{row}", dim.extent))
         }
         _ => refusal,
@@ -280,10 +289,12 @@ mod tests {
     fn tensors_without_elements() {
         assert_eq!(reshape("f32[0@a, 12:4]", &[0, 3, 4]).unwrap(), "f32[0@a, 3, 4:4]");
         assert_eq!(reshape("f32[0, 3]", &[5, 0]).unwrap(), "f32[5, 0]");
-        assert_eq!(reshape("f32[4@a, 0]", &[0]).unwrap_err(), "reshape");
+        assert_eq!(reshape("f32[4@a, 0]", &[0]).unwrap(), "f32[0@a]");
+        assert_eq!(reshape("f32[0@a]", &[4, 0]).unwrap(), "f32[4, 0@a]");
         assert_eq!(reshape("f32[0@a, 5]", &[0]).unwrap(), "f32[0@a]");
         assert_eq!(reshape("f32[0, 2, 1]", &[0, 1]).unwrap(), "f32[0, 1]");
-        assert_eq!(reshape("f32[0, 4@a]", &[0, 2]).unwrap_err(), "reshape");
+        assert_eq!(reshape("f32[0, 4@a]", &[0, 2]).unwrap(), "f32[0@a, 2]");
+        assert_eq!(reshape("f32[4@b, 6:2@a, 0]", &[5, 0, 2, 0]).unwrap(), "f32[5, 0@b@a, 2, 0]");
     }
 
     #[test]

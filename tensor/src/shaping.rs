@@ -155,7 +155,9 @@ pub trait Shaping: Value {
         parts
     }
 
-    /// `count` parts of a dim that no axis splits, part i from floor(i n / count) on: as even as can be.
+    /// `count` parts of a dim that no axis splits, part i from floor(i n / count) on: as even as can be, and cut where an axis
+    /// of so many ranks would split the dim. 5 elements in 2 parts are 2 and 3, where `torch.chunk` and `tensor_split` give 3
+    /// and 2; [`Shaping::split`] takes the sizes.
     #[track_caller]
     #[must_use]
     fn chunk(&self, dim: usize, count: usize) -> Vec<Self> {
@@ -175,7 +177,8 @@ pub trait Shaping: Value {
         self.slice(dim, start..start.saturating_add(len))
     }
 
-    /// A value before and behind the elements of a dim that no axis splits.
+    /// A value before and behind the elements of a dim that no axis splits. A tensor of integers or truth values must hold
+    /// the value (`Kind::DType`); to floats it is rounded.
     #[track_caller]
     #[must_use]
     fn pad_with(&self, dim: usize, before: usize, after: usize, value: f64) -> Self {
@@ -336,5 +339,20 @@ mod tests {
             assert_eq!(error.kind(), Kind::Shape, "{error}");
             assert!(error.site().is_some_and(|s| s.file().ends_with("shaping.rs")), "{error}");
         }
+    }
+
+    #[test]
+    fn parts_are_cut_where_shards_are() {
+        let mesh = Mesh::parse("a=3").unwrap();
+        World::run(mesh.clone(), |rank| {
+            for extent in 0..9 {
+                let x = Tensor::arange(rank, &Layout::parse(&format!("i64[{extent}]"), &mesh)?, 0.0, 1.0)?;
+                let split = Layout::parse(&format!("i64[{extent}@a]"), &mesh)?;
+                let shard: Vec<i64> = split.range(0, rank.coordinates()).map(|i| i as i64).collect();
+                assert_eq!(x.chunk(0, 3)[rank.index()].to_host::<i64>()?, shard, "{extent} elements");
+            }
+            Ok(())
+        })
+        .unwrap();
     }
 }

@@ -56,6 +56,9 @@ pub struct Signature {
 /// For so many widths of `..m` the labels are numbered when the signature is read.
 const NUM_READY: usize = 6;
 
+/// With so many names no width that is made ready has more labels than there are numbers.
+const SYMBOLS_MAX: u8 = Labels::ONE - NUM_READY as u8;
+
 impl Signature {
     /// Reads a signature such as `..m d!, d! -> ..m d!`.
     ///
@@ -63,27 +66,31 @@ impl Signature {
     /// `Kind::Shape` naming the word that is no term, a label that stands twice in one tensor, a `..m` that does not
     /// lead, and names that `..m` would produce as well (`m0`).
     pub fn parse(text: &str) -> Result<Signature> {
-        let refuse = |why: String| Error::new(Kind::Shape, format!("`{text}` is no signature: {why}"));
-        let (left, right) = text.split_once("->").ok_or_else(|| refuse("`->` is missing".into()))?;
+        let mut signature = Signature::read(text)?;
+        let num_spread = signature.symbols.iter().filter(|s| s.spread).count();
+        let num_ready = [1, NUM_READY].into_iter().nth(num_spread).unwrap_or(0);
+        let ready = (0..num_ready).map(|width| signature.number(|_| width)).collect::<Result<_, _>>();
+        signature.ready = ready.map_err(|e| refuse(text, &e.message))?;
+        Ok(signature)
+    }
+
+    /// [`Signature::parse`] for who asks only whether a text is a signature, and what it says: no label is numbered.
+    pub(crate) fn read(text: &str) -> Result<Signature> {
+        let (left, right) = text.split_once("->").ok_or_else(|| refuse(text, "`->` is missing"))?;
         let mut symbols = Vec::new();
         let mut side = |side: &str| {
             let tensors = side.split(',').map(|t| terms(t, &mut symbols));
-            tensors.collect::<Result<Vec<_>, String>>().map_err(refuse)
+            tensors.collect::<Result<Vec<_>, String>>().map_err(|why| refuse(text, &why))
         };
         let (inputs, outputs) = (side(left)?, side(right)?);
         for spread in symbols.iter().filter(|s| s.spread) {
             let produced = |s: &&Symbol| spread_index(&s.name, &spread.name).is_some();
             if let Some(same) = symbols.iter().find(produced) {
-                return Err(refuse(format!("`..{}` stands for labels like `{}`", spread.name, same.name)));
+                let why = format!("`..{}` stands for labels like `{}`", spread.name, same.name);
+                return Err(refuse(text, &why));
             }
         }
-        let mut signature =
-            Signature { text: text.into(), symbols: symbols.into(), inputs, outputs, ready: Vec::new() };
-        let num_spread = signature.symbols.iter().filter(|s| s.spread).count();
-        let num_ready = [1, NUM_READY].into_iter().nth(num_spread).unwrap_or(0);
-        let ready = (0..num_ready).map(|width| signature.number(|_| width)).collect::<Result<_, _>>();
-        signature.ready = ready.map_err(|e| refuse(e.message))?;
-        Ok(signature)
+        Ok(Signature { text: text.into(), symbols: symbols.into(), inputs, outputs, ready: Vec::new() })
     }
 
     /// Numbers the labels, given the width of each spread symbol.
@@ -315,6 +322,10 @@ fn spread_index(name: &str, spread: &str) -> Option<usize> {
     digits.parse().ok().filter(|_| digits.bytes().all(|b| b.is_ascii_digit()))
 }
 
+fn refuse(text: &str, why: &str) -> Error {
+    Error::new(Kind::Shape, format!("`{text}` is no signature: {why}"))
+}
+
 fn terms(tensor: &str, symbols: &mut Vec<Symbol>) -> Result<Vec<Term>, String> {
     let mut terms: Vec<Term> = Vec::new();
     for word in tensor.split_whitespace() {
@@ -344,7 +355,8 @@ fn terms(tensor: &str, symbols: &mut Vec<Symbol>) -> Result<Vec<Term>, String> {
         if symbols[symbol].spread != (mark == Mark::Spread) {
             return Err(format!("`{name}` and `..{name}` are two things; name one of them differently"));
         }
-        let symbol = u8::try_from(symbol).map_err(|_| "it has more than 255 labels".to_string())?;
+        let symbol = u8::try_from(symbol).ok().filter(|symbol| *symbol < SYMBOLS_MAX);
+        let symbol = symbol.ok_or_else(|| format!("it has more than {SYMBOLS_MAX} labels"))?;
         if terms.iter().any(|t| t.mark != Mark::One && t.symbol == symbol) {
             return Err(format!("`{name}` stands twice in one tensor"));
         }
@@ -414,5 +426,11 @@ mod tests {
             assert!(Signature::parse(bad).is_err(), "{bad}");
         }
         assert!(Signature::parse("a->b->c").is_err(), "two arrows");
+        let many = |count: u8| {
+            format!("..m {} -> ..m", (1..count).map(|i| format!("x{i}")).collect::<Vec<_>>().join(" "))
+        };
+        assert!(
+            Signature::parse(&many(SYMBOLS_MAX)).is_ok() && Signature::read(&many(SYMBOLS_MAX + 1)).is_err()
+        );
     }
 }

@@ -5,7 +5,7 @@ use crate::infer::Inference;
 use crate::layout::Layout;
 use crate::piece::{Piece, launch};
 use crate::watch::Watch;
-use shardgrad_dist::{Rank, Result};
+use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::binary::{ACCUMULATE, ADD};
 use shardgrad_kernels::op::random::{NORMAL, UNIFORM};
 use shardgrad_kernels::{Buffer, DType, Dims, Element, Scalar, Strides};
@@ -134,8 +134,7 @@ impl Tensor {
     /// # Errors
     /// `Kind::OutOfMemory`.
     pub fn full(rank: &Rank, layout: &Layout, value: f64) -> Result<Tensor> {
-        let keeps = layout.partial().iter().all(|a| rank.coordinate(a) == 0);
-        let value = if keeps { value } else { 0.0 };
+        let value = if adds_zeros(layout, rank) { 0.0 } else { value };
         let piece = Piece::filled(rank, layout.dtype(), &layout.local_shape(rank.coordinates()), value)?;
         Ok(Tensor::assemble(rank, layout.clone(), piece))
     }
@@ -148,8 +147,8 @@ impl Tensor {
         Tensor::full(rank, layout, 0.0)
     }
 
-    /// Normal numbers of mean 0, keyed by `key` and counted by global element index: the same on any mesh.
-    /// The layout has no pending axis.
+    /// Normal numbers of mean 0, keyed by `key` and counted by global element index: the same on any mesh. On a pending axis
+    /// coordinate 0 holds the numbers, the others zeros.
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
@@ -157,7 +156,7 @@ impl Tensor {
         Tensor::random(rank, layout, &NORMAL, key, stream, [0.0, std])
     }
 
-    /// Uniform numbers in `low..high`, keyed and counted as [`Tensor::normal`].
+    /// Uniform numbers in `low..high`, keyed, counted and placed as by [`Tensor::normal`].
     ///
     /// # Errors
     /// `Kind::OutOfMemory`.
@@ -180,7 +179,9 @@ impl Tensor {
         stream: u64,
         bounds: [f64; 2],
     ) -> Result<Tensor> {
-        debug_assert!(layout.partial().is_empty(), "random numbers are not drawn into pending sums");
+        if adds_zeros(layout, rank) {
+            return Tensor::zeros(rank, layout);
+        }
         let mut piece = Piece::alloc(rank, layout.dtype(), &layout.local_shape(rank.coordinates()))?;
         let mut scalars = vec![
             Scalar::Int(key as i64),
@@ -273,6 +274,11 @@ impl Tensor {
     }
 }
 
+/// Whether this rank's part of every pending sum is zeros: a tensor that is made lies at coordinate 0 of pending axes.
+pub(crate) fn adds_zeros(layout: &Layout, rank: &Rank) -> bool {
+    layout.partial().iter().any(|a| rank.coordinate(a) != 0)
+}
+
 /// Per dim the global extent and where this rank's range starts: what position-aware kernels are told.
 pub(crate) fn box_scalars(layout: &Layout, rank: &Rank) -> Vec<Scalar> {
     (0..layout.ndim())
@@ -289,14 +295,23 @@ impl fmt::Debug for Tensor {
     }
 }
 
-/// Which Rust type a host vector of a dtype has.
-pub(crate) fn check_host<T: Element>(layout: &Layout, len: usize) -> Result<()> {
-    use shardgrad_dist::{Error, Kind};
-    let fits = T::DTYPE == layout.dtype() || (T::DTYPE == DType::U8 && layout.dtype() == DType::Bool);
-    if !fits {
-        let text = format!("host data of {} for a tensor of {}", T::DTYPE, layout.dtype());
-        return Err(Error::new(Kind::DType, text).detail("layout", layout.to_string()));
+/// Refuses host data of a Rust type that a tensor of the layout's dtype is not made of. Truth values are given as u8.
+pub(crate) fn check_host_dtype<T: Element>(layout: &Layout) -> Result<()> {
+    let is_truth = T::DTYPE == DType::U8 && layout.dtype() == DType::Bool;
+    if T::DTYPE == layout.dtype() || is_truth {
+        return Ok(());
     }
+    let text = format!("host data of {} for a tensor of {}", T::DTYPE, layout.dtype());
+    let help = match layout.dtype() {
+        DType::Bool => "give truth values as u8: 0 is false, all else is true".to_string(),
+        dtype => format!("give elements of {dtype}, or state a layout of {} and cast the tensor", T::DTYPE),
+    };
+    Err(Error::new(Kind::DType, text).detail("layout", layout.to_string()).detail("help", help))
+}
+
+/// Refuses host data that is no whole tensor of a layout.
+pub(crate) fn check_host<T: Element>(layout: &Layout, len: usize) -> Result<()> {
+    check_host_dtype::<T>(layout)?;
     if len != layout.numel() {
         let text = format!("{len} host elements for a tensor of {} elements", layout.numel());
         return Err(Error::new(Kind::Shape, text)

@@ -434,7 +434,8 @@ pub trait Value: Clone {
         Self::apply_one(Attention::of(self.layout().ndim(), mask), &[self, k, v])
     }
 
-    /// Causal [`Value::attention`] in which a query sees the last `keys` keys, its own included, and none before them.
+    /// Causal [`Value::attention`] in which a query sees the last `keys` keys, its own included, and none before them; all of
+    /// them if there are no more.
     /// Beltagy, Peters and Cohan, arXiv 2004.05150.
     ///
     /// # Panics
@@ -460,11 +461,14 @@ pub trait Value: Clone {
     }
 
     /// Zeros with probability p, x / (1 - p) elsewhere, by random numbers of a key and a stream that are counted by global
-    /// element index; dim 0 is counted from `first_row` on.
+    /// element index; dim 0 is counted from `first_row` on. p = 1 gives zeros.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` if p is not in 0..=1.
     #[track_caller]
     #[must_use]
     fn dropout(&self, p: f64, key: u64, stream: u64, first_row: u64) -> Self {
-        Self::apply_one(Rc::new(Dropout { p, key, stream, first_row }), &[self])
+        Self::apply_one(unwind(Dropout::of(p, key, stream, first_row)), &[self])
     }
 }
 

@@ -420,9 +420,10 @@ fn check_argument(outer: u32, microbatch: usize, given: &Tensor, asked: &Layout)
 }
 
 fn receive(rank: &Rank, call: &Call<'_>, layout: Layout, from: usize) -> Result<Tensor> {
-    let piece = Piece::alloc(rank, layout.dtype(), &layout.local_shape(rank.coordinates()))?;
-    let buffer = rank.world().recv(call, piece.numel(), from)?;
-    Ok(Tensor::assemble(rank, layout, Piece { buffer, ..piece }))
+    let shape = layout.local_shape(rank.coordinates());
+    let buffer = rank.world().recv(call, shape.iter().product(), from)?;
+    let piece = Piece::received(buffer, layout.dtype(), &shape);
+    Ok(Tensor::assemble(rank, layout, piece))
 }
 
 /// Where in the model, and by which line, a value is made.

@@ -100,21 +100,16 @@ impl Stages {
     }
 
     /// The parameters with a gradient that several places read, with those places in order; `place` says where each stage
-    /// lives.
+    /// lives. A place that reads one without a gradient is among them: its copy is to stay equal to the others.
     #[must_use]
     pub fn shared(&self, place: &[usize]) -> Vec<(Key, Vec<usize>)> {
+        let outers = self.program.outers.iter().enumerate();
+        let live = outers.filter(|(at, _)| self.live.contains(&Slot::Outer(*at as u32)));
+        let trained: BTreeSet<Key> = live.filter_map(|(_, outer)| outer.key).collect();
         let mut places: BTreeMap<Key, BTreeSet<usize>> = BTreeMap::new();
         for (stage, place) in place.iter().enumerate() {
-            let outers = self.stages[stage].outers.iter();
-            for key in self.keys(stage) {
-                let live = |o: &&u32| {
-                    self.program.outers[**o as usize].key == Some(key)
-                        && self.live.contains(&Slot::Outer(**o))
-                };
-                if !outers.clone().any(|o| live(&o)) {
-                    continue;
-                }
-                places.entry(key).or_default().insert(*place);
+            for key in self.keys(stage).intersection(&trained) {
+                places.entry(*key).or_default().insert(*place);
             }
         }
         let several = places.into_iter().filter(|(_, places)| places.len() > 1);
@@ -158,30 +153,9 @@ impl Stages {
 }
 
 impl Program {
-    /// The layout of a slot.
-    #[must_use]
-    pub fn layout(&self, slot: Slot) -> &Layout {
-        match slot {
-            Slot::Outer(outer) => &self.outers[outer as usize].layout,
-            Slot::Made { record, out } => &self.records[record as usize].outputs[out as usize],
-        }
-    }
-
     /// What has a gradient: parameters, and what is made of them by ops that have one, if it takes part in the result.
     fn live(&self, num_losses: usize) -> HashSet<Slot> {
-        let parameters = self.outers.iter().enumerate().filter(|(_, outer)| outer.key.is_some());
-        let mut live: HashSet<Slot> = parameters.map(|(at, _)| Slot::Outer(at as u32)).collect();
-        for (at, record) in self.records.iter().enumerate() {
-            let layouts: SmallVec<[&Layout; 4]> = record.inputs.iter().map(|s| self.layout(*s)).collect();
-            let differentiable = op::differentiable_args(&*record.op, &layouts);
-            let flows = |(i, s): (usize, &Slot)| differentiable[i] && !record.stops[i] && live.contains(s);
-            let reached = record.inputs.iter().enumerate().any(flows);
-            for (out, layout) in record.outputs.iter().enumerate() {
-                if reached && layout.dtype().is_float() {
-                    live.insert(Slot::Made { record: at as u32, out: out as u32 });
-                }
-            }
-        }
+        let mut live = self.reached(|outer| self.outers[outer].key.is_some());
         let reaching = self.reaching(num_losses);
         live.retain(|slot| reaching.contains(slot));
         live

@@ -5,15 +5,18 @@
 //! else (shapes, strides, tiles, instruction set) has a say in the bits, so that a row's bits do not depend on
 //! the rows around it.
 //!
-//! Two bf16 operands meet in dot products of the CPU where it has them (AMX, else AVX512-BF16), and then the CPU has a say:
+//! Two bf16 operands meet in dot products of the CPU where these are faster (AMX; AVX512-BF16, but not Intel's), and then the CPU has a say:
 //! blocks are of [`BF16_DEPTH`] terms; within a block sums in f32 take up, in the order of k, a pair of products at a time
 //! (AVX512-BF16), or 32 terms at a time: the fused sum of those at even places plus that of those at odd places (AMX).
 //! Operands and sums that are subnormal count as 0. Shapes, strides and threads have no say there either. Two operands of f32 meet
 //! there too, rounded to bf16, if a [`MatmulPrecision`] gives leave.
 
+mod ended;
+mod split;
+
 use crate::cpu::Pool;
 use crate::cpu::simd::bf16::{self, Means};
-use crate::cpu::simd::blocks::{Blocked, STRIPS, Target};
+use crate::cpu::simd::blocks::{Blocked, STRIPS, Target, Whole};
 use crate::cpu::simd::pack::{DEPTH_MAX, Source};
 use crate::cpu::simd::pairs::Lines;
 use crate::cpu::simd::scratch::Scratch;
@@ -23,6 +26,10 @@ use crate::cpu::simd::turned;
 use crate::cpu::simd::{Level, level, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
 use crate::precision::MatmulPrecision;
+use ended::Ended;
+use split::{COLS_MIN, OPERATIONS_MIN, Split, TASKS_PER_THREAD, reading};
+
+pub use ended::{Ending, ended_products};
 
 /// A matrix that is read: element (i, j) is `data[i * row_stride + j * col_stride]`.
 #[derive(Clone, Copy, Debug)]
@@ -52,7 +59,7 @@ pub const DEPTH: usize = DEPTH_MAX;
 pub const BF16_DEPTH: usize = bf16::DEPTH;
 
 /// c = a b, or c += a b if `accumulate`; `dims` is (m, n, k), a is (m, k), b is (k, n), c is (m, n).
-/// Two bf16 operands meet in dot products of the CPU where it has them; other 16-bit operands are widened on the way in.
+/// Two bf16 operands meet in dot products of the CPU where these are faster; other 16-bit operands are widened on the way in.
 /// c is in the accumulator type.
 ///
 /// # Panics
@@ -161,77 +168,11 @@ pub struct StackMut<'a, T> {
     pub strides: [usize; 3],
 }
 
-/// Below so many operations a task is not worth its hand-over.
-const OPERATIONS_MIN: usize = 1 << 20;
-/// About so many tasks a thread: each packs its operands anew, but a thread that is held up leaves some to others.
-const TASKS_PER_THREAD: usize = 2;
 /// A product is formed by all threads together where each has at least so many strips of rows: fewer would leave one
 /// waiting for the other at the end of each block.
 const STRIPS_PER_THREAD: usize = 4;
 /// And where it has at least so many multiply-adds, so that two meetings a block are little beside them.
 const TOGETHER_MIN: usize = 1 << 22;
-/// No task has fewer rows of c, where there are more: two of the highest tiles.
-const ROWS_MIN: usize = 28;
-/// No task has fewer columns of c, where there are more: two of the widest tiles.
-const COLS_MIN: usize = 64;
-
-/// How a stack of products is cut into tasks. It may depend on the number of threads, since no sum is cut.
-#[derive(Debug, PartialEq, Eq)]
-struct Split {
-    /// Rows of c in one task.
-    rows: usize,
-    /// Columns of c in one task.
-    cols: usize,
-    /// Whole products in one task, where a product is a task.
-    together: usize,
-}
-
-impl Split {
-    /// `reading` is what it costs a task to read an element of a, and of b: each is read by all tasks that share its
-    /// rows or its columns, and of the cuts into as many tasks that with the least to read is taken.
-    fn of([g, m, n, k]: [usize; 4], num_threads: usize, reading: [usize; 2]) -> Split {
-        let operations = m.saturating_mul(n).saturating_mul(2 * k);
-        let tasks_max = if num_threads == 1 { 1 } else { TASKS_PER_THREAD * num_threads };
-        let parts = (operations / OPERATIONS_MIN).min(tasks_max / g.max(1)).max(1);
-        let cut = |row_tasks: usize| {
-            let col_tasks = parts.div_ceil(row_tasks);
-            let (rows, cols) = (m.div_ceil(row_tasks), n.div_ceil(col_tasks).next_multiple_of(COLS_MIN / 2));
-            let fits = (row_tasks == 1 || rows >= ROWS_MIN) && (col_tasks == 1 || cols >= COLS_MIN);
-            let read = col_tasks * m * reading[0] + row_tasks * n * reading[1];
-            fits.then_some((read, rows, if col_tasks == 1 { n } else { cols }))
-        };
-        let best = (1..=parts).filter_map(cut).min();
-        let (_, rows, cols) = best.unwrap_or((0, m, n));
-        Split { rows, cols, together: (OPERATIONS_MIN / operations.max(1)).max(1) }
-    }
-
-    /// Runs `part` on each part of c: which matrix, its first row and column, and how many it has of both.
-    fn run(
-        &self,
-        pool: &Pool,
-        [g, m, n, _]: [usize; 4],
-        part: impl Fn(&mut Scratch, [usize; 3], [usize; 2]) + Sync,
-    ) {
-        let (row_parts, col_parts) = (m.div_ceil(self.rows), n.div_ceil(self.cols));
-        let parts = row_parts * col_parts;
-        pool.run((g * parts).div_ceil(self.together), &|task| {
-            let mut scratch = pool.scratch();
-            for at in task * self.together..((task + 1) * self.together).min(g * parts) {
-                let (matrix, at) = (at / parts, at % parts);
-                let (row, col) = (at / col_parts * self.rows, at % col_parts * self.cols);
-                part(&mut scratch, [matrix, row, col], [self.rows.min(m - row), self.cols.min(n - col)]);
-            }
-        });
-    }
-}
-
-/// What it costs to read an element of a and of b (see [`Split::of`]): about four times as much if it is packed first, as
-/// b always is, and a unless its rows can be read where they lie.
-fn reading<T: Float>(a: &Stack<'_, T>, c_strides: [usize; 3]) -> [usize; 2] {
-    let in_place = T::DTYPE == T::Acc::DTYPE && a.strides[2] == 1;
-    let is_turned = c_strides[1] == 1 && c_strides[2] != 1;
-    [if in_place && !is_turned { 1 } else { 4 }, 4]
-}
 
 /// c = a b for every matrix of a stack; `dims` is (g, m, n, k), a is (g, m, k), b is (g, k, n), c is (g, m, n).
 /// 16-bit operands are summed in f32 and rounded once; f32 is treated as the pool's precision says.
@@ -245,17 +186,18 @@ pub fn products<T: Float>(
     b: Stack<'_, T>,
     c: StackMut<'_, T>,
 ) {
-    products_by(means(T::DTYPE, pool.precision()), pool, dims, a, b, c);
+    products_by(means(T::DTYPE, pool.precision()), pool, dims, a, b, c, None);
 }
 
-/// See [`products`]; in dot products by means that this CPU has, or widened.
+/// See [`products`]; in dot products by means that this CPU has, or widened. An ending sees every row of c once.
 fn products_by<T: Float>(
     means: Option<Means>,
     pool: &Pool,
     dims: [usize; 4],
     a: Stack<'_, T>,
     b: Stack<'_, T>,
-    c: StackMut<'_, T>,
+    mut c: StackMut<'_, T>,
+    ended: Option<&Ended<'_, T>>,
 ) {
     let [g, m, n, k] = dims;
     assert!(reach3([g, m, k], a.strides) <= a.data.len(), "a lies inside of its memory");
@@ -266,22 +208,42 @@ fn products_by<T: Float>(
         return;
     }
     if let Some(means) = means {
-        return match T::DTYPE {
-            DType::F32 => short_products::<T, f32>(means, pool, dims, a, b, c),
-            _ => short_products::<T, half::bf16>(means, pool, dims, a, b, c),
-        };
+        match T::DTYPE {
+            DType::F32 => short_products::<T, f32>(means, pool, dims, a, b, &mut c),
+            _ => short_products::<T, half::bf16>(means, pool, dims, a, b, &mut c),
+        }
+    } else if g == 1 && m == 1 && n > 1 && c.strides[2] == 1 && one_row(pool, [n, k], a, b, &mut c.data[..n])
+    {
+        // Done.
+    } else if k > 0
+        && let Some(ended) = ended
+    {
+        return tiled_products(pool, dims, [a, b], &mut c, Some(ended));
+    } else {
+        tiled_products(pool, dims, [a, b], &mut c, None);
     }
-    if g == 1 && m == 1 && n > 1 && c.strides[2] == 1 && one_row(pool, [n, k], a, b, &mut c.data[..n]) {
-        return;
+    if let Some(ended) = ended {
+        ended.all(pool, &mut c);
     }
+}
+
+/// [`products`] whose reaches were checked, by tiles of widened operands; an ending sees parts of c as they get whole, and k > 0.
+fn tiled_products<T: Float>(
+    pool: &Pool,
+    dims: [usize; 4],
+    [a, b]: [Stack<'_, T>; 2],
+    c: &mut StackMut<'_, T>,
+    ended: Option<&Ended<'_, T>>,
+) {
+    let [g, m, n, k] = dims;
     let tiles = Tiles::at(level());
     let source = |x: Stack<'_, T>| Source::new(x.data, x.strides[1], x.strides[2]);
     let (sa, sb) = (source(a), source(b));
     let sc = Target { start: c.data.as_mut_ptr(), row: c.strides[1], col: c.strides[2] };
     if T::DTYPE == T::Acc::DTYPE && g == 1 && pool.num_threads() > 1 {
-        let sc = Target { start: sc.start.cast::<T::Acc>(), row: sc.row, col: sc.col };
+        let whole = Ended::of_part(ended, [0; 3], sc);
         // SAFETY: the reaches were checked above; T is its own accumulator; `tiles` fit this CPU.
-        let blocked = unsafe { Blocked::new(&tiles, [m, n, k], sa, sb, false, sc) };
+        let blocked = unsafe { Blocked::new(&tiles, [m, n, k], sa, sb, false, sc.cast()) }.telling(&whole);
         if blocked.num_strips() >= STRIPS_PER_THREAD * pool.num_threads() && m * n * k >= TOGETHER_MIN {
             together(pool, &blocked);
             return;
@@ -289,13 +251,14 @@ fn products_by<T: Float>(
     }
     let split = Split::of(dims, pool.num_threads(), reading(&a, c.strides));
     split.run(pool, dims, |scratch, [matrix, row, col], [rows, cols]| {
+        let c = sc.moved(matrix * c.strides[0] + row * c.strides[1] + col * c.strides[2]);
+        let whole = Ended::of_part(ended, [matrix, row, col], c);
         // SAFETY: the reaches were checked above; the parts of c that two tasks write share no memory; `tiles`
         // fit this CPU; an empty a or b (k = 0) is not touched.
         unsafe {
             let a = sa.moved(matrix * a.strides[0] + row * a.strides[1]);
             let b = sb.moved(matrix * b.strides[0] + col * b.strides[2]);
-            let c = sc.moved(matrix * c.strides[0] + row * c.strides[1] + col * c.strides[2]);
-            rounded(&tiles, scratch, [rows, cols, k], a, b, c);
+            rounded(&tiles, [scratch, &mut pool.scratch()], [rows, cols, k], a, b, c, &whole);
         }
     });
 }
@@ -307,7 +270,7 @@ fn short_products<T: Float, R: Float<Acc = f32>>(
     dims: [usize; 4],
     a: Stack<'_, T>,
     b: Stack<'_, T>,
-    c: StackMut<'_, T>,
+    c: &mut StackMut<'_, T>,
 ) {
     assert!(Means::all().contains(&means), "this CPU has the means");
     assert!(T::DTYPE == R::DTYPE, "both are one type");
@@ -387,35 +350,52 @@ impl<R> Shared<R> {
 // SAFETY: tasks write disjoint parts, and read only what was written by tasks that have ended.
 unsafe impl<R: Send> Sync for Shared<R> {}
 
-/// One product, rounded to the type of its operands.
+/// Rows of a product that are rounded at a time: their sums stay in the cache.
+const ROUNDED: usize = 256;
+
+/// One product, rounded to the type of its operands; `whole` is told of its parts (see [`Blocked::telling`]).
 ///
 /// # Safety
 /// As for [`Blocked::new`].
 unsafe fn rounded<T: Float>(
     tiles: &Tiles<T::Acc>,
-    scratch: &mut Scratch,
-    dims: [usize; 3],
+    [scratch, sums]: [&mut Scratch; 2],
+    [m, n, k]: [usize; 3],
     a: Source<T::Acc>,
     b: Source<T::Acc>,
     c: Target<T>,
+    whole: Whole<'_>,
 ) {
-    let [m, n, _] = dims;
     if T::DTYPE == T::Acc::DTYPE {
-        let c = Target { start: c.start.cast::<T::Acc>(), row: c.row, col: c.col };
         // SAFETY: as promised by the caller; T is its own accumulator.
-        unsafe { Blocked::new(tiles, dims, a, b, false, c).run(scratch) };
+        unsafe { Blocked::new(tiles, [m, n, k], a, b, false, c.cast()).telling(whole).run(scratch) };
         return;
     }
-    let mut wide = vec![T::Acc::ZERO; m * n];
-    let to = Target { start: wide.as_mut_ptr(), row: n, col: 1 };
-    // SAFETY: as promised by the caller; `wide` is m by n.
-    unsafe { Blocked::new(tiles, dims, a, b, false, to).run(scratch) };
+    for first in (0..m).step_by(ROUNDED) {
+        let rows = ROUNDED.min(m - first);
+        let [wide] = sums.slices([rows * n]);
+        let to = Target { start: wide.as_mut_ptr(), row: n, col: 1 };
+        // SAFETY: as promised by the caller; `wide` is as large as these rows.
+        unsafe { Blocked::new(tiles, [rows, n, k], a.from(first, 0), b, false, to).run(scratch) };
+        // SAFETY: these rows lie inside of c, and nobody else uses them meanwhile.
+        unsafe { round(wide, n, c.from(first, 0)) };
+        if k > 0 {
+            whole(first..first + rows, 0..n);
+        }
+    }
+}
+
+/// Rounds rows of n sums each into c.
+///
+/// # Safety
+/// c holds as many elements, which nobody else uses meanwhile.
+unsafe fn round<T: Float>(wide: &[T::Acc], n: usize, c: Target<T>) {
     vectorized(
         #[inline(always)]
         || {
             for (i, row) in wide.chunks_exact(n).enumerate() {
                 if c.col == 1 {
-                    // SAFETY: row i of c lies inside of c, side by side, and nobody else uses it meanwhile.
+                    // SAFETY: row i lies inside of c, side by side.
                     let to = unsafe { std::slice::from_raw_parts_mut(c.at(i, 0), n) };
                     to.iter_mut().zip(row).for_each(|(to, &sum)| *to = T::narrow(sum));
                 } else {

@@ -183,6 +183,11 @@ impl Pool {
     /// # Panics
     /// If a task panics.
     pub fn chunks<T: Send>(&self, out: &mut [T], chunk: usize, task: impl Fn(usize, &mut [T]) + Sync) {
+        self.cut(out, chunk, &task);
+    }
+
+    // Compiled once for each T, not for each task.
+    fn cut<T: Send>(&self, out: &mut [T], chunk: usize, task: &(dyn Fn(usize, &mut [T]) + Sync)) {
         let (len, chunk) = (out.len(), chunk.max(1));
         let start = Shares(out.as_mut_ptr());
         self.run(len.div_ceil(chunk), &|i| {

@@ -1,41 +1,168 @@
 //! What the elementwise kernels share: one loop for any strides, one plain loop that says what is right.
+//!
+//! A formula is compiled for f32, for f64 and, where it has one, for i64; all else (walks, gathering, 16-bit elements, which
+//! are widened before and rounded after it) is compiled once for all formulas.
 
 pub(crate) mod gpu;
 
+use crate::cpu::math::Maths;
 use crate::cpu::{Pool, vectorized};
-use crate::dtype::Element;
+use crate::dtype::{DType, Element, Float};
+use crate::error::KernelError;
 use crate::kernel::{Arg, ArgMut, Scalar};
+use crate::match_float;
 use crate::op::rows::{holds, write};
 use crate::op::walk::{Walk, place};
+use half::{bf16, f16};
 
 /// Elements of one task: it outlasts its hand-over, and its data fit the cache of one core.
 pub(crate) const TASK: usize = 1 << 14;
 
-/// Elements that are gathered at a time from operands that do not lie side by side.
+/// Elements that are gathered or widened at a time.
 const GATHERED: usize = 256;
 
-/// y_i = f(x0_i, x1_i, ...) for inputs of any strides and a contiguous y.
-pub(crate) fn map<const N: usize, T: Element, U: Element>(
+/// y = f(x0, x1, ...) in the numbers of any accumulator.
+pub(crate) trait Formula<const N: usize>: Sync {
+    /// The value at one element.
+    fn at<R: Maths>(&self, x: [R; N]) -> R;
+}
+
+/// y_i = f(x0_i, x1_i, ...) for inputs of any strides and a contiguous y, all of one float dtype.
+pub(crate) fn map<const N: usize>(
+    kernel: &'static str,
+    pool: &Pool,
+    inputs: [&Arg<'_>; N],
+    y: &mut ArgMut<'_>,
+    f: &impl Formula<N>,
+) -> Result<(), KernelError> {
+    match y.dtype {
+        DType::F64 => map_as::<N, f64, f64>(
+            pool,
+            inputs,
+            y,
+            #[inline(always)]
+            |x| f.at(x),
+        ),
+        _ => shorts(
+            kernel,
+            pool,
+            inputs,
+            y,
+            &compiled(
+                #[inline(always)]
+                |_, x| f.at::<f32>(x),
+            ),
+        )?,
+    }
+    Ok(())
+}
+
+/// y_i = f(y_i, x_i) for an input of any strides and a contiguous y, both of one float dtype.
+pub(crate) fn update(
+    kernel: &'static str,
+    pool: &Pool,
+    x: &Arg<'_>,
+    y: &mut ArgMut<'_>,
+    f: &impl Formula<2>,
+) -> Result<(), KernelError> {
+    match y.dtype {
+        DType::F64 => update_as::<f64>(
+            pool,
+            x,
+            y,
+            #[inline(always)]
+            |y, x| f.at([y, x]),
+        ),
+        _ => shorts(
+            kernel,
+            pool,
+            [x],
+            y,
+            &compiled(
+                #[inline(always)]
+                |y, [x]: [f32; 1]| f.at([y, x]),
+            ),
+        )?,
+    }
+    Ok(())
+}
+
+/// y_i = f(x0_i, x1_i, ...) on elements as they lie in memory.
+pub(crate) fn map_as<const N: usize, T: Element, U: Element>(
     pool: &Pool,
     inputs: [&Arg<'_>; N],
     y: &mut ArgMut<'_>,
     f: impl Fn([T; N]) -> U + Sync,
 ) {
-    update(
+    runs::<N, T, U>(
         pool,
         inputs,
         y,
-        #[inline(always)]
-        |_, x| f(x),
+        &compiled(
+            #[inline(always)]
+            |_, x| f(x),
+        ),
     );
 }
 
-/// y_i = f(y_i, (x0_i, x1_i, ...)) for inputs of any strides and a contiguous y.
-pub(crate) fn update<const N: usize, T: Element, U: Element>(
+/// y_i = f(y_i, x_i) on elements as they lie in memory.
+pub(crate) fn update_as<T: Element>(
+    pool: &Pool,
+    x: &Arg<'_>,
+    y: &mut ArgMut<'_>,
+    f: impl Fn(T, T) -> T + Sync,
+) {
+    runs::<1, T, T>(
+        pool,
+        [x],
+        y,
+        &compiled(
+            #[inline(always)]
+            |y, [x]| f(y, x),
+        ),
+    );
+}
+
+/// What is done to elements side by side: rows of the inputs, and of y, which holds what it held before.
+type Run<'f, const N: usize, T, U> = dyn Fn([&[T]; N], &mut [U]) + Sync + 'f;
+
+/// A formula as a loop in vectors.
+fn compiled<const N: usize, T: Element, U: Element>(
+    f: impl Fn(U, [T; N]) -> U + Sync,
+) -> impl Fn([&[T]; N], &mut [U]) + Sync {
+    move |rows, y| {
+        vectorized(
+            #[inline(always)]
+            || apply(rows, y, &f),
+        );
+    }
+}
+
+// Loops by number: what std makes of `array::map` is compiled for each formula anew, and there are hundreds.
+#[inline(always)]
+fn apply<const N: usize, T: Element, U: Element>(
+    mut rows: [&[T]; N],
+    y: &mut [U],
+    f: &impl Fn(U, [T; N]) -> U,
+) {
+    for row in &mut rows {
+        *row = &row[..y.len()];
+    }
+    for (i, y) in y.iter_mut().enumerate() {
+        let mut x = [T::default(); N];
+        for n in 0..N {
+            x[n] = rows[n][i];
+        }
+        *y = f(*y, x);
+    }
+}
+
+/// Hands out runs of elements that lie side by side, or are gathered to do so.
+fn runs<const N: usize, T: Element, U: Element>(
     pool: &Pool,
     inputs: [&Arg<'_>; N],
     y: &mut ArgMut<'_>,
-    f: impl Fn(U, [T; N]) -> U + Sync,
+    run: &Run<'_, N, T, U>,
 ) {
     debug_assert!(
         inputs.iter().all(|x| holds::<T>(x.dtype) && x.view.shape == y.view.shape),
@@ -44,21 +171,21 @@ pub(crate) fn update<const N: usize, T: Element, U: Element>(
     let memory = inputs.map(|x| x.buffer.as_slice::<T>());
     let walk = Walk::new(inputs.map(|x| x.view));
     let steps = walk.steps();
-    let at_once = if steps == [1; N] { usize::MAX } else { GATHERED };
     pool.chunks(write::<U>(y), TASK, |i, y| {
+        let mut buffers = (steps != [1; N]).then(|| [[T::default(); GATHERED]; N]);
         let mut done = 0;
         walk.runs(i * TASK..i * TASK + y.len(), |mut at, length| {
-            for y in y[done..done + length].chunks_mut(at_once) {
-                let mut gathered = [[T::default(); GATHERED]; N];
-                let mut buffers = gathered.iter_mut();
+            let y = &mut y[done..done + length];
+            done += length;
+            let Some(buffers) = &mut buffers else {
+                return run(std::array::from_fn(|n| &memory[n][at[n]..at[n] + length]), y);
+            };
+            for y in y.chunks_mut(GATHERED) {
+                let mut buffers = buffers.iter_mut();
                 let rows = std::array::from_fn(|n| row(memory[n], at[n], steps[n], y.len(), buffers.next()));
                 (0..N).for_each(|n| at[n] += y.len() * steps[n]);
-                vectorized(
-                    #[inline(always)]
-                    || apply(rows, y, &f),
-                );
+                run(rows, y);
             }
-            done += length;
         });
     });
 }
@@ -85,11 +212,43 @@ fn row<'s, T: Element>(
     }
 }
 
-#[inline(always)]
-fn apply<const N: usize, T: Element, U: Element>(rows: [&[T]; N], y: &mut [U], f: &impl Fn(U, [T; N]) -> U) {
-    let rows = rows.map(|row| &row[..y.len()]);
-    for (i, y) in y.iter_mut().enumerate() {
-        *y = f(*y, rows.map(|x| x[i]));
+/// Runs of f32, or of 16-bit floats in f32.
+fn shorts<const N: usize>(
+    kernel: &'static str,
+    pool: &Pool,
+    inputs: [&Arg<'_>; N],
+    y: &mut ArgMut<'_>,
+    run: &Run<'_, N, f32, f32>,
+) -> Result<(), KernelError> {
+    match y.dtype {
+        DType::F32 => runs(pool, inputs, y, run),
+        DType::BF16 => runs::<N, bf16, bf16>(pool, inputs, y, &|rows, y| widened(rows, y, run)),
+        DType::F16 => runs::<N, f16, f16>(pool, inputs, y, &|rows, y| widened(rows, y, run)),
+        dtype => return Err(KernelError::DType { kernel, dtype }),
+    }
+    Ok(())
+}
+
+/// One run of 16-bit floats: widened, and rounded once.
+fn widened<const N: usize, T: Float<Acc = f32>>(rows: [&[T]; N], y: &mut [T], run: &Run<'_, N, f32, f32>) {
+    let mut wide = [[0.0; GATHERED]; N];
+    let mut sums = [0.0; GATHERED];
+    for (i, y) in y.chunks_mut(GATHERED).enumerate() {
+        vectorized(
+            #[inline(always)]
+            || {
+                for n in 0..N {
+                    let row = &rows[n][i * GATHERED..][..y.len()];
+                    wide[n].iter_mut().zip(row).for_each(|(wide, x)| *wide = x.widen());
+                }
+                sums.iter_mut().zip(&*y).for_each(|(sum, y)| *sum = y.widen());
+            },
+        );
+        run(std::array::from_fn(|n| &wide[n][..y.len()]), &mut sums[..y.len()]);
+        vectorized(
+            #[inline(always)]
+            || y.iter_mut().zip(&sums).for_each(|(y, sum)| *y = T::narrow(*sum)),
+        );
     }
 }
 
@@ -116,14 +275,27 @@ pub(crate) fn scatter<const N: usize, U: Element>(
     });
 }
 
-/// y_i = f(x0_i, x1_i, ...), element by element.
-pub(crate) fn plain<const N: usize, T: Element>(
+/// y_i = f(x0_i, x1_i, ...) in f64, element by element.
+pub(crate) fn plain<const N: usize>(
+    kernel: &'static str,
     inputs: [&Arg<'_>; N],
     y: &mut ArgMut<'_>,
-    f: impl Fn([T; N]) -> T,
+    f: &dyn Fn([f64; N]) -> f64,
+) -> Result<(), KernelError> {
+    match_float!(y.dtype, T => plain_as(inputs, y, &|x: [T; N]| {
+        T::from_f64(f(std::array::from_fn(|n| x[n].to_f64())))
+    }), else return Err(KernelError::DType { kernel, dtype: y.dtype }));
+    Ok(())
+}
+
+/// The same on elements as they lie in memory.
+pub(crate) fn plain_as<const N: usize, T: Element, U: Element>(
+    inputs: [&Arg<'_>; N],
+    y: &mut ArgMut<'_>,
+    f: &dyn Fn([T; N]) -> U,
 ) {
     let memory = inputs.map(|x| x.buffer.as_slice::<T>());
-    for (i, y) in write::<T>(y).iter_mut().enumerate() {
+    for (i, y) in write::<U>(y).iter_mut().enumerate() {
         *y = f(std::array::from_fn(|n| memory[n][place(inputs[n].view, i)]));
     }
 }
@@ -157,36 +329,29 @@ macro_rules! pointwise {
             const INPUTS: usize = names(stringify!($x));
             const INTEGERS: (Option<fn([i64; INPUTS]) -> i64>, &str) =
                 pointwise!(@integers $x $($integers)?);
-            #[inline(always)]
-            fn formula<R: Maths>($x: [R; INPUTS], $c: [R; 2]) -> R {
-                $formula
+            struct Line([f64; 2]);
+            impl Formula<INPUTS> for Line {
+                #[inline(always)]
+                fn at<R: Maths>(&self, $x: [R; INPUTS]) -> R {
+                    let $c = [R::lit(self.0[0]), R::lit(self.0[1])];
+                    $formula
+                }
             }
             fn reference(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
                 let (inputs, [y], scalars) = operands::<INPUTS, 1>(launch);
-                let (inputs, c) = (inputs.each_ref(), two_reals(scalars));
+                let (inputs, line) = (inputs.each_ref(), Line(two_reals(scalars)));
                 match (y.dtype, INTEGERS.0) {
-                    (DType::I64, Some(formula)) => plain::<INPUTS, i64>(inputs, y, formula),
-                    (dtype, _) => match_float!(dtype, T => plain::<INPUTS, T>(inputs, y, |x| {
-                        T::from_f64(formula(x.map(Element::to_f64), c))
-                    }), else return Err(KernelError::DType { kernel: $text, dtype })),
+                    (DType::I64, Some(formula)) => plain_as::<INPUTS, i64, i64>(inputs, y, &formula),
+                    _ => plain($text, inputs, y, &|x| line.at(x))?,
                 }
                 Ok(())
             }
             fn cpu(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
                 let (inputs, [y], scalars) = operands::<INPUTS, 1>(launch);
-                let (inputs, c) = (inputs.each_ref(), two_reals(scalars));
+                let (inputs, line) = (inputs.each_ref(), Line(two_reals(scalars)));
                 match (y.dtype, INTEGERS.0) {
-                    (DType::I64, Some(formula)) => map::<INPUTS, i64, i64>(pool, inputs, y, formula),
-                    (dtype, _) => match_float!(dtype, T => {
-                        let c = c.map(<T as Float>::Acc::lit);
-                        map::<INPUTS, T, T>(
-                            pool,
-                            inputs,
-                            y,
-                            #[inline(always)]
-                            |x| T::narrow(formula(x.map(Float::widen), c)),
-                        );
-                    }, else return Err(KernelError::DType { kernel: $text, dtype })),
+                    (DType::I64, Some(formula)) => map_as::<INPUTS, i64, i64>(pool, inputs, y, formula),
+                    _ => map($text, pool, inputs, y, &line)?,
                 }
                 Ok(())
             }

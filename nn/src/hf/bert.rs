@@ -192,8 +192,8 @@ struct Raw {
     attention_probs_dropout_prob: Option<f64>,
     initializer_range: Option<f64>,
     tie_word_embeddings: Option<bool>,
-    #[serde(alias = "dtype")]
     torch_dtype: Option<String>,
+    dtype: Option<String>,
     position_embedding_type: Option<String>,
     is_decoder: Option<bool>,
     add_cross_attention: Option<bool>,
@@ -228,7 +228,7 @@ impl Raw {
             faults.number("attention_probs_dropout_prob", self.attention_probs_dropout_prob, 0.1, 1.0);
         config.initializer_range = faults.number("initializer_range", self.initializer_range, 0.02, 1e3);
         config.tie_word_embeddings = self.tie_word_embeddings.unwrap_or(true);
-        config.dtype = faults.dtype(self.torch_dtype.as_deref());
+        config.dtype = faults.dtype(self.torch_dtype.as_deref(), self.dtype.as_deref());
         config.head = match self.architectures.as_deref().and_then(|names| names.first()).map(String::as_str)
         {
             None | Some("BertModel") => BertHead::Pooler,

@@ -84,10 +84,15 @@ impl Faults {
         }
     }
 
-    /// The dtype of the weights; f32 where the file is silent.
-    pub(super) fn dtype(&mut self, name: Option<&str>) -> DType {
-        let name = name.unwrap_or("float32");
-        let name = name.strip_prefix("torch.").unwrap_or(name);
+    /// The dtype of the weights by its two names, `torch_dtype` and `dtype`; f32 where the file is silent.
+    pub(super) fn dtype(&mut self, name: Option<&str>, other: Option<&str>) -> DType {
+        let [name, other] = [name, other].map(|name| name.map(|n| n.strip_prefix("torch.").unwrap_or(n)));
+        if let (Some(name), Some(other)) = (name, other)
+            && name != other
+        {
+            self.add(format!("`torch_dtype` is {name:?}, but `dtype` is {other:?}"));
+        }
+        let name = name.or(other).unwrap_or("float32");
         DType::FLOATS.into_iter().find(|d| dtype_name(*d) == name).unwrap_or_else(|| {
             self.add(format!("`torch_dtype` is {name:?}; held are float64, float32, bfloat16, float16"));
             DType::F32

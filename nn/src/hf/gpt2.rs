@@ -219,9 +219,9 @@ struct Raw {
     tie_word_embeddings: Option<bool>,
     bos_token_id: Option<u64>,
     eos_token_id: Option<u64>,
-    // Newer releases of `transformers` write `dtype` for `torch_dtype`.
-    #[serde(alias = "dtype")]
     torch_dtype: Option<String>,
+    // What newer releases of `transformers` write for it; some write both.
+    dtype: Option<String>,
     scale_attn_weights: Option<bool>,
     scale_attn_by_inverse_layer_idx: Option<bool>,
     add_cross_attention: Option<bool>,
@@ -256,7 +256,7 @@ impl Raw {
         // lacks.
         config.bos_token_id = self.bos_token_id.and_then(|id| usize::try_from(id).ok());
         config.eos_token_id = self.eos_token_id.and_then(|id| usize::try_from(id).ok());
-        config.dtype = faults.dtype(self.torch_dtype.as_deref());
+        config.dtype = faults.dtype(self.torch_dtype.as_deref(), self.dtype.as_deref());
         faults.none_or(config)
     }
 
@@ -417,6 +417,10 @@ mod tests {
         assert_eq!(add("\"add_cross_attention\": true"), "`add_cross_attention` is true; run is false");
         assert_eq!(add("\"pruned_heads\": {\"0\": [1]}"), "`pruned_heads` is not empty");
         assert!(add("\"quantization_config\": {}").starts_with("`quantization_config` is set"));
+        assert_eq!(
+            add("\"torch_dtype\": \"float32\", \"dtype\": \"bfloat16\""),
+            "`torch_dtype` is \"float32\", but `dtype` is \"bfloat16\""
+        );
         assert!(add("\"torch_dtype\": \"int8\"").starts_with("`torch_dtype` is \"int8\"; held are float64"));
     }
 

@@ -310,8 +310,8 @@ struct Raw {
     attention_dropout: Option<f64>,
     initializer_range: Option<f64>,
     tie_word_embeddings: Option<bool>,
-    #[serde(alias = "dtype")]
     torch_dtype: Option<String>,
+    dtype: Option<String>,
     quantization_config: Option<Value>,
     #[serde(flatten)]
     others: Map<String, Value>,
@@ -354,7 +354,7 @@ impl Raw {
         }
         config.mlp_bias = kind == LlamaKind::Llama && self.mlp_bias.unwrap_or(false);
         config.tie_word_embeddings = self.tie_word_embeddings.unwrap_or(false);
-        config.dtype = faults.dtype(self.torch_dtype.as_deref());
+        config.dtype = faults.dtype(self.torch_dtype.as_deref(), self.dtype.as_deref());
         for name in ["model_type", "architectures"] {
             self.others.remove(name);
         }

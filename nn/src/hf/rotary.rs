@@ -87,8 +87,10 @@ impl RotaryScaling {
 #[derive(Deserialize)]
 pub(super) struct Raw {
     rope_theta: Option<f64>,
-    #[serde(alias = "type")]
     rope_type: Option<String>,
+    // Its older name; some files have both.
+    #[serde(rename = "type")]
+    kind: Option<String>,
     factor: Option<f64>,
     low_freq_factor: Option<f64>,
     high_freq_factor: Option<f64>,
@@ -110,6 +112,11 @@ impl Raw {
         if self.partial_rotary_factor.is_some_and(|part| part != 1.0) {
             faults.add("`partial_rotary_factor` is not 1; all channels are turned".to_string());
         }
+        if let (Some(one), Some(other)) = (&self.rope_type, &self.kind)
+            && one != other
+        {
+            faults.add(format!("`rope_type` of `rope_scaling` is {one:?}, but its `type` is {other:?}"));
+        }
         let mut factor = |name: &str, value: Option<f64>| match value {
             Some(x) if x.is_finite() && x > 0.0 => x,
             Some(x) => {
@@ -121,7 +128,7 @@ impl Raw {
                 1.0
             }
         };
-        match self.rope_type.as_deref() {
+        match self.rope_type.or(self.kind).as_deref() {
             None | Some("default") => RotaryScaling::None,
             Some("linear") => RotaryScaling::Linear { factor: factor("factor", self.factor) },
             Some("llama3") => RotaryScaling::Llama3 {
@@ -151,6 +158,21 @@ mod tests {
         assert_eq!(Rotary::new(100.0).frequencies(4), [1.0, 0.1]);
         let linear = Rotary { scaling: RotaryScaling::Linear { factor: 4.0 }, ..Rotary::new(100.0) };
         assert_eq!(linear.frequencies(4), [0.25, 0.025]);
+    }
+
+    #[test]
+    fn a_file_may_name_the_type_twice() {
+        let told = |text: &str| {
+            let mut faults = Faults(Vec::new());
+            let raw: Raw = serde_json::from_str(text).unwrap();
+            let rotary = Raw::check(Some(raw), None, &mut faults);
+            (rotary.scaling, faults.0)
+        };
+        let (scaling, faults) = told(r#"{"type": "linear", "rope_type": "linear", "factor": 2.0}"#);
+        assert!(scaling == RotaryScaling::Linear { factor: 2.0 } && faults.is_empty(), "{faults:?}");
+        assert_eq!(told(r#"{"type": "linear", "factor": 2.0}"#).0, scaling);
+        let (_, faults) = told(r#"{"type": "linear", "rope_type": "llama3", "factor": 2.0}"#);
+        assert_eq!(faults[0], "`rope_type` of `rope_scaling` is \"llama3\", but its `type` is \"linear\"");
     }
 
     #[test]

@@ -145,10 +145,12 @@ fn argument(option: &Arg, long: &str, value: &Value, command: &Command) -> Resul
     let typed = format!("--{long}={text}");
     let checked = command.clone().try_get_matches_from([command.get_name(), &typed]);
     checked.map(|_| vec![typed.clone()]).map_err(|e| {
-        // The first line of clap's message is `error: invalid value 'x' for '--option <X>': why`.
+        // clap says `error: invalid value 'x' for '--option <X>': why`, then what is possible and what may be meant.
         let said = e.to_string();
-        let line = said.lines().next().unwrap_or_default();
-        line.trim_start_matches("error: ").to_string()
+        let told = said.lines().map(str::trim).filter(|line| !line.is_empty());
+        let told: Vec<&str> =
+            told.take_while(|line| !line.starts_with("For more") && !line.starts_with("Usage")).collect();
+        told.join("; ").trim_start_matches("error: ").to_string()
     })
 }
 

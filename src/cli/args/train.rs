@@ -90,10 +90,10 @@ pub(crate) struct OptimArgs {
     /// Learning rate after the warmup
     #[arg(long, value_name = "RATE", default_value = defaults::LR, value_parser = values::positive)]
     pub(crate) lr: f64,
-    /// Learning rate at the last step [default: a tenth of --lr]
+    /// Learning rate where the fall would end, in the step after the last [default: a tenth of --lr]
     #[arg(long, value_name = "RATE", value_parser = values::not_negative)]
     min_lr: Option<f64>,
-    /// After the warmup the rate falls along half a cosine to --min-lr at the last step, or stays
+    /// After the warmup the rate falls along half a cosine towards --min-lr, or stays
     #[arg(long, value_name = "NAME", value_enum, default_value_t = LrSchedule::Cosine)]
     lr_schedule: LrSchedule,
     /// Steps of linear rise to --lr [default: a tenth of --steps, at most 100; 0 if constant]

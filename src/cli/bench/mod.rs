@@ -14,8 +14,8 @@ mod card;
 
 use super::args::{BenchArgs, BenchChoice};
 use line::Bench;
-use shardgrad::Result;
 use shardgrad::kernels::Device;
+use shardgrad::{Error, Kind, Result};
 
 /// Runs the command.
 pub(crate) fn run(args: &BenchArgs) -> Result<()> {
@@ -49,6 +49,11 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
         growth::run(&bench, &args.picture)?;
     }
     let on_card = Bench { device: args.device, ..plain };
+    let asked = wanted(BenchChoice::CardKernels) || wanted(BenchChoice::CardSteps);
+    if asked && args.device == Device::Cpu {
+        let why = "card-kernels and card-steps measure a card, and --device cpu is none";
+        return Err(Error::new(Kind::Config, why).detail("help", "use --device cuda or cuda:N"));
+    }
     if wanted(BenchChoice::CardKernels) {
         card::run(&on_card)?;
     }

@@ -1,6 +1,6 @@
 //! y = the largest, or the smallest, element over some dims, which may be split.
 
-use super::labels::{check_dim, full_and_kept, misuse};
+use super::labels::{check_dim, check_ndim, full_and_kept, misuse};
 use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
@@ -64,6 +64,7 @@ impl Reduced {
     pub(super) fn over(name: &str, ndim: usize, dims: &[usize], num_kept: usize) -> Result<Reduced> {
         let mut sorted: Dims = dims.into();
         sorted.sort_unstable();
+        check_ndim(name, ndim)?;
         for &d in dims {
             check_dim(name, ndim, d)?;
         }

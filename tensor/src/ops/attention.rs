@@ -39,7 +39,7 @@ pub(crate) enum Mask {
     None,
     /// Its own and those before it.
     Causal,
-    /// Of these the last ones, so many; at least one.
+    /// Of these the last ones, so many or all that there are; at least one.
     Window(usize),
 }
 
@@ -81,7 +81,8 @@ fn launch_grouped(
     let (causal, window) = match mask {
         Mask::None => (0, 0),
         Mask::Causal => (1, 0),
-        Mask::Window(keys) => (1, keys as i64),
+        // More keys than there are hide none, and may be more than an i64 holds.
+        Mask::Window(keys) => (1, keys.min(s) as i64),
     };
     let [causal, first, window] = [causal, first, window].map(Scalar::Int);
     let scalars = [Scalar::Real(1.0 / (c as f64).sqrt()), causal, first, window];
@@ -205,5 +206,26 @@ mod tests {
             Ok(())
         });
         assert!(error.unwrap_err().message().contains("a window of 0 keys"));
+    }
+
+    #[test]
+    fn a_window_of_all_keys_hides_none() {
+        World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[1, 3, 1, 1], &[0.5, -1.0, 2.0])?;
+            let causal = x.attention(&x, &x, true).to_host::<f64>()?;
+            for keys in [3, 4, i64::MAX as usize - 1, i64::MAX as usize, 1 << 63, usize::MAX] {
+                assert_eq!(x.window_attention(&x, &x, keys).to_host::<f64>()?, causal, "{keys}");
+            }
+            let grad = |mask| {
+                let saved = Tensor::results(Attention::of(4, mask), &[&x, &x, &x]).remove(0);
+                let lse = Tensor::from_host(rank, &[1, 3, 1], &[1.0, 0.5, 2.0])?;
+                let op = Rc::new(AttentionBackward { mask, grouped: false });
+                let grads = Tensor::results(op, &[&x, &x, &x, &saved, &lse, &x]);
+                grads.iter().map(Tensor::to_host::<f64>).collect::<Result<Vec<_>>>()
+            };
+            assert_eq!(grad(Mask::Window(usize::MAX))?, grad(Mask::Causal)?);
+            Ok(())
+        })
+        .unwrap();
     }
 }

@@ -1,7 +1,7 @@
 //! What elementwise ops of several arguments share: shapes are aligned at the last dim; an argument with fewer dims is
 //! repeated along the leading dims, one with an extent of 1 along that dim.
 
-use super::labels::{DIMS_MAX, letter, letters};
+use super::labels::{DIMS_MAX, letter};
 use super::sum::Sum;
 use crate::op::{Local, Op, Pieces};
 use crate::piece::{Piece, launch};
@@ -10,6 +10,7 @@ use shardgrad_dist::Result;
 use shardgrad_kernels::op::reduce::SUM;
 use shardgrad_kernels::{Dims, Kernel, Scalar};
 use smallvec::smallvec;
+use std::borrow::Cow;
 use std::rc::Rc;
 
 /// Which argument is repeated, and along which dims. The number is how many dims the repeated one has.
@@ -51,6 +52,11 @@ const FIRST: [&str; 6] = [
     "d e f g h, ..m d e f g h -> ..m d e f g h",
 ];
 
+/// The label of a dim. Broadcasting sets no limit to their number.
+fn label(d: usize) -> Cow<'static, str> {
+    if d < DIMS_MAX { letter(d).into() } else { format!("d{d}").into() }
+}
+
 /// The shape that arguments of some shapes are repeated to. Extents that fit nowhere are left for the rule to refuse.
 fn joined(shapes: &[&[usize]]) -> Dims {
     let ndim = shapes.iter().map(|s| s.len()).max().unwrap_or(0);
@@ -81,14 +87,13 @@ impl Broadcast {
         Broadcast::of(first.len(), second.len())
     }
 
-    /// From the shapes of any number of arguments, at most twelve dims each.
+    /// From the shapes of any number of arguments.
     pub(super) fn among(shapes: &[&[usize]]) -> Broadcast {
         let whole = joined(shapes);
-        let label = |d: usize| letter(d.min(DIMS_MAX - 1));
         let labels = |shape: &[usize]| {
             let lead = whole.len() - shape.len();
             let word = |(d, &extent): (usize, &usize)| {
-                if extent == 1 && whole[lead + d] != 1 { "1" } else { label(lead + d) }
+                if extent == 1 && whole[lead + d] != 1 { "1".into() } else { label(lead + d) }
             };
             shape.iter().enumerate().map(word).collect::<Vec<_>>().join(" ")
         };
@@ -150,8 +155,9 @@ fn reduced_to(cotangent: Tensor, shape: &[usize]) -> Tensor {
     if dims.is_empty() {
         return cotangent;
     }
-    let left = (lead..whole.len()).map(|d| if repeated(d) { "1" } else { letter(d) });
-    let signature = format!("{} -> {}", letters(0..whole.len()), left.collect::<Vec<_>>().join(" "));
+    let left = (lead..whole.len()).map(|d| if repeated(d) { "1".into() } else { label(d) });
+    let [full, left] = [(0..whole.len()).map(label).collect::<Vec<_>>(), left.collect()].map(|t| t.join(" "));
+    let signature = format!("{full} -> {left}");
     Tensor::result(Rc::new(SumTo { signature, dims }), &[&cotangent])
 }
 
@@ -232,5 +238,31 @@ mod tests {
         assert_eq!(between(&[0, 3], &[1, 3]), "a b, 1 b -> a b");
         let three = Broadcast::among(&[&[3], &[2, 1], &[]]);
         assert_eq!(three.signature(), "b, a 1,  -> a b");
+    }
+
+    #[test]
+    fn any_number_of_dims_is_repeated() {
+        use crate::value::Value;
+        use shardgrad_dist::{Mesh, World};
+        let mesh = Mesh::parse("a=2").unwrap();
+        World::run(mesh.clone(), |rank| {
+            let shape = |at: usize| (0..14).map(|d| if d == at { 2 } else { 1 }).collect::<Dims>();
+            let x = Tensor::from_host(rank, &shape(0), &[1.0f64, 2.0])?;
+            let y = Tensor::from_host(rank, &shape(13), &[10.0f64, 20.0])?;
+            for x in [
+                x.clone(),
+                x.to_layout_at(
+                    &x.layout().with_state(shardgrad_dist::Axis(0), crate::state::State::Shard(0)),
+                    std::panic::Location::caller(),
+                )?,
+            ] {
+                let z = x.add(&y);
+                assert_eq!(z.to_host::<f64>()?, [11.0, 21.0, 12.0, 22.0]);
+                let dy = Broadcast::between(&x.shape(), &y.shape()).reduced(z, 1);
+                assert_eq!((dy.shape(), dy.to_host::<f64>()?), (y.shape(), vec![23.0, 43.0]));
+            }
+            Ok(())
+        })
+        .unwrap();
     }
 }

@@ -2,7 +2,7 @@
 //! the last dim; missing dims and extents of 1 are repeated.
 
 use super::broadcast::Broadcast;
-use super::labels::one_dtype;
+use super::labels::{integers, one_dtype};
 use super::{Case, Input};
 use crate::op::{DTypes, Local, Op, Pieces};
 use crate::piece::Piece;
@@ -50,7 +50,8 @@ pub struct Compare {
     shape: Broadcast,
 }
 
-/// The same with a number in place of y, rounded to the dtype of x.
+/// The same with a number in place of y: rounded to the dtype of x if that is a float; integers and truth values (0 or 1)
+/// are compared with the number itself, be it no integer, beyond all of theirs or not a number.
 #[derive(Debug)]
 pub struct CompareScalar {
     /// Which comparison.
@@ -64,6 +65,38 @@ impl Compare {
     #[must_use]
     pub fn between(relation: Relation, first: &[usize], second: &[usize]) -> Rc<dyn Op> {
         Rc::new(Compare { relation, shape: Broadcast::between(first, second) })
+    }
+}
+
+/// What a comparison of a dtype's elements with a number comes to.
+enum Answer {
+    /// The same for every element.
+    Always(bool),
+    /// That of a comparison with a number that the dtype holds, or that is rounded to it.
+    With(Relation, f64),
+}
+
+impl CompareScalar {
+    fn answer(&self, dtype: DType) -> Answer {
+        use Relation::{Eq, Ge, Gt, Le, Lt, Ne};
+        let (relation, number) = (self.relation, self.number);
+        let Some(held) = integers(dtype) else { return Answer::With(relation, number) };
+        if number.is_nan() {
+            Answer::Always(relation == Ne)
+        } else if number < held.start {
+            Answer::Always(matches!(relation, Ne | Gt | Ge))
+        } else if number >= held.end {
+            Answer::Always(matches!(relation, Ne | Lt | Le))
+        } else if number.fract() == 0.0 {
+            Answer::With(relation, number)
+        } else {
+            // Between two integers: the lower one divides those below from those above.
+            match relation {
+                Eq | Ne => Answer::Always(relation == Ne),
+                Lt | Le => Answer::With(Le, number.floor()),
+                Gt | Ge => Answer::With(Gt, number.floor()),
+            }
+        }
     }
 }
 
@@ -108,8 +141,16 @@ impl Op for CompareScalar {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        let number = Piece::filled(local.rank, x[0].dtype, &[], self.number)?;
-        Broadcast::launch(local, self.relation.kernel(), &[x[0], &number], &[])
+        match self.answer(x[0].dtype) {
+            Answer::Always(truth) => {
+                let truth = f64::from(u8::from(truth));
+                Ok([Piece::filled(local.rank, DType::Bool, &x[0].view.shape, truth)?].into_iter().collect())
+            }
+            Answer::With(relation, number) => {
+                let number = Piece::filled(local.rank, x[0].dtype, &[], number)?;
+                Broadcast::launch(local, relation.kernel(), &[x[0], &number], &[])
+            }
+        }
     }
 }
 
@@ -158,6 +199,80 @@ mod tests {
                 (x.ne_scalar(1.0), [0, 1, 1]),
             ] {
                 assert_eq!((z.dtype(), z.to_host::<u8>()?.as_slice()), (DType::Bool, &right[..]));
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    /// Each relation of integers with numbers, those that are no integers and those that lie beyond them included, as in
+    /// exact arithmetic.
+    #[test]
+    fn integers_are_compared_with_the_number_itself() {
+        use super::{CompareScalar, Relation};
+        use std::cmp::Ordering;
+        use std::rc::Rc;
+        let (low, high) = (i64::MIN as f64, -(i64::MIN as f64));
+        let numbers = [
+            f64::NAN,
+            f64::NEG_INFINITY,
+            -1e300,
+            low,
+            -1.0,
+            -0.5,
+            0.0,
+            0.5,
+            1.0,
+            1.5,
+            254.5,
+            255.0,
+            255.5,
+            256.0,
+            300.0,
+            2f64.powi(53),
+            high,
+            1e300,
+            f64::INFINITY,
+        ];
+        // Not every i64 is an f64: the integer below c decides, then what c has beyond it.
+        let order = |x: i64, c: f64| match c {
+            c if c.is_nan() => None,
+            c if c >= high => Some(Ordering::Less),
+            c if c < low => Some(Ordering::Greater),
+            c => Some(x.cmp(&(c.floor() as i64)).then(if c > c.floor() {
+                Ordering::Less
+            } else {
+                Ordering::Equal
+            })),
+        };
+        let holds = |relation, order: Option<Ordering>| match relation {
+            Relation::Eq => order.is_some_and(Ordering::is_eq),
+            Relation::Ne => !order.is_some_and(Ordering::is_eq),
+            Relation::Lt => order.is_some_and(Ordering::is_lt),
+            Relation::Le => order.is_some_and(Ordering::is_le),
+            Relation::Gt => order.is_some_and(Ordering::is_gt),
+            Relation::Ge => order.is_some_and(Ordering::is_ge),
+        };
+        World::run(Mesh::single(), |rank| {
+            let wide = [i64::MIN, -1, 0, 1, 2, 255, (1 << 53) + 1, i64::MAX];
+            let bytes = [0u8, 1, 254, 255];
+            let x = Tensor::from_host(rank, &[8], &wide)?;
+            let y = Tensor::from_host(rank, &[4], &bytes)?;
+            let z = y.lt_scalar(1.0);
+            let truth = [1i64, 0, 0, 0];
+            for relation in
+                [Relation::Eq, Relation::Ne, Relation::Lt, Relation::Le, Relation::Gt, Relation::Ge]
+            {
+                for number in numbers {
+                    let right =
+                        |x: &[i64]| x.iter().map(|x| u8::from(holds(relation, order(*x, number)))).collect();
+                    for (x, values) in [(&x, &wide[..]), (&y, &bytes.map(i64::from)), (&z, &truth)] {
+                        let got = Tensor::result(Rc::new(CompareScalar { relation, number }), &[x])
+                            .to_host::<u8>()?;
+                        let right: Vec<u8> = right(values);
+                        assert_eq!(got, right, "{values:?} {relation:?} {number}");
+                    }
+                }
             }
             Ok(())
         })

@@ -4,7 +4,7 @@ use super::{Case, Input};
 use crate::op::{Cotangents, Local, Op, Pieces, Vjp};
 use crate::piece::Piece;
 use crate::tensor::{Tensor, box_scalars};
-use shardgrad_dist::Result;
+use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_kernels::Scalar;
 use shardgrad_kernels::op::random::DROPOUT;
 use std::rc::Rc;
@@ -23,6 +23,20 @@ pub struct Dropout {
     pub stream: u64,
     /// Row of the global batch with which dim 0 begins.
     pub first_row: u64,
+}
+
+impl Dropout {
+    /// The op for a probability, by the random numbers of a key and a stream.
+    ///
+    /// # Errors
+    /// `Kind::Config` if `p` is not in 0..=1.
+    pub fn of(p: f64, key: u64, stream: u64, first_row: u64) -> Result<Rc<dyn Op>> {
+        if (0.0..=1.0).contains(&p) {
+            return Ok(Rc::new(Dropout { p, key, stream, first_row }));
+        }
+        Err(Error::new(Kind::Config, format!("dropout: {p} is no probability"))
+            .detail("help", "give the share of elements that become zero, from 0 to 1"))
+    }
 }
 
 impl Op for Dropout {
@@ -88,5 +102,23 @@ mod tests {
             Ok(())
         })
         .unwrap();
+    }
+
+    #[test]
+    fn what_is_no_probability_is_refused() {
+        let dropped = |p| {
+            World::run(Mesh::single(), |rank| {
+                Tensor::from_host(rank, &[2], &[1.0f64, f64::INFINITY])?.dropout(p, 7, 1, 0).to_host::<f64>()
+            })
+        };
+        for p in [-0.1, 1.5, f64::NAN, f64::INFINITY] {
+            let error = dropped(p).unwrap_err();
+            assert_eq!(error.kind(), Kind::Config, "{error}");
+            assert_eq!(error.message(), format!("dropout: {p} is no probability"));
+            assert!(error.details().iter().any(|d| d.0 == "help"), "{error}");
+            assert!(error.site().is_some_and(|s| s.file().ends_with("dropout.rs")), "{error}");
+        }
+        assert_eq!(dropped(0.0).unwrap()[0], [1.0, f64::INFINITY]);
+        assert_eq!(dropped(1.0).unwrap()[0], [0.0, 0.0]);
     }
 }

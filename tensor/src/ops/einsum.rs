@@ -7,7 +7,7 @@ use super::labels::misuse;
 use super::{Case, Input};
 use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
 use crate::piece::{Piece, View, launch_lent, read, written};
-use crate::signature::Labels;
+use crate::signature::{Labels, Mark, Signature, Term};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::contract::CONTRACT;
@@ -29,22 +29,28 @@ impl Einsum {
     /// The product of a signature with two arguments and one output.
     ///
     /// # Errors
-    /// `Kind::Shape` when the text is not of that form.
+    /// `Kind::Shape` when the text is not of that form, or is no [`Signature`] at all.
     pub fn new(signature: &str) -> Result<Einsum> {
+        let read = Signature::read(signature).map_err(|e| {
+            Error::new(e.kind(), format!("einsum: {}", e.message())).detail(
+                "help",
+                "labels are words apart by blanks, as in `b t d, d h -> b t h`; `..m` leads its tensor",
+            )
+        })?;
         let refuse = |why: &str| Err(Error::new(Kind::Shape, format!("einsum: `{signature}` {why}")));
-        let Some([a, b, c]) = tensors(signature) else {
+        let ([a, b], [c]) = (read.inputs(), read.outputs()) else {
             return refuse("is not of the form `a b, b c -> a c`");
         };
-        let twice = |t: &[&str]| t.iter().enumerate().any(|(i, x)| *x != ONE && t[..i].contains(x));
-        if twice(&a) || twice(&b) || twice(&c) {
-            return refuse("has a label twice in one tensor");
+        if [a, b, c].into_iter().flatten().any(|x| matches!(x.mark, Mark::Whole | Mark::Indexed)) {
+            return refuse("is not of the form `a b, b c -> a c`");
         }
-        let lone =
-            |t: &[&str], other: &[&str]| t.iter().any(|x| *x != ONE && !other.contains(x) && !c.contains(x));
-        if lone(&a, &b) || lone(&b, &a) {
+        // Without marks a term is its label.
+        let lacks =
+            |others: [&[Term]; 2], x: &Term| x.mark != Mark::One && !others.iter().any(|t| t.contains(x));
+        if a.iter().any(|x| lacks([b, c], x)) || b.iter().any(|x| lacks([a, c], x)) {
             return refuse("has a label that stands in one argument only; sum it before, or use contract");
         }
-        if c.iter().any(|x| *x != ONE && !a.contains(x) && !b.contains(x)) {
+        if c.iter().any(|x| lacks([a, b], x)) {
             return refuse("has an output label that no argument has");
         }
         Ok(Einsum { signature: signature.to_string().into() })
@@ -118,15 +124,6 @@ pub fn matmul_nt() -> Rc<dyn Op> {
 #[must_use]
 pub fn matmul_tn() -> Rc<dyn Op> {
     Einsum::of("..m k, ..m n -> k n")
-}
-
-/// The labels of the two arguments and of the output.
-fn tensors(signature: &str) -> Option<[Vec<&str>; 3]> {
-    let (inputs, output) = signature.split_once("->")?;
-    let (a, b) = inputs.split_once(',')?;
-    let labels = |t| str::split_whitespace(t).collect::<Vec<&str>>();
-    let clean = !b.contains(',') && !output.contains(',') && !signature.contains(['!', '[', ']']);
-    clean.then(|| [labels(a), labels(b), labels(output)])
 }
 
 /// How the tensors of a product are stacks of matrices. It depends on labels, and on how the arguments lie.
@@ -337,6 +334,29 @@ mod tests {
     fn a_signature_that_is_no_product_is_refused() {
         for bad in ["a b -> a", "a a, a b -> b", "a b, c -> b c", "a, b -> c", "a!, a -> ", "a, b, c -> a"] {
             assert!(Einsum::new(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_text_that_is_no_signature_is_refused_with_the_line() {
+        for bad in [
+            "b ..m k, k n -> b ..m n",
+            "..m k, ..n k -> ..m ..n",
+            "..m k, k m0 -> ..m m0",
+            "a' b, b -> a'",
+            "..m m, m -> ..m",
+            ".., .. -> ..",
+        ] {
+            let error = World::run(Mesh::single(), |rank| {
+                let x = Tensor::from_host(rank, &[2, 2], &[0.0f64; 4])?;
+                let _ = x.einsum(bad, &x);
+                Ok(())
+            })
+            .unwrap_err();
+            assert_eq!(error.kind(), Kind::Shape, "{bad}: {error}");
+            assert!(error.message().starts_with(&format!("einsum: `{bad}` is no signature")), "{error}");
+            assert!(error.site().is_some_and(|s| s.file().ends_with("einsum.rs")), "{error}");
+            assert!(error.details().iter().any(|d| d.0 == "help"), "{error}");
         }
     }
 }

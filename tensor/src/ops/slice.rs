@@ -1,6 +1,6 @@
 //! A range of a whole dim, and its transpose: zeros (or another number) before and behind the elements of a dim.
 
-use super::labels::{check_dim, letters_with, misuse, whole};
+use super::labels::{check_dim, check_held, letters_with, misuse, whole};
 use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
@@ -92,7 +92,8 @@ impl Op for Slice {
     }
 }
 
-/// `..m d! -> ..m e`, `a x! c -> a y c`. Any dtype. Linear if it pads with 0. dx = the range of g where x stands.
+/// `..m d! -> ..m e`, `a x! c -> a y c`. Any dtype; the value is rounded to floats and must be held by others. Linear if it
+/// pads with 0. dx = the range of g where x stands.
 #[derive(Debug)]
 pub struct Pad {
     signature: String,
@@ -131,6 +132,7 @@ impl Op for Pad {
     }
 
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
+        check_held(inputs[0], self.value)?;
         Ok(inputs.into())
     }
 
@@ -145,7 +147,8 @@ impl Op for Pad {
             return infer_by_signature(self, context, args, dtypes, want);
         }
         let mut shape = args[0].shape();
-        shape[self.dim] += self.before + self.after;
+        // An extent that no usize holds is more than any memory: inference refuses what stands for it.
+        shape[self.dim] = shape[self.dim].saturating_add(self.before).saturating_add(self.after);
         infer_by_signature(self, context, args, dtypes, &[whole(args[0], dtypes[0], &shape)])
     }
 
@@ -222,5 +225,39 @@ mod tests {
             Ok(())
         })
         .unwrap();
+    }
+
+    #[test]
+    fn a_value_that_the_dtype_does_not_hold_is_refused() {
+        use shardgrad_dist::Kind;
+        use shardgrad_kernels::DType;
+        let filled = |dtype, value| {
+            let made = World::run(Mesh::single(), |rank| {
+                let x = Tensor::from_host(rank, &[1], &[0.0])?.cast(dtype);
+                x.pad_with(0, 0, 1, value).to_f64()
+            });
+            made.map(|mut ranks| *ranks.remove(0).last().expect("there is one"))
+        };
+        for (dtype, value) in [
+            (DType::U8, -1.0),
+            (DType::U8, 256.0),
+            (DType::I64, 0.5),
+            (DType::I64, f64::NAN),
+            (DType::I64, f64::INFINITY),
+            (DType::I64, 2f64.powi(63)),
+            (DType::Bool, 2.0),
+        ] {
+            let error = filled(dtype, value).unwrap_err();
+            assert_eq!(error.kind(), Kind::DType, "{error}");
+            assert_eq!(error.message(), format!("pad: {dtype} holds no {value}"));
+            assert!(error.details().iter().any(|d| d.0 == "help") && error.site().is_some(), "{error}");
+        }
+        for (dtype, value) in
+            [(DType::U8, 255.0), (DType::I64, -2f64.powi(63)), (DType::Bool, 1.0), (DType::F32, 0.5)]
+        {
+            assert_eq!(filled(dtype, value).unwrap(), value, "{dtype}");
+        }
+        assert_eq!(filled(DType::BF16, f64::NEG_INFINITY).unwrap(), f64::NEG_INFINITY);
+        assert_eq!(filled(DType::BF16, 1.0 + 2f64.powi(-20)).unwrap(), 1.0, "floats round");
     }
 }

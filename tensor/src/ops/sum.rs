@@ -3,7 +3,7 @@
 //! [`Sum`]: y = c times the sum of x over some dims; a mean is the sum with c = 1 / (the global extent of what is summed).
 //! [`Expand`]: y = c x, repeated along new dims.
 
-use super::labels::{check_dim, misuse, reduction, whole};
+use super::labels::{check_dim, check_ndim, misuse, reduction, whole};
 use super::scale::scale;
 use super::{Case, Input};
 use crate::context::Context;
@@ -34,11 +34,12 @@ impl Sum {
     /// The sum, or the mean, over some dims of a tensor of `ndim` dims.
     ///
     /// # Errors
-    /// `Kind::Shape` if one of them is no dim, or is named twice.
+    /// `Kind::Shape` if one of them is no dim, or is named twice, or there are more than 12 dims.
     pub fn over(ndim: usize, dims: &[usize], mean: bool) -> Result<Rc<dyn Op>> {
         let name = if mean { "mean" } else { "sum" };
         let mut sorted: Dims = dims.into();
         sorted.sort_unstable();
+        check_ndim(name, ndim)?;
         for &d in dims {
             check_dim(name, ndim, d)?;
         }
@@ -117,8 +118,9 @@ impl Expand {
     /// New dims (ascending, counted in the result) in a result of a shape.
     ///
     /// # Errors
-    /// `Kind::Shape` if one of them is no dim of the result, or they do not ascend.
+    /// `Kind::Shape` if one of them is no dim of the result, or they do not ascend, or it has more than 12 dims.
     pub fn to(shape: &[usize], dims: &[usize]) -> Result<Rc<dyn Op>> {
+        check_ndim("expand", shape.len())?;
         for &d in dims {
             check_dim("expand", shape.len(), d)?;
         }
@@ -258,5 +260,28 @@ mod tests {
     fn new_dims_that_are_none_are_refused() {
         assert!(Expand::to(&[2], &[1]).is_err());
         assert!(Expand::to(&[2, 2], &[1, 0]).is_err());
+    }
+
+    #[test]
+    fn more_dims_than_there_are_labels_are_refused() {
+        use crate::reduction::Reduction;
+        use shardgrad_dist::Kind;
+        type Call = fn(&Tensor) -> Tensor;
+        let cases: [(&str, Call); 5] = [
+            ("sum", |x| x.sum_dims(&[])),
+            ("mean", |x| x.mean_dims(&[])),
+            ("sum", |x| x.sum()),
+            ("amax", |x| x.amax(&[])),
+            ("log_sum_exp", |x| x.log_sum_exp(&[])),
+        ];
+        for (name, case) in cases {
+            let made = World::run(Mesh::single(), |rank| {
+                case(&Tensor::from_host(rank, &[1; 13], &[1.0f64])?).to_host::<f64>()
+            });
+            let error = made.unwrap_err();
+            assert_eq!(error.kind(), Kind::Shape, "{error}");
+            assert_eq!(error.message(), format!("{name}: a tensor of 13 dims; at most 12 are possible"));
+        }
+        assert!(Expand::to(&[1; 13], &[]).is_err());
     }
 }

@@ -203,7 +203,7 @@ fn examine_stack_by<T: Float>(
         let mut c = vec![T::from_f64(9.0); len];
         let (x, y) = (Stack { data: &a[..], strides: a_strides }, Stack { data: &b[..], strides: b_strides });
         let to = StackMut { data: &mut c[..], strides: c_strides };
-        products_by(means, &Pool::new(threads), dims, x, y, to);
+        products_by(means, &Pool::new(threads), dims, x, y, to, None);
         assert!(c == right, "{} {means:?} {dims:?} {c_strides:?} on {threads} threads", T::DTYPE);
     }
 }
@@ -255,7 +255,7 @@ fn one_row<T: Float>(means: Option<Means>, [g, n, k]: [usize; 3], a: &[T], b: &[
         let mut c = vec![T::from_f64(9.0); g * m * n];
         let (x, y) = (Stack { data: a, strides: [2 * k, k, 1] }, Stack { data: b, strides: b_strides });
         let to = StackMut { data: &mut c[..], strides: [m * n, n, 1] };
-        products_by(means, &Pool::new(threads), [g, m, n, k], x, y, to);
+        products_by(means, &Pool::new(threads), [g, m, n, k], x, y, to, None);
         c
     };
     let two = form(2, 1);

@@ -38,12 +38,17 @@ impl<T> Target<T> {
         Target { row: self.col, col: self.row, ..self }
     }
 
+    /// The same memory as that of another type.
+    pub(crate) fn cast<U>(self) -> Target<U> {
+        Target { start: self.start.cast(), row: self.row, col: self.col }
+    }
+
     pub(crate) fn moved(self, distance: usize) -> Self {
         Target { start: self.start.wrapping_add(distance), ..self }
     }
 
     /// The same from element (i, j) on.
-    fn from(self, i: usize, j: usize) -> Self {
+    pub(crate) fn from(self, i: usize, j: usize) -> Self {
         self.moved(i * self.row + j * self.col)
     }
 
@@ -97,7 +102,13 @@ pub(crate) struct Blocked<'t, R: 'static> {
     col_step: usize,
     in_place_a: bool,
     in_place_b: bool,
+    /// Whether rows are columns of the c that was asked for.
+    turned: bool,
+    whole: Option<Whole<'t>>,
 }
+
+/// Is told of each part of c that is whole: its rows and its columns.
+pub(crate) type Whole<'t> = &'t (dyn Fn(Range<usize>, Range<usize>) + Sync);
 
 /// Some columns of b and some steps of the depth.
 #[derive(Clone, Copy)]
@@ -123,8 +134,9 @@ impl<'t, R: Real> Blocked<'t, R> {
         accumulate: bool,
         c: Target<R>,
     ) -> Blocked<'t, R> {
-        let turn = if m.min(n) < tiles.lanes { n < m } else { c.row == 1 && c.col != 1 };
-        let (m, n, a, b, c) = if turn { (n, m, b.turned(), a.turned(), c.turned()) } else { (m, n, a, b, c) };
+        let turned = if m.min(n) < tiles.lanes { n < m } else { c.row == 1 && c.col != 1 };
+        let (m, n, a, b, c) =
+            if turned { (n, m, b.turned(), a.turned(), c.turned()) } else { (m, n, a, b, c) };
         let wide = 2 * tiles.lanes;
         let strips = Cut::new(m, tiles.table.len());
         // What is packed for few rows is used at once, and should not leave the first-level cache before.
@@ -139,7 +151,13 @@ impl<'t, R: Real> Blocked<'t, R> {
                 unsafe { *c.at(i, j) = R::ZERO };
             }
         }
-        Blocked { tiles, n, k, a, b, c, accumulate, strips, col_step, in_place_a, in_place_b }
+        let whole = None;
+        Blocked { tiles, n, k, a, b, c, accumulate, strips, col_step, in_place_a, in_place_b, turned, whole }
+    }
+
+    /// The same, where `whole` is told of each part of c once, by the thread that has written it; of nothing if k is 0.
+    pub(crate) fn telling(self, whole: Whole<'t>) -> Self {
+        Blocked { whole: Some(whole), ..self }
     }
 
     /// Strips of rows, of which each is some tiles high.
@@ -234,7 +252,21 @@ impl<'t, R: Real> Blocked<'t, R> {
                 true => Heights::InPlace(a),
                 false => pack_rows(self.tiles, a, (strips, rows.clone()), depth, packed_a),
             };
-            tiles_of(self.tiles, (strips, rows), heights, panel, add, self.c.from(0, block.first_col));
+            tiles_of(
+                self.tiles,
+                (strips, rows.clone()),
+                heights,
+                panel,
+                add,
+                self.c.from(0, block.first_col),
+            );
+        }
+        if let Some(whole) = self.whole
+            && block.first_depth + depth == self.k
+        {
+            let rows = strips.start(rows.start)..strips.start(rows.end);
+            let cols = block.first_col..block.first_col + block.cols;
+            if self.turned { whole(cols, rows) } else { whole(rows, cols) }
         }
     }
 

@@ -2,13 +2,15 @@
 
 use crate::cpu::Pool;
 use crate::cpu::math::Maths;
-use crate::dtype::{DType, Element, Float, Real};
+use crate::dtype::{DType, Element};
 use crate::error::KernelError;
 use crate::gpu::Plan;
 use crate::kernel::{Bound, Gpu, Kernel, Launch};
 use crate::match_float;
 use crate::op::formula::{choose, is_nan, pow_exponent_slope, pow_slope};
-use crate::op::pointwise::{gpu, map, names, plain, pointwise, two_reals, update};
+use crate::op::pointwise::{
+    Formula, gpu, map, map_as, names, plain, plain_as, pointwise, two_reals, update, update_as,
+};
 use crate::op::rows::{operands, write};
 use crate::op::walk::place;
 
@@ -43,6 +45,16 @@ pointwise! {
     MINIMUM_GRAD "minimum_grad" 2 0.0 |[a, b, dy], _| choose(a == b, R::lit(0.5) * dy, choose(a < b, dy, R::ZERO));
 }
 
+/// y + x.
+struct Sum;
+
+impl Formula<2> for Sum {
+    #[inline(always)]
+    fn at<R: Maths>(&self, [y, x]: [R; 2]) -> R {
+        y + x
+    }
+}
+
 /// y = y + x.
 ///
 /// - in: x: float or i64, any strides
@@ -68,14 +80,8 @@ pub static ACCUMULATE: Kernel = Kernel {
     cpu: Some(|pool, launch| {
         let ([x], [y], _) = operands(launch);
         match x.dtype {
-            DType::I64 => update::<1, i64, i64>(pool, [x], y, |y, [x]| y.wrapping_add(x)),
-            dtype => match_float!(dtype, T => update::<1, T, T>(
-                pool,
-                [x],
-                y,
-                #[inline(always)]
-                |y, [x]| T::narrow(y.widen() + x.widen()),
-            ), else return Err(KernelError::DType { kernel: ACCUMULATE.name, dtype })),
+            DType::I64 => update_as::<i64>(pool, x, y, i64::wrapping_add),
+            _ => update(ACCUMULATE.name, pool, x, y, &Sum)?,
         }
         Ok(())
     }),

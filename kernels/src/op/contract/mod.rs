@@ -3,12 +3,12 @@
 mod gpu;
 
 use crate::cpu::Pool;
-use crate::cpu::gemm::{Stack, StackMut, products};
-use crate::dtype::Element;
+use crate::cpu::gemm::{Ending, Stack, StackMut, ended_products, products};
+use crate::dtype::{Element, Float};
 use crate::error::KernelError;
-use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Arg, ArgMut, Bound, Gpu, Kernel, Launch};
 use crate::match_float;
-use crate::op::rows::operands;
+use crate::op::rows::{operands, write};
 use crate::strides::Strides;
 
 /// c_g = a_g b_g for every g.
@@ -47,6 +47,19 @@ fn fast(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
         products(pool, dims, stack::<T>(a), stack::<T>(b), StackMut { data, strides: strides(c.view) });
     }, else return Err(KernelError::DType { kernel: CONTRACT.name, dtype: a.dtype }));
     Ok(())
+}
+
+/// [`CONTRACT`] into a contiguous c, whose rows `ending` then sees (see [`ended_products`]).
+pub(in crate::op) fn ended<T: Float>(
+    pool: &Pool,
+    [a, b]: [&Arg<'_>; 2],
+    c: &mut ArgMut<'_>,
+    other: Option<&mut ArgMut<'_>>,
+    ending: &Ending<'_, T>,
+) {
+    let [g, m, n] = c.view.shape[..] else { unreachable!("the contract asks for three dims") };
+    let dims = [g, m, n, a.view.shape[2]];
+    ended_products(pool, dims, stack(a), stack(b), write(c), other.map(write), ending);
 }
 
 fn stack<'a, T: Element>(x: &Arg<'a>) -> Stack<'a, T> {

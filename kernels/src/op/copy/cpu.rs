@@ -16,7 +16,8 @@ const TILE: usize = 32;
 
 pub(super) fn copy(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([x], [y], _) = operands(launch);
-    // Each line is one loop in machine code; the 16-bit floats go through f32, which is exact or rounds once.
+    // Each line is one loop in machine code; the 16-bit floats go through f32, which is exact or rounds once. Other pairs are
+    // too rare, and too many, for loops of their own in each order and instruction set.
     macro_rules! pairs {
         ($($from:ident $s:ty => $to:ident $d:ty, $x:ident: $value:expr;)*) => {
             match (x.dtype, y.dtype) {
@@ -27,8 +28,8 @@ pub(super) fn copy(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelErr
                     4 => each::<f32, f32>(pool, x, y, #[inline(always)] |x| x),
                     _ => each::<i64, i64>(pool, x, y, #[inline(always)] |x| x),
                 },
-                (_, DType::Bool) => match_dtype!(x.dtype, S => each::<S, u8>(pool, x, y, truth_of)),
-                _ => match_dtype!(x.dtype, S => match_dtype!(y.dtype, D => each::<S, D>(pool, x, y, convert))),
+                (_, DType::Bool) => match_dtype!(x.dtype, S => one_by_one::<S, u8>(pool, x, y, truth_of)),
+                _ => match_dtype!(x.dtype, S => match_dtype!(y.dtype, D => one_by_one::<S, D>(pool, x, y, convert))),
             }
         };
     }
@@ -54,6 +55,17 @@ fn each<S: Element, D: Element>(pool: &Pool, x: &Arg<'_>, y: &mut ArgMut<'_>, f:
             ([1, step], Some(turned)) if step > 1 => turn(walk, turned, from, to, start, &f),
             _ => runs(walk, from, to, start, &f),
         }
+    });
+}
+
+fn one_by_one<S: Element, D: Element>(pool: &Pool, x: &Arg<'_>, y: &mut ArgMut<'_>, f: fn(S) -> D) {
+    let from = x.buffer.as_slice::<S>();
+    let walk = Walk::in_memory_order([y.view, x.view]);
+    let [to_step, from_step] = walk.steps();
+    scatter::<2, D>(pool, &walk, y, |walk, to, start| {
+        walk.runs(0..walk.numel(), |[to_at, from_at], length| {
+            (0..length).for_each(|i| to[to_at - start + i * to_step] = f(from[from_at + i * from_step]));
+        });
     });
 }
 

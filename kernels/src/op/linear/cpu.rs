@@ -1,52 +1,52 @@
-//! The processor's way: the product, and one pass over what came of it while caches still hold some.
+//! The processor's way: the product, and what stands around it while rows of it are in the cache.
 
 use super::{LINEAR, LINEAR_GELU, PRODUCT_GELU_GRAD, PRODUCT_SUMS};
-use crate::cpu::Pool;
+use crate::cpu::{Pool, vectorized};
 use crate::dtype::Float;
 use crate::error::KernelError;
 use crate::kernel::{Arg, ArgMut, Kernel, Launch, Scalar};
 use crate::match_float;
-use crate::op::contract::CONTRACT;
+use crate::op::contract::{CONTRACT, ended};
 use crate::op::formula::{gelu_gate, gelu_slope};
-use crate::op::pointwise::{map, update};
 use crate::op::reduce::SUM;
-use crate::op::rows::operands;
+use crate::op::rows::{operands, read};
 use crate::strides::Strides;
 
 pub(super) fn linear(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([a, b, bias], [c], _) = operands(launch);
-    product(pool, [*a, *b], c)?;
-    add(pool, &LINEAR, bias, c)
+    match_float!(c.dtype, T => {
+        let bias = read::<T>(bias);
+        ended::<T>(pool, [a, b], c, None, &|[_, col], c, _| vectorized(#[inline(always)] || {
+            c.iter_mut().zip(&bias[col..]).for_each(|(c, bias)| *c = T::narrow(c.widen() + bias.widen()));
+        }));
+    }, else return Err(KernelError::DType { kernel: LINEAR.name, dtype: c.dtype }));
+    Ok(())
 }
 
 pub(super) fn linear_gelu(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([a, b, bias], [c, z], _) = operands(launch);
-    product(pool, [*a, *b], z)?;
-    add(pool, &LINEAR_GELU, bias, z)?;
-    let z = seen(z);
-    match_float!(c.dtype, T => map::<1, T, T>(
-        pool,
-        [&z],
-        c,
-        #[inline(always)]
-        |[x]| {
-            let x = x.widen();
-            T::narrow(x * gelu_gate(x))
-        },
-    ), else return Err(KernelError::DType { kernel: LINEAR_GELU.name, dtype: c.dtype }));
+    match_float!(z.dtype, T => {
+        let bias = read::<T>(bias);
+        ended::<T>(pool, [a, b], z, Some(c), &|[_, col], z, c| vectorized(#[inline(always)] || {
+            for ((z, c), bias) in z.iter_mut().zip(c).zip(&bias[col..]) {
+                *z = T::narrow(z.widen() + bias.widen());
+                let x = z.widen();
+                *c = T::narrow(x * gelu_gate(x));
+            }
+        }));
+    }, else return Err(KernelError::DType { kernel: LINEAR_GELU.name, dtype: z.dtype }));
     Ok(())
 }
 
 pub(super) fn product_gelu_grad(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([a, b, z], [c, sums], _) = operands(launch);
-    product(pool, [*a, *b], c)?;
-    match_float!(c.dtype, T => update::<1, T, T>(
-        pool,
-        [z],
-        c,
-        #[inline(always)]
-        |y, [z]| T::narrow(y.widen() * gelu_slope(z.widen())),
-    ), else return Err(KernelError::DType { kernel: PRODUCT_GELU_GRAD.name, dtype: c.dtype }));
+    match_float!(c.dtype, T => {
+        let (z, columns) = (read::<T>(z), c.view.shape[2]);
+        ended::<T>(pool, [a, b], c, None, &|[row, col], c, _| vectorized(#[inline(always)] || {
+            let z = &z[row * columns + col..];
+            c.iter_mut().zip(z).for_each(|(c, z)| *c = T::narrow(c.widen() * gelu_slope(z.widen())));
+        }));
+    }, else return Err(KernelError::DType { kernel: PRODUCT_GELU_GRAD.name, dtype: c.dtype }));
     column_sums(pool, &seen(c), sums)
 }
 
@@ -66,20 +66,6 @@ fn run(pool: &Pool, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), Kern
 fn product(pool: &Pool, factors: [Arg<'_>; 2], to: &mut ArgMut<'_>) -> Result<(), KernelError> {
     let to = ArgMut { buffer: &mut *to.buffer, dtype: to.dtype, view: to.view };
     run(pool, &CONTRACT, &mut Launch { inputs: &factors, outputs: &mut [to], scalars: &[] })
-}
-
-/// Adds the bias to every row.
-fn add(pool: &Pool, kernel: &Kernel, bias: &Arg<'_>, to: &mut ArgMut<'_>) -> Result<(), KernelError> {
-    let spread = bias.view.broadcast(&to.view.shape).expect("a row is one of many");
-    let bias = Arg { view: &spread, ..*bias };
-    match_float!(to.dtype, T => update::<1, T, T>(
-        pool,
-        [&bias],
-        to,
-        #[inline(always)]
-        |y, [b]| T::narrow(y.widen() + b.widen()),
-    ), else return Err(KernelError::DType { kernel: kernel.name, dtype: to.dtype }));
-    Ok(())
 }
 
 /// sums_j = the sum of x_gij over g and i.

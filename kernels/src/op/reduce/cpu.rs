@@ -1,10 +1,12 @@
 //! Reductions in the stated order, along rows or across them.
 
+use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Element, Float, Real};
 use crate::kernel::Arg;
 use crate::op::pointwise::TASK;
 use crate::op::walk::Walk;
+use crate::strides::Strides;
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -17,74 +19,74 @@ const BRANCH: usize = 64 * BLOCK;
 /// Neighbouring results that are formed together where rows are joined to each other.
 const COLUMNS: usize = 128;
 
-/// What is formed of the elements, and how two partial results join.
+/// What is formed of the elements, which are widened first, and how two partial results join.
 pub(super) trait Fold {
-    type From: Float;
+    type From: Real;
     type Result: Real;
     const EMPTY: Self::Result;
     fn load(x: Self::From) -> Self::Result;
     fn join(a: Self::Result, b: Self::Result) -> Self::Result;
 }
 
-/// x_0 + x_1 + ... in the accumulator.
-pub(super) struct Sum<T>(PhantomData<T>);
+/// x_0 + x_1 + ...
+pub(super) struct Sum<R>(PhantomData<R>);
 /// The largest; not-a-number wins.
-pub(super) struct Max<T>(PhantomData<T>);
+pub(super) struct Max<R>(PhantomData<R>);
 /// The smallest; not-a-number wins.
-pub(super) struct Min<T>(PhantomData<T>);
+pub(super) struct Min<R>(PhantomData<R>);
 /// x_0^2 + x_1^2 + ... in f64.
-pub(super) struct Squares<T>(PhantomData<T>);
+pub(super) struct Squares<R>(PhantomData<R>);
 
-impl<T: Float> Fold for Sum<T> {
-    type From = T;
-    type Result = T::Acc;
-    const EMPTY: T::Acc = T::Acc::ZERO;
+impl<R: Real> Fold for Sum<R> {
+    type From = R;
+    type Result = R;
+    const EMPTY: R = R::ZERO;
     #[inline(always)]
-    fn load(x: T) -> T::Acc {
-        x.widen()
+    fn load(x: R) -> R {
+        x
     }
     #[inline(always)]
-    fn join(a: T::Acc, b: T::Acc) -> T::Acc {
+    fn join(a: R, b: R) -> R {
         a + b
     }
 }
 
-impl<T: Float> Fold for Max<T> {
-    type From = T;
-    type Result = T::Acc;
-    const EMPTY: T::Acc = T::Acc::NEG_INFINITY;
+impl<R: Real> Fold for Max<R> {
+    type From = R;
+    type Result = R;
+    const EMPTY: R = R::NEG_INFINITY;
     #[inline(always)]
-    fn load(x: T) -> T::Acc {
-        x.widen()
+    fn load(x: R) -> R {
+        x
     }
     #[inline(always)]
     #[expect(clippy::eq_op, reason = "only not-a-number differs from itself")]
-    fn join(a: T::Acc, b: T::Acc) -> T::Acc {
+    fn join(a: R, b: R) -> R {
         if a > b || a != a { a } else { b }
     }
 }
 
-impl<T: Float> Fold for Min<T> {
-    type From = T;
-    type Result = T::Acc;
-    const EMPTY: T::Acc = T::Acc::INFINITY;
+impl<R: Real> Fold for Min<R> {
+    type From = R;
+    type Result = R;
+    const EMPTY: R = R::INFINITY;
     #[inline(always)]
-    fn load(x: T) -> T::Acc {
-        x.widen()
+    fn load(x: R) -> R {
+        x
     }
     #[inline(always)]
     #[expect(clippy::eq_op, reason = "only not-a-number differs from itself")]
-    fn join(a: T::Acc, b: T::Acc) -> T::Acc {
+    fn join(a: R, b: R) -> R {
         if a < b || a != a { a } else { b }
     }
 }
 
-impl<T: Float> Fold for Squares<T> {
-    type From = T;
+impl<R: Real> Fold for Squares<R> {
+    type From = R;
     type Result = f64;
     const EMPTY: f64 = 0.0;
     #[inline(always)]
-    fn load(x: T) -> f64 {
+    fn load(x: R) -> f64 {
         x.to_f64() * x.to_f64()
     }
     #[inline(always)]
@@ -93,15 +95,18 @@ impl<T: Float> Fold for Squares<T> {
     }
 }
 
+/// What becomes of a result.
+type Finish<'f, F, U> = dyn Fn(<F as Fold>::Result) -> U + Sync + 'f;
+
 /// y = finish(fold of x over its last `num_reduced` dims).
-pub(super) fn reduce<F: Fold, U: Element>(
+pub(super) fn reduce<F: Fold, T: Float<Acc = F::From>, U: Element>(
     pool: &Pool,
     x: &Arg<'_>,
     num_reduced: usize,
     y: &mut [U],
-    finish: impl Fn(F::Result) -> U + Sync,
+    finish: &Finish<'_, F, U>,
 ) {
-    let memory = x.buffer.as_slice::<F::From>();
+    let memory = x.buffer.as_slice::<T>();
     let num_kept = x.view.ndim() - num_reduced;
     let kept = Walk::over([x.view], 0..num_kept, [x.view.offset]);
     let reduced = Walk::over([x.view], num_kept..x.view.ndim(), [0]);
@@ -112,9 +117,9 @@ pub(super) fn reduce<F: Fold, U: Element>(
     let x = Operand { memory, kept, reduced };
     let neighbours = x.kept.dims()[x.kept.dims().len() - 1];
     if neighbours.1 == [1] && neighbours.0 >= LANES && x.reduced.steps() != [1] {
-        across::<F, U>(pool, &x, neighbours.0, y, finish);
+        across::<F, T, U>(pool, &x, neighbours.0, y, finish);
     } else {
-        along::<F, U>(pool, &x, y, finish);
+        along::<F, T, U>(pool, &x, y, finish);
     }
 }
 
@@ -125,11 +130,11 @@ struct Operand<'a, T> {
 }
 
 /// Each result on its own; long rows are cut into branches of the tree.
-fn along<F: Fold, U: Element>(
+fn along<F: Fold, T: Float<Acc = F::From>, U: Element>(
     pool: &Pool,
-    x: &Operand<'_, F::From>,
+    x: &Operand<'_, T>,
     y: &mut [U],
-    finish: impl Fn(F::Result) -> U + Sync,
+    finish: &Finish<'_, F, U>,
 ) {
     let count = x.reduced.numel();
     let branches = count.div_ceil(BRANCH).max(1);
@@ -137,7 +142,7 @@ fn along<F: Fold, U: Element>(
         let per_task = (TASK / count.max(1)).max(1);
         pool.chunks(y, per_task, |task, y| {
             for (i, y) in y.iter_mut().enumerate() {
-                *y = finish(branch::<F>(x, task * per_task + i, 0..count));
+                *y = finish(branch::<F, T>(x, task * per_task + i, 0..count));
             }
         });
         return;
@@ -145,7 +150,7 @@ fn along<F: Fold, U: Element>(
     let mut parts = vec![F::EMPTY; y.len() * branches];
     pool.chunks(&mut parts, 1, |i, part| {
         let first = i % branches * BRANCH;
-        part[0] = branch::<F>(x, i / branches, first..count.min(first + BRANCH));
+        part[0] = branch::<F, T>(x, i / branches, first..count.min(first + BRANCH));
     });
     for (y, parts) in y.iter_mut().zip(parts.chunks_mut(branches)) {
         join_pairs::<F>(parts, 1);
@@ -154,41 +159,50 @@ fn along<F: Fold, U: Element>(
 }
 
 /// The elements `range` of result number `number`, from the start of a block on.
-fn branch<F: Fold>(x: &Operand<'_, F::From>, number: usize, range: Range<usize>) -> F::Result {
+fn branch<F: Fold, T: Float<Acc = F::From>>(
+    x: &Operand<'_, T>,
+    number: usize,
+    range: Range<usize>,
+) -> F::Result {
     let [base] = x.kept.at(number);
     let mut sums = Tree::<F>::new();
     if range.is_empty() {
         return sums.finish();
     }
+    let mut gathered = [F::From::ZERO; BLOCK];
     if x.reduced.dims().len() == 1 && x.reduced.steps() == [1] {
         let row = &x.memory[base + range.start..base + range.end];
-        vectorized(
-            #[inline(always)]
-            || {
-                for part in row.chunks(BLOCK) {
-                    sums.push(block::<F>(part));
-                }
-            },
-        );
+        match T::as_wide(row) {
+            Some(row) => sums.take(row),
+            None => row.chunks(BLOCK).for_each(|part| {
+                widen(part, &mut gathered);
+                sums.take(&gathered[..part.len()]);
+            }),
+        }
         return sums.finish();
     }
     let [step] = x.reduced.steps();
-    let mut gathered = [F::From::default(); BLOCK];
     let mut filled = 0;
     x.reduced.runs(range, |[at], length| {
         for i in 0..length {
-            gathered[filled] = x.memory[base + at + i * step];
+            gathered[filled] = x.memory[base + at + i * step].widen();
             filled += 1;
             if filled == BLOCK {
-                sums.push(vectorized(|| block::<F>(&gathered)));
+                sums.take(&gathered);
                 filled = 0;
             }
         }
     });
-    if filled > 0 {
-        sums.push(block::<F>(&gathered[..filled]));
-    }
+    sums.take(&gathered[..filled]);
     sums.finish()
+}
+
+/// A row, widened into the start of another.
+fn widen<T: Float>(from: &[T], to: &mut [T::Acc]) {
+    vectorized(
+        #[inline(always)]
+        || to.iter_mut().zip(from).for_each(|(to, x)| *to = x.widen()),
+    );
 }
 
 /// One block, or what there is of the last.
@@ -222,6 +236,18 @@ impl<F: Fold> Tree<F> {
     #[inline(always)]
     fn new() -> Tree<F> {
         Tree { branches: [F::EMPTY; usize::BITS as usize], count: 0 }
+    }
+
+    /// The next elements of a row: whole blocks, and what there is of the last.
+    fn take(&mut self, row: &[F::From]) {
+        vectorized(
+            #[inline(always)]
+            || {
+                for part in row.chunks(BLOCK) {
+                    self.push(block::<F>(part));
+                }
+            },
+        );
     }
 
     #[inline(always)]
@@ -262,24 +288,25 @@ fn join_pairs<F: Fold>(parts: &mut [F::Result], width: usize) {
 }
 
 /// Results that are neighbours in memory: rows are joined to each other, `COLUMNS` results and one block at a time.
-fn across<F: Fold, U: Element>(
+fn across<F: Fold, T: Float<Acc = F::From>, U: Element>(
     pool: &Pool,
-    x: &Operand<'_, F::From>,
+    x: &Operand<'_, T>,
     neighbours: usize,
     y: &mut [U],
-    finish: impl Fn(F::Result) -> U + Sync,
+    finish: &Finish<'_, F, U>,
 ) {
     let count = x.reduced.numel();
     let (blocks, tiles) = (count.div_ceil(BLOCK), neighbours.div_ceil(COLUMNS));
     let mut parts = vec![F::EMPTY; y.len() / neighbours * tiles * blocks * COLUMNS];
     let per_task = (TASK / (count.clamp(1, BLOCK) * neighbours.min(COLUMNS))).max(1);
     pool.chunks(&mut parts, per_task * COLUMNS, |task, parts| {
+        let mut scratch = pool.scratch();
         for (i, part) in parts.chunks_mut(COLUMNS).enumerate() {
             let (number, block) = ((task * per_task + i) / blocks, (task * per_task + i) % blocks);
             let (row, first) = (number / tiles, number % tiles * COLUMNS);
             let columns = first..neighbours.min(first + COLUMNS);
             let range = block * BLOCK..count.min((block + 1) * BLOCK);
-            block_across::<F>(x, row * neighbours, columns, range, part);
+            block_across::<F, T>(&mut scratch, x, row * neighbours, columns, range, part);
         }
     });
     for (row, y) in y.chunks_mut(neighbours).enumerate() {
@@ -294,8 +321,9 @@ fn across<F: Fold, U: Element>(
 }
 
 /// One block of the results `first + columns`, into the start of `out`.
-fn block_across<F: Fold>(
-    x: &Operand<'_, F::From>,
+fn block_across<F: Fold, T: Float<Acc = F::From>>(
+    scratch: &mut Scratch,
+    x: &Operand<'_, T>,
     first: usize,
     columns: Range<usize>,
     range: Range<usize>,
@@ -303,18 +331,37 @@ fn block_across<F: Fold>(
 ) {
     let [base] = x.kept.at(first + columns.start);
     let [step] = x.reduced.steps();
+    let out = &mut out[..columns.len()];
+    if let Some(memory) = T::as_wide(x.memory) {
+        return joined::<F>(&memory[base..], &x.reduced, range, out);
+    }
+    // Widened, the rows of a block lie side by side.
     let width = columns.len();
+    let [wide] = scratch.slices([range.len() * width]);
+    let mut rows = wide.chunks_mut(width);
+    x.reduced.runs(range.clone(), |[at], length| {
+        for (i, row) in rows.by_ref().take(length).enumerate() {
+            widen(&x.memory[base + at + i * step..][..width], row);
+        }
+    });
+    let side_by_side = Strides { shape: [range.len()][..].into(), strides: [width][..].into(), offset: 0 };
+    joined::<F>(wide, &Walk::new([&side_by_side]), 0..range.len(), out);
+}
+
+/// The rows `range` of a walk, as wide as `out`, joined to each other.
+fn joined<F: Fold>(memory: &[F::From], rows: &Walk<1>, range: Range<usize>, out: &mut [F::Result]) {
+    let ([step], width) = (rows.steps(), out.len());
     let mut lanes = [[F::EMPTY; COLUMNS]; LANES];
     let mut lane = 0;
     vectorized(
         #[inline(always)]
         || {
-            x.reduced.runs(
+            rows.runs(
                 range,
                 #[inline(always)]
                 |[at], length| {
                     for i in 0..length {
-                        let row = &x.memory[base + at + i * step..][..width];
+                        let row = &memory[at + i * step..][..width];
                         let sums = lanes[lane % LANES].iter_mut().zip(row);
                         sums.for_each(|(sum, &x)| *sum = F::join(*sum, F::load(x)));
                         lane += 1;
@@ -327,7 +374,7 @@ fn block_across<F: Fold>(
                     low.iter_mut().zip(high).for_each(|(a, b)| *a = F::join(*a, *b));
                 }
             }
-            out[..width].copy_from_slice(&lanes[0][..width]);
+            out.copy_from_slice(&lanes[0][..width]);
         },
     );
 }

@@ -35,9 +35,9 @@ pub static SUM: Kernel = Kernel {
             let c = Acc::lit(scalars[1].real());
             let num_reduced = scalars[0].int() as usize;
             if y.dtype == x.dtype {
-                cpu::reduce::<cpu::Sum<T>, T>(pool, x, num_reduced, write(y), |sum| T::narrow(c * sum));
+                cpu::reduce::<cpu::Sum<Acc>, T, T>(pool, x, num_reduced, write(y), &|sum| T::narrow(c * sum));
             } else {
-                cpu::reduce::<cpu::Sum<T>, Acc>(pool, x, num_reduced, write(y), |sum| c * sum);
+                cpu::reduce::<cpu::Sum<Acc>, T, Acc>(pool, x, num_reduced, write(y), &|sum| c * sum);
             }
         }, else return Err(KernelError::DType { kernel: SUM.name, dtype: x.dtype }));
         Ok(())
@@ -69,11 +69,12 @@ pub static MAX: Kernel = Kernel {
     cpu: Some(|pool, launch| {
         let ([x], [y], scalars) = operands(launch);
         match_float!(x.dtype, T => {
+            type Acc = <T as Float>::Acc;
             let num_reduced = scalars[0].int() as usize;
             if y.dtype == x.dtype {
-                cpu::reduce::<cpu::Max<T>, T>(pool, x, num_reduced, write(y), T::narrow);
+                cpu::reduce::<cpu::Max<Acc>, T, T>(pool, x, num_reduced, write(y), &T::narrow);
             } else {
-                cpu::reduce::<cpu::Max<T>, <T as Float>::Acc>(pool, x, num_reduced, write(y), |max| max);
+                cpu::reduce::<cpu::Max<Acc>, T, Acc>(pool, x, num_reduced, write(y), &|max| max);
             }
         }, else return Err(KernelError::DType { kernel: MAX.name, dtype: x.dtype }));
         Ok(())
@@ -93,11 +94,12 @@ pub static MIN: Kernel = Kernel {
     cpu: Some(|pool, launch| {
         let ([x], [y], scalars) = operands(launch);
         match_float!(x.dtype, T => {
+            type Acc = <T as Float>::Acc;
             let num_reduced = scalars[0].int() as usize;
             if y.dtype == x.dtype {
-                cpu::reduce::<cpu::Min<T>, T>(pool, x, num_reduced, write(y), T::narrow);
+                cpu::reduce::<cpu::Min<Acc>, T, T>(pool, x, num_reduced, write(y), &T::narrow);
             } else {
-                cpu::reduce::<cpu::Min<T>, <T as Float>::Acc>(pool, x, num_reduced, write(y), |min| min);
+                cpu::reduce::<cpu::Min<Acc>, T, Acc>(pool, x, num_reduced, write(y), &|min| min);
             }
         }, else return Err(KernelError::DType { kernel: MIN.name, dtype: x.dtype }));
         Ok(())
@@ -156,8 +158,10 @@ fn plain_squares(kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelE
 fn squares(kernel: &Kernel, pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let inputs = launch.inputs;
     for (x, y) in inputs.iter().zip(write::<f64>(&mut launch.outputs[0]).chunks_mut(1)) {
-        match_float!(x.dtype, T => cpu::reduce::<cpu::Squares<T>, f64>(pool, x, x.view.ndim(), y, |sum| sum),
-            else return Err(KernelError::DType { kernel: kernel.name, dtype: x.dtype }));
+        match_float!(x.dtype, T => {
+            type Acc = <T as Float>::Acc;
+            cpu::reduce::<cpu::Squares<Acc>, T, f64>(pool, x, x.view.ndim(), y, &|sum| sum);
+        }, else return Err(KernelError::DType { kernel: kernel.name, dtype: x.dtype }));
     }
     Ok(())
 }

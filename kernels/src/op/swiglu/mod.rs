@@ -4,13 +4,13 @@ mod cotangents;
 
 use crate::cpu::math::Maths;
 use crate::cpu::{Pool, vectorized};
-use crate::dtype::{DType, Element, Float, Real};
+use crate::dtype::{DType, Element, Float};
 use crate::error::KernelError;
 use crate::gpu::Plan;
 use crate::kernel::{Bound, Gpu, Kernel, Launch};
 use crate::match_float;
 use crate::op::formula::{gate_slope, sigmoid};
-use crate::op::pointwise::{TASK, gpu, map, names, plain, pointwise, two_reals};
+use crate::op::pointwise::{Formula, TASK, gpu, map, map_as, names, plain, plain_as, pointwise, two_reals};
 use crate::op::rows::{operands, read, write};
 
 pointwise! {

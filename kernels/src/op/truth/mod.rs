@@ -11,7 +11,7 @@ use crate::error::KernelError;
 use crate::gpu::Plan;
 use crate::kernel::{Arg, ArgMut, Bound, Gpu, HostCode, Kernel, Launch};
 use crate::match_dtype;
-use crate::op::pointwise::{TASK, gpu::SOURCE, map, names};
+use crate::op::pointwise::{TASK, gpu::SOURCE, map_as, names, plain_as};
 use crate::op::rows::{holds, operands, write};
 use crate::op::walk::{Walk, place};
 
@@ -24,14 +24,6 @@ const fn exact(name: &'static str, reference: HostCode, cpu: HostCode, plan: Pla
     Kernel { name, reference, cpu: Some(cpu), gpu, flops, bound: Bound { ulps: 0.0 } }
 }
 
-/// y_i = f(x0_i, x1_i, ..), element by element.
-fn plain<const N: usize, T: Element>(inputs: [&Arg<'_>; N], y: &mut ArgMut<'_>, f: impl Fn([T; N]) -> bool) {
-    let memory = inputs.map(|x| x.buffer.as_slice::<T>());
-    for (i, y) in write::<u8>(y).iter_mut().enumerate() {
-        *y = u8::from(f(std::array::from_fn(|n| memory[n][place(inputs[n].view, i)])));
-    }
-}
-
 macro_rules! comparisons {
     ($($(#[$doc:meta])* $name:ident $text:literal $sign:tt;)*) => {$(
         $(#[$doc])*
@@ -39,12 +31,12 @@ macro_rules! comparisons {
             $text,
             |_, launch| {
                 let ([a, b], [y], _) = operands(launch);
-                match_dtype!(a.dtype, T => plain::<2, T>([a, b], y, |[a, b]| a $sign b));
+                match_dtype!(a.dtype, T => plain_as([a, b], y, &|[a, b]: [T; 2]| u8::from(a $sign b)));
                 Ok(())
             },
             |pool, launch| {
                 let ([a, b], [y], _) = operands(launch);
-                match_dtype!(a.dtype, T => map::<2, T, u8>(
+                match_dtype!(a.dtype, T => map_as::<2, T, u8>(
                     pool,
                     [a, b],
                     y,
@@ -91,13 +83,13 @@ macro_rules! tables {
                 |_, launch| {
                     let (inputs, [y], _) = operands::<INPUTS, 1>(launch);
                     check($text, inputs.each_ref())?;
-                    plain(inputs.each_ref(), y, formula);
+                    plain_as(inputs.each_ref(), y, &|x| u8::from(formula(x)));
                     Ok(())
                 },
                 |pool, launch| {
                     let (inputs, [y], _) = operands::<INPUTS, 1>(launch);
                     check($text, inputs.each_ref())?;
-                    map::<INPUTS, u8, u8>(pool, inputs.each_ref(), y, #[inline(always)] |x| u8::from(formula(x)));
+                    map_as::<INPUTS, u8, u8>(pool, inputs.each_ref(), y, #[inline(always)] |x| u8::from(formula(x)));
                     Ok(())
                 },
                 |launch, plan| {

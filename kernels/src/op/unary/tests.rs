@@ -131,7 +131,9 @@ fn a_tail_that_cancels_would_be_found() {
     within(GELU.cpu).unwrap();
     within(Some(|_, launch| {
         let ([x], [y], _) = operands(launch);
-        plain::<1, f32>([x], y, |[x]| 0.5 * x * (1.0 + (0.797_884_6 * (x + 0.044_715 * x * x * x)).tanh()));
+        plain_as([x], y, &|[x]: [f32; 1]| {
+            0.5 * x * (1.0 + (0.797_884_6 * (x + 0.044_715 * x * x * x)).tanh())
+        });
         Ok(())
     }))
     .unwrap_err();

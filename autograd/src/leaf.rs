@@ -1,0 +1,211 @@
+//! Leaves: parameters as they are stored, and in the layouts in which they are computed.
+
+use crate::id::{Id, Key};
+use crate::tape::{Arena, Leaf, Tape};
+use shardgrad_dist::{Error, Kind, Result};
+use shardgrad_tensor::ops::redistribute::Redistribute;
+use shardgrad_tensor::{DType, Layout, Tensor, op, unwind};
+use smallvec::SmallVec;
+use std::panic::Location;
+use std::rc::Rc;
+
+impl Leaf {
+    /// A leaf without a tensor.
+    fn new(
+        key: Key,
+        layout: &Layout,
+        sums: DType,
+        (path, site): (Rc<str>, &'static Location<'static>),
+    ) -> Leaf {
+        let (layout, forms) = (layout.clone(), SmallVec::new());
+        Leaf { key, layout, tensor: None, origin: None, forms, cotangent: None, sums, path, site, used: None }
+    }
+
+    /// Takes over the tensor of another one, and how it came about. Cotangents that were added up stay.
+    fn refill(&mut self, other: Leaf) {
+        (self.tensor, self.origin) = (other.tensor, other.origin);
+        (self.layout, self.sums, self.site) = (other.layout, other.sums, other.site);
+    }
+}
+
+impl Arena {
+    /// Whether a leaf is this tensor. One that was given up is taken up again, as long as no other tensor has come in between.
+    fn takes(&mut self, at: usize, tensor: &Tensor) -> bool {
+        let leaf = &mut self.leaves[at];
+        match (&leaf.tensor, leaf.origin.is_some()) {
+            (Some(held), _) => held.same_as(tensor),
+            (None, true) => self.leaves[self.stored(at)].tensor.is_none(),
+            (None, false) => {
+                let fits = leaf.layout == *tensor.layout();
+                leaf.tensor = fits.then(|| tensor.clone());
+                fits
+            }
+        }
+    }
+
+    /// The leaf of the parameter as it is stored.
+    fn stored(&self, mut at: usize) -> usize {
+        while let Some((origin, _)) = &self.leaves[at].origin {
+            at = *origin as usize;
+        }
+        at
+    }
+
+    /// A leaf and all that are derived of it.
+    fn family(&self, at: usize) -> Vec<usize> {
+        let mut family = vec![at];
+        let mut next = 0;
+        while let Some(at) = family.get(next) {
+            family.extend(self.leaves[*at].forms.iter().map(|form| *form as usize));
+            next += 1;
+        }
+        family
+    }
+
+    /// Gives a parameter another tensor, and its other layouts up.
+    fn replace(&mut self, at: usize, new: Leaf) -> Result<()> {
+        let (family, old) = (self.family(at), &self.leaves[at]);
+        let refused = |what: &str, help: &str| {
+            let mut error = Error::new(Kind::Unsupported, format!("leaf: parameter {} {what}", new.key))
+                .detail("before", format!("{}, added up in {}", old.layout, old.sums))
+                .detail("now", format!("{}, added up in {}", new.layout, new.sums));
+            if !old.path.is_empty() {
+                error = error.detail("at", old.path.to_string());
+            }
+            Err(error.detail("help", help))
+        };
+        if family.iter().any(|at| self.leaves[*at].used == Some(self.round)) {
+            let help = "call backward() before it changes, or give the other tensor a key of its own";
+            return refused("is another tensor than the one that this round has used", help);
+        }
+        let collects = family.iter().any(|at| self.leaves[*at].cotangent.is_some());
+        if collects && (&old.layout, old.sums) != (&new.layout, new.sums) {
+            return refused("lies otherwise than its gradient", "take Tape::gradients() before it changes");
+        }
+        family.iter().for_each(|at| self.leaves[*at].tensor = None);
+        self.leaves[at].refill(new);
+        Ok(())
+    }
+}
+
+impl Tape {
+    /// The number and the tensor of the leaf of a parameter, whose cotangents are added up in some dtype; made at its first use.
+    /// None where no gradient can reach it, so that nothing holds the tensor when it is to be updated. A parameter that comes back
+    /// as another tensor takes the place of the one before, unless something is pending that depends on that.
+    pub(crate) fn leaf_at(
+        &self,
+        key: Key,
+        tensor: &Tensor,
+        sums: DType,
+        site: &'static Location<'static>,
+    ) -> (Option<Id>, Tensor) {
+        if !self.keeps_leaves() {
+            return (None, tensor.clone());
+        }
+        let mut arena = self.arena();
+        let known = arena.by_key.get(&key).copied();
+        // In outline there is nothing but the layout.
+        let same = |t: &Tensor| t.same_as(tensor) || self.is_outline() && t.layout() == tensor.layout();
+        let held = known.map(|at| (at, &arena.leaves[at as usize]));
+        let held = held.filter(|(_, leaf)| leaf.sums == sums && leaf.tensor.as_ref().is_some_and(same));
+        if let Some((at, Some(tensor))) = held.map(|(at, leaf)| (at, leaf.tensor.clone())) {
+            return (Some(Id::Leaf(at)), tensor);
+        }
+        if self.is_quiet() && !self.is_recording() {
+            return (None, tensor.clone());
+        }
+        let path = self.context().path();
+        let new =
+            Leaf { tensor: Some(tensor.clone()), ..Leaf::new(key, tensor.layout(), sums, (path, site)) };
+        let at = known.unwrap_or(arena.leaves.len() as u32);
+        match known {
+            Some(at) => arena.replace(at as usize, new).unwrap_or_else(|e| e.at(site).raise()),
+            None => {
+                arena.by_key.insert(key, at);
+                arena.leaves.push(new);
+            }
+        }
+        (Some(Id::Leaf(at)), tensor.clone())
+    }
+
+    /// Whether what a variable stands for is gone: the graph of a round with its backward pass, a leaf when its parameter is
+    /// another tensor. The running round uses it if not.
+    pub(crate) fn is_gone(&self, id: Id, tensor: &Tensor) -> bool {
+        let mut arena = self.arena();
+        match id {
+            Id::Made { round, .. } => round != arena.round,
+            Id::Leaf(at) => {
+                let (at, round) = (at as usize, arena.round);
+                let is_here = arena.takes(at, tensor);
+                let leaf = &mut arena.leaves[at];
+                if is_here && leaf.tensor.is_some() {
+                    leaf.used = Some(round);
+                }
+                !is_here
+            }
+        }
+    }
+
+    /// Another layout of a leaf as a derived leaf; `None` if the id is no leaf's, or that of one which is another tensor now.
+    pub(crate) fn leaf_form(
+        &self,
+        (id, stored): (Option<Id>, &Tensor),
+        to: &Layout,
+        site: &'static Location<'static>,
+    ) -> Option<(Id, Tensor)> {
+        let Some(Id::Leaf(origin)) = id else { return None };
+        let (mut arena, origin_at) = (self.arena(), origin as usize);
+        if !arena.takes(origin_at, stored) {
+            return None;
+        }
+        let mut forms = arena.leaves[origin_at].forms.iter().map(|at| *at as usize);
+        let known = forms.find(|at| arena.leaves[*at].layout == *to);
+        if let Some((at, held)) = known.and_then(|at| Some((at, arena.leaves[at].tensor.clone()?))) {
+            return Some((Id::Leaf(at as u32), held));
+        }
+        let op = unwind(Redistribute::between(self.rank(), stored.layout(), to));
+        let inference = unwind(op::plan(&*op, (self.rank(), self.context()), &[stored.layout()], &[], site));
+        let made = match self.is_outline() {
+            true => op::outline(&inference, self.rank()),
+            false => {
+                unwind(op::run(&*op, &[stored.piece()], &inference, (self.rank(), self.context()), site))
+            }
+        };
+        let tensor = made.into_iter().next().expect("redistribute has one output");
+        let (key, sums) = (arena.leaves[origin_at].key, arena.leaves[origin_at].sums);
+        let path = arena.leaves[origin_at].path.clone();
+        let form = Leaf {
+            tensor: Some(tensor.clone()),
+            origin: Some((origin, op)),
+            ..Leaf::new(key, to, sums, (path, site))
+        };
+        // One that an earlier step has given up is taken up again.
+        let at = known.unwrap_or(arena.leaves.len());
+        match known {
+            Some(at) => {
+                arena.family(at).iter().for_each(|at| arena.leaves[*at].tensor = None);
+                arena.leaves[at].refill(form);
+            }
+            None => {
+                arena.leaves[origin_at].forms.push(at as u32);
+                arena.leaves.push(form);
+            }
+        }
+        Some((Id::Leaf(at as u32), tensor))
+    }
+
+    pub(crate) fn key_of(&self, id: Id) -> Option<Key> {
+        match id {
+            Id::Leaf(at) => Some(self.arena().leaves[at as usize].key),
+            Id::Made { .. } => None,
+        }
+    }
+
+    /// In which dtype cotangents of a value are added up.
+    pub(crate) fn sums_of(&self, id: Option<Id>, tensor: &Tensor) -> DType {
+        match id {
+            Some(Id::Leaf(at)) => self.arena().leaves[at as usize].sums,
+            _ => tensor.dtype(),
+        }
+    }
+}

@@ -1,0 +1,349 @@
+//! How long things on a tape live, and what may meet: tapes, rounds, steps, and parameters that change.
+
+use shardgrad_autograd::{Tape, Var};
+use shardgrad_dist::{Error, Mesh, Rank, Result, World};
+use shardgrad_tensor::{DType, Indexing, Layout, Tensor, Value};
+
+fn vector(rank: &Rank, values: &[f64]) -> Result<Tensor> {
+    Tensor::from_host(rank, &[values.len()], values)
+}
+
+fn one_rank<T: Send>(f: impl Fn(&Rank) -> Result<T> + Sync) -> T {
+    World::run(Mesh::single(), f).unwrap().remove(0)
+}
+
+/// The error of a program, which names a line of this file and a repair.
+fn refused(f: impl Fn(&Rank) -> Result<()> + Sync, part: &str) -> Error {
+    let error = World::run(Mesh::single(), f).expect_err(part);
+    let text = error.to_string();
+    assert!(text.contains(part) && text.contains("help  "), "no `{part}` in: {text}");
+    assert!(error.site().is_some_and(|site| site.file().ends_with("lives.rs")), "{text}");
+    error
+}
+
+#[test]
+fn the_order_of_arguments_decides_nothing() {
+    one_rank(|rank| {
+        let (w, target) = (vector(rank, &[3.0, 5.0])?, vector(rank, &[1.0, 2.0])?);
+        let quiet = Tape::inference(rank);
+        let teachers =
+            [quiet.constant(target.clone()), quiet.leaf(1, &target), Tape::new(rank).constant(target)];
+        for teacher in &teachers {
+            for teacher_first in [false, true] {
+                let distance = |student: &Var| match teacher_first {
+                    true => teacher.sub(student).square().sum(),
+                    false => student.sub(teacher).square().sum(),
+                };
+                let tape = Tape::new(rank);
+                distance(&tape.leaf(1, &w)).backward()?;
+                assert_eq!(tape.gradients()[&1].to_f64()?, [4.0, 6.0], "{teacher_first}");
+                let y = tape.checkpoint(&[], |_| Ok(vec![distance(&tape.leaf(1, &w).scale(1.0))]))?.remove(0);
+                y.backward()?;
+                assert_eq!(tape.gradients()[&1].to_f64()?, [4.0, 6.0], "{teacher_first}, computed again");
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn what_was_cut_off_of_another_tape_is_a_constant_anywhere() {
+    let meet = |cut: bool, swapped: bool| {
+        move |rank: &Rank| {
+            let (old, new) = (Tape::new(rank), Tape::new(rank));
+            let t = vector(rank, &[3.0])?;
+            let old = old.leaf(1, &t).square();
+            let (a, b) = (if cut { old.detach() } else { old }, new.leaf(1, &t).scale(2.0));
+            if swapped { b.mul(&a) } else { a.mul(&b) }.sum().backward()?;
+            assert_eq!(new.gradients()[&1].to_f64()?, [18.0]);
+            Ok(())
+        }
+    };
+    for swapped in [false, true] {
+        let error = refused(meet(false, swapped), "two variables of different tapes");
+        assert!(error.to_string().contains("detach() the older variable"), "{error}");
+        one_rank(meet(true, swapped));
+    }
+}
+
+/// What a block takes: given to it, or captured.
+fn in_block(tape: &Tape, x: &Var, captured: bool) -> Result<Var> {
+    let made = match captured {
+        true => tape.checkpoint(&[], |_| Ok(vec![x.square()])),
+        false => tape.checkpoint(std::slice::from_ref(x), |a| Ok(vec![a[0].square()])),
+    };
+    Ok(made?.remove(0))
+}
+
+#[test]
+fn a_block_takes_no_variable_of_an_earlier_round_or_another_tape() {
+    for captured in [false, true] {
+        let earlier = move |cut: bool| {
+            move |rank: &Rank| {
+                let (tape, w, u) = (Tape::new(rank), vector(rank, &[3.0])?, vector(rank, &[1.0])?);
+                let y = tape.leaf(0, &w).scale(2.0);
+                y.sum().backward()?;
+                let v = tape.leaf(1, &u).scale(10.0);
+                let y = if cut { y.detach() } else { y };
+                v.add(&in_block(&tape, &y, captured)?).sum().backward()?;
+                let gradients = tape.gradients();
+                assert_eq!([gradients[&0].to_f64()?, gradients[&1].to_f64()?], [[2.0], [10.0]]);
+                Ok(())
+            }
+        };
+        refused(earlier(false), "before the last backward pass");
+        one_rank(earlier(true));
+        let foreign = move |cut: bool| {
+            move |rank: &Rank| {
+                let (old, tape, w) = (Tape::new(rank), Tape::new(rank), vector(rank, &[3.0])?);
+                let y = old.leaf(0, &w).scale(2.0);
+                let y = if cut { y.detach() } else { y };
+                let v = tape.leaf(1, &w).scale(10.0);
+                v.add(&in_block(&tape, &y, captured)?).sum().backward()?;
+                assert_eq!(tape.gradients()[&1].to_f64()?, [10.0]);
+                Ok(())
+            }
+        };
+        refused(foreign(false), "two variables of different tapes");
+        one_rank(foreign(true));
+    }
+}
+
+#[test]
+fn what_one_block_has_made_is_a_constant_in_the_next() {
+    one_rank(|rank| {
+        let (tape, w) = (Tape::new(rank), vector(rank, &[3.0])?);
+        let x = tape.leaf(1, &w);
+        let mut kept = None;
+        let y = tape.checkpoint(std::slice::from_ref(&x), |a| {
+            kept = Some(a[0].scale(5.0));
+            Ok(vec![kept.iter().next().expect("made").square()])
+        })?;
+        let z = tape.checkpoint(&y, |a| Ok(vec![a[0].scale(1.0).mul(kept.as_ref().expect("made"))]))?;
+        assert_eq!(z[0].tensor().to_f64()?, [225.0 * 15.0]);
+        z[0].sum().backward()?;
+        assert_eq!(tape.gradients()[&1].to_f64()?, [50.0 * 3.0 * 15.0]);
+        Ok(())
+    });
+}
+
+/// Where no gradient goes, a parameter that is stored in shards is whole while it is used, and no longer.
+#[test]
+fn nothing_holds_a_parameter_where_no_gradient_goes() {
+    World::run(Mesh::parse("dp=2").unwrap(), |rank| {
+        let layout = Layout::parse("f64[1024@dp]", rank.mesh())?;
+        let whole = Layout::parse("f64[1024]", rank.mesh())?;
+        let mut w = Tensor::from_global(rank, &layout, &[1.0; 1024])?;
+        let in_use = || rank.backend().memory().in_use_bytes;
+        let (before, address) = (in_use(), w.piece().buffer.address());
+        let read = |tape: &Tape, w: &Tensor| tape.leaf(0, w).to_layout(&whole).square().sum().item();
+        let (eval, train) = (Tape::inference(rank), Tape::new(rank));
+        for step in 0..3 {
+            let expected = 1024.0 * f64::from(1 + step).powi(2);
+            assert_eq!(read(&eval, &w)?, expected, "step {step}");
+            assert_eq!(train.no_grad(|| read(&train, &w))?, expected, "step {step}");
+            let text = |tape: &Tape| tape.checkpoint(&[], |_| Ok(vec![tape.leaf(0, &w).square()]));
+            assert_eq!(train.no_grad(|| text(&train))?.len(), text(&eval)?.len());
+            assert_eq!(in_use(), before, "step {step}");
+            let one = Tensor::from_global(rank, &layout, &[1.0; 1024])?;
+            w = w.accumulate(&one)?;
+            assert_eq!(w.piece().buffer.address(), address, "step {step}: updated in place");
+        }
+        assert!(!train.no_grad(|| train.leaf(0, &w)).requires_grad() && !eval.leaf(0, &w).requires_grad());
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_tape_of_many_steps_does_not_grow() {
+    World::run(Mesh::parse("dp=2").unwrap(), |rank| {
+        let layout = Layout::parse("f64[4@dp]", rank.mesh())?;
+        let [whole, narrow] = ["f64[4]", "f32[4]"].map(|text| Layout::parse(text, rank.mesh()));
+        let (whole, narrow, tape) = (whole?, narrow?, Tape::new(rank));
+        let mut w = Tensor::from_global(rank, &layout, &[1.0, 2.0, 3.0, 4.0])?;
+        for step in 1..=5 {
+            let leaf = tape.leaf(0, &w);
+            for to in [&whole, &narrow, &whole] {
+                leaf.to_layout(to).square().sum().backward()?;
+            }
+            let gradient = tape.gradients().remove(&0).expect("a gradient").to_f64()?;
+            assert_eq!(gradient, [1.0, 2.0, 3.0, 4.0].map(|x| 6.0 * x * f64::from(step)));
+            w = w.accumulate(&Tensor::from_global(rank, &layout, &[1.0, 2.0, 3.0, 4.0])?)?;
+            assert_eq!(format!("{tape:?}"), format!("Tape(3 leaves, 0 nodes, round {})", 3 * step));
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// The gradient of a parameter through a product of its values, in a layout of its own.
+fn step(tape: &Tape, w: &Tensor, to: &Layout) -> Result<Vec<f64>> {
+    tape.leaf(0, w).to_layout(to).square().sum().backward()?;
+    tape.gradients().remove(&0).expect("a gradient").to_f64()
+}
+
+#[test]
+fn a_parameter_that_was_updated_is_used_as_it_is_now() {
+    World::run(Mesh::parse("dp=2").unwrap(), |rank| {
+        let [split, whole] = ["f64[2@dp]", "f64[2]"].map(|text| Layout::parse(text, rank.mesh()));
+        let (split, whole, tape) = (split?, whole?, Tape::new(rank));
+        let value = |x: f64, to: &Layout| Tensor::from_global(rank, to, &[x, 2.0 * x]);
+        assert_eq!(step(&tape, &value(1.0, &split)?, &whole)?, [2.0, 4.0]);
+        let look =
+            |x: f64| -> Result<f64> { tape.leaf(0, &value(x, &split)?).to_layout(&whole).sum().item() };
+        assert_eq!(tape.no_grad(|| look(3.0))?, 9.0);
+        // Taken from the tape, and not used.
+        assert!(tape.leaf(0, &value(5.0, &split)?).requires_grad());
+        assert_eq!(step(&tape, &value(11.0, &split)?, &whole)?, [22.0, 44.0]);
+        // In other layouts, and in another dtype.
+        assert_eq!(step(&tape, &value(13.0, &whole)?, &split)?, [26.0, 52.0]);
+        let narrow = value(17.0, &split)?.cast(DType::F32);
+        assert_eq!(step(&tape, &narrow, &whole.with_dtype(DType::F32))?, [34.0, 68.0]);
+        assert_eq!(step(&tape, &value(19.0, &split)?, &whole)?, [38.0, 76.0]);
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_round_uses_one_value_of_a_parameter() {
+    let twice = |repair: &'static str| {
+        move |rank: &Rank| {
+            let (tape, a, b) = (Tape::new(rank), vector(rank, &[3.0])?, vector(rank, &[5.0])?);
+            let x = tape.leaf(0, &a).square().sum();
+            if repair == "backward" {
+                x.backward()?;
+                tape.leaf(0, &b).square().sum().backward()?;
+                assert_eq!(tape.gradients()[&0].to_f64()?, [16.0]);
+            } else {
+                let y = tape.leaf(if repair == "key" { 1 } else { 0 }, &b).square().sum();
+                x.add(&y).backward()?;
+                let gradients = tape.gradients();
+                assert_eq!([gradients[&0].to_f64()?, gradients[&1].to_f64()?], [[6.0], [10.0]]);
+            }
+            Ok(())
+        }
+    };
+    refused(twice(""), "leaf: parameter 0 is another tensor than the one that this round has used");
+    one_rank(twice("backward"));
+    one_rank(twice("key"));
+    let block = |rank: &Rank| {
+        let (tape, a, b) = (Tape::new(rank), vector(rank, &[3.0])?, vector(rank, &[5.0])?);
+        tape.checkpoint(&[], |_| Ok(vec![tape.leaf(0, &a).mul(&tape.leaf(0, &b))])).map(drop)
+    };
+    refused(block, "a variable of a parameter that is another tensor now");
+    let wider = |taken: bool| {
+        move |rank: &Rank| {
+            let tape = Tape::new(rank);
+            tape.leaf(0, &vector(rank, &[3.0])?).square().sum().backward()?;
+            if taken {
+                assert_eq!(tape.gradients()[&0].to_f64()?, [6.0]);
+            }
+            tape.leaf(0, &vector(rank, &[3.0, 5.0])?).square().sum().backward()?;
+            assert_eq!(tape.gradients()[&0].to_f64()?, [6.0, 10.0]);
+            Ok(())
+        }
+    };
+    refused(wider(false), "leaf: parameter 0 lies otherwise than its gradient");
+    one_rank(wider(true));
+}
+
+#[test]
+fn a_variable_of_a_parameter_that_has_changed_is_refused() {
+    let again = |form: bool, cut: bool| {
+        move |rank: &Rank| {
+            let tape = Tape::new(rank);
+            let narrow = Layout::parse("f32[1]", rank.mesh())?;
+            let [old, new] = [3.0, 5.0].map(|x| vector(rank, &[x]));
+            let leaf = tape.leaf(0, &old?);
+            let held = if form { leaf.to_layout(&narrow) } else { leaf };
+            for _ in 0..2 {
+                held.square().sum().backward()?;
+                assert_eq!(tape.gradients()[&0].to_f64()?, [6.0], "as long as nothing takes its place");
+            }
+            let leaf = tape.leaf(0, &new?).to_layout(&narrow);
+            let held = if cut { held.detach() } else { held };
+            leaf.mul(&held.to_layout(&narrow)).sum().backward()?;
+            assert_eq!(tape.gradients()[&0].to_f64()?, [3.0]);
+            Ok(())
+        }
+    };
+    for form in [false, true] {
+        refused(again(form, false), "a variable of a parameter that is another tensor now");
+        one_rank(again(form, true));
+    }
+}
+
+#[test]
+fn a_result_that_no_gradient_reaches_is_a_constant_whether_computed_again_or_not() {
+    let texts: [fn(&Var) -> Var; 4] = [
+        |x| x.detach().square().sum(),
+        |x| x.tape().no_grad(|| x.square().sum()),
+        |x| x.sort(0, false).1.cast(DType::F64).sum(),
+        |x| x.constant(x.tensor().clone()).square().sum(),
+    ];
+    for text in texts {
+        let plain = |rank: &Rank| text(&Tape::new(rank).leaf(0, &vector(rank, &[2.0, 3.0])?)).backward();
+        let again = |rank: &Rank| {
+            let tape = Tape::new(rank);
+            let x = tape.leaf(0, &vector(rank, &[2.0, 3.0])?);
+            let y = tape.checkpoint(&[x], |a| Ok(vec![text(&a[0]), a[0].sum(), a[0].sort(0, false).1]))?;
+            assert_eq!([0, 1, 2].map(|i| y[i].requires_grad()), [false, true, false]);
+            y[0].backward()
+        };
+        let errors = [refused(plain, "no gradient reaches"), refused(again, "no gradient reaches")];
+        assert_eq!(errors[0].message(), errors[1].message());
+    }
+}
+
+#[test]
+fn a_block_leaves_no_layout_of_what_it_captured() {
+    World::run(Mesh::parse("tp=2").unwrap(), |rank| {
+        let layout = Layout::parse("f64[1024] +tp", rank.mesh())?;
+        let tape = Tape::new(rank);
+        let y = tape.leaf(1, &Tensor::from_global(rank, &layout, &[1.0; 1024])?).scale(3.0);
+        assert_eq!(y.layout(), &layout, "a sum that is pending still");
+        let in_use = || rank.backend().memory().in_use_bytes;
+        let before = in_use();
+        let mut results = Vec::new();
+        for block in 1..=4 {
+            results.extend(tape.checkpoint(&[], |_| Ok(vec![y.square().sum()]))?);
+            let kept = in_use() - before;
+            assert!(kept < 1024 * 8, "{kept} bytes after {block} blocks");
+        }
+        results.iter().skip(1).fold(results[0].clone(), |sum, x| sum.add(x)).backward()?;
+        assert_eq!(tape.gradients()[&1].to_f64()?, [4.0 * 18.0; 1024]);
+        Ok(())
+    })
+    .unwrap();
+}
+
+/// Under every limit of memory that a step does not fit in, the error names a line of the program, not one of the library.
+#[test]
+fn an_error_of_the_backward_pass_names_the_line_of_the_op() {
+    let mut vjps = Vec::new();
+    for (limit, again) in (4..80).map(|n| n << 12).flat_map(|limit| [(limit, false), (limit, true)]) {
+        let run = World::new(Mesh::single()).memory_limit(limit).launch(|rank| {
+            let tape = Tape::new(rank);
+            let w = tape.leaf(0, &Tensor::from_host(rank, &[1024], &[1.0f64; 1024])?);
+            let text = |w: &Var| w.exp().square().mul(w).sum();
+            let y = match again {
+                true => tape.checkpoint(&[w], |a| Ok(vec![text(&a[0])]))?.remove(0),
+                false => text(&w),
+            };
+            y.backward()?;
+            Ok(tape.gradients().len())
+        });
+        let Err(error) = run else { continue };
+        let text = error.to_string();
+        assert!(
+            error.site().is_some_and(|site| site.file().ends_with("lives.rs")),
+            "{limit} {again}: {text}"
+        );
+        vjps.extend(
+            text.lines().find(|line| line.starts_with("  vjp ")).map(|line| (again, line.to_string())),
+        );
+    }
+    assert!([false, true].iter().all(|again| vjps.iter().any(|(a, _)| a == again)), "{vjps:?}");
+}
