@@ -218,6 +218,15 @@ fn weights_that_are_not_finite_leave_an_earlier_model_as_it_is() {
         assert!(parts.iter().all(|part| said.contains(part)), "{mesh}: {said}");
         assert!(files(&model) == earlier, "{mesh}: {said}");
     }
+    // Weights of a hundred thousand are no f16, and are not lost.
+    for mesh in ["dp=1", "dp=2"] {
+        let large = ["--mesh", mesh, "--lr", "1e5", "--warmup", "0", "--steps", "1", "--save-dtype", "f16"];
+        let (code, said) = train(&large);
+        let parts = ["infinite in f16, `", "the weights are saved in f32", "the model after step 1"];
+        assert!(code == 1 && parts.iter().all(|part| said.contains(part)), "{mesh}: {said}");
+        assert!(fs::read_to_string(model.join("config.json")).unwrap().contains("float32"));
+        assert!(files(&model) != earlier);
+    }
     // A root of 0 and a divisor of 0 make what is no number.
     let (code, said) = train(&["--eps", "1e-50"]);
     assert!(code == 2 && said.contains("is 0 in f32") && said.contains("use --eps"), "{said}");

@@ -127,7 +127,7 @@ fn check_rounding<M: Module>(model: &Model<M>, dtype: DType, site: &'static Loca
     let names = names_of(model, overflows, site)?;
     let Some(first) = names.first() else { return Ok(()) };
     let text = format!(
-        "{} of {} tensors hold numbers that are infinite in {dtype}, `{first}` first; nothing was saved",
+        "{} of {} tensors hold numbers that are infinite in {dtype}, `{first}` first",
         names.len(),
         model.params().len()
     );

@@ -254,7 +254,7 @@ fn train(rank: &Rank, job: &Job) -> Result<Ended> {
         eprintln!("stopping: step {} of {} is done; saving the model", ended.steps, recipe.steps);
     }
     match save(&trainer, ended.steps, leads, job) {
-        Ok(()) => Ok(ended),
+        Ok(refused) => Ok(Ended { failed: ended.failed.or(refused), ..ended }),
         Err(e) => Err(match ended.failed.take() {
             Some(first) => {
                 let kept = e.details().iter().filter(|(label, _)| *label == KEPT);
@@ -266,8 +266,9 @@ fn train(rank: &Rank, job: &Job) -> Result<Ended> {
     }
 }
 
-/// Saves the model, if it is one. Every rank calls this together.
-fn save(trainer: &Trainer<'_, LanguageModel>, steps: usize, leads: bool, job: &Job) -> Result<()> {
+/// Saves the model, if it is one. Every rank calls this together. Where a finite weight is infinite in the dtype that was asked
+/// for, weights are saved as they are stored, and the refusal is given back.
+fn save(trainer: &Trainer<'_, LanguageModel>, steps: usize, leads: bool, job: &Job) -> Result<Option<Error>> {
     let (model, out) = (trainer.model(), job.model());
     let odd = model.not_finite()?;
     if let Some(first) = odd.first() {
@@ -280,10 +281,17 @@ fn save(trainer: &Trainer<'_, LanguageModel>, steps: usize, leads: bool, job: &J
             job.keeping(error.detail("help", "a smaller --lr, or more steps of --warmup, is the usual cure"))
         );
     }
-    model.save_as(&out, job.shard_bytes_max, job.save_dtype)?;
+    let refused = match model.save_as(&out, job.shard_bytes_max, job.save_dtype) {
+        Err(e) if e.kind() == Kind::NotFinite => {
+            let stored = model.precision().param_dtype;
+            model.save_as(&out, job.shard_bytes_max, stored)?;
+            Some(e.detail("instead", format!("the weights are saved in {stored}")))
+        }
+        done => done.map(|()| None)?,
+    };
     if leads {
         job.saved.store(steps, Ordering::SeqCst);
         job.companions.as_ref().map_or(Ok(()), |files| files.put(&out))?;
     }
-    Ok(())
+    Ok(refused)
 }
