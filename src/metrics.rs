@@ -33,35 +33,74 @@ pub(crate) struct StepMetrics {
     pub(crate) val_loss: Option<f64>,
 }
 
-/// The steps of a run, and their file. Each line goes to the system at once, so a run that is killed leaves whole lines,
+/// How a line ends.
+const END: &[u8] = b"}\n";
+
+/// The steps of a run, and their file. What is known goes to the system at once, so a run that is killed leaves whole lines,
 /// but for the last one at most.
 #[derive(Debug)]
 pub(crate) struct Metrics {
     path: PathBuf,
     file: Option<File>,
     steps: Vec<StepMetrics>,
+    /// How many bytes of a line are written that is not whole yet.
+    begun: usize,
 }
 
 impl Metrics {
     /// Begins a record. An older file of this name stays as it is until there is a step to write.
     pub(crate) fn new(path: &Path) -> Metrics {
-        Metrics { path: path.to_path_buf(), file: None, steps: Vec::new() }
+        Metrics { path: path.to_path_buf(), file: None, steps: Vec::new(), begun: 0 }
     }
 
-    /// Adds one step.
+    /// Begins one step whose held-out loss, its last field, is about to be measured.
+    ///
+    /// # Errors
+    /// As [`Metrics::add`].
+    pub(crate) fn begin(&mut self, step: &StepMetrics) -> Result<()> {
+        self.steps.push(step.clone());
+        let mut line = self.line(step)?;
+        line.truncate(line.len() - END.len());
+        self.write(&line)?;
+        self.begun = line.len();
+        Ok(())
+    }
+
+    /// Adds one step, or ends the one that was begun.
     ///
     /// # Errors
     /// `Kind::Io` naming the file if the system refuses (a full disk).
     pub(crate) fn add(&mut self, step: &StepMetrics) -> Result<()> {
+        if self.steps.last().is_some_and(|last| last.step == step.step) {
+            self.steps.pop();
+        }
         self.steps.push(step.clone());
-        let failed = |e| cannot("write", &self.path, &e);
-        let mut line = serde_json::to_vec(step).map_err(|e| failed(e.into()))?;
+        let line = self.line(step)?;
+        let begun = std::mem::take(&mut self.begun);
+        self.write(&line[begun..])
+    }
+
+    /// Ends the step that was begun, if its held-out loss was never known.
+    ///
+    /// # Errors
+    /// As [`Metrics::add`].
+    pub(crate) fn end(&mut self) -> Result<()> {
+        if std::mem::take(&mut self.begun) > 0 { self.write(END) } else { Ok(()) }
+    }
+
+    fn line(&self, step: &StepMetrics) -> Result<Vec<u8>> {
+        let mut line = serde_json::to_vec(step).map_err(|e| cannot("write", &self.path, &e.into()))?;
         line.push(b'\n');
+        Ok(line)
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        let failed = |e| cannot("write", &self.path, &e);
         let file = match &mut self.file {
             Some(file) => file,
             none => none.insert(File::create(&self.path).map_err(failed)?),
         };
-        file.write_all(&line).map_err(failed)
+        file.write_all(bytes).map_err(failed)
     }
 
     /// The steps so far.
@@ -109,6 +148,29 @@ mod tests {
         assert!(rest.starts_with("{\"step\":2,\"loss\":null,"), "{rest}");
         assert!(rest.ends_with("\"loss_scale\":32768.0,\"skipped\":false,\"val_loss\":2.5}\n"), "{rest}");
         assert_eq!((metrics.steps().len(), &metrics.steps()[0]), (2, &step(1, None)));
+    }
+
+    #[test]
+    fn what_is_known_of_a_step_is_written_before_its_held_out_loss() {
+        let dir = Scratch::new();
+        let path = dir.path("metrics.jsonl");
+        let (known, whole) = (StepMetrics { val_loss: None, ..step(1, Some(0.0)) }, step(1, Some(2.5)));
+        let text = || fs::read_to_string(&path).unwrap();
+        let mut metrics = Metrics::new(&path);
+        metrics.begin(&known).unwrap();
+        assert!(text().ends_with("\"skipped\":false"), "{}", text());
+        metrics.add(&whole).unwrap();
+        metrics.end().unwrap();
+        assert_eq!(
+            (text(), metrics.steps()),
+            (format!("{}\n", serde_json::to_string(&whole).unwrap()), &[whole][..])
+        );
+        let next = StepMetrics { step: 2, ..known };
+        metrics.begin(&next).unwrap();
+        metrics.end().unwrap();
+        let last = serde_json::to_string(&next).unwrap();
+        assert_eq!(text().lines().nth(1).unwrap(), last);
+        assert!(text().ends_with("}\n") && metrics.steps().len() == 2);
     }
 
     #[test]

@@ -1,10 +1,12 @@
 //! Where programs write. It is looked at before anything is computed, so that no result is lost at the end of a run, and
 //! nothing that an earlier run left, or that is read, is destroyed by a slip.
 
+use crate::tokenizer::TOKENIZER_FILE;
+use shardgrad::nn::hf::{check_replaceable, open_within};
 use shardgrad::{Error, Kind, Result};
 use std::fmt::Display;
 use std::fs::{self, File, TryLockError};
-use std::io::{self, ErrorKind, Write as _};
+use std::io::{self, ErrorKind, Seek as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -49,8 +51,8 @@ impl OutFolder {
     /// Makes the folder if need be and locks it. What is in it stays as it is.
     ///
     /// # Errors
-    /// `Kind::Io` with a repair: for a folder that cannot be written, for a file or folder in the place of the other, and
-    /// while another run writes there.
+    /// `Kind::Io` with a repair: for a folder that cannot be written, for a file or folder in the place of the other, for
+    /// what a save would not replace, and while another run writes there.
     pub(crate) fn open(path: &Path) -> Result<OutFolder> {
         let refuse = |path: &Path, e: &io::Error| cannot("write", path, e).detail("help", ELSEWHERE);
         fs::create_dir_all(path).map_err(|e| refuse(path, &e))?;
@@ -72,19 +74,7 @@ impl OutFolder {
                 try_to_write(&file).map_err(|e| refuse(&file, &e))?;
             }
         }
-        let model = path.join("model");
-        match fs::metadata(&model) {
-            Ok(found) if found.is_dir() => {
-                try_to_write(&model.join(".new")).map_err(|e| refuse(&model, &e))?;
-            }
-            Ok(_) => {
-                let text = format!("cannot write {}: it is no folder", model.display());
-                return Err(Error::new(Kind::Io, text)
-                    .detail("help", format!("move it out of the way, or {ELSEWHERE}")));
-            }
-            Err(e) if e.kind() == ErrorKind::NotFound => {}
-            Err(e) => return Err(refuse(&model, &e)),
-        }
+        check_model(&path.join("model"))?;
         Ok(OutFolder { path: path.to_path_buf(), _lock: lock })
     }
 
@@ -139,7 +129,7 @@ pub(crate) fn check_target<'a>(
 }
 
 /// Where a path leads, links followed, whether something stands there or not.
-fn place(path: &Path) -> PathBuf {
+pub(crate) fn place(path: &Path) -> PathBuf {
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let named = |folder: PathBuf| path.file_name().map_or(folder.clone(), |name| folder.join(name));
     fs::canonicalize(path)
@@ -147,32 +137,107 @@ fn place(path: &Path) -> PathBuf {
         .unwrap_or_else(|_| path.to_path_buf())
 }
 
-/// Copies files from a folder to another, those that there are; each appears under its name when it is whole.
+/// Refuses a folder in the place of the model that a save could not fill: all that a save refuses, before there is something
+/// to save.
+fn check_model(model: &Path) -> Result<()> {
+    let refuse = |e: &io::Error| cannot("write", model, e).detail("help", ELSEWHERE);
+    let in_the_way = |why: String| {
+        let help = format!("move it out of the way, or {ELSEWHERE}");
+        Error::new(Kind::Io, why).detail("help", help)
+    };
+    let shown = model.display();
+    match fs::metadata(model) {
+        Ok(found) if found.is_dir() => {
+            check_replaceable(model).map_err(|e| in_the_way(e.message().to_string()))?;
+            let is_odd = |path: &PathBuf| fs::symlink_metadata(path).is_ok_and(|found| found.is_dir());
+            if let Some(odd) = COMPANIONS.map(|name| model.join(name)).iter().find(|path| is_odd(path)) {
+                return Err(in_the_way(format!("cannot write {}: it is a folder", odd.display())));
+            }
+            try_to_write(&model.join(".new")).map_err(|e| refuse(&e))
+        }
+        Ok(_) => Err(in_the_way(format!("cannot write {shown}: it is no folder"))),
+        Err(e) if e.kind() == ErrorKind::NotFound && model.is_symlink() => {
+            Err(in_the_way(format!("cannot write {shown}: it is a link that leads nowhere")))
+        }
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
+        Err(e) => Err(refuse(&e)),
+    }
+}
+
+/// What goes with a model beside config and weights, and is not changed by training.
+const COMPANIONS: [&str; 11] = [
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+];
+
+/// The files that go with a model, of the folder that it comes from: open from the beginning of a run, so that at its end
+/// those are copied that were there.
+#[derive(Debug)]
+pub(crate) struct Companions(Vec<(&'static str, Option<File>)>);
+
+impl Companions {
+    /// Opens the files of a folder; of none, if the model is a new one.
+    ///
+    /// # Errors
+    /// As [`open_within`]: for a link that leads out of the folder, and for what is no file.
+    pub(crate) fn open(from: Option<&Path>) -> Result<Companions> {
+        let open = |name: &'static str| {
+            let is_there = |from: &&Path| from.join(name).symlink_metadata().is_ok();
+            let file = from.filter(is_there).map(|from| open_within(from, name)).transpose()?;
+            Ok((name, file.map(|(file, _)| file)))
+        };
+        COMPANIONS.into_iter().map(open).collect::<Result<_>>().map(Companions)
+    }
+
+    /// Copies the files into the folder of a model; each appears under its name when it is whole. Those of an earlier model
+    /// that this one has not are removed.
+    ///
+    /// # Errors
+    /// `Kind::Io` naming the file.
+    pub(crate) fn put(&self, to: &Path) -> Result<()> {
+        self.0.iter().try_for_each(|(name, file)| match file {
+            Some(file) => copy(file, name, to),
+            None => remove(&to.join(name)),
+        })
+    }
+}
+
+/// Copies an open file into a folder.
+fn copy(mut file: &File, name: &str, to: &Path) -> Result<()> {
+    let new = to.join(format!(".{name}.new"));
+    let copied = file.rewind().and_then(|()| File::create(&new));
+    let copied = copied.and_then(|mut whole| io::copy(&mut file, &mut whole).and_then(|_| whole.sync_all()));
+    copied.and_then(|()| fs::rename(&new, to.join(name))).map_err(|e| {
+        let _ = fs::remove_file(&new);
+        Error::new(Kind::Io, format!("cannot copy {name} to {}: {e}", to.display()))
+    })
+}
+
+/// Removes a file, if there is one.
 ///
 /// # Errors
-/// `Kind::Io` naming the file.
-pub(crate) fn copy_files(names: &[&str], from: &Path, to: &Path) -> Result<()> {
-    if place(from) == place(to) {
-        return Ok(());
+/// `Kind::Io` naming it.
+pub(crate) fn remove(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != ErrorKind::NotFound => Err(cannot("remove", path, &e)),
+        _ => Ok(()),
     }
-    for name in names {
-        let new = to.join(format!(".{name}.new"));
-        match fs::copy(from.join(name), &new).and_then(|_| fs::rename(&new, to.join(name))) {
-            Err(e) if e.kind() != ErrorKind::NotFound => {
-                let _ = fs::remove_file(&new);
-                let text = format!("cannot copy {name} to {}: {e}", to.display());
-                return Err(Error::new(Kind::Io, text));
-            }
-            _ => {}
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::data::scratch::Scratch;
+    use std::os::unix::fs::symlink;
 
     #[test]
     fn a_folder_has_one_run_at_a_time_and_stays_as_it_is() {
@@ -234,18 +299,84 @@ mod tests {
     }
 
     #[test]
-    fn files_are_copied_whole_and_never_onto_themselves() {
+    fn what_a_save_refuses_is_refused_before_there_is_something_to_save() {
+        let told = |dir: &Scratch, name: &str| {
+            let error = OutFolder::open(&dir.path("out")).unwrap_err();
+            let help = "move it out of the way, or give another folder with --out DIR";
+            assert_eq!((error.kind(), error.details()[0].1.as_str()), (Kind::Io, help), "{error}");
+            let start = format!("cannot write {}: it is ", dir.path(name).display());
+            error.message().strip_prefix(&start).unwrap_or_else(|| panic!("{error}")).to_string()
+        };
         let dir = Scratch::new();
-        dir.file("from/a", "of from");
-        let old = dir.file("to/a", "older and longer");
-        let copy =
-            |from: &str, to: &str| copy_files(&["a", "absent"], &dir.path(from), &dir.path(to)).unwrap();
-        copy("from", "from/../from");
-        copy("from", "to");
-        std::os::unix::fs::symlink(&old, dir.file("links/b", "").with_file_name("a")).unwrap();
-        copy("links", "to");
-        let text = |path| fs::read_to_string(dir.path(path)).unwrap();
-        assert_eq!([text("from/a"), text("to/a")], ["of from", "of from"]);
-        assert_eq!(fs::read_dir(dir.path("to")).unwrap().count(), 1);
+        dir.file("out/x", "");
+        symlink(dir.path("nowhere"), dir.path("out/model")).unwrap();
+        assert_eq!(told(&dir, "out/model"), "a link that leads nowhere");
+        for (name, what) in [
+            ("config.json", "a folder, which is not replaced"),
+            ("model.safetensors", "a folder, which is not replaced"),
+            ("model-00001-of-00002.safetensors", "a folder, which is not replaced"),
+            ("tokenizer.json", "a folder"),
+        ] {
+            let dir = Scratch::new();
+            let name = format!("out/model/{name}");
+            dir.file(&format!("{name}/x"), "");
+            assert_eq!(told(&dir, &name), what);
+            // A link to a folder is as good as one; what lies there counts.
+            let linked = dir.path("out");
+            fs::rename(linked.join("model"), dir.path("there")).unwrap();
+            symlink(dir.path("there"), linked.join("model")).unwrap();
+            assert_eq!(told(&dir, &name), what);
+        }
+        let dir = Scratch::new();
+        symlink(dir.file("blob", ""), dir.file("out/model/x", "").with_file_name("model.safetensors"))
+            .unwrap();
+        assert_eq!(told(&dir, "out/model/model.safetensors"), "a link, which is not replaced");
+    }
+
+    #[test]
+    fn files_that_go_with_a_model_take_the_place_of_those_of_an_earlier_one() {
+        let dir = Scratch::new();
+        dir.file("from/tokenizer.json", "of from");
+        dir.file("from/chat_template.jinja", "of from");
+        dir.file("from/other", "of from");
+        for name in ["tokenizer.json", "vocab.txt", "tokenizer.model", "README.md"] {
+            dir.file(&format!("to/{name}"), "older and longer");
+        }
+        let opened = Companions::open(Some(&dir.path("from"))).unwrap();
+        // What was there at the beginning is copied.
+        fs::remove_file(dir.path("from/tokenizer.json")).unwrap();
+        opened.put(&dir.path("to")).unwrap();
+        let texts = || {
+            let all = fs::read_dir(dir.path("to")).unwrap().map(|entry| entry.unwrap());
+            let text = |entry: fs::DirEntry| {
+                (entry.file_name().into_string().unwrap(), fs::read_to_string(entry.path()).unwrap())
+            };
+            all.map(text).collect::<std::collections::BTreeMap<_, _>>()
+        };
+        let expected = [
+            ("README.md", "older and longer"),
+            ("chat_template.jinja", "of from"),
+            ("tokenizer.json", "of from"),
+        ];
+        assert_eq!(texts(), expected.map(|(name, text)| (name.to_string(), text.to_string())).into());
+        Companions::open(None).unwrap().put(&dir.path("to")).unwrap();
+        assert!(texts().keys().eq(["README.md"]));
+    }
+
+    #[test]
+    fn what_is_no_file_of_the_folder_does_not_go_with_a_model() {
+        let dir = Scratch::new();
+        let secret = dir.file("secret", "");
+        let path = dir.file("from/x", "").with_file_name("vocab.txt");
+        symlink(secret, &path).unwrap();
+        let told =
+            |dir: &Scratch| Companions::open(Some(&dir.path("from"))).unwrap_err().message().to_string();
+        assert!(told(&dir).contains("is a link that leads out of its folder"), "{}", told(&dir));
+        fs::remove_file(&path).unwrap();
+        let _socket = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        assert!(told(&dir).contains("is a pipe or a device, not a file"), "{}", told(&dir));
+        fs::remove_file(&path).unwrap();
+        symlink("x", &path).unwrap();
+        assert!(Companions::open(Some(&dir.path("from"))).unwrap().0.iter().any(|(_, file)| file.is_some()));
     }
 }

@@ -1,12 +1,14 @@
 //! How runs of `train` end: what is refused leaves an earlier run as it is, and what was trained is saved, whatever ended it.
 
 use crate::cli::{Folder, shardgrad, told};
+use shardgrad::nn::{Gpt2, Gpt2Config};
+use shardgrad::prelude::*;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const SMALL: [&str; 6] = ["--batch", "4", "--seq", "16", "--mesh", "dp=2"];
 
@@ -28,6 +30,25 @@ fn files(dir: &Path) -> BTreeMap<String, Vec<u8>> {
 fn spawned(args: &[&str], stdout: Stdio, stderr: Stdio) -> Child {
     let mut command = Command::new(env!("CARGO_BIN_EXE_shardgrad"));
     command.arg("train").args(SMALL).args(args).stdout(stdout).stderr(stderr).spawn().unwrap()
+}
+
+/// Waits until a file holds some text.
+fn wait_for(path: &Path, text: &str) {
+    let began = Instant::now();
+    while !fs::read_to_string(path).unwrap_or_default().contains(text) {
+        assert!(began.elapsed() < Duration::from_secs(60), "{} never held {text}", path.display());
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+fn signal(child: &Child, signal: &str) {
+    assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
+}
+
+/// The exit code of a run, and what it said on stderr.
+fn end_of(child: Child) -> (Option<i32>, String) {
+    let output = child.wait_with_output().unwrap();
+    (output.status.code(), String::from_utf8(output.stderr).unwrap())
 }
 
 fn full() -> Stdio {
@@ -116,22 +137,15 @@ fn a_signal_ends_a_measurement_and_a_finished_run_was_not_stopped() {
     let data = text(&folder, 40_000);
     let cases = [("1", "-TERM", 0), ("3", "-INT", 130), ("3", "-HUP", 130)];
     // Who lets this process ignore SIGHUP, as `nohup` does, lets a run ignore it too.
-    for (steps, signal, code) in cases.into_iter().filter(|case| case.1 != "-HUP" || !is_hangup_ignored()) {
-        let out = folder.path(&format!("out{signal}"));
+    for (steps, sent, code) in cases.into_iter().filter(|case| case.1 != "-HUP" || !is_hangup_ignored()) {
+        let out = folder.path(&format!("out{sent}"));
         let args = ["--data", &data, "--out", &out, "--steps", steps, "--eval-every", "1"];
-        let mut child = spawned(&args, Stdio::piped(), Stdio::piped());
-        let stdout = BufReader::new(child.stdout.take().unwrap());
-        let mut lines = stdout.lines();
-        // From this line on signals are caught.
-        lines.find(|line| line.as_ref().unwrap().starts_with("training ")).unwrap().unwrap();
-        // Long enough for a step where all is well, and not for a measurement; what is left behind is the same.
-        std::thread::sleep(Duration::from_millis(if signal == "-INT" { 500 } else { 0 }));
-        let kill = Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap();
-        assert!(kill.success());
-        lines.for_each(drop);
-        let mut said = String::new();
-        child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
-        assert_eq!(child.wait().unwrap().code(), Some(code), "{signal}: {said}");
+        let child = spawned(&args, Stdio::null(), Stdio::piped());
+        // What is known of a step is written down before its measurement, which takes far longer than this.
+        wait_for(&Path::new(&out).join("metrics.jsonl"), "seconds");
+        signal(&child, sent);
+        let (ended, said) = end_of(child);
+        assert_eq!(ended, Some(code), "{sent}: {said}");
         assert!(said.contains(&format!("stopping: step 1 of {steps} is done")), "{said}");
         assert_eq!(said.contains("stopped by a signal after step 1"), code == 130, "{said}");
         let metrics = fs::read_to_string(Path::new(&out).join("metrics.jsonl")).unwrap();
@@ -153,7 +167,7 @@ fn what_cannot_be_read_after_good_steps_ends_the_run_with_a_saved_model() {
         let steps = steps.to_string();
         let given = ["train", "--data", &data, "--out", &out, "--no-shuffle", "--steps", &steps];
         let (code, said) = told(&[&given[..], &SMALL[..4], &["--mesh", mesh]].concat());
-        assert_eq!(code, 2, "{said}");
+        assert_eq!(code, 1, "{said}");
         assert!(said.contains(&format!("token {bad} is 300, outside of the vocabulary 0..256")), "{said}");
         assert!(said.contains(&format!("the model after step {saved}, in {out}/model")), "{said}");
         assert!(Path::new(&out).join("model/model.safetensors").is_file());
@@ -161,6 +175,171 @@ fn what_cannot_be_read_after_good_steps_ends_the_run_with_a_saved_model() {
         assert_eq!(metrics.lines().count(), saved, "{mesh}");
         assert!(Path::new(&out).join("loss.svg").is_file());
     }
+}
+
+#[test]
+fn a_file_that_shrinks_within_a_run_ends_it_with_a_saved_model() {
+    let folder = Folder::new("shrinks");
+    for mesh in ["dp=1", "dp=2", "tp=2", "pp=2"] {
+        let data =
+            folder.file("ids.bin", (0..20_000u16).flat_map(|i| (i % 251).to_le_bytes()).collect::<Vec<_>>());
+        let out = folder.path(mesh);
+        let args = ["--data", &data, "--out", &out, "--no-shuffle", "--steps", "5000", "--mesh", mesh];
+        let given = [&["train"], &SMALL[..4], &args].concat();
+        let mut run = Command::new(env!("CARGO_BIN_EXE_shardgrad"));
+        let child = run.args(given).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let metrics = Path::new(&out).join("metrics.jsonl");
+        wait_for(&metrics, "\"step\":3,");
+        File::options().write(true).open(&data).unwrap().set_len(40).unwrap();
+        let (code, said) = end_of(child);
+        let steps = fs::read_to_string(metrics).unwrap().lines().count();
+        assert_eq!(code, Some(1), "{mesh}: {said}");
+        assert!(said.contains(&format!("the model after step {steps}, in {out}/model")), "{mesh}: {said}");
+        assert!(Path::new(&out).join("model/model.safetensors").is_file());
+    }
+}
+
+#[test]
+fn weights_that_are_not_finite_leave_an_earlier_model_as_it_is() {
+    let folder = Folder::new("finite");
+    let (data, out) = (text(&folder, 50), folder.path("out"));
+    let model = Path::new(&out).join("model");
+    let train =
+        |more: &[&str]| told(&[&["train", "--data", &data, "--out", &out], &SMALL[..4], more].concat());
+    let huge = |mesh, steps| train(&["--mesh", mesh, "--lr", "1e39", "--warmup", "0", "--steps", steps]);
+    let (code, said) = huge("dp=2", "1");
+    assert!(code == 1 && !model.exists() && !said.contains("kept"), "{said}");
+    assert_eq!(train(&["--steps", "2"]).0, 0);
+    let earlier = files(&model);
+    for (mesh, steps) in [("dp=1", "1"), ("tp=2", "1"), ("pp=2", "1"), ("dp=2", "4")] {
+        let (code, said) = huge(mesh, steps);
+        assert_eq!(code, 1, "{mesh}: {said}");
+        let parts = ["are not finite, `", "first; the model is not saved", "model is as it was"];
+        assert!(parts.iter().all(|part| said.contains(part)), "{mesh}: {said}");
+        assert!(files(&model) == earlier, "{mesh}: {said}");
+    }
+    // Weights of a hundred thousand are no f16, and are not lost.
+    for mesh in ["dp=1", "dp=2"] {
+        let large = ["--mesh", mesh, "--lr", "1e5", "--warmup", "0", "--steps", "1", "--save-dtype", "f16"];
+        let (code, said) = train(&large);
+        let parts = ["infinite in f16, `", "the weights are saved in f32", "the model after step 1"];
+        assert!(code == 1 && parts.iter().all(|part| said.contains(part)), "{mesh}: {said}");
+        assert!(fs::read_to_string(model.join("config.json")).unwrap().contains("float32"));
+        assert!(files(&model) != earlier);
+    }
+    // A root of 0 and a divisor of 0 make what is no number.
+    let (code, said) = train(&["--eps", "1e-50"]);
+    assert!(code == 2 && said.contains("is 0 in f32") && said.contains("use --eps"), "{said}");
+    assert_eq!(train(&["--eps", "1e-50", "--dtype", "f64", "--steps", "1"]).0, 0);
+}
+
+#[test]
+fn a_signal_before_the_first_step_is_done_leaves_an_earlier_run_as_it_is() {
+    let folder = Folder::new("first");
+    let (data, out) = (text(&folder, 2000), folder.path("out"));
+    let given = ["--data", &data, "--out", &out];
+    assert_eq!(told(&[&["train", "--steps", "1"], &given[..], &SMALL[..]].concat()).0, 0);
+    let earlier = files(Path::new(&out));
+    for there in [true, false] {
+        if !there {
+            fs::remove_dir_all(&out).unwrap();
+        }
+        // A step of this many rows takes longer than the signal.
+        let long = ["train", "--batch", "96", "--seq", "64", "--mesh", "dp=2"];
+        let mut run = Command::new(env!("CARGO_BIN_EXE_shardgrad"));
+        run.args([&long[..], &given].concat()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = run.spawn().unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        // From this line on signals are caught.
+        lines.find(|line| line.as_ref().unwrap().starts_with("training ")).unwrap().unwrap();
+        signal(&child, "-INT");
+        lines.for_each(drop);
+        let (code, said) = end_of(child);
+        assert_eq!(code, Some(130), "{said}");
+        assert!(said.contains("before the first step was done; nothing is saved"), "{said}");
+        assert_eq!(said.contains("model is as it was"), there, "{said}");
+        assert!(!there || files(Path::new(&out)) == earlier, "{said}");
+        assert!(there || !Path::new(&out).join("model").exists());
+    }
+}
+
+#[test]
+fn a_save_that_fails_is_a_run_that_failed_and_its_picture_is_of_its_steps() {
+    let folder = Folder::new("unsaved");
+    let (data, out) = (text(&folder, 50), folder.path("out"));
+    // What is in the way at the beginning is told at the beginning.
+    fs::create_dir(&out).unwrap();
+    std::os::unix::fs::symlink(folder.path("nowhere"), format!("{out}/model")).unwrap();
+    let given = ["--data", &data, "--out", &out, "--steps", "5000"];
+    let (code, said) = told(&[&["train"], &given[..], &SMALL[..]].concat());
+    assert!(code == 2 && said.contains("it is a link that leads nowhere"), "{said}");
+    fs::remove_file(format!("{out}/model")).unwrap();
+    let child = spawned(&given, Stdio::null(), Stdio::piped());
+    wait_for(&Path::new(&out).join("metrics.jsonl"), "\"step\":2,");
+    fs::write(format!("{out}/model"), "a file").unwrap();
+    signal(&child, "-TERM");
+    let (code, said) = end_of(child);
+    assert!(code == Some(1) && said.contains("cannot make the folder") && !said.contains("saved "), "{said}");
+    assert!(fs::read_to_string(format!("{out}/loss.svg")).unwrap().starts_with("<svg"));
+}
+
+#[test]
+fn a_folder_holds_what_goes_with_its_model_and_nothing_of_an_earlier_one() {
+    let folder = Folder::new("companions");
+    let (data, out) = (text(&folder, 50), folder.path("out"));
+    let train =
+        |more: &[&str]| told(&[&["train", "--data", &data, "--steps", "1"], &SMALL[..], more].concat());
+    assert_eq!(train(&["--out", &folder.path("a")]).0, 0);
+    let from = folder.path("a/model");
+    let going = ["vocab.txt", "generation_config.json", "chat_template.jinja"];
+    going.iter().for_each(|name| drop(folder.file(&format!("a/model/{name}"), name)));
+    assert_eq!(train(&["--model", &from, "--out", &out]).0, 0);
+    let here = |name: &str| fs::read_to_string(format!("{out}/{name}")).ok();
+    assert!(going.iter().all(|name| here(&format!("model/{name}")).as_deref() == Some(*name)));
+    folder.file("out/model/tokenizer.json", "{}");
+    folder.file("out/model/README.md", "mine");
+    folder.file("out/schedule.txt", "of an earlier run");
+    assert_eq!(train(&["--out", &out]).0, 0);
+    assert!(going.iter().all(|name| here(&format!("model/{name}")).is_none()));
+    assert!(here("model/tokenizer.json").is_none() && here("schedule.txt").is_none());
+    assert_eq!(here("model/README.md").as_deref(), Some("mine"));
+    // What is no file of the folder is refused at the beginning.
+    std::os::unix::fs::symlink(&data, format!("{from}/merges.txt")).unwrap();
+    let (code, said) = train(&["--model", &from, "--out", &folder.path("other")]);
+    assert!(code == 2 && said.contains("merges.txt: is a link that leads out of its folder"), "{said}");
+}
+
+#[test]
+fn the_command_that_is_offered_at_the_end_works() {
+    let folder = Folder::new("offered");
+    let (data, out) = (text(&folder, 50), folder.path("out"));
+    for dtype in ["f32", "f64"] {
+        let output = shardgrad(
+            &[&["train", "--data", &data, "--out", &out, "--steps", "1", "--dtype", dtype], &SMALL[..]]
+                .concat(),
+        );
+        let said = String::from_utf8(output.stdout).unwrap();
+        let command = said.lines().find_map(|line| line.split_once(" -- ")).unwrap().1;
+        let args = command.replace("\"fn \"", "fn");
+        let args: Vec<&str> = args.split_whitespace().chain(["--tokens", "2"]).collect();
+        let output = shardgrad(&args);
+        assert!(output.status.success() && args[0] == "generate", "{args:?}: {output:?}");
+    }
+    // A byte has no token in this model, and so a text has none.
+    let ids = folder.file("ids.bin", (0..1000u16).flat_map(|i| (i % 90).to_le_bytes()).collect::<Vec<_>>());
+    let dir = folder.path("small");
+    World::run(Mesh::single(), |rank| {
+        let config = Gpt2Config::new(90, 16, 8, 1, 2);
+        Model::new(rank, Gpt2::new(&config), &Plan::new(), 1)?.save(Path::new(&dir))
+    })
+    .unwrap();
+    let given = ["train", "--data", &ids, "--model", &dir, "--out", &out, "--steps", "1"];
+    let output = shardgrad(&[&given[..], &SMALL[..]].concat());
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(
+        output.status.success() && said.contains("the model, as") && !said.contains("generate"),
+        "{said}"
+    );
 }
 
 #[test]

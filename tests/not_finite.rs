@@ -41,10 +41,11 @@ fn train(folder: &Folder, model: &str, row: usize, mesh: &str, dtype: &str) -> (
     let rest = ["--no-shuffle", "--batch", "2", "--seq", "8", "--steps", "5", "--eval-every", "0"];
     let (code, said) = told(&[&given[..], &rest].concat());
     assert_eq!(code, 1, "{mesh}: {said}");
-    // Without a good step nothing is left behind; after one, its weights are.
+    // Without a good step nothing is left behind; after one its weights would be, were all of them finite.
     let steps = fs::read_to_string(Path::new(&out).join("metrics.jsonl")).map_or(0, |m| m.lines().count());
-    assert_eq!(Path::new(&out).join("model/config.json").exists(), steps > 0, "{mesh}: {said}");
-    assert_eq!(said.contains(&format!("the model after step {steps}, in ")), steps > 0, "{mesh}: {said}");
+    assert!(!Path::new(&out).join("model").exists(), "{mesh}: {said}");
+    let unsaved = format!("after step {steps} 1 of 29 tensors are not finite, `wte.weight` first");
+    assert_eq!(said.contains(&unsaved), steps > 0, "{mesh}: {said}");
     let step = format!("error: step {}: the loss is ", steps + 1);
     assert!(said.contains(&step) && said.contains("; the step was not taken"), "{mesh}: {said}");
     (said, steps)

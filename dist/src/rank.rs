@@ -11,6 +11,7 @@ use std::cell::RefCell;
 use std::fmt;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// A rank of a running [`World`](crate::World). Clones are handles of the same rank; none leaves its thread:
 ///
@@ -26,7 +27,7 @@ use std::sync::Arc;
 /// - `Collective` if the arguments do not fit each other, if members of the group called unlike things, or if
 ///   ranks wait for each other in a circle;
 /// - `PeerLost` if a rank that is waited for has returned, or any rank has failed;
-/// - `Timeout` after [`World::timeout`](crate::World::timeout);
+/// - `Timeout` after [`World::timeout`](crate::World::timeout), or what [`Rank::patiently`] says;
 /// - `DType` for a sum of truth values;
 /// - `OutOfMemory`, or whatever else the back end says.
 ///
@@ -158,6 +159,21 @@ impl Rank {
         match &self.0.link {
             Link::Direct { transport, .. } => transport.check().unwrap_or_else(|error| error.raise()),
             Link::Slice { outer, .. } => outer.check(),
+        }
+    }
+
+    /// Runs `f`, in which a wait of this rank is an error after `limit` only, where that is longer than
+    /// [`World::timeout`](crate::World::timeout): for calls before which another rank does what may take long for good
+    /// reasons, such as writing to a disk. Where a rank has gone, or waits in a circle, is told as soon as ever.
+    pub fn patiently<T>(&self, limit: Duration, f: impl FnOnce() -> T) -> T {
+        match &self.0.link {
+            Link::Direct { transport, .. } => {
+                let before = transport.be_patient(limit);
+                let done = f();
+                transport.be_patient(before);
+                done
+            }
+            Link::Slice { outer, .. } => outer.patiently(limit, f),
         }
     }
 

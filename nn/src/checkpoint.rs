@@ -10,15 +10,18 @@ use crate::param::Param;
 use crate::placed::Model;
 use crate::precision::check_dtype;
 use shardgrad_tensor::agreement::check_copies;
-use shardgrad_tensor::control::{pass_bytes, world_sum};
+use shardgrad_tensor::control::{local_sum_squares_once, pass_bytes, world_sum};
 use shardgrad_tensor::{DType, Error, Kind, Rank, Result, Tensor, Value};
 use std::collections::HashSet;
 use std::fs;
 use std::panic::Location;
 use std::path::Path;
+use std::time::Duration;
 
 /// The most bytes of a file of weights, unless a caller says otherwise.
 pub const FILE_BYTES_MAX: u64 = 5_000_000_000;
+/// How long ranks wait for the one that writes: a disk may stall for long, and all that was trained hangs on it.
+const PATIENCE: Duration = Duration::from_secs(24 * 60 * 60);
 
 impl<M: Family> Model<M> {
     /// [`Model::save_in_files`] of at most [`FILE_BYTES_MAX`] bytes.
@@ -45,7 +48,8 @@ impl<M: Family> Model<M> {
     /// this together; the first rank writes, and the files are whole when any rank returns.
     ///
     /// A model that the folder held before is replaced by [`WeightsWriter::finish`]: until all of the new one is on the disk
-    /// it stays as it was, whatever fails. Files that have nothing to do with saving stay.
+    /// it stays as it was, whatever fails. Files that have nothing to do with saving stay. Ranks wait for the disk of the
+    /// first one longer than for anything else ([`Rank::patiently`]).
     ///
     /// # Errors
     /// As [`save_weights`].
@@ -77,6 +81,61 @@ impl<M: Family> Model<M> {
     }
 }
 
+impl<M: Module> Model<M> {
+    /// The names of the parameters that hold a number that is not finite, the same on every rank. Squares are added up where
+    /// the parameters are, and looked at one by one where their sum is not finite. One small collective; every rank calls
+    /// this together.
+    ///
+    /// # Errors
+    /// What the kernels and the collective report.
+    #[track_caller]
+    pub fn not_finite(&self) -> Result<Vec<String>> {
+        let here: Vec<Tensor> = self.params().iter().filter(|p| p.is_here()).map(Param::tensor).collect();
+        let suspect = !local_sum_squares_once(self.rank(), &here)?.is_finite();
+        let is_odd = |x: &f64| !x.is_finite();
+        let found = |p: &Param| Ok(suspect && p.tensor().to_local_f64()?.iter().any(is_odd));
+        names_of(self, found, Location::caller())
+    }
+}
+
+/// The names of the parameters of which any rank that holds them finds something, the same on every rank.
+fn names_of<M: Module>(
+    model: &Model<M>,
+    found: impl Fn(&Param) -> Result<bool>,
+    site: &'static Location<'static>,
+) -> Result<Vec<String>> {
+    let word = |p: &Param| Ok(f64::from(u8::from(p.is_here() && found(p)?)));
+    let word: Vec<f64> = model.params().iter().map(word).collect::<Result<_>>()?;
+    let sums = world_sum(model.rank(), &word, site)?;
+    Ok(model.params().iter().zip(sums).filter(|(_, sum)| *sum > 0.0).map(|(p, _)| p.name()).collect())
+}
+
+/// Refuses a dtype in which a finite number of a parameter is infinite: the loss of it would be told by nobody.
+fn check_rounding<M: Module>(model: &Model<M>, dtype: DType, site: &'static Location<'static>) -> Result<()> {
+    let overflows = |p: &Param| {
+        let stored = p.tensor();
+        let rounded = stored.cast(dtype);
+        if local_sum_squares_once(model.rank(), [&rounded])?.is_finite() {
+            return Ok(false);
+        }
+        let (stored, rounded) = (stored.to_local_f64()?, rounded.to_local_f64()?);
+        Ok(stored.iter().zip(&rounded).any(|(x, y)| x.is_finite() && !y.is_finite()))
+    };
+    if is_exact(model.precision().param_dtype, dtype) {
+        return Ok(());
+    }
+    let names = names_of(model, overflows, site)?;
+    let Some(first) = names.first() else { return Ok(()) };
+    let text = format!(
+        "{} of {} tensors hold numbers that are infinite in {dtype}, `{first}` first",
+        names.len(),
+        model.params().len()
+    );
+    let help =
+        "save in bf16, which is as wide as f32, or as they are stored (--save-dtype on the command line)";
+    Err(Error::new(Kind::NotFinite, text).detail("help", help).at(site))
+}
+
 /// Compares the copies of all parameters of this rank's stage, bit for bit. Every rank calls this together.
 ///
 /// # Errors
@@ -93,7 +152,8 @@ pub fn check_parameters<M: Module>(model: &Model<M>, site: &'static Location<'st
 /// Nothing is written if copies of a parameter differ.
 ///
 /// # Errors
-/// `Kind::Diverged` as [`check_parameters`]; `Kind::Io` if the system refuses, or as [`WeightsWriter::create`];
+/// `Kind::Diverged` as [`check_parameters`]; `Kind::NotFinite` naming a tensor of which a finite number is infinite in
+/// `dtype`, before anything is written; `Kind::Io` if the system refuses, or as [`WeightsWriter::create`];
 /// `Kind::Checkpoint` for names that no file can hold; what the collectives report.
 #[track_caller]
 pub fn save_weights<M: Module>(
@@ -116,7 +176,9 @@ fn write<M: Module>(
     dtype: DType,
     name_in_file: &dyn Fn(&str) -> String,
 ) -> Result<()> {
-    check_parameters(model, Location::caller())?;
+    let site = Location::caller();
+    check_parameters(model, site)?;
+    check_rounding(model, dtype, site)?;
     let entry = |p: &Param| (name_in_file(&p.name()), dtype, p.shape_in_files());
     let entries: Vec<_> = model.params().iter().map(entry).collect();
     let writes = model.rank().world().index() == 0;
@@ -125,19 +187,20 @@ fn write<M: Module>(
             .map_err(|e| Error::new(Kind::Io, format!("cannot make the folder {}: {e}", dir.display())))?;
         WeightsWriter::create(dir, config, &entries, bytes_max)
     };
-    let mut writer = if writes { Some(begin()?) } else { None };
-    for (param, (name, ..)) in model.params().iter().zip(&entries) {
-        let bytes = bring(model.rank(), param, dtype, Location::caller())?;
-        if let (Some(writer), Some(bytes)) = (&mut writer, bytes) {
-            writer.append(name, &bytes)?;
+    model.rank().patiently(PATIENCE, || {
+        let mut writer = if writes { Some(begin()?) } else { None };
+        for (param, (name, ..)) in model.params().iter().zip(&entries) {
+            let bytes = bring(model.rank(), param, dtype, site)?;
+            if let (Some(writer), Some(bytes)) = (&mut writer, bytes) {
+                writer.append(name, &bytes)?;
+            }
         }
-    }
-    if let Some(writer) = writer {
-        writer.finish()?;
-    }
-    // Nobody goes on to read before the file is whole.
-    world_sum(model.rank(), &[0.0], Location::caller())?;
-    Ok(())
+        if let Some(writer) = writer {
+            writer.finish()?;
+        }
+        // Nobody goes on to read before the file is whole.
+        world_sum(model.rank(), &[0.0], site).map(drop)
+    })
 }
 
 /// The bytes of a whole parameter, on the first rank at least: gathered by the stage that counts it, and passed on from there.

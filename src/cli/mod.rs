@@ -18,19 +18,39 @@ use std::process::ExitCode;
 
 /// Parses the command line, runs the command, reports the error.
 pub(crate) fn main() -> ExitCode {
-    let done = args::config::parse(std::env::args_os().collect()).and_then(|cli| run(&cli.command));
+    let parsed = args::config::parse(std::env::args_os().collect());
+    let done = parsed.map_err(Failure::from).and_then(|cli| run(&cli.command));
     match done {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
+        Err(Failure { error, code }) => {
             eprintln!("error: {error}");
-            ExitCode::from(exit_code(&error))
+            ExitCode::from(code)
         }
     }
 }
 
-fn run(command: &args::Command) -> Result<()> {
-    match command {
-        args::Command::Train(args) => train::run(args),
+/// Why a command did not do what it should, and the exit code for it.
+struct Failure {
+    error: Error,
+    code: u8,
+}
+
+impl Failure {
+    /// For a run that had begun well: no misuse, whatever went wrong.
+    fn of_run(error: Error) -> Failure {
+        Failure { error, code: RUN_FAILED }
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Failure {
+        Failure { code: exit_code(&error), error }
+    }
+}
+
+fn run(command: &args::Command) -> Result<(), Failure> {
+    let done = match command {
+        args::Command::Train(args) => return train::run(args),
         args::Command::Eval(args) => eval::run(args),
         args::Command::Generate(args) => generate::run(args),
         args::Command::Explain(args) => explain::run(args),
@@ -38,8 +58,12 @@ fn run(command: &args::Command) -> Result<()> {
         args::Command::Ops(args) => ops::run(args),
         args::Command::Doctor(args) => doctor::run(args),
         args::Command::Bench(args) => bench::run(args),
-    }
+    };
+    Ok(done?)
 }
+
+/// The exit code of a run that failed.
+const RUN_FAILED: u8 = 1;
 
 /// 2 for misuse or bad input, 130 after SIGINT, 1 for a run that failed.
 fn exit_code(error: &Error) -> u8 {
@@ -54,7 +78,7 @@ fn exit_code(error: &Error) -> u8 {
         | Kind::Config
         | Kind::Data
         | Kind::Io => 2,
-        _ => 1,
+        _ => RUN_FAILED,
     }
 }
 

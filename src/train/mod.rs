@@ -1,16 +1,17 @@
 //! Training a language model: what a run is made of, apart from how it was asked for.
 
+mod ahead;
 mod validate;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use ahead::Ahead;
 pub(crate) use validate::{Measured, mean_loss};
 
 use crate::data::{Batch, Sampler};
 use shardgrad::nn::optim::Schedule;
 use shardgrad::nn::{LanguageModel, Precision, Settings, Trainer};
 use shardgrad::prelude::*;
-use std::cell::Cell;
 use std::ops::Range;
 
 /// Everything that decides the numbers of a run.
@@ -41,10 +42,19 @@ pub(crate) fn batch(
     read: impl FnOnce(Range<usize>) -> Result<Batch>,
 ) -> Result<Vec<Tensor>> {
     let layout = plan.batch_layout(rank.mesh(), DType::I64, &shape)?;
-    let own = read(layout.range(0, rank.coordinates()))?;
+    tensors(rank, &layout, &read(own_rows(&layout, rank))?, share)
+}
+
+/// The rows of a rank, of those that a layout splits.
+fn own_rows(layout: &Layout, rank: &Rank) -> Range<usize> {
+    layout.range(0, rank.coordinates())
+}
+
+/// What a rank has read, as [`batch`] gives it.
+fn tensors(rank: &Rank, layout: &Layout, own: &Batch, share: Option<f64>) -> Result<Vec<Tensor>> {
     let all = [&own.inputs, &own.targets].into_iter().chain(&own.more);
     let share = share.map(|share| Tensor::from_host(rank, &[], &[share]));
-    all.map(|numbers| Tensor::from_local(rank, &layout, numbers)).chain(share).collect()
+    all.map(|numbers| Tensor::from_local(rank, layout, numbers)).chain(share).collect()
 }
 
 /// What the sum of losses of `part` of some rows is divided by, so that the mean over parts, by their rows, is the mean over
@@ -58,16 +68,15 @@ pub(crate) fn share(sampler: &Sampler, rows: Range<u64>, part: usize) -> Result<
 }
 
 impl Recipe {
-    /// A model in training on one rank, on the rows of a sampler.
+    /// A model in training on one rank, on the rows that it reads for this recipe.
     ///
     /// # Errors
     /// As [`Trainer::new`].
     pub(crate) fn trainer<'a>(
-        &'a self,
+        &self,
         rank: &Rank,
         model: LanguageModel,
-        plan: &'a Plan,
-        rows: &'a Sampler,
+        ahead: &'a Ahead<'a>,
     ) -> Result<Trainer<'a, LanguageModel>> {
         let settings = Settings {
             rows: self.batch,
@@ -78,21 +87,8 @@ impl Recipe {
             schedule: Some(self.schedule),
             clip: self.clip,
         };
-        // The microbatches of a step have one share, for which all its labels are read.
-        let known = Cell::new(None);
-        let read = move |rank: &Rank, step: u64, piece: Range<usize>| {
-            let all = Sampler::step(step, self.batch as u64);
-            let first = all.start + piece.start as u64;
-            let read = |own: Range<usize>| rows.batch(first + own.start as u64..first + own.end as u64);
-            let part = (step, piece.len());
-            let share = match known.get() {
-                Some((of, share)) if of == part => share,
-                _ => share(rows, all, piece.len())?,
-            };
-            known.set(Some((part, share)));
-            batch(rank, plan, [piece.len(), self.seq], share, read)
-        };
+        let read = |rank: &Rank, step: u64, rows: Range<usize>| ahead.arguments(rank, step, rows);
         let loss = |model: &LanguageModel, x: &[Var]| model.loss_of(x);
-        Trainer::new(rank, model, plan, self.optim.clone(), settings, read, loss)
+        Trainer::new(rank, model, ahead.plan, self.optim.clone(), settings, read, loss)
     }
 }

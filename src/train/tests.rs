@@ -37,6 +37,20 @@ fn rows(dir: &Scratch, config: &ModelConfig) -> Sampler {
     )
 }
 
+fn recipe(microbatches: usize) -> Recipe {
+    Recipe {
+        steps: 3,
+        batch: BATCH,
+        seq: SEQ,
+        microbatches,
+        schedule: Schedule::constant(0.1),
+        optim: AdamW::new(0.1),
+        clip: None,
+        seed: 1,
+        precision: Precision::of(DType::F64),
+    }
+}
+
 /// The mean over the labels of the whole batch of a step, which the model itself counts; stages hold no such program.
 fn mean_of_all(
     trainer: &Trainer<'_, LanguageModel>,
@@ -59,18 +73,9 @@ fn a_token_that_is_asked_for_weighs_the_same_in_every_microbatch() {
     let (rows, plan) = (rows(&dir, &config), LanguageModel::plan(&config));
     let outcome = |mesh: &str, microbatches: usize, chunk: usize| {
         let all = World::run(Mesh::parse(mesh).unwrap(), |rank| {
-            let recipe = Recipe {
-                steps: 3,
-                batch: BATCH,
-                seq: SEQ,
-                microbatches,
-                schedule: Schedule::constant(0.1),
-                optim: AdamW::new(0.1),
-                clip: None,
-                seed: 1,
-                precision: Precision::of(DType::F64),
-            };
-            let mut trainer = recipe.trainer(rank, LanguageModel::new(&config), &plan, &rows)?;
+            let recipe = recipe(microbatches);
+            let ahead = Ahead::new(&recipe, &plan, &rows);
+            let mut trainer = recipe.trainer(rank, LanguageModel::new(&config), &ahead)?;
             let mut found = Vec::new();
             for step in 0..recipe.steps {
                 let mean = mean_of_all(&trainer, &plan, &rows, step as u64)?;
@@ -93,6 +98,42 @@ fn a_token_that_is_asked_for_weighs_the_same_in_every_microbatch() {
         let cut = outcome(mesh, microbatches, chunk);
         let far = whole.iter().zip(&cut).map(|(a, b)| ((a - b) / a).abs()).fold(0.0, f64::max);
         assert!(far < 1e-10, "{mesh}, {microbatches} microbatches: {cut:?} instead of {whole:?}");
+    }
+}
+
+#[test]
+fn rows_that_were_read_are_those_of_their_step_whatever_becomes_of_the_file() {
+    let (dir, config) = (Scratch::new(), ModelConfig::Bert(BertConfig::new(8, SEQ, [6, 5], 2, 2)));
+    let (rows, plan) = (rows(&dir, &config), LanguageModel::plan(&config));
+    for mesh in ["dp=1", "dp=2", "pp=2"] {
+        let whole = std::fs::read(dir.path("rows.safetensors")).unwrap();
+        let cut = || {
+            let file = std::fs::File::options().write(true).open(dir.path("rows.safetensors")).unwrap();
+            file.set_len(whole.len() as u64 - 200).unwrap();
+        };
+        let taken = |cuts: bool| {
+            let all = World::run(Mesh::parse(mesh).unwrap(), |rank| {
+                let recipe = recipe(4);
+                let ahead = Ahead::new(&recipe, &plan, &rows);
+                let mut trainer = recipe.trainer(rank, LanguageModel::new(&config), &ahead)?;
+                ahead.read(trainer.rank(), 0)?;
+                ahead.read(trainer.rank(), 1)?;
+                world_sum(rank, &[0.0], Location::caller())?;
+                if cuts && rank.index() == 0 {
+                    cut();
+                }
+                world_sum(rank, &[0.0], Location::caller())?;
+                trainer.check_alike()?;
+                let losses = [trainer.step(&[])?.loss, trainer.step(&[])?.loss];
+                assert_eq!(ahead.read(trainer.rank(), 2).is_err(), cuts, "{mesh}");
+                Ok(losses)
+            });
+            all.unwrap_or_else(|e| panic!("{mesh}: {e}")).swap_remove(0)
+        };
+        let expected = taken(false);
+        assert_eq!(taken(true), expected, "{mesh}");
+        // In place: the file stays open.
+        std::fs::write(dir.path("rows.safetensors"), &whole).unwrap();
     }
 }
 

@@ -35,13 +35,15 @@ pub(crate) fn mean_loss(
 ) -> Result<Measured> {
     let site = Location::caller();
     let num_windows = windows.num_windows();
-    let whole = share(windows, 0..num_windows, 1)?;
+    let whole = share(windows, 0..num_windows, 1);
     let mut sum = 0.0;
     for first in (0..num_windows).step_by(rows_max) {
         let rows = rows_max.min((num_windows - first) as usize);
         let read = |own: Range<usize>| windows.batch(first + own.start as u64..first + own.end as u64);
-        let share = whole.map(|share| share * rows as f64);
-        let piece = batch(rank, plan, [rows, windows.seq()], share, read);
+        let piece = whole.clone().and_then(|whole| {
+            let share = whole.map(|share| share * rows as f64);
+            batch(rank, plan, [rows, windows.seq()], share, read)
+        });
         let over = f64::from(u8::from(stop() || piece.is_err()));
         if world_sum(rank, &[over], site)?[0] > 0.0 {
             return Ok(Measured::Abandoned(piece.err()));

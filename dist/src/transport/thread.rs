@@ -100,6 +100,8 @@ pub(crate) struct Threads {
     /// By axes.
     groups: RefCell<Vec<Option<Arc<Group>>>>,
     dice: Cell<u64>,
+    /// The limit of a wait, where that is longer than the world's.
+    patience: Cell<Duration>,
 }
 
 /// How long a rank has slept in one wait.
@@ -117,6 +119,10 @@ impl Transport for Threads {
             return Err(self.released("computes"));
         }
         Ok(())
+    }
+
+    fn be_patient(&self, limit: Duration) -> Duration {
+        self.patience.replace(limit)
     }
 
     fn run(&self, backend: &dyn Backend, request: &Request<'_>) -> Result<Option<Buffer>> {
@@ -144,7 +150,13 @@ impl Threads {
     pub(crate) fn new(shared: Arc<Shared>, rank: usize) -> Threads {
         let num_sets = 1 << shared.table.mesh.num_axes();
         let seed = shared.jitter.unwrap_or(0) ^ (rank as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-        Threads { rank, groups: RefCell::new(vec![None; num_sets]), dice: Cell::new(seed), shared }
+        let (groups, patience) = (RefCell::new(vec![None; num_sets]), Cell::new(Duration::ZERO));
+        Threads { rank, groups, dice: Cell::new(seed), patience, shared }
+    }
+
+    /// How long a wait may last.
+    fn limit(&self) -> Duration {
+        self.shared.timeout.max(self.patience.get())
     }
 
     fn entry(&self, rank: usize) -> &Entry {
@@ -265,7 +277,7 @@ impl Threads {
     /// late?
     fn look_around(&self, request: &Request<'_>, watch: &mut Watch, arriving: bool) -> Result<()> {
         let (table, mesh) = (&self.shared.table, &self.shared.table.mesh);
-        let late = watch.since.get_or_insert_with(Instant::now).elapsed() > self.shared.timeout;
+        let late = watch.since.get_or_insert_with(Instant::now).elapsed() > self.limit();
         // In large worlds each rank reads the whole table less often, so that reading it stays cheap.
         let turn = watch.num_naps.is_multiple_of(1 + mesh.num_ranks() / LOOKERS_MAX);
         watch.num_naps += 1;
@@ -277,12 +289,11 @@ impl Threads {
                     Some((report::departed(mesh, &seen, self.rank, gone), request.seat.members.clone()))
                 }
                 None if late && arriving && !seen[self.rank].absent.is_empty() => {
-                    let error = report::overdue(mesh, &seen, self.rank, self.shared.timeout);
+                    let error = report::overdue(mesh, &seen, self.rank, self.limit());
                     Some((error, request.seat.members.clone()))
                 }
                 None if late && !arriving => {
-                    let error =
-                        report::unfinished(mesh, self.rank, &seen[self.rank].issued, self.shared.timeout);
+                    let error = report::unfinished(mesh, self.rank, &seen[self.rank].issued, self.limit());
                     Some((error, request.seat.members.clone()))
                 }
                 None => None,

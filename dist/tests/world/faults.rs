@@ -388,6 +388,27 @@ fn a_wait_beyond_the_limit_names_who_is_missing_and_where() {
 }
 
 #[test]
+fn a_rank_that_is_patient_waits_longer_and_no_longer_afterwards() {
+    let limit = Duration::from_millis(100);
+    let slow = |rank: &Rank, nap: u64| {
+        if is_first(rank) {
+            std::thread::sleep(Duration::from_millis(nap));
+        }
+        rank.barrier(&on(rank, "tp"))
+    };
+    let patient = |rank: &Rank, nap| rank.patiently(Duration::from_secs(60), || slow(rank, nap));
+    let world = || World::new(mesh("tp=2")).timeout(limit);
+    world().launch(|rank| patient(rank, 400).and_then(|()| slow(rank, 0))).unwrap();
+    let error = world().launch(|rank| patient(rank, 0).and_then(|()| slow(rank, 400))).unwrap_err();
+    names(&error, &["waited more than 100ms in "]);
+    let error = world().launch(|rank| match is_first(rank) {
+        true => Ok(()),
+        false => patient(rank, 0),
+    });
+    assert_eq!(error.unwrap_err().kind(), Kind::PeerLost);
+}
+
+#[test]
 fn a_slow_rank_is_no_fault() {
     World::new(mesh("dp=2,tp=2"))
         .launch(|rank| {

@@ -38,9 +38,23 @@ fn names(dir: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
+/// Whether a save may give a file this name, or remove what has it.
+fn is_ours(name: &str) -> bool {
+    [CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE].contains(&name) || is_shard(name)
+}
+
+/// Looks at a model folder that a save is to replace, before there is something to save.
+///
+/// # Errors
+/// `Kind::Io` if something that is no file (a link, a folder, a pipe, a device) has a name that saves give, or if the folder
+/// cannot be read: what [`WeightsWriter`](super::WeightsWriter) would refuse.
+pub fn check_replaceable(dir: &Path) -> Result<()> {
+    let names = names(dir)?;
+    names.iter().filter(|name| is_ours(name)).try_for_each(|name| is_taken(&dir.join(name)).map(drop))
+}
+
 /// The files of a folder that saves were still writing, or giving their names, by name and number of the process.
 pub(super) fn unfinished_in(dir: &Path) -> Result<Vec<(String, u32)>> {
-    let is_ours = |name: &str| [CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE].contains(&name) || is_shard(name);
     let found = |name: String| {
         let (_, id) = unfinished(&name).filter(|(of, _)| is_ours(of))?;
         Some((name, id))

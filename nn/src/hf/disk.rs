@@ -43,7 +43,11 @@ pub(super) fn is_plain(name: &str) -> bool {
 
 /// Opens a regular file of a folder and tells its length. A link is followed within the folder only, or to the `blobs`
 /// beside the `snapshots` that the folder is one of: the cache of Hugging Face keeps its files there.
-pub(super) fn open_within(dir: &Path, name: &str) -> Result<(File, u64)> {
+///
+/// # Errors
+/// `Kind::Checkpoint` for a file that is missing, a link that leads elsewhere, and what is no regular file; `Kind::Io` if the
+/// system refuses.
+pub fn open_within(dir: &Path, name: &str) -> Result<(File, u64)> {
     let path = dir.join(name);
     let found = path.symlink_metadata().map_err(|e| failed(&path, "open", &e))?;
     if !found.is_symlink() {

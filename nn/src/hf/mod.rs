@@ -21,6 +21,8 @@ pub mod bert;
 pub mod family;
 
 pub use bert::{BertConfig, BertHead};
+pub use commit::check_replaceable;
+pub use disk::open_within;
 pub use family::ModelConfig;
 pub use fields::{CONFIG_FILE, WEIGHTS_FILE};
 pub use files::{TensorFile, TensorWriter};

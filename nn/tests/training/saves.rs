@@ -2,12 +2,14 @@
 
 use crate::folders::Folder;
 use crate::support::{Setup, run};
-use shardgrad_nn::hf::{CONFIG_FILE, WEIGHTS_FILE, folder::INDEX_FILE};
+use shardgrad_nn::checkpoint::save_weights;
+use shardgrad_nn::hf::{CONFIG_FILE, WEIGHTS_FILE, check_replaceable, folder::INDEX_FILE};
 use shardgrad_nn::{Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig};
 use shardgrad_tensor::{DType, Error, Kind, Mesh, Result, Tensor, World};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
+use std::time::Duration;
 
 /// The files of a folder.
 fn files(dir: &Path) -> BTreeMap<String, Vec<u8>> {
@@ -69,6 +71,83 @@ fn a_disk_that_is_full_leaves_config_and_weights_of_before() {
     assert!(matches!(ModelConfig::read(&folder.0).unwrap(), ModelConfig::Llama(_)));
     let left = files(&folder.0);
     assert!(!left.contains_key(WEIGHTS_FILE) && left.keys().all(|n| !n.contains("tmp")), "{:?}", left.keys());
+}
+
+#[test]
+fn a_finite_number_that_would_be_infinite_leaves_config_and_weights_of_before() {
+    let (folder, before) = saved("rounded");
+    let save = |mesh: &str, number: f64, dtype: DType| {
+        let all = World::run(Mesh::parse(mesh).unwrap(), |rank| {
+            let model = Setup::new().model(rank)?;
+            let param = model.param("h.1.mlp.c_proj.weight")?;
+            let layout = param.layout();
+            let mut data = param.tensor().to_f64()?;
+            *data.last_mut().unwrap() = number;
+            param.set_tensor(Tensor::from_global(rank, &layout, &data)?)?;
+            model.save_as(&folder.0, u64::MAX, dtype)?;
+            model.not_finite()
+        });
+        all.map(|mut all| all.swap_remove(0))
+    };
+    for (mesh, number, dtype) in [
+        ("", 7e4, DType::F16),
+        ("dp=2", -7e4, DType::F16),
+        ("tp=3", 1e39, DType::F32),
+        ("pp=2", 1e39, DType::BF16),
+    ] {
+        let error = save(mesh, number, dtype).unwrap_err();
+        let told = format!("hold numbers that are infinite in {dtype}, `h.1.mlp.c_proj.weight` first");
+        assert!(error.kind() == Kind::NotFinite && error.message().ends_with(&told), "{mesh}: {error}");
+        assert!(files(&folder.0) == before, "config and weights are those of before");
+    }
+    // What is infinite already, and what still fits, is saved; what is not finite can be asked for.
+    for (mesh, number) in [("dp=2", f64::NAN), ("tp=3", f64::INFINITY)] {
+        assert_eq!(save(mesh, number, DType::F16).unwrap(), ["h.1.mlp.c_proj.weight"]);
+    }
+    for (dtype, number) in [(DType::F16, 6.5e4), (DType::F64, 1e300)] {
+        assert!(save("tp=3", number, dtype).unwrap().is_empty());
+    }
+}
+
+/// The name of the first tensor comes late, where a disk would keep the first rank busy.
+#[test]
+fn ranks_wait_for_the_disk_of_the_first_longer_than_for_anything_else() {
+    let folder = Folder::new("patience");
+    let saved = World::new(Mesh::parse("tp=3").unwrap()).timeout(Duration::from_millis(400)).launch(|rank| {
+        let model = Setup::new().model(rank)?;
+        let name = |name: &str| {
+            if rank.index() == 0 && name == "wte.weight" {
+                std::thread::sleep(Duration::from_millis(1200));
+            }
+            name.to_string()
+        };
+        save_weights(&model, &folder.0, u64::MAX, DType::F32, &name)
+    });
+    assert!(saved.is_ok(), "{saved:?}");
+    assert!(folder.0.join(WEIGHTS_FILE).is_file());
+}
+
+#[test]
+fn what_a_save_would_not_replace_is_found_without_one() {
+    let (folder, _) = saved("replaceable");
+    check_replaceable(&folder.0).unwrap();
+    std::os::unix::fs::symlink("anywhere", folder.0.join("tokenizer.json")).unwrap();
+    check_replaceable(&folder.0).unwrap();
+    for name in [CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, "model-00001-of-00002.safetensors"] {
+        let path = folder.0.join(name);
+        let _ = fs::remove_file(&path);
+        fs::create_dir(&path).unwrap();
+        let told = check_replaceable(&folder.0).unwrap_err();
+        assert!(
+            told.message().ends_with(&format!("{name}: it is a folder, which is not replaced")),
+            "{told}"
+        );
+        fs::remove_dir(&path).unwrap();
+        std::os::unix::fs::symlink(folder.0.join("elsewhere"), &path).unwrap();
+        let told = check_replaceable(&folder.0).unwrap_err();
+        assert!(told.message().ends_with(&format!("{name}: it is a link, which is not replaced")), "{told}");
+        fs::remove_file(&path).unwrap();
+    }
 }
 
 /// Nothing of the claimed size is made: the largest here would take thousands of terabytes.

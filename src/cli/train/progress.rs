@@ -1,0 +1,131 @@
+//! What a run tells while it lasts, and at its end.
+
+use super::Job;
+use crate::metrics::StepMetrics;
+use crate::outputs::{Lines, remove};
+use crate::tokenizer::Tokenizer;
+use indicatif::{ProgressBar, ProgressStyle};
+use shardgrad::autograd::pipeline::Schedule;
+use shardgrad::nn::LanguageModel;
+use shardgrad::prelude::*;
+use std::cell::RefCell;
+use std::io::IsTerminal;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// The lists of a pipeline that were chosen by measured times.
+const SCHEDULE: &str = "schedule.txt";
+
+/// Writes down and shows a step.
+pub(super) fn record(
+    trainer: &Trainer<'_, LanguageModel>,
+    job: &Job,
+    progress: &Progress<'_>,
+    entry: &StepMetrics,
+) -> Result<()> {
+    job.metrics().add(entry)?;
+    if entry.step == 1 {
+        match trainer.schedule().filter(|_| job.measures) {
+            Some(schedule) => tell_measured(trainer, schedule, job)?,
+            None => remove(&job.out.join(SCHEDULE))?,
+        }
+    }
+    progress.show(entry)
+}
+
+/// Says what was chosen by measured times, and keeps it, so that a run can be repeated.
+fn tell_measured(trainer: &Trainer<'_, LanguageModel>, schedule: &Schedule, job: &Job) -> Result<()> {
+    let path = job.out.join(SCHEDULE);
+    std::fs::write(&path, schedule.passes_only().to_text())
+        .map_err(|e| Error::new(Kind::Io, format!("cannot write {}: {e}", path.display())))?;
+    if !job.json {
+        let starts = trainer.stage_starts();
+        let starts: Vec<&str> = starts.iter().skip(1).map(|(_, path)| &**path).collect();
+        let starts = starts.join(", ");
+        job.lines.say(format_args!("stages begin at {starts}; the lists are in {}", path.display()));
+    }
+    Ok(())
+}
+
+/// What a person sees: a bar on a terminal, a line now and then elsewhere, JSON if asked for.
+pub(super) struct Progress<'a> {
+    out: &'a Lines,
+    bar: Option<ProgressBar>,
+    json: bool,
+    shown: RefCell<Instant>,
+    steps: usize,
+}
+
+impl Progress<'_> {
+    pub(super) fn new(job: &Job) -> Progress<'_> {
+        let (steps, json) = (job.recipe.steps, job.json);
+        let bar = (!json && std::io::stderr().is_terminal()).then(|| {
+            let style = ProgressStyle::with_template("{bar:30} {pos}/{len}  {msg}  {eta} left");
+            ProgressBar::new(steps as u64).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+        });
+        Progress { out: &job.lines, bar, json, shown: RefCell::new(Instant::now()), steps }
+    }
+
+    fn show(&self, entry: &StepMetrics) -> Result<()> {
+        if self.json {
+            let line = serde_json::to_string(entry).map_err(|e| Error::new(Kind::Io, e.to_string()))?;
+            self.out.say(line);
+            return Ok(());
+        }
+        let mut text = format!("loss {:.3}  {:.0} tokens/s", entry.loss, entry.tokens_per_s);
+        if let (Some(true), Some(scale)) = (entry.skipped, entry.loss_scale) {
+            text += &format!("  skipped at loss scale {scale}");
+        }
+        if let Some(held_out) = entry.val_loss {
+            text += &format!("  held-out {held_out:.3}");
+        }
+        if let Some(bar) = &self.bar {
+            bar.set_position(entry.step);
+            bar.set_message(text.clone());
+            if entry.val_loss.is_some() {
+                bar.suspend(|| self.out.say(format_args!("step {:>5}  {text}", entry.step)));
+            }
+            return Ok(());
+        }
+        let mut shown = self.shown.borrow_mut();
+        let due =
+            entry.step == 1 || entry.step == self.steps as u64 || shown.elapsed() > Duration::from_secs(5);
+        if due || entry.val_loss.is_some() {
+            *shown = Instant::now();
+            self.out.say(format_args!("step {:>5}  {text}", entry.step));
+        }
+        Ok(())
+    }
+}
+
+/// What is there now, and what to do with it.
+pub(super) fn tell(job: &Job, steps: &[StepMetrics]) {
+    let (out, say) = (&job.out, |line: String| job.lines.say(line));
+    let (Some(first), Some(last)) = (steps.first(), steps.last()) else { return };
+    say(format!("\nloss {:.3} -> {:.3} in {:.1} s", first.loss, last.loss, last.seconds));
+    if let Some(held_out) = steps.iter().rev().find_map(|s| s.val_loss) {
+        say(format!("held-out loss {held_out:.3} nats per {}", job.unit));
+    }
+    let model = out.join("model").display().to_string();
+    for (path, what) in [
+        (out.join("metrics.jsonl").display().to_string(), "every step"),
+        (out.join("loss.svg").display().to_string(), "the loss as a picture"),
+        (model.clone(), "the model, as transformers reads it"),
+    ] {
+        say(format!("  {path:<28} {what}"));
+    }
+    if let Some(command) = sample(job, &out.join("model")) {
+        say("sample from it:".to_string());
+        say(format!("  {command}"));
+    }
+}
+
+/// The command that continues a text with the model that was saved, if there is one.
+fn sample(job: &Job, model: &Path) -> Option<String> {
+    let reads = job.config.is_causal() && Tokenizer::of(Some(model), &job.config).is_ok();
+    // It widens what is narrower, and rounds only if it is told to.
+    let dtype = if job.save_dtype == DType::F64 { " --dtype f64" } else { "" };
+    reads.then(|| {
+        format!("cargo run --release -- generate --model {} --prompt \"fn \"{dtype}", model.display())
+    })
+}

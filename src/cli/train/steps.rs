@@ -1,0 +1,151 @@
+//! The steps of one rank, and what ends them.
+
+use super::Job;
+use super::progress::{Progress, record};
+use crate::metrics::StepMetrics;
+use crate::train::{Ahead, Measured, mean_loss};
+use shardgrad::nn::{LanguageModel, StepReport};
+use shardgrad::prelude::*;
+use shardgrad::tensor::control::world_sum;
+use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
+use std::time::Instant;
+
+/// How the steps of a rank ended.
+#[derive(Default)]
+pub(super) struct Ended {
+    /// Steps that were taken and count; without one there is nothing to save.
+    pub(super) steps: usize,
+    /// Whether a signal came.
+    pub(super) stopped: bool,
+    /// What went wrong, on a rank that saw it; the weights of the last step were good all the same.
+    pub(super) failed: Option<Error>,
+}
+
+/// The steps of one rank. What goes wrong on one of them and leaves good weights ends the run on all, at the same step.
+///
+/// # Errors
+/// What leaves nothing to save: a first step that fails, an op, a lost rank.
+pub(super) fn take_steps(
+    trainer: &mut Trainer<'_, LanguageModel>,
+    ahead: &Ahead<'_>,
+    leads: bool,
+    job: &Job,
+) -> Result<Ended> {
+    let recipe = &job.recipe;
+    let progress = leads.then(|| Progress::new(job));
+    let began = Instant::now();
+    let mut ended = Ended::default();
+    for step in 0..recipe.steps {
+        if step == 0 || job.check_every > 0 && step % job.check_every == 0 {
+            trainer.check_alike()?;
+        }
+        let started = Instant::now();
+        // While there is a step to go before it: where one rank alone failed to read within a step, the others would wait
+        // for it in vain, and the weights of all were lost.
+        if step + 1 < recipe.steps && ended.failed.is_none() {
+            ended.failed = ahead.read(trainer.rank(), step as u64 + 1).err();
+        }
+        let word = [job.interrupt.requested(), ended.failed.is_some()].map(|b| f64::from(u8::from(b)));
+        let report = match trainer.step(&word) {
+            Err(e) if e.kind() == Kind::NotFinite && step > 0 => {
+                ended.failed = Some(with_cure(e));
+                break;
+            }
+            report => report?,
+        };
+        let seconds = started.elapsed().as_secs_f64();
+        if step == 0 && stopped_by_now(trainer, job)? {
+            return Ok(Ended { stopped: true, ..Ended::default() });
+        }
+        if let Some(trace) = &job.trace {
+            trace.add(trainer.rank().world().index(), report.step, &trainer.passes());
+        }
+        (ended.steps, ended.stopped) = (step + 1, report.control[0] > 0.0);
+        let mut over = ended.stopped || report.control[1] > 0.0;
+        let mut entry = entry_of(job, &report, seconds, began);
+        let due = job.eval_every.is_some_and(|n| (step + 1) % n == 0 || step + 1 == recipe.steps);
+        if due && !over && job.held_out.is_some() {
+            if leads {
+                ended.failed = ended.failed.or(job.metrics().begin(&entry).err());
+            }
+            (entry.val_loss, over) = measure(trainer, job, &mut ended)?;
+        }
+        if let Some(progress) = &progress {
+            let told = record(trainer, job, progress, &entry);
+            ended.failed = ended.failed.or(told.err());
+        }
+        if over {
+            break;
+        }
+    }
+    Ok(ended)
+}
+
+/// Whether a signal has come to any rank. Every rank calls this together. Who stops a run before its first step is done does
+/// not want the model of one step in the place of an earlier one.
+fn stopped_by_now(trainer: &Trainer<'_, LanguageModel>, job: &Job) -> Result<bool> {
+    let word = f64::from(u8::from(job.interrupt.requested()));
+    Ok(world_sum(trainer.rank(), &[word], Location::caller())?[0] > 0.0)
+}
+
+/// What is written down of a step.
+fn entry_of(job: &Job, report: &StepReport, seconds: f64, began: Instant) -> StepMetrics {
+    StepMetrics {
+        step: report.step + 1,
+        loss: report.loss,
+        grad_norm: report.grad_norm,
+        lr: report.lr,
+        tokens_per_s: (job.recipe.batch * job.recipe.seq) as f64 / seconds,
+        seconds: began.elapsed().as_secs_f64(),
+        loss_scale: report.loss_scale,
+        skipped: report.loss_scale.map(|_| report.skipped),
+        val_loss: None,
+    }
+}
+
+/// The held-out loss, if it came to one, and whether the run is over. Every rank calls this together.
+fn measure(
+    trainer: &Trainer<'_, LanguageModel>,
+    job: &Job,
+    ended: &mut Ended,
+) -> Result<(Option<f64>, bool)> {
+    match held_out_loss(trainer, job)? {
+        Some(Measured::Abandoned(why)) => {
+            ended.stopped = true;
+            ended.failed = ended.failed.take().or(why);
+            Ok((None, true))
+        }
+        Some(Measured::Loss(loss)) => Ok((Some(loss), false)),
+        None => Ok((None, false)),
+    }
+}
+
+/// The mean loss of the held-out windows, unless a signal comes; as many rows at a time as a microbatch has, which there is
+/// memory for.
+fn held_out_loss(trainer: &Trainer<'_, LanguageModel>, job: &Job) -> Result<Option<Measured>> {
+    let Some(windows) = &job.held_out else { return Ok(None) };
+    let stop = || job.interrupt.requested();
+    let part = |x: &[Tensor]| trainer.loss_part(x);
+    let rows_max = job.recipe.batch / job.recipe.microbatches;
+    let measure = || mean_loss(trainer.rank(), &job.plan, windows, rows_max, stop, part).map(Some);
+    if trainer.rank().world().mesh().num_ranks() > 1 {
+        return measure();
+    }
+    // Nobody waits for a rank that is alone: whatever fails on it ends the measurement and no more.
+    let given_up = |why| Ok(Some(Measured::Abandoned(Some(why))));
+    match catch_unwind(AssertUnwindSafe(measure)) {
+        Ok(measured) => measured.or_else(given_up),
+        Err(payload) => match payload.downcast::<Error>() {
+            Ok(why) => given_up(*why),
+            Err(panic) => resume_unwind(panic),
+        },
+    }
+}
+
+/// An error of a step that followed good ones, with what to do about it.
+fn with_cure(e: Error) -> Error {
+    if e.details().iter().any(|(label, _)| *label == "help") {
+        return e;
+    }
+    e.detail("help", "a smaller --lr, or more steps of --warmup, is the usual cure")
+}
