@@ -258,7 +258,7 @@ fn tiled_products<T: Float>(
         unsafe {
             let a = sa.moved(matrix * a.strides[0] + row * a.strides[1]);
             let b = sb.moved(matrix * b.strides[0] + col * b.strides[2]);
-            rounded(&tiles, [scratch, &mut pool.scratch()], [rows, cols, k], a, b, c, &whole);
+            rounded(&tiles, (pool, scratch), [rows, cols, k], a, b, c, &whole);
         }
     });
 }
@@ -359,7 +359,7 @@ const ROUNDED: usize = 256;
 /// As for [`Blocked::new`].
 unsafe fn rounded<T: Float>(
     tiles: &Tiles<T::Acc>,
-    [scratch, sums]: [&mut Scratch; 2],
+    (pool, scratch): (&Pool, &mut Scratch),
     [m, n, k]: [usize; 3],
     a: Source<T::Acc>,
     b: Source<T::Acc>,
@@ -371,6 +371,7 @@ unsafe fn rounded<T: Float>(
         unsafe { Blocked::new(tiles, [m, n, k], a, b, false, c.cast()).telling(whole).run(scratch) };
         return;
     }
+    let mut sums = pool.scratch();
     for first in (0..m).step_by(ROUNDED) {
         let rows = ROUNDED.min(m - first);
         let [wide] = sums.slices([rows * n]);
