@@ -291,7 +291,7 @@ fn a_folder_holds_what_goes_with_its_model_and_nothing_of_an_earlier_one() {
         |more: &[&str]| told(&[&["train", "--data", &data, "--steps", "1"], &SMALL[..], more].concat());
     assert_eq!(train(&["--out", &folder.path("a")]).0, 0);
     let from = folder.path("a/model");
-    let going = ["vocab.txt", "generation_config.json", "chat_template.jinja"];
+    let going = ["added_tokens.json", "generation_config.json", "chat_template.jinja"];
     going.iter().for_each(|name| drop(folder.file(&format!("a/model/{name}"), name)));
     assert_eq!(train(&["--model", &from, "--out", &out]).0, 0);
     let here = |name: &str| fs::read_to_string(format!("{out}/{name}")).ok();
@@ -304,9 +304,9 @@ fn a_folder_holds_what_goes_with_its_model_and_nothing_of_an_earlier_one() {
     assert!(here("model/tokenizer.json").is_none() && here("schedule.txt").is_none());
     assert_eq!(here("model/README.md").as_deref(), Some("mine"));
     // What is no file of the folder is refused at the beginning.
-    std::os::unix::fs::symlink(&data, format!("{from}/merges.txt")).unwrap();
+    std::os::unix::fs::symlink(&data, format!("{from}/special_tokens_map.json")).unwrap();
     let (code, said) = train(&["--model", &from, "--out", &folder.path("other")]);
-    assert!(code == 2 && said.contains("merges.txt: is a link that leads out of its folder"), "{said}");
+    assert!(code == 2 && said.contains("special_tokens_map.json: is a link that leads out of its folder"), "{said}");
 }
 
 #[test]
