@@ -306,7 +306,10 @@ fn a_folder_holds_what_goes_with_its_model_and_nothing_of_an_earlier_one() {
     // What is no file of the folder is refused at the beginning.
     std::os::unix::fs::symlink(&data, format!("{from}/special_tokens_map.json")).unwrap();
     let (code, said) = train(&["--model", &from, "--out", &folder.path("other")]);
-    assert!(code == 2 && said.contains("special_tokens_map.json: is a link that leads out of its folder"), "{said}");
+    assert!(
+        code == 2 && said.contains("special_tokens_map.json: is a link that leads out of its folder"),
+        "{said}"
+    );
 }
 
 #[test]
