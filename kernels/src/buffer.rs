@@ -92,6 +92,13 @@ impl State {
         None
     }
 
+    /// Takes what may go back to the system out of the cache. A part stays as long as somebody allocates: its block is in use.
+    fn take_free(&mut self) -> Vec<Arc<Block>> {
+        let is_closed = self.is_closed;
+        let goes = |block: &mut Arc<Block>| is_closed || block.raw().whole().is_none();
+        self.free.iter_mut().flat_map(|blocks| blocks.extract_if(.., goes)).collect()
+    }
+
     fn put(&mut self, block: Arc<Block>) {
         let number = block.raw().class.number;
         if self.free.len() <= number {
@@ -128,7 +135,11 @@ impl Allocator {
         let shared = &self.0.0;
         let refuse = || KernelError::OutOfMemory { asked_bytes: bytes, stats: self.stats() };
         let class = Class::of(bytes).ok_or_else(refuse)?;
-        let recycled = shared.state.with(|state| state.recycled(class).or_else(|| state.cut(class)));
+        let recycled = shared.state.with(|state| {
+            // Under a limit a part in use would keep the rest of its block from those who need it whole.
+            let cuts = shared.limit_bytes == 0;
+            state.recycled(class).or_else(|| if cuts { state.cut(class) } else { None })
+        });
         let block = match recycled {
             Some(block) => block,
             None => Block::host(shared.fresh(class).ok_or_else(refuse)?, shared.clone()),
@@ -177,15 +188,15 @@ impl Shared {
     }
 
     fn release_cache(&self) {
-        let blocks = self.state.with(|state| std::mem::take(&mut state.free));
-        blocks.into_iter().flatten().for_each(release);
+        let blocks = self.state.with(State::take_free);
+        blocks.into_iter().for_each(release);
     }
+}
 
-    /// Takes a block that nobody uses; gives it back if nobody will ask for it.
-    #[must_use]
-    fn take_back(&self, class: Class, block: Arc<Block>) -> Option<Arc<Block>> {
-        self.state.with(|state| state.keep(class, block))
-    }
+/// Takes a block that nobody uses; gives it back if nobody will ask for it.
+#[must_use]
+fn take_back(home: &Latch<State>, class: Class, block: Arc<Block>) -> Option<Arc<Block>> {
+    home.with(|state| state.keep(class, block))
 }
 
 impl fmt::Debug for Allocator {
@@ -259,7 +270,7 @@ impl Drop for Block {
                 // Two handles were the last ones at once, and left it to this.
                 let (class, shared) = (raw.class, home.clone());
                 let block = Block::host(raw, home);
-                shared.take_back(class, block).into_iter().for_each(release);
+                take_back(&shared.state, class, block).into_iter().for_each(release);
             }
             Memory::Device { address, home } => home.give_back(address),
             Memory::Outline { home: Some(home) } => {
@@ -307,7 +318,7 @@ impl Drop for Buffer {
             let (class, home) = (raw.class, Arc::as_ptr(home));
             // SAFETY: the block keeps its home alive until that has it, under its latch; after the release of the latch nothing
             // of the home is used here, unless the block comes back, which still holds it.
-            let refused = unsafe { &*home }.take_back(class, block);
+            let refused = take_back(unsafe { &(*home).state }, class, block);
             refused.into_iter().for_each(release);
         }
     }

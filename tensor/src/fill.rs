@@ -44,8 +44,11 @@ impl Tensor {
     /// `Kind::OutOfMemory`.
     pub fn linspace(rank: &Rank, layout: &Layout, first: f64, last: f64) -> Result<Tensor> {
         let steps = layout.numel().saturating_sub(1);
-        // Multiplied first: where first, last and i are integers, so is the product, and only the quotient is rounded.
-        let at = |i: usize| if i == steps { last } else { first + (last - first) * i as f64 / steps as f64 };
+        let (span, count) = (last - first, steps as f64);
+        // Multiplied first, unless that is too large: where first, last and i are integers, so is the product, and only the
+        // quotient is rounded.
+        let part = |i: f64| if (span * count).is_finite() { span * i / count } else { span * (i / count) };
+        let at = |i: usize| if i == steps { last } else { first + part(i as f64) };
         Tensor::from_fn(rank, layout, |i| if i == 0 { first } else { at(i) })
     }
 
@@ -136,6 +139,8 @@ mod tests {
             assert_eq!(Tensor::arange(rank, &layout("f32[3] +a")?, 0.0, 1.0)?.to_f64()?, [0.0, 1.0, 2.0]);
             assert_eq!(Tensor::linspace(rank, &layout("f64[3@a]")?, -1.0, 2.0)?.to_f64()?, [-1.0, 0.5, 2.0]);
             assert_eq!(Tensor::linspace(rank, &layout("f64[1]")?, 0.1, 0.7)?.to_f64()?, [0.1]);
+            let wide = Tensor::linspace(rank, &layout("f64[4]")?, 0.0, 1e308)?.to_f64()?;
+            assert!(wide.iter().all(|x| x.is_finite()), "{wide:?}");
             let drawn = Tensor::bernoulli(rank, &layout("bool[1000@a]")?, 7, 0, 0.25)?.to_f64()?;
             let ones = drawn.iter().sum::<f64>();
             assert!(drawn.iter().all(|x| *x == 0.0 || *x == 1.0) && (200.0..300.0).contains(&ones), "{ones}");

@@ -101,9 +101,46 @@ fn a_large_block_is_cut_up_and_whole_again() {
     let held = a.alloc(1 << 20).unwrap();
     a.release_cache();
     assert_eq!(a.stats().reserved_bytes, 8 << 20, "what is in use is part of a block");
+    drop(a.alloc(6 << 20).unwrap());
+    assert_eq!(a.stats().reserved_bytes, 8 << 20, "the rest of it is there still");
     drop(held);
     a.release_cache();
     assert_eq!((a.stats().reserved_bytes, a.stats().in_use_bytes), (0, 0));
+}
+
+#[test]
+fn under_a_limit_large_blocks_stay_whole() {
+    let a = Allocator::with_limit(10 << 20);
+    drop(a.alloc(8 << 20).unwrap());
+    let held = a.alloc(1 << 20).unwrap();
+    drop(a.alloc(8 << 20).unwrap());
+    assert_eq!((a.stats().num_system_allocs, a.stats().reserved_bytes), (2, 9 << 20));
+    drop(held);
+}
+
+#[test]
+fn parts_come_back_while_the_cache_is_emptied() {
+    let a = Allocator::default();
+    let (sender, receiver) = std::sync::mpsc::channel::<Buffer>();
+    let is_done = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            receiver.into_iter().for_each(drop);
+            is_done.store(true, Ordering::Release);
+        });
+        scope.spawn(|| {
+            while !is_done.load(Ordering::Acquire) {
+                a.release_cache();
+            }
+        });
+        for _ in 0..2000 {
+            drop(a.alloc(2 << 20).unwrap());
+            sender.send(a.alloc(1 << 19).unwrap()).unwrap();
+        }
+        drop(sender);
+    });
+    a.release_cache();
+    assert_eq!((a.stats().in_use_bytes, a.stats().reserved_bytes), (0, 0));
 }
 
 #[test]
