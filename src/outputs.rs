@@ -165,10 +165,11 @@ fn check_model(model: &Path) -> Result<()> {
 }
 
 /// What goes with a model beside config and weights, and is not changed by training.
-const COMPANIONS: [&str; 11] = [
+const COMPANIONS: [&str; 12] = [
     TOKENIZER_FILE,
     "tokenizer_config.json",
     "tokenizer.model",
+    "spiece.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",

@@ -76,6 +76,12 @@ fn what_is_read_is_not_written_over_and_what_is_not_read_is_refused() {
     std::os::unix::fs::symlink(&readme, folder.path("out/link.txt")).unwrap();
     let (code, said) = eval(&["--data", "out"]);
     assert!(code == Some(2) && said.contains("link.txt: is a link, which is not followed"), "{said}");
+    // The folder itself may be named by one.
+    std::os::unix::fs::symlink(folder.path("texts"), folder.path("named")).unwrap();
+    std::fs::create_dir(folder.path("texts")).unwrap();
+    folder.file("texts/a.txt", "# A text of some words\n".repeat(400));
+    let (code, said) = eval(&["--data", "named"]);
+    assert_eq!(code, Some(0), "{said}");
     folder.file("out/model/vocab.json", "{}");
     let (code, said) = eval(&[]);
     assert!(

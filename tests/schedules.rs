@@ -196,6 +196,8 @@ fn lists_go_from_a_plan_through_a_file_into_training() {
     losses("searched", &["--microbatches", "4", "--cut", "measured"]);
     let kept = fs::read_to_string(folder.0.join("out/schedule.txt")).unwrap();
     assert_eq!(Schedule::from_text(&kept).unwrap().num_microbatches, 4);
+    losses(&folder.path("out/schedule.txt"), &[]);
+    assert_eq!(fs::read_to_string(folder.0.join("out/schedule.txt")).unwrap(), kept);
     // Lists that are wrong are refused where they are wrong.
     let slip = folder.file("slip.txt", text.replace("0: F0.0 F0.1", "0: F0.0 Q0.1"));
     let (code, said) = told(&["plan", "--schedule", &slip]);

@@ -138,7 +138,7 @@ impl Tape {
                 let (at, round) = (at as usize, arena.round);
                 let is_here = arena.takes(at, tensor);
                 let leaf = &mut arena.leaves[at];
-                if is_here && leaf.tensor.is_some() {
+                if is_here {
                     leaf.used = Some(round);
                 }
                 !is_here

@@ -228,6 +228,15 @@ fn a_round_uses_one_value_of_a_parameter() {
     refused(twice(""), "leaf: parameter 0 is another tensor than the one that this round has used");
     one_rank(twice("backward"));
     one_rank(twice("key"));
+    let outlived = |rank: &Rank| {
+        let (tape, narrow) = (Tape::new(rank), Layout::parse("f32[1]", rank.mesh())?);
+        let form = tape.leaf(0, &vector(rank, &[3.0])?).to_layout(&narrow);
+        form.square().sum().backward()?;
+        drop(tape.gradients());
+        let (x, b) = (form.square().sum(), vector(rank, &[5.0])?);
+        x.add(&tape.leaf(0, &b).to_layout(&narrow).square().sum()).backward()
+    };
+    refused(outlived, "leaf: parameter 0 is another tensor than the one that this round has used");
     let block = |rank: &Rank| {
         let (tape, a, b) = (Tape::new(rank), vector(rank, &[3.0])?, vector(rank, &[5.0])?);
         tape.checkpoint(&[], |_| Ok(vec![tape.leaf(0, &a).mul(&tape.leaf(0, &b))])).map(drop)

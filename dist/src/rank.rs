@@ -46,6 +46,18 @@ struct Inner {
     extensions: RefCell<Vec<(TypeId, Rc<dyn Any>)>>,
 }
 
+/// Gives a transport back the patience that it had.
+struct PatienceOf<'a> {
+    transport: &'a dyn Transport,
+    before: Duration,
+}
+
+impl Drop for PatienceOf<'_> {
+    fn drop(&mut self) {
+        self.transport.be_patient(self.before);
+    }
+}
+
 /// How calls of a rank leave it.
 enum Link {
     /// Through a transport.
@@ -169,9 +181,12 @@ impl Rank {
         match &self.0.link {
             Link::Direct { transport, .. } => {
                 let before = transport.be_patient(limit);
-                let done = f();
-                transport.be_patient(before);
-                done
+                if before > limit {
+                    transport.be_patient(before);
+                }
+                // After an unwinding too.
+                let _back = PatienceOf { transport: &**transport, before };
+                f()
             }
             Link::Slice { outer, .. } => outer.patiently(limit, f),
         }

@@ -51,6 +51,8 @@ struct Job {
     trace: Option<Trace>,
     /// Whether cuts or lists depend on times that are measured.
     measures: bool,
+    /// Whether the lists of its passes were read from a file, which may be the one of an earlier run here.
+    lists_read: bool,
 }
 
 impl Job {
@@ -196,6 +198,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         metrics: Mutex::new(Metrics::new(&metrics)),
         trace: args.trace.as_deref().map(Trace::new),
         measures: args.pipeline.measures(),
+        lists_read: args.pipeline.reads_lists(),
     })
 }
 

@@ -164,7 +164,7 @@ fn expand(path: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     for entry in walk {
         let entry =
             entry.map_err(|e| Error::new(Kind::Io, format!("cannot read {}: {e}", path.display())))?;
-        if entry.path_is_symlink() {
+        if entry.depth() > 0 && entry.path_is_symlink() {
             let why = "is a link, which is not followed in a folder";
             return Err(refuse(
                 entry.path(),

@@ -44,6 +44,11 @@ impl PipelineArgs {
         searched || self.cut == Some(Cut::Measured)
     }
 
+    /// Whether the order of passes was read from a file.
+    pub(crate) fn reads_lists(&self) -> bool {
+        matches!(self.schedule, Some(PassOrder::Lists(_)))
+    }
+
     /// How many pieces a batch is cut into on a mesh.
     pub(crate) fn microbatches(&self, mesh: &Mesh, batch: usize) -> usize {
         let stages = mesh.axis("pp").map_or(1, |axis| mesh.size(axis));

@@ -27,6 +27,7 @@ pub(super) fn record(
     if entry.step == 1 {
         match trainer.schedule().filter(|_| job.measures) {
             Some(schedule) => tell_measured(trainer, schedule, job)?,
+            None if job.lists_read => {}
             None => remove(&job.out.join(SCHEDULE))?,
         }
     }
