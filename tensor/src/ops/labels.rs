@@ -170,6 +170,11 @@ pub(super) fn misuse<T>(why: impl Into<String>) -> Result<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::elementwise::Elementwise;
+    use crate::shaping::Shaping;
+    use crate::tensor::Tensor;
+    use crate::value::Value;
+    use shardgrad_dist::{Mesh, World};
 
     #[test]
     fn texts_by_hand() {
@@ -188,5 +193,45 @@ mod tests {
                 && check_dim("op", 2, 1).is_ok()
                 && check_dim("op", 13, 0).is_err()
         );
+    }
+
+    /// The last element of what an op has filled up.
+    fn filled(op: fn(&Tensor, f64) -> Tensor, dtype: DType, value: f64) -> Result<f64> {
+        let made = World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[1], &[0.0])?.cast(dtype);
+            op(&x, value).to_f64()
+        });
+        made.map(|mut ranks| *ranks.remove(0).last().expect("there is one"))
+    }
+
+    #[test]
+    fn a_value_that_the_dtype_does_not_hold_is_refused() {
+        let ops: [(&str, fn(&Tensor, f64) -> Tensor); 2] = [
+            ("masked_fill", |x, value| x.masked_fill(&x.eq_scalar(0.0), value)),
+            ("pad", |x, value| x.pad_with(0, 0, 1, value)),
+        ];
+        for (name, op) in ops {
+            for (dtype, value) in [
+                (DType::U8, -1.0),
+                (DType::U8, 256.0),
+                (DType::I64, 0.5),
+                (DType::I64, f64::NAN),
+                (DType::I64, f64::INFINITY),
+                (DType::I64, 2f64.powi(63)),
+                (DType::Bool, 2.0),
+            ] {
+                let error = filled(op, dtype, value).unwrap_err();
+                assert_eq!(error.kind(), Kind::DType, "{error}");
+                assert_eq!(error.message(), format!("{name}: {dtype} holds no {value}"));
+                assert!(error.details().iter().any(|d| d.0 == "help") && error.site().is_some(), "{error}");
+            }
+            for (dtype, value) in
+                [(DType::U8, 255.0), (DType::I64, -2f64.powi(63)), (DType::Bool, 1.0), (DType::F32, 0.5)]
+            {
+                assert_eq!(filled(op, dtype, value).unwrap(), value, "{name}, {dtype}");
+            }
+            assert_eq!(filled(op, DType::BF16, f64::NEG_INFINITY).unwrap(), f64::NEG_INFINITY);
+            assert_eq!(filled(op, DType::BF16, 1.0 + 2f64.powi(-20)).unwrap(), 1.0, "floats round");
+        }
     }
 }
