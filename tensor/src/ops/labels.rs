@@ -195,8 +195,11 @@ mod tests {
         );
     }
 
+    /// An op that fills a tensor up with a value.
+    type Fill = fn(&Tensor, f64) -> Tensor;
+
     /// The last element of what an op has filled up.
-    fn filled(op: fn(&Tensor, f64) -> Tensor, dtype: DType, value: f64) -> Result<f64> {
+    fn filled(op: Fill, dtype: DType, value: f64) -> Result<f64> {
         let made = World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[1], &[0.0])?.cast(dtype);
             op(&x, value).to_f64()
@@ -206,7 +209,7 @@ mod tests {
 
     #[test]
     fn a_value_that_the_dtype_does_not_hold_is_refused() {
-        let ops: [(&str, fn(&Tensor, f64) -> Tensor); 2] = [
+        let ops: [(&str, Fill); 2] = [
             ("masked_fill", |x, value| x.masked_fill(&x.eq_scalar(0.0), value)),
             ("pad", |x, value| x.pad_with(0, 0, 1, value)),
         ];
