@@ -16,7 +16,7 @@ mod split;
 
 use crate::cpu::Pool;
 use crate::cpu::simd::bf16::{self, Means};
-use crate::cpu::simd::blocks::{Blocked, STRIPS, Target, Whole};
+use crate::cpu::simd::blocks::{Blocked, Target, Whole};
 use crate::cpu::simd::pack::{DEPTH_MAX, Source};
 use crate::cpu::simd::pairs::Lines;
 use crate::cpu::simd::scratch::Scratch;
@@ -27,7 +27,7 @@ use crate::cpu::simd::{Level, level, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
 use crate::precision::MatmulPrecision;
 use ended::Ended;
-use split::{COLS_MIN, OPERATIONS_MIN, Split, TASKS_PER_THREAD, reading};
+use split::{COLS_MIN, OPERATIONS_MIN, PACKING, Split, reading};
 
 pub use ended::{Ending, ended_products};
 
@@ -168,12 +168,6 @@ pub struct StackMut<'a, T> {
     pub strides: [usize; 3],
 }
 
-/// A product is formed by all threads together where each has at least so many strips of rows: fewer would leave one
-/// waiting for the other at the end of each block.
-const STRIPS_PER_THREAD: usize = 4;
-/// And where it has at least so many multiply-adds, so that two meetings a block are little beside them.
-const TOGETHER_MIN: usize = 1 << 22;
-
 /// c = a b for every matrix of a stack; `dims` is (g, m, n, k), a is (g, m, k), b is (g, k, n), c is (g, m, n).
 /// 16-bit operands are summed in f32 and rounded once; f32 is treated as the pool's precision says.
 ///
@@ -235,22 +229,12 @@ fn tiled_products<T: Float>(
     c: &mut StackMut<'_, T>,
     ended: Option<&Ended<'_, T>>,
 ) {
-    let [g, m, n, k] = dims;
+    let k = dims[3];
     let tiles = Tiles::at(level());
     let source = |x: Stack<'_, T>| Source::new(x.data, x.strides[1], x.strides[2]);
     let (sa, sb) = (source(a), source(b));
     let sc = Target { start: c.data.as_mut_ptr(), row: c.strides[1], col: c.strides[2] };
-    if T::DTYPE == T::Acc::DTYPE && g == 1 && pool.num_threads() > 1 {
-        let whole = Ended::of_part(ended, [0; 3], sc);
-        // SAFETY: the reaches were checked above; T is its own accumulator; `tiles` fit this CPU.
-        let blocked = unsafe { Blocked::new(&tiles, [m, n, k], sa, sb, false, sc.cast()) }.telling(&whole);
-        if blocked.num_strips() >= STRIPS_PER_THREAD * pool.num_threads() && m * n * k >= TOGETHER_MIN {
-            together(pool, &blocked);
-            return;
-        }
-    }
-    let split = Split::of(dims, pool.num_threads(), reading(&a, c.strides));
-    split.run(pool, dims, |scratch, [matrix, row, col], [rows, cols]| {
+    Split::each(pool, dims, reading(&a, c.strides), |scratch, [matrix, row, col], [rows, cols]| {
         let c = sc.moved(matrix * c.strides[0] + row * c.strides[1] + col * c.strides[2]);
         let whole = Ended::of_part(ended, [matrix, row, col], c);
         // SAFETY: the reaches were checked above; the parts of c that two tasks write share no memory; `tiles`
@@ -277,19 +261,18 @@ fn short_products<T: Float, R: Float<Acc = f32>>(
     let la = Lines::new(a.data, a.strides[1], a.strides[2]);
     let lb = Lines::new(b.data, b.strides[2], b.strides[1]);
     let to: Target<R> = Target { start: c.data.as_mut_ptr().cast(), row: c.strides[1], col: c.strides[2] };
-    Split::of(dims, pool.num_threads(), [1, 1]).run(
-        pool,
-        dims,
-        |scratch, [matrix, row, col], [rows, cols]| {
-            let a = la.moved(matrix * a.strides[0] + row * a.strides[1]);
-            let b = lb.moved(matrix * b.strides[0] + col * b.strides[2]);
-            let to = to.moved(matrix * c.strides[0] + row * c.strides[1] + col * c.strides[2]);
-            // SAFETY: the caller checked the reaches; the parts of c that two tasks write share no memory; an empty a or b
-            // (k = 0) is not touched.
-            unsafe { bf16::product(means, scratch, [rows, cols, dims[3]], [a, b], false, to) }
-        },
-    );
+    Split::each(pool, dims, [PACKING; 2], |scratch, [matrix, row, col], [rows, cols]| {
+        let a = la.moved(matrix * a.strides[0] + row * a.strides[1]);
+        let b = lb.moved(matrix * b.strides[0] + col * b.strides[2]);
+        let to = to.moved(matrix * c.strides[0] + row * c.strides[1] + col * c.strides[2]);
+        // SAFETY: the caller checked the reaches; the parts of c that two tasks write share no memory; an empty a or b
+        // (k = 0) is not touched.
+        unsafe { bf16::product(means, scratch, [rows, cols, dims[3]], [a, b], false, to) }
+    });
 }
+
+/// A single row is cut into about so many tasks a thread: they share nothing, so more of them cost little.
+const ROW_TASKS: usize = 2;
 
 /// A product of one row. Most of what it reads is b, so it is cut along the columns. False, and nothing is done, if
 /// neither rows nor columns of b lie side by side, or this CPU has nothing for them.
@@ -299,7 +282,7 @@ fn one_row<T: Float>(pool: &Pool, [n, k]: [usize; 2], a: Stack<'_, T>, b: Stack<
     if k == 0 || col != 1 && !(turned && turned::exists(level(), T::DTYPE)) {
         return false;
     }
-    let parts = (2 * n * k / OPERATIONS_MIN).clamp(1, TASKS_PER_THREAD * pool.num_threads());
+    let parts = (2 * n * k / OPERATIONS_MIN).clamp(1, ROW_TASKS * pool.num_threads());
     let cols = n.div_ceil(parts).next_multiple_of(COLS_MIN);
     let x: Vec<T::Acc> = (0..k).map(|i| a.data[i * a.strides[2]].widen()).collect();
     pool.chunks(c, cols, |part, c| {
@@ -314,41 +297,6 @@ fn one_row<T: Float>(pool: &Pool, [n, k]: [usize; 2], a: Stack<'_, T>, b: Stack<
     });
     true
 }
-
-/// One product by all threads: each packs a part of a block of b, which all then read, and takes rows of c as it gets to
-/// them, so that a thread that is held up leaves more to the others.
-fn together<R: Real>(pool: &Pool, blocked: &Blocked<'_, R>) {
-    let (strips, threads) = (blocked.num_strips(), pool.num_threads());
-    let some = (strips / (STRIPS_PER_THREAD * threads)).clamp(1, STRIPS);
-    let mut shared = pool.scratch();
-    let packed_b = Shared(shared.room::<R>(blocked.room_b()));
-    for block in blocked.blocks() {
-        let columns = blocked.num_columns(block);
-        let part = columns.div_ceil(2 * threads);
-        pool.run(columns.div_ceil(part), &|i| {
-            // SAFETY: there is room for the block, and no two tasks pack the same strips.
-            unsafe { blocked.pack(block, i * part..columns.min((i + 1) * part), packed_b.get()) }
-        });
-        pool.run(strips.div_ceil(some), &|i| {
-            let mut own = pool.scratch();
-            let packed_a = own.room::<R>(blocked.room_a(some));
-            // SAFETY: the block is packed; there is room for `some` strips of a; no two tasks have the same rows of c.
-            unsafe { blocked.multiply(block, i * some..strips.min((i + 1) * some), packed_b.get(), packed_a) }
-        });
-    }
-}
-
-/// Memory that tasks fill in parts.
-struct Shared<R>(*mut R);
-
-impl<R> Shared<R> {
-    fn get(&self) -> *mut R {
-        self.0
-    }
-}
-
-// SAFETY: tasks write disjoint parts, and read only what was written by tasks that have ended.
-unsafe impl<R: Send> Sync for Shared<R> {}
 
 /// Rows of a product that are rounded at a time: their sums stay in the cache.
 const ROUNDED: usize = 256;

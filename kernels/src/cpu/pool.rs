@@ -3,6 +3,7 @@
 //! Work is cut into tasks. Where a border of tasks cuts a sum, it does not depend on the number of threads, so results
 //! do not either. Workers spin for a while after a task (waking a parked thread costs some 20 us), then park.
 
+use crate::cpu::pace::Pace;
 use crate::cpu::simd::scratch::Scratch;
 use crate::precision::MatmulPrecision;
 use std::fmt;
@@ -70,6 +71,7 @@ pub struct Pool {
     /// What tasks have given back.
     scratches: Mutex<Vec<Scratch>>,
     precision: MatmulPrecision,
+    pace: Pace,
 }
 
 /// Scratch memory on loan to one task.
@@ -113,7 +115,8 @@ impl Pool {
                     .expect("the system starts a thread for the kernel pool")
             })
             .collect();
-        Pool { shared, workers, scratches: Mutex::default(), precision: MatmulPrecision::default() }
+        let precision = MatmulPrecision::default();
+        Pool { shared, workers, scratches: Mutex::default(), precision, pace: Pace::default() }
     }
 
     /// The same for kernels that form products of f32 in another way. Default: the most exact.
@@ -127,6 +130,11 @@ impl Pool {
     #[must_use]
     pub fn precision(&self) -> MatmulPrecision {
         self.precision
+    }
+
+    /// Whether the threads keep pace.
+    pub(crate) fn pace(&self) -> &Pace {
+        &self.pace
     }
 
     /// Scratch memory for as long as the caller holds it; at most one lasts for each that is held at once.

@@ -2,19 +2,20 @@
 
 use super::Stack;
 use crate::cpu::Pool;
+use crate::cpu::pace::Watch;
 use crate::cpu::simd::scratch::Scratch;
 use crate::dtype::{Element, Float};
 
 /// Below so many operations a task is not worth its hand-over.
 pub(super) const OPERATIONS_MIN: usize = 1 << 20;
-/// About so many tasks a thread: each packs its operands anew, but a thread that is held up leaves some to others.
-pub(super) const TASKS_PER_THREAD: usize = 2;
+/// Below so many operations a product says nothing about the pace of threads, and is cut evenly.
+const WATCHED_MIN: usize = 1 << 23;
 /// No task has fewer rows of c, where there are more: two of the highest tiles.
 const ROWS_MIN: usize = 28;
 /// No task has fewer columns of c, where there are more: two of the widest tiles.
 pub(super) const COLS_MIN: usize = 64;
 
-/// How a stack of products is cut into tasks. It may depend on the number of threads, since no sum is cut.
+/// How a stack of products is cut into tasks. It may depend on the number of threads and their pace, since no sum is cut.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Split {
     /// Rows of c in one task.
@@ -26,26 +27,56 @@ pub(super) struct Split {
 }
 
 impl Split {
-    /// `reading` is what it costs a task to read an element of a, and of b: each is read by all tasks that share its
-    /// rows or its columns, and of the cuts into as many tasks that with the least to read is taken.
-    pub(super) fn of([g, m, n, k]: [usize; 4], num_threads: usize, reading: [usize; 2]) -> Split {
-        let operations = m.saturating_mul(n).saturating_mul(2 * k);
-        let tasks_max = if num_threads == 1 { 1 } else { TASKS_PER_THREAD * num_threads };
+    /// The cut of a product, by so many threads with so many tasks each, that should be done first. `reading` is what it costs a
+    /// task to read an element of a, and of b: each is read by all tasks that share its rows or its columns.
+    pub(super) fn of(
+        [g, m, n, k]: [usize; 4],
+        num_threads: usize,
+        tasks_per_thread: usize,
+        reading: [usize; 2],
+    ) -> Split {
+        let operations = operations([m, n, k]);
+        let tasks_max = if num_threads == 1 { 1 } else { tasks_per_thread * num_threads };
         let parts = (operations / OPERATIONS_MIN).min(tasks_max / g.max(1)).max(1);
         let cut = |row_tasks: usize| {
             let col_tasks = parts.div_ceil(row_tasks);
             let (rows, cols) = (m.div_ceil(row_tasks), n.div_ceil(col_tasks).next_multiple_of(COLS_MIN / 2));
             let fits = (row_tasks == 1 || rows >= ROWS_MIN) && (col_tasks == 1 || cols >= COLS_MIN);
-            let read = col_tasks * m * reading[0] + row_tasks * n * reading[1];
-            fits.then_some((read, rows, if col_tasks == 1 { n } else { cols }))
+            let cols = if col_tasks == 1 { n } else { cols };
+            let rounds = (row_tasks * col_tasks).div_ceil(num_threads);
+            let time = rounds * (rows * cols + rows * reading[0] + cols * reading[1]);
+            fits.then_some((time, rows, cols))
         };
         let best = (1..=parts).filter_map(cut).min();
         let (_, rows, cols) = best.unwrap_or((0, m, n));
         Split { rows, cols, together: (OPERATIONS_MIN / operations.max(1)).max(1) }
     }
 
-    /// Runs `part` on each part of c: which matrix, its first row and column, and how many it has of both.
-    pub(super) fn run(
+    /// Cuts a stack of products as the pace of the pool's threads suggests, and runs `part` on each part of c: which matrix, its
+    /// first row and column, and how many it has of both.
+    pub(super) fn each(
+        pool: &Pool,
+        dims: [usize; 4],
+        reading: [usize; 2],
+        part: impl Fn(&mut Scratch, [usize; 3], [usize; 2]) + Sync,
+    ) {
+        let [g, m, n, k] = dims;
+        let threads = pool.num_threads();
+        if threads == 1 || g > 1 || operations([m, n, k]) < WATCHED_MIN {
+            return Split::of(dims, threads, 1, reading).run(pool, dims, part);
+        }
+        let tasks = pool.pace().tasks_per_thread();
+        let split = Split::of(dims, threads, tasks, reading);
+        if tasks > 1 {
+            return split.run(pool, dims, part);
+        }
+        let watch = Watch::new(pool.pace(), threads);
+        split.run(pool, dims, |scratch, at, extents| watch.time(|| part(scratch, at, extents)));
+        watch.end();
+    }
+
+    /// See [`Split::each`].
+    fn run(
         &self,
         pool: &Pool,
         [g, m, n, _]: [usize; 4],
@@ -64,10 +95,17 @@ impl Split {
     }
 }
 
-/// What it costs to read an element of a and of b (see [`Split::of`]): about four times as much if it is packed first, as
-/// b always is, and a unless its rows can be read where they lie.
+fn operations([m, n, k]: [usize; 3]) -> usize {
+    m.saturating_mul(n).saturating_mul(2 * k)
+}
+
+/// What it costs to read an element of a and of b (see [`Split::of`]), in multiply-adds: about four times as much if it is packed
+/// first, as b always is, and a unless its rows can be read where they lie.
 pub(super) fn reading<T: Float>(a: &Stack<'_, T>, c_strides: [usize; 3]) -> [usize; 2] {
     let in_place = T::DTYPE == T::Acc::DTYPE && a.strides[2] == 1;
     let is_turned = c_strides[1] == 1 && c_strides[2] != 1;
-    [if in_place && !is_turned { 1 } else { 4 }, 4]
+    [if in_place && !is_turned { 4 } else { PACKING }, PACKING]
 }
+
+/// Multiply-adds in the time in which an element is packed.
+pub(super) const PACKING: usize = 16;

@@ -221,7 +221,7 @@ fn stacks_are_the_products_one_by_one() {
 }
 
 #[test]
-fn threads_together_form_the_same_bits() {
+fn threads_that_share_a_product_form_the_same_bits() {
     // More columns and a greater depth than a block has; a last strip of each kind that is not whole.
     let [m, n, k] = [181, 811, 300];
     for a in [[m * k, k, 1], [m * k, 1, m]] {
@@ -272,18 +272,23 @@ fn one_row<T: Float>(means: Option<Means>, [g, n, k]: [usize; 3], a: &[T], b: &[
 
 #[test]
 fn large_tasks_are_cut_and_small_products_gathered() {
-    let (packed, in_place) = ([4, 4], [1, 4]);
-    let cut = |dims, num_threads, reading| Split::of(dims, num_threads, reading);
+    let (packed, in_place) = ([16, 16], [4, 16]);
+    let cut = |dims, num_threads, reading| Split::of(dims, num_threads, 1, reading);
     assert_eq!(cut([1, 64, 64, 64], 2, packed), Split { rows: 64, cols: 64, together: 2 });
     assert_eq!(cut([1, 1024, 1024, 1024], 1, packed), Split { rows: 1024, cols: 1024, together: 1 });
-    assert_eq!(cut([1, 1024, 1024, 1024], 2, packed), Split { rows: 512, cols: 512, together: 1 });
-    assert_eq!(cut([1, 1024, 1024, 1024], 2, in_place), Split { rows: 1024, cols: 256, together: 1 });
-    assert_eq!(cut([1, 3072, 768, 512], 2, packed), Split { rows: 768, cols: 768, together: 1 });
+    assert_eq!(cut([1, 1024, 1024, 1024], 2, packed), Split { rows: 512, cols: 1024, together: 1 });
+    assert_eq!(cut([1, 1024, 1024, 1024], 2, in_place), Split { rows: 1024, cols: 512, together: 1 });
+    assert_eq!(cut([1, 1024, 1024, 1024], 4, packed), Split { rows: 512, cols: 512, together: 1 });
+    assert_eq!(cut([1, 3072, 768, 512], 2, packed), Split { rows: 1536, cols: 768, together: 1 });
+    let rows = Split { rows: 171, cols: 512, together: 1 };
+    assert_eq!(cut([1, 512, 512, 512], 3, in_place), rows, "192 columns would take longer");
     assert_eq!(cut([1, 20, 4096, 512], 4, packed).rows, 20, "few rows are not cut");
     assert_eq!(cut([1, 1, 50257, 768], 4, in_place).rows, 1);
-    assert!(cut([1, 1, 50257, 768], 4, in_place).cols < 10_000);
+    assert!(cut([1, 1, 50257, 768], 4, in_place).cols < 20_000);
     assert!(cut([96, 16, 16, 16], 2, packed).together > 8);
     assert_eq!(cut([3, 512, 512, 512], 2, packed), Split { rows: 512, cols: 512, together: 1 });
+    let fine = Split::of([1, 1024, 1024, 1024], 2, 4, packed);
+    assert_eq!(fine, Split { rows: 256, cols: 512, together: 1 }, "threads of different pace");
     for (m, n) in [(1, 1), (27, 63), (29, 1), (1, 65), (57, 200)] {
         let split = cut([1, m, n, 100_000], 3, packed);
         assert!(split.rows.min(m) * split.cols.min(n) > 0, "every task has something to do");

@@ -11,7 +11,7 @@ use crate::dtype::Real;
 use std::ops::Range;
 
 /// Strips of a that are packed at a time: its rows, if they lie apart, are then read in runs that are worth it.
-pub(crate) const STRIPS: usize = 8;
+const STRIPS: usize = 8;
 /// Columns of b that are packed at a time: with [`DEPTH_MAX`] rows they stay in the second-level cache, from which they
 /// are read once for each strip of a.
 const COLS: usize = 768;
@@ -88,7 +88,7 @@ impl Cut {
     }
 }
 
-/// A product that is taken block by block, by one thread or by several.
+/// A product that is taken block by block.
 pub(crate) struct Blocked<'t, R: 'static> {
     tiles: &'t Tiles<R>,
     n: usize,
@@ -112,7 +112,7 @@ pub(crate) type Whole<'t> = &'t (dyn Fn(Range<usize>, Range<usize>) + Sync);
 
 /// Some columns of b and some steps of the depth.
 #[derive(Clone, Copy)]
-pub(crate) struct Block {
+struct Block {
     first_col: usize,
     cols: usize,
     first_depth: usize,
@@ -155,28 +155,23 @@ impl<'t, R: Real> Blocked<'t, R> {
         Blocked { tiles, n, k, a, b, c, accumulate, strips, col_step, in_place_a, in_place_b, turned, whole }
     }
 
-    /// The same, where `whole` is told of each part of c once, by the thread that has written it; of nothing if k is 0.
+    /// The same, where `whole` is told of each part of c once; of nothing if k is 0.
     pub(crate) fn telling(self, whole: Whole<'t>) -> Self {
         Blocked { whole: Some(whole), ..self }
     }
 
-    /// Strips of rows, of which each is some tiles high.
-    pub(crate) fn num_strips(&self) -> usize {
-        self.strips.count
-    }
-
     /// Elements of a packed block of b.
-    pub(crate) fn room_b(&self) -> usize {
+    fn room_b(&self) -> usize {
         self.col_step.min(self.n.next_multiple_of(self.tiles.lanes)) * self.k.min(DEPTH_MAX)
     }
 
     /// Elements of so many packed strips of a.
-    pub(crate) fn room_a(&self, strips: usize) -> usize {
+    fn room_a(&self, strips: usize) -> usize {
         if self.in_place_a { 0 } else { strips * self.tiles.table.len() * self.k.min(DEPTH_MAX) }
     }
 
     /// The blocks, in the order in which sums take them up.
-    pub(crate) fn blocks(&self) -> impl Iterator<Item = Block> + use<R> {
+    fn blocks(&self) -> impl Iterator<Item = Block> + use<R> {
         let (n, k, col_step) = (self.n, self.k, self.col_step);
         (0..n).step_by(col_step.max(1)).flat_map(move |first_col| {
             (0..k).step_by(DEPTH_MAX).map(move |first_depth| Block {
@@ -188,31 +183,24 @@ impl<'t, R: Real> Blocked<'t, R> {
         })
     }
 
-    /// How many strips of columns a block has.
-    pub(crate) fn num_columns(&self, block: Block) -> usize {
-        block.cols.div_ceil(2 * self.tiles.lanes)
-    }
-
-    /// Packs some strips of columns of a block of b, or only the last if the rest can stay where it is.
+    /// Packs a block of b, or only its last strip if the rest can stay where it is.
     ///
     /// # Safety
-    /// `to` has room for [`Blocked::room_b`] elements, and nobody else touches those of these strips.
-    pub(crate) unsafe fn pack(&self, block: Block, columns: Range<usize>, to: *mut R) {
-        let (wide, depth, whole) = (2 * self.tiles.lanes, block.depth, block.cols / (2 * self.tiles.lanes));
+    /// `to` has room for [`Blocked::room_b`] elements.
+    unsafe fn pack(&self, block: Block, to: *mut R) {
+        let (wide, depth) = (2 * self.tiles.lanes, block.depth);
+        let (whole, rest) = (block.cols / wide, block.cols % wide);
         let from = self.b.from(block.first_depth, block.first_col);
-        let place = |strip: usize| to.wrapping_add((strip * wide - self.packed_from(block)) * depth);
-        let rest = block.cols - whole * wide;
-        if !self.in_place_b {
-            let (first, end) = (columns.start.min(whole), columns.end.min(whole));
-            let strips = Strips { depth, count: end - first, used: wide, width: wide };
-            // SAFETY: as promised by the caller.
-            unsafe { from.from(0, first * wide).pack(self.tiles, strips, place(first)) };
-        }
-        if columns.end > whole {
-            let width = rest.next_multiple_of(self.tiles.lanes);
-            let last = Strips { depth, count: rest.min(1), used: rest, width };
-            // SAFETY: as promised by the caller.
-            unsafe { from.from(0, whole * wide).pack(self.tiles, last, place(whole)) };
+        let strips = Strips { depth, count: whole, used: wide, width: wide };
+        let last =
+            Strips { depth, count: rest.min(1), used: rest, width: rest.next_multiple_of(self.tiles.lanes) };
+        // SAFETY: as promised by the caller.
+        unsafe {
+            if !self.in_place_b {
+                from.pack(self.tiles, strips, to);
+            }
+            let place = (whole * wide - self.packed_from(block)) * depth;
+            from.from(0, whole * wide).pack(self.tiles, last, to.wrapping_add(place));
         }
     }
 
@@ -225,15 +213,8 @@ impl<'t, R: Real> Blocked<'t, R> {
     /// Brings a packed block into some strips of rows of c.
     ///
     /// # Safety
-    /// `packed_b` holds all strips of the block; `packed_a` has room for these strips of a ([`Blocked::room_a`]); nobody
-    /// else writes these rows of c meanwhile.
-    pub(crate) unsafe fn multiply(
-        &self,
-        block: Block,
-        rows: Range<usize>,
-        packed_b: *const R,
-        packed_a: *mut R,
-    ) {
+    /// `packed_b` holds the block; `packed_a` has room for these strips of a ([`Blocked::room_a`]).
+    unsafe fn multiply(&self, block: Block, rows: Range<usize>, packed_b: *const R, packed_a: *mut R) {
         let (strips, depth) = (self.strips, block.depth);
         let a = self.a.from(0, block.first_depth);
         let from = self.b.from(block.first_depth, block.first_col);
@@ -275,13 +256,13 @@ impl<'t, R: Real> Blocked<'t, R> {
     /// # Safety
     /// As for [`Blocked::new`].
     pub(crate) unsafe fn run(&self, scratch: &mut Scratch) {
-        let count = self.num_strips();
+        let count = self.strips.count;
         let packed_b = scratch.room::<R>(self.room_b() + self.room_a(count.min(STRIPS)));
         let packed_a = packed_b.wrapping_add(self.room_b());
         for block in self.blocks() {
             // SAFETY: there is room for both, and only this thread works on c.
             unsafe {
-                self.pack(block, 0..self.num_columns(block), packed_b);
+                self.pack(block, packed_b);
                 for first in (0..count).step_by(STRIPS) {
                     self.multiply(block, first..count.min(first + STRIPS), packed_b, packed_a);
                 }

@@ -72,6 +72,9 @@ pub(super) trait Vector: Copy {
     fn plus(self, a: Self) -> Self;
 }
 
+/// A row of c is asked for in one of so many steps: all at once they would fill the queue that rows of b have to pass, too.
+const EXPECT_EVERY: usize = 4;
+
 /// See [`Tile`].
 #[inline(always)]
 unsafe fn tile<V: Vector, const H: usize, const W: usize>(
@@ -81,15 +84,17 @@ unsafe fn tile<V: Vector, const H: usize, const W: usize>(
     (c, c_step): (*mut V::Item, usize),
     add: bool,
 ) {
-    for row in 0..H {
-        // The first and the last element of a row stand for all of its cache lines, of which there are at most three.
-        (0..W).for_each(|w| V::expect(c.wrapping_add(row * c_step + w * V::LANES)));
-        V::expect(c.wrapping_add(row * c_step + W * V::LANES - 1));
-    }
     // One pointer for three rows: as many as there are registers for, and each within reach of an address.
     let mut a: [_; ROWS_MAX.div_ceil(3)] = std::array::from_fn(|third| a.wrapping_add(3 * third * a_row));
     let mut sums = [[V::splat(V::Item::ZERO); W]; H];
-    for _ in 0..depth {
+    let mut ahead = c.cast_const();
+    for step in 0..depth {
+        if step % EXPECT_EVERY == 0 && step < EXPECT_EVERY * H {
+            // The first and the last element of a row stand for all of its cache lines, of which there are at most three.
+            (0..W).for_each(|w| V::expect(ahead.wrapping_add(w * V::LANES)));
+            V::expect(ahead.wrapping_add(W * V::LANES - 1));
+            ahead = ahead.wrapping_add(c_step);
+        }
         // SAFETY: the caller vouches for `depth` columns of a and rows of b; `wrapping_add` may step past the last.
         let row: [V; W] = std::array::from_fn(|w| unsafe { V::load(b.wrapping_add(w * V::LANES)) });
         // Loops of few turns each, so that the compiler unrolls them all.
