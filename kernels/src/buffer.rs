@@ -5,20 +5,23 @@
 //! here; contents come and go by [`Backend::upload`](crate::Backend::upload) and
 //! [`Backend::download`](crate::Backend::download).
 
+mod cuts;
 mod raw;
 
 use crate::dtype::Element;
 use crate::error::{KernelError, MemoryStats};
 use crate::latch::Latch;
+pub(crate) use cuts::Cuts;
 pub use raw::ALIGNMENT;
-use raw::{CUT_MIN, Class, Raw, Whole};
+use raw::{Chunk, Class, Raw};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering, fence};
 
-/// A caching allocator: freed blocks are kept by size class and handed out again. Large ones are cut up where blocks of a smaller
-/// class are wanted and there are none, and are whole again when all parts are free.
+/// A caching allocator. Small blocks that are freed are kept by size and handed out again; large ones are cut from chunks, where
+/// they are joined again.
 #[derive(Clone, Default)]
 pub struct Allocator(Arc<Owner>);
 
@@ -39,11 +42,17 @@ struct Shared {
     limit_bytes: usize,
 }
 
+/// No chunk is smaller, unless there is not so much. A page of it is memory once it was touched.
+const CHUNK_MIN: usize = 64 << 20;
+
 /// What an allocator holds and counts: one latch serves both.
 #[derive(Default)]
 struct State {
-    /// By the number of the size class, blocks whose last handle is here.
+    /// By the number of the size class, small blocks whose last handle is here.
     free: Vec<Vec<Arc<Block>>>,
+    cuts: Cuts,
+    /// By address.
+    chunks: BTreeMap<u64, Chunk>,
     stats: MemoryStats,
     /// Nobody allocates any more.
     is_closed: bool,
@@ -56,67 +65,51 @@ impl State {
         self.stats.peak_bytes = self.stats.peak_bytes.max(self.stats.in_use_bytes);
     }
 
-    /// A block that was given back, counted as in use.
+    fn count_reserved(&mut self, bytes: usize) {
+        self.stats.reserved_bytes += bytes;
+        self.stats.num_system_allocs += 1;
+    }
+
+    /// A small block that was given back, counted as in use.
     fn recycled(&mut self, class: Class) -> Option<Arc<Block>> {
-        let block = self.free.get_mut(class.number)?.pop()?;
-        block.raw().take_up();
+        let block = self.free.get_mut(class.number?)?.pop()?;
         self.count(class.bytes);
         Some(block)
     }
 
-    /// A block cut from the smallest larger one that nobody uses, counted as in use.
-    fn cut(&mut self, class: Class) -> Option<Arc<Block>> {
-        if class.bytes < CUT_MIN {
-            return None;
-        }
-        let larger = self.free.get_mut(class.number + 1..)?.iter_mut().find_map(Vec::pop)?;
-        let (raw, home) = larger.into_host();
-        let (part, rest) = raw.cut(class);
-        if let Some(rest) = rest {
-            self.put(Block::host(rest, home.clone()));
-        }
+    /// A block of a chunk, counted as in use.
+    fn cut(&mut self, class: Class) -> Option<Raw> {
+        let address = self.cuts.cut(class.bytes)?;
         self.count(class.bytes);
-        Some(Block::host(part, home))
+        Some(self.chunks[&self.cuts.chunk_of(address).0].block(address, class))
     }
 
-    /// Keeps a block, unless there is nobody who could ask for it.
-    fn keep(&mut self, class: Class, block: Arc<Block>) -> Option<Arc<Block>> {
-        self.stats.in_use_bytes -= class.bytes;
+    /// Keeps a block, or what it was cut from; gives it back if it is of no more use.
+    fn keep(&mut self, block: Arc<Block>) -> Option<Arc<Block>> {
+        let Class { bytes, number } = block.raw().class;
+        self.stats.in_use_bytes -= bytes;
+        let Some(number) = number else {
+            self.cuts.give_back(block.raw().start.addr().get() as u64, bytes);
+            if self.is_closed {
+                self.take_chunks();
+            }
+            return Some(block);
+        };
         if self.is_closed {
             return Some(block);
         }
-        match block.raw().let_go() {
-            Some(whole) => self.join(whole, block),
-            None => self.put(block),
-        }
-        None
-    }
-
-    /// Takes what may go back to the system out of the cache. A part stays as long as somebody allocates: its block is in use.
-    fn take_free(&mut self) -> Vec<Arc<Block>> {
-        let is_closed = self.is_closed;
-        let goes = |block: &mut Arc<Block>| is_closed || block.raw().whole().is_none();
-        self.free.iter_mut().flat_map(|blocks| blocks.extract_if(.., goes)).collect()
-    }
-
-    fn put(&mut self, block: Arc<Block>) {
-        let number = block.raw().class.number;
         if self.free.len() <= number {
             self.free.resize_with(number + 1, Vec::new);
         }
         self.free[number].push(block);
+        None
     }
 
-    /// Puts a block back whole of which nobody uses a part; `last` is one of these.
-    fn join(&mut self, whole: Arc<Whole>, last: Arc<Block>) {
-        let is_part = |block: &mut Arc<Block>| block.raw().whole().is_some_and(|of| Arc::ptr_eq(of, &whole));
-        for blocks in &mut self.free {
-            // Parts go without a word: what they are made of goes back as one.
-            blocks.extract_if(.., is_part).for_each(|part| drop(part.into_host()));
-        }
-        let (_, home) = last.into_host();
-        let raw = whole.into_raw().expect("bug: a part of a block is somewhere else");
-        self.put(Block::host(raw, home));
+    /// Takes the chunks of which nobody uses anything.
+    fn take_chunks(&mut self) -> Vec<Chunk> {
+        let empty = self.cuts.take_empty();
+        self.stats.reserved_bytes -= empty.iter().map(|(_, bytes)| bytes).sum::<usize>();
+        empty.iter().filter_map(|(address, _)| self.chunks.remove(address)).collect()
     }
 }
 
@@ -135,12 +128,7 @@ impl Allocator {
         let shared = &self.0.0;
         let refuse = || KernelError::OutOfMemory { asked_bytes: bytes, stats: self.stats() };
         let class = Class::of(bytes).ok_or_else(refuse)?;
-        let recycled = shared.state.with(|state| {
-            // Under a limit a part in use would keep the rest of its block from those who need it whole.
-            let cuts = shared.limit_bytes == 0;
-            state.recycled(class).or_else(|| if cuts { state.cut(class) } else { None })
-        });
-        let block = match recycled {
+        let block = match shared.state.with(|state| state.recycled(class)) {
             Some(block) => block,
             None => Block::host(shared.fresh(class).ok_or_else(refuse)?, shared.clone()),
         };
@@ -168,35 +156,67 @@ impl Allocator {
 }
 
 impl Shared {
-    /// A block from the system, counted as in use. Nobody waits for it on the latch.
+    /// A block that no handle was given of, counted as in use. Nobody waits for the system on the latch.
     fn fresh(&self, class: Class) -> Option<Raw> {
-        let limit = self.limit_bytes;
-        let reserved = || self.state.with(|state| state.stats.reserved_bytes);
-        let fits = || limit == 0 || reserved().saturating_add(class.bytes) <= limit;
-        let mut raw = if fits() { Raw::new(class) } else { None };
-        if raw.is_none() {
+        let of_chunk = Class::of_chunk(class.bytes)?;
+        let try_once = || if class.number.is_some() { self.small(class) } else { self.large(of_chunk) };
+        let found = try_once().or_else(|| {
             self.release_cache();
-            raw = if fits() { Raw::new(class) } else { None };
-        }
+            try_once()
+        });
+        // What there is may all be in chunks.
+        found.or_else(|| self.state.with(|state| state.cut(of_chunk)))
+    }
+
+    fn fits(&self, bytes: usize) -> bool {
+        let reserved = || self.state.with(|state| state.stats.reserved_bytes);
+        self.limit_bytes == 0 || reserved().saturating_add(bytes) <= self.limit_bytes
+    }
+
+    /// A small block from the system.
+    fn small(&self, class: Class) -> Option<Raw> {
+        let raw = if self.fits(class.bytes) { Raw::new(class) } else { None };
         raw.inspect(|_| {
             self.state.with(|state| {
-                state.stats.reserved_bytes += class.bytes;
-                state.stats.num_system_allocs += 1;
+                state.count_reserved(class.bytes);
                 state.count(class.bytes);
             });
         })
     }
 
+    /// A block of a chunk; of a new one, if need be.
+    fn large(&self, class: Class) -> Option<Raw> {
+        loop {
+            if let Some(raw) = self.state.with(|state| state.cut(class)) {
+                return Some(raw);
+            }
+            // Chunks grow with what there is, so that they stay few: blocks of two are never joined.
+            let usual =
+                CHUNK_MIN.max(self.state.with(|state| state.stats.reserved_bytes) / 2).max(class.bytes);
+            let sizes = [usual, class.bytes].into_iter().filter(|bytes| self.fits(*bytes));
+            let chunk = sizes.filter_map(Chunk::new).next()?;
+            // Another thread may take it before this one comes to cut it.
+            self.state.with(|state| {
+                state.count_reserved(chunk.bytes());
+                state.cuts.add_chunk(chunk.address(), chunk.bytes());
+                state.chunks.insert(chunk.address(), chunk);
+            });
+        }
+    }
+
     fn release_cache(&self) {
-        let blocks = self.state.with(State::take_free);
+        let (blocks, chunks) = self.state.with(|state| {
+            (state.free.iter_mut().flat_map(std::mem::take).collect::<Vec<_>>(), state.take_chunks())
+        });
         blocks.into_iter().for_each(release);
+        drop(chunks);
     }
 }
 
-/// Takes a block that nobody uses; gives it back if nobody will ask for it.
+/// Takes a block that nobody uses; gives it back if nobody will ask for this very one.
 #[must_use]
-fn take_back(home: &Latch<State>, class: Class, block: Arc<Block>) -> Option<Arc<Block>> {
-    home.with(|state| state.keep(class, block))
+fn take_back(home: &Latch<State>, block: Arc<Block>) -> Option<Arc<Block>> {
+    home.with(|state| state.keep(block))
 }
 
 impl fmt::Debug for Allocator {
@@ -250,14 +270,6 @@ impl Block {
         }
     }
 
-    /// The parts of a block in the cache.
-    fn into_host(self: Arc<Block>) -> (Raw, Arc<Shared>) {
-        match Arc::into_inner(self).map(|mut block| block.take()) {
-            Some(Memory::Host { raw, home }) => (raw, home),
-            _ => unreachable!("the cache has the last handle of memory of the host"),
-        }
-    }
-
     fn take(&mut self) -> Memory {
         std::mem::replace(&mut self.memory, Memory::Outline { home: None })
     }
@@ -268,9 +280,9 @@ impl Drop for Block {
         match self.take() {
             Memory::Host { raw, home } => {
                 // Two handles were the last ones at once, and left it to this.
-                let (class, shared) = (raw.class, home.clone());
+                let shared = home.clone();
                 let block = Block::host(raw, home);
-                take_back(&shared.state, class, block).into_iter().for_each(release);
+                take_back(&shared.state, block).into_iter().for_each(release);
             }
             Memory::Device { address, home } => home.give_back(address),
             Memory::Outline { home: Some(home) } => {
@@ -292,10 +304,10 @@ pub struct Buffer(
     ManuallyDrop<Arc<Block>>,
 );
 
-/// Gives a block that nobody uses back to the system.
+/// Gives a small block that nobody uses back to the system; a block of a chunk was given back already.
 fn release(block: Arc<Block>) {
     if let Some(Memory::Host { raw, home }) = Arc::into_inner(block).map(|mut block| block.take())
-        && raw.whole().is_none()
+        && raw.class.number.is_some()
     {
         home.state.with(|state| state.stats.reserved_bytes -= raw.class.bytes);
     }
@@ -312,13 +324,13 @@ impl Drop for Buffer {
     fn drop(&mut self) {
         // SAFETY: this is the end of the handle, which nothing uses afterwards.
         let block = unsafe { ManuallyDrop::take(&mut self.0) };
-        if let Memory::Host { raw, home } = &block.memory
+        if let Memory::Host { home, .. } = &block.memory
             && is_last(&block)
         {
-            let (class, home) = (raw.class, Arc::as_ptr(home));
+            let home = Arc::as_ptr(home);
             // SAFETY: the block keeps its home alive until that has it, under its latch; after the release of the latch nothing
             // of the home is used here, unless the block comes back, which still holds it.
-            let refused = take_back(unsafe { &(*home).state }, class, block);
+            let refused = take_back(unsafe { &(*home).state }, block);
             refused.into_iter().for_each(release);
         }
     }

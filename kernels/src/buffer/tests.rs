@@ -64,58 +64,85 @@ fn memory_of_a_device_is_an_address_and_goes_home() {
 fn the_cache_goes_with_the_allocator() {
     let a = Allocator::default();
     let (held, shared) = (a.alloc(100).unwrap(), Arc::downgrade(&a.0.0));
+    let large = a.alloc(1 << 20).unwrap();
     drop((a.alloc(100).unwrap(), a.alloc(5000).unwrap()));
-    assert_eq!(shared.upgrade().unwrap().state.with(|s| s.stats).reserved_bytes, 2 * 128 + 5120);
+    let reserved = || shared.upgrade().unwrap().state.with(|s| s.stats).reserved_bytes;
+    assert_eq!(reserved(), CHUNK_MIN + 2 * 128 + 5120);
     drop(a.clone());
-    assert_eq!(a.stats().reserved_bytes, 2 * 128 + 5120, "there is another handle");
+    assert_eq!(reserved(), CHUNK_MIN + 2 * 128 + 5120, "there is another handle");
     drop(a);
-    assert_eq!(shared.upgrade().unwrap().state.with(|s| s.stats).reserved_bytes, 128, "what is held stays");
+    assert_eq!(reserved(), CHUNK_MIN + 128, "what is held stays");
+    drop(large);
+    assert_eq!(reserved(), 128, "a chunk goes with its last block");
     drop(held.clone());
     drop(held);
     assert!(shared.upgrade().is_none());
 }
 
 #[test]
-fn a_large_block_is_cut_up_and_whole_again() {
+fn large_blocks_share_a_chunk() {
     let a = Allocator::default();
-    drop(a.alloc(8 << 20).unwrap());
-    let mut parts = [3 << 20, 3 << 20, 1 << 20].map(|bytes| a.alloc(bytes).unwrap());
-    assert_eq!((a.stats().num_system_allocs, a.stats().in_use_bytes), (1, 7 << 20));
+    let mut parts = [30 << 20, 3 << 20, 300_000].map(|bytes| a.alloc(bytes).unwrap());
+    let in_use = (33 << 20) + 74 * 4096;
+    assert_eq!((a.stats().num_system_allocs, a.stats().in_use_bytes), (1, in_use));
     for (i, part) in parts.iter_mut().enumerate() {
         part.as_mut::<u8>().unwrap().fill(i as u8);
     }
     let own = |(i, part): (usize, &Buffer)| part.as_slice::<u8>().iter().all(|x| *x == i as u8);
     assert!(parts.iter().enumerate().all(own), "parts share nothing");
     let [first, second, third] = parts;
-    drop((first, third));
-    drop(a.alloc(3 << 20).unwrap());
-    assert_eq!(a.stats().num_system_allocs, 1, "a part that was given back is used again");
-    let other = a.alloc(8 << 20).unwrap();
-    assert_eq!(a.stats().num_system_allocs, 2, "a part is in use");
-    drop((second, other));
-    let both = [a.alloc(8 << 20).unwrap(), a.alloc(8 << 20).unwrap()];
-    assert_eq!(a.stats().num_system_allocs, 2);
-    drop(both);
-    drop(a.alloc(1000).unwrap());
-    assert_eq!(a.stats().num_system_allocs, 3, "large blocks are not cut for small ones");
-    let held = a.alloc(1 << 20).unwrap();
+    drop((first, second));
+    drop(a.alloc(33 << 20).unwrap());
+    assert_eq!(a.stats().num_system_allocs, 1, "neighbours are joined");
+    let other = a.alloc(CHUNK_MIN + 1).unwrap();
+    assert_eq!((a.stats().num_system_allocs, a.stats().reserved_bytes), (2, 2 * CHUNK_MIN + 4096));
     a.release_cache();
-    assert_eq!(a.stats().reserved_bytes, 8 << 20, "what is in use is part of a block");
-    drop(a.alloc(6 << 20).unwrap());
-    assert_eq!(a.stats().reserved_bytes, 8 << 20, "the rest of it is there still");
-    drop(held);
+    assert_eq!(a.stats().num_system_allocs, 2);
+    drop(other);
+    a.release_cache();
+    assert_eq!(a.stats().reserved_bytes, CHUNK_MIN, "what is in use is part of a chunk");
+    drop(third);
     a.release_cache();
     assert_eq!((a.stats().reserved_bytes, a.stats().in_use_bytes), (0, 0));
 }
 
 #[test]
-fn under_a_limit_large_blocks_stay_whole() {
+fn chunks_grow_with_what_there_is() {
+    let a = Allocator::default();
+    let held: Vec<Buffer> = (0..40).map(|_| a.alloc(16 << 20).unwrap()).collect();
+    // 64, 64, 64, 96, 144 and 216 MiB.
+    assert_eq!((a.stats().num_system_allocs, a.stats().reserved_bytes), (6, 648 << 20));
+    drop(held);
+}
+
+#[test]
+fn under_a_limit_chunks_are_as_large_as_their_block() {
     let a = Allocator::with_limit(10 << 20);
     drop(a.alloc(8 << 20).unwrap());
     let held = a.alloc(1 << 20).unwrap();
-    drop(a.alloc(8 << 20).unwrap());
-    assert_eq!((a.stats().num_system_allocs, a.stats().reserved_bytes), (2, 9 << 20));
+    assert_eq!((a.stats().num_system_allocs, a.stats().reserved_bytes), (1, 8 << 20));
+    drop(a.alloc(2 << 20).unwrap());
+    assert!(a.alloc(10 << 20).is_err());
     drop(held);
+    drop(a.alloc(10 << 20).unwrap());
+    let small: Vec<Buffer> = (0..100).map(|_| a.alloc(1000).unwrap()).collect();
+    assert_eq!(a.stats().reserved_bytes, 100 << 10, "the chunk made room");
+    drop(small);
+    let _whole = a.alloc((10 << 20) - (200 << 10)).unwrap();
+    let _rest = [a.alloc(50 << 10).unwrap(), a.alloc(50 << 10).unwrap()];
+}
+
+#[test]
+fn small_blocks_may_come_from_chunks() {
+    let a = Allocator::with_limit(1 << 20);
+    let whole = a.alloc(1 << 20).unwrap();
+    assert!(a.alloc(100).is_err());
+    drop(whole);
+    let _half = a.alloc(1 << 19).unwrap();
+    a.release_cache();
+    let mut small = a.alloc(100).unwrap();
+    small.as_mut::<u8>().unwrap().fill(7);
+    assert_eq!(small.as_slice::<u8>(), [7; 100]);
 }
 
 #[test]

@@ -3,9 +3,9 @@
 //! uses wait until that is gone.
 
 use super::driver::Context;
-use crate::buffer::{Buffer, Keeper};
+use crate::buffer::{Buffer, Cuts, Keeper};
 use crate::error::{KernelError, MemoryStats};
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
@@ -29,12 +29,8 @@ pub(super) trait Source: fmt::Debug + Send + Sync {
 /// Chunks and blocks, as addresses.
 #[derive(Debug, Default)]
 struct Books {
-    /// Bytes of each chunk, by address.
-    chunks: BTreeMap<u64, usize>,
-    /// Bytes of each free block, by address. Neighbours of one chunk are joined.
-    free: BTreeMap<u64, usize>,
-    /// Free blocks by size, small chunks and large ones apart.
-    by_size: [BTreeSet<(usize, u64)>; 2],
+    /// Small chunks and large ones apart.
+    cuts: [Cuts; 2],
     /// Bytes of each block in use.
     used: HashMap<u64, usize>,
     /// How many graphs keep a block in use, and which of those would be free without them.
@@ -49,37 +45,8 @@ fn kind(bytes: usize) -> usize {
 }
 
 impl Books {
-    fn chunk_of(&self, address: u64) -> (u64, usize) {
-        let (start, bytes) =
-            self.chunks.range(..=address).next_back().expect("bug: a block outside of all chunks");
-        (*start, *bytes)
-    }
-
-    /// Small chunks all have one size, which no large one has.
-    fn kind_of_chunk(bytes: usize) -> usize {
-        usize::from(bytes != SMALL_CHUNK)
-    }
-
-    fn add_free(&mut self, address: u64, bytes: usize) {
-        let kind = Books::kind_of_chunk(self.chunk_of(address).1);
-        self.free.insert(address, bytes);
-        self.by_size[kind].insert((bytes, address));
-    }
-
-    fn remove_free(&mut self, address: u64) -> usize {
-        let bytes = self.free.remove(&address).expect("bug: a free block that is not listed");
-        let kind = Books::kind_of_chunk(self.chunk_of(address).1);
-        self.by_size[kind].remove(&(bytes, address));
-        bytes
-    }
-
-    /// The smallest free block that is large enough, cut to size; the lowest of several.
     fn cut(&mut self, bytes: usize) -> Option<u64> {
-        let (_, address) = *self.by_size[kind(bytes)].range((bytes, 0)..).next()?;
-        let whole = self.remove_free(address);
-        if whole > bytes {
-            self.add_free(address + bytes as u64, whole - bytes);
-        }
+        let address = self.cuts[kind(bytes)].cut(bytes)?;
         self.used.insert(address, bytes);
         self.stats.in_use_bytes += bytes;
         self.stats.peak_bytes = self.stats.peak_bytes.max(self.stats.in_use_bytes);
@@ -91,38 +58,22 @@ impl Books {
             self.waiting.insert(address);
             return;
         }
-        let Some(mut bytes) = self.used.remove(&address) else { return };
+        let Some(bytes) = self.used.remove(&address) else { return };
         self.stats.in_use_bytes -= bytes;
-        let (start, whole) = self.chunk_of(address);
-        let mut from = address;
-        let before = self.free.range(start..address).next_back().map(|(a, b)| (*a, *b));
-        if let Some((a, b)) = before.filter(|(a, b)| a + *b as u64 == address) {
-            self.remove_free(a);
-            (from, bytes) = (a, bytes + b);
-        }
-        let behind = from + bytes as u64;
-        if behind < start + whole as u64 && self.free.contains_key(&behind) {
-            bytes += self.remove_free(behind);
-        }
-        self.add_free(from, bytes);
+        self.cuts[kind(bytes)].give_back(address, bytes);
     }
 
-    fn add_chunk(&mut self, address: u64, bytes: usize) {
-        self.chunks.insert(address, bytes);
+    fn add_chunk(&mut self, kind: usize, address: u64, bytes: usize) {
         self.stats.reserved_bytes += bytes;
         self.stats.num_system_allocs += 1;
-        self.add_free(address, bytes);
+        self.cuts[kind].add_chunk(address, bytes);
     }
 
     /// Strikes out the chunks in which nothing is in use.
     fn empty_chunks(&mut self) -> Vec<u64> {
-        let is_empty = |(address, bytes): &(&u64, &usize)| self.free.get(*address) == Some(*bytes);
-        let empty: Vec<u64> = self.chunks.iter().filter(is_empty).map(|(address, _)| *address).collect();
-        for address in &empty {
-            self.remove_free(*address);
-            self.stats.reserved_bytes -= self.chunks.remove(address).unwrap_or(0);
-        }
-        empty
+        let empty = self.cuts.iter_mut().flat_map(Cuts::take_empty);
+        let empty = empty.inspect(|(_, bytes)| self.stats.reserved_bytes -= bytes);
+        empty.map(|(address, _)| address).collect()
     }
 }
 
@@ -214,21 +165,22 @@ impl Memory {
     /// Takes a chunk that has room for a block, if it can be had: after empty chunks were given back, if need be.
     fn grow(&self, books: &mut Books, block: usize) -> Result<(), KernelError> {
         let own = block.checked_next_multiple_of(CHUNK_GRAIN).unwrap_or(block);
-        let usual = if kind(block) == 0 { SMALL_CHUNK } else { own.max(LARGE_CHUNK) };
-        // A chunk of the small kind's size would pass for one.
-        let tight = if kind(block) == 0 || own == SMALL_CHUNK { usual } else { own };
+        let (usual, tight) = match kind(block) {
+            0 => (SMALL_CHUNK, SMALL_CHUNK),
+            _ => (own.max(LARGE_CHUNK), own),
+        };
         for bytes in [usual, tight] {
-            if self.take(books, bytes)? {
+            if self.take(books, kind(block), bytes)? {
                 return Ok(());
             }
         }
         for address in books.empty_chunks() {
             self.source.give(address);
         }
-        self.take(books, tight).map(|_| ())
+        self.take(books, kind(block), tight).map(|_| ())
     }
 
-    fn take(&self, books: &mut Books, bytes: usize) -> Result<bool, KernelError> {
+    fn take(&self, books: &mut Books, kind: usize, bytes: usize) -> Result<bool, KernelError> {
         if self.limit != 0 {
             let reserved = books.stats.reserved_bytes.saturating_add(self.of_others().reserved_bytes);
             if reserved.saturating_add(bytes) > self.limit {
@@ -236,7 +188,7 @@ impl Memory {
             }
         }
         let Some(address) = self.source.take(bytes)? else { return Ok(false) };
-        books.add_chunk(address, bytes);
+        books.add_chunk(kind, address, bytes);
         Ok(true)
     }
 }
@@ -259,7 +211,7 @@ impl Keeper for Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         let books = std::mem::take(&mut *self.books());
-        books.chunks.keys().for_each(|address| self.source.give(*address));
+        books.cuts.iter().flat_map(Cuts::chunks).for_each(|address| self.source.give(address));
     }
 }
 

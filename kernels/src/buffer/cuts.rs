@@ -1,0 +1,105 @@
+//! Chunks of memory that are cut into blocks, as addresses: of the host's memory and of a card's.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Chunks, and what of them is free. Neighbours of one chunk are joined.
+#[derive(Debug, Default)]
+pub(crate) struct Cuts {
+    /// Bytes of each chunk, by address.
+    chunks: BTreeMap<u64, usize>,
+    /// Bytes of each free block, by address.
+    free: BTreeMap<u64, usize>,
+    by_size: BTreeSet<(usize, u64)>,
+}
+
+impl Cuts {
+    /// A chunk that is all free.
+    pub(crate) fn add_chunk(&mut self, address: u64, bytes: usize) {
+        self.chunks.insert(address, bytes);
+        self.add_free(address, bytes);
+    }
+
+    /// Where the chunk begins that a block lies in, and its bytes.
+    pub(crate) fn chunk_of(&self, address: u64) -> (u64, usize) {
+        let (start, bytes) =
+            self.chunks.range(..=address).next_back().expect("bug: a block outside of all chunks");
+        (*start, *bytes)
+    }
+
+    /// The chunks that there are.
+    pub(crate) fn chunks(&self) -> impl Iterator<Item = u64> + '_ {
+        self.chunks.keys().copied()
+    }
+
+    /// A block of the smallest free one that is large enough; the lowest of several.
+    pub(crate) fn cut(&mut self, bytes: usize) -> Option<u64> {
+        let (_, address) = *self.by_size.range((bytes, 0)..).next()?;
+        let whole = self.remove_free(address);
+        if whole > bytes {
+            self.add_free(address + bytes as u64, whole - bytes);
+        }
+        Some(address)
+    }
+
+    /// Takes a block back.
+    pub(crate) fn give_back(&mut self, address: u64, mut bytes: usize) {
+        let (start, whole) = self.chunk_of(address);
+        let mut from = address;
+        let before = self.free.range(start..address).next_back().map(|(a, b)| (*a, *b));
+        if let Some((a, b)) = before.filter(|(a, b)| a + *b as u64 == address) {
+            self.remove_free(a);
+            (from, bytes) = (a, bytes + b);
+        }
+        let behind = from + bytes as u64;
+        if behind < start + whole as u64 && self.free.contains_key(&behind) {
+            bytes += self.remove_free(behind);
+        }
+        self.add_free(from, bytes);
+    }
+
+    /// Strikes out the chunks in which nothing is in use: their addresses and bytes.
+    pub(crate) fn take_empty(&mut self) -> Vec<(u64, usize)> {
+        let is_empty = |(address, bytes): &(&u64, &usize)| self.free.get(*address) == Some(*bytes);
+        let empty: Vec<(u64, usize)> = self.chunks.iter().filter(is_empty).map(|(a, b)| (*a, *b)).collect();
+        for (address, _) in &empty {
+            self.remove_free(*address);
+            self.chunks.remove(address);
+        }
+        empty
+    }
+
+    fn add_free(&mut self, address: u64, bytes: usize) {
+        self.free.insert(address, bytes);
+        self.by_size.insert((bytes, address));
+    }
+
+    fn remove_free(&mut self, address: u64) -> usize {
+        let bytes = self.free.remove(&address).expect("bug: a free block that is not listed");
+        self.by_size.remove(&(bytes, address));
+        bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_of_one_chunk_are_joined() {
+        let mut cuts = Cuts::default();
+        // Chunks lie side by side: blocks of two must not be joined.
+        cuts.add_chunk(100, 60);
+        cuts.add_chunk(160, 40);
+        let blocks = [20, 20, 20, 40].map(|bytes| cuts.cut(bytes).unwrap());
+        assert_eq!(blocks, [160, 180, 100, 120], "the smallest that fits, then the lowest");
+        assert_eq!(cuts.cut(1), None);
+        cuts.give_back(100, 20);
+        cuts.give_back(180, 20);
+        assert_eq!((cuts.cut(21), cuts.take_empty()), (None, vec![]));
+        cuts.give_back(120, 40);
+        assert_eq!(cuts.take_empty(), [(100, 60)]);
+        cuts.give_back(160, 20);
+        assert_eq!((cuts.chunk_of(199), cuts.cut(40)), ((160, 40), Some(160)));
+        assert_eq!(cuts.chunks().collect::<Vec<_>>(), [160]);
+    }
+}
