@@ -355,6 +355,7 @@ impl Tape {
                         output_layouts: &[cotangent.layout().dual()],
                         grads: &[Some(cotangent)],
                         wanted: &[true],
+                        taken: RefCell::default(),
                     };
                     named(|stand| {
                         stand.set(Some((site, op.name())));
@@ -404,6 +405,7 @@ impl Node {
             Work::Op(op, inference) => {
                 stand.set(Some((self.site, op.name())));
                 let closed = context.set_closed(true);
+                let taken = op.consumes().filter(|&i| wanted[i]).and_then(|i| self.kept_inputs[i].take());
                 let cotangents = op.vjp(&Vjp {
                     rank,
                     inputs: &self.kept_inputs,
@@ -412,6 +414,7 @@ impl Node {
                     output_layouts: &inference.outputs,
                     grads: &self.cotangents,
                     wanted,
+                    taken: RefCell::new(taken),
                 });
                 context.set_closed(closed);
                 for (cotangent, layout) in cotangents.iter().zip(inference.inputs()) {

@@ -22,6 +22,7 @@ use crate::tensor::Tensor;
 use shardgrad_dist::{Axis, Error, Kind, Mesh, Rank, Result, World};
 use shardgrad_kernels::{DType, Dims, Strides};
 use smallvec::SmallVec;
+use std::cell::RefCell;
 use std::panic::Location;
 use std::rc::Rc;
 
@@ -292,6 +293,7 @@ impl Call<'_> {
             output_layouts: &outputs.iter().map(|t| t.layout().clone()).collect::<Vec<_>>(),
             grads: &grads,
             wanted: wanted.unwrap_or(&differentiable),
+            taken: RefCell::default(),
         });
         context.set_closed(closed);
         Ok(Run { inference, outputs, cotangents: Some(cotangents) })
@@ -316,6 +318,7 @@ impl Call<'_> {
             output_layouts: std::slice::from_ref(target),
             grads: &grads,
             wanted: &[true],
+            taken: RefCell::default(),
         });
         Ok(back.into_iter().next().flatten().expect("redistribution has a vjp"))
     }

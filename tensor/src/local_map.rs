@@ -265,6 +265,7 @@ mod tests {
     use shardgrad_dist::{Mesh, World};
     use shardgrad_kernels::Scalar;
     use shardgrad_kernels::op::reduce::SUM;
+    use std::cell::RefCell;
 
     /// The sum of the elements that a rank holds.
     fn total(rank: &Rank, x: &[Piece]) -> Result<Pieces> {
@@ -301,6 +302,7 @@ mod tests {
                 output_layouts: &outputs,
                 grads: &[Some(Tensor::full(rank, &scalar.dual(), 2.5)?)],
                 wanted: &[true],
+                taken: RefCell::default(),
             });
             let dx = cotangents[0].as_ref().expect("it was wanted");
             assert_eq!((dx.layout(), dx.to_f64()?), (&layout, vec![2.5; 5]));
@@ -388,6 +390,7 @@ mod tests {
                     output_layouts: &layout,
                     grads: &[Some(x)],
                     wanted: &[true],
+                    taken: RefCell::default(),
                 });
                 Ok(())
             })

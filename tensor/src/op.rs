@@ -15,6 +15,7 @@ use message::{describe, failed, refused};
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::{DType, Kernel, Scalar};
 use smallvec::{SmallVec, smallvec};
+use std::cell::RefCell;
 use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
@@ -84,6 +85,12 @@ pub trait Op: fmt::Debug {
     /// draw none. A recorded program is replayed with it.
     fn redrawn(&self, step: u64, first_row: u64) -> Option<Rc<dyn Op>> {
         let _ = (step, first_row);
+        None
+    }
+
+    /// The kept argument whose memory the vjp writes over, if nobody else holds it: [`Vjp::take`]. Only of an op that is
+    /// differentiable in it alone, whose vjp is then the last that reads it.
+    fn consumes(&self) -> Option<usize> {
         None
     }
 
@@ -236,6 +243,8 @@ pub struct Vjp<'a> {
     pub grads: &'a [Option<Tensor>],
     /// Which arguments' cotangents are wanted.
     pub wanted: &'a [bool],
+    /// The argument that [`Op::consumes`] names, which is not among the inputs then; they may hold it instead.
+    pub taken: RefCell<Option<Tensor>>,
 }
 
 impl Vjp<'_> {
@@ -243,6 +252,12 @@ impl Vjp<'_> {
     #[must_use]
     pub fn input(&self, i: usize) -> &Tensor {
         self.inputs[i].as_ref().expect("the op keeps this argument")
+    }
+
+    /// The argument that the op consumes.
+    #[must_use]
+    pub fn take(&self, i: usize) -> Tensor {
+        self.taken.take().unwrap_or_else(|| self.input(i).clone())
     }
 
     /// A kept output.

@@ -7,6 +7,7 @@ use shardgrad_tensor::op::Vjp;
 use shardgrad_tensor::ops::Input;
 use shardgrad_tensor::ops::redistribute::Redistribute;
 use shardgrad_tensor::{Layout, State, Step, moved, moved_back, op, route};
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::panic::Location;
 
@@ -130,6 +131,7 @@ fn there_and_back(rank: &Rank, x: &Global, [from, to]: [&Layout; 2]) -> Result<O
         output_layouts: std::slice::from_ref(to),
         grads: &grads,
         wanted: &[true],
+        taken: RefCell::default(),
     });
     let back = back.into_iter().next().flatten().expect("a route has an adjoint");
     let found = x.differs(&back, 0.0, site)?;

@@ -27,6 +27,7 @@ impl Cuts {
     }
 
     /// The chunks that there are.
+    #[cfg(any(test, feature = "cuda"))]
     pub(crate) fn chunks(&self) -> impl Iterator<Item = u64> + '_ {
         self.chunks.keys().copied()
     }

@@ -46,15 +46,33 @@ pub(crate) fn evaluate_as(
     scalars: &[Scalar],
 ) -> Vec<Vec<f64>> {
     let allocator = Allocator::default();
+    let written = outputs.iter().map(|s| store(&allocator, dtype, &vec![55.0; s.iter().product()])).collect();
+    let shapes: Vec<Strides> = outputs.iter().map(|s| Strides::contiguous(s)).collect();
+    evaluate_over(code, dtype, inputs, (written, &shapes), scalars)
+}
+
+/// What a kernel's reference makes of an f64 operand that it writes over.
+pub(crate) fn update(kernel: &Kernel, inputs: &[Value], output: &Value, scalars: &[Scalar]) -> Vec<f64> {
+    let written = vec![store(&Allocator::default(), DType::F64, &output.data)];
+    let shape = [Strides::contiguous(&output.shape)];
+    evaluate_over(kernel.reference, DType::F64, inputs, (written, &shape), scalars).remove(0)
+}
+
+/// The outputs (all of one dtype) of some code, over what they hold.
+fn evaluate_over(
+    code: HostCode,
+    dtype: DType,
+    inputs: &[Value],
+    (mut written, written_views): (Vec<Buffer>, &[Strides]),
+    scalars: &[Scalar],
+) -> Vec<Vec<f64>> {
+    let allocator = Allocator::default();
     let read: Vec<Buffer> = inputs.iter().map(|v| store(&allocator, v.dtype, &v.data)).collect();
     let views: Vec<Strides> = inputs.iter().map(|v| Strides::contiguous(&v.shape)).collect();
-    let written_views: Vec<Strides> = outputs.iter().map(|s| Strides::contiguous(s)).collect();
-    let mut written: Vec<Buffer> =
-        written_views.iter().map(|v| store(&allocator, dtype, &vec![55.0; v.numel()])).collect();
     let args: Vec<Arg<'_>> = (inputs.iter().zip(&read).zip(&views))
         .map(|((v, buffer), view)| Arg { buffer, dtype: v.dtype, view })
         .collect();
-    let mut outs: Vec<ArgMut<'_>> = (written.iter_mut().zip(&written_views))
+    let mut outs: Vec<ArgMut<'_>> = (written.iter_mut().zip(written_views))
         .map(|(buffer, view)| ArgMut { buffer, dtype, view })
         .collect();
     let mut launch = Launch { inputs: &args, outputs: &mut outs, scalars };

@@ -4,6 +4,7 @@ use crate::cpu::{Pool, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
 use crate::error::KernelError;
 use crate::kernel::{Arg, ArgMut, Launch, Scalar};
+use crate::strides::Strides;
 
 /// Partial sums that a row is added up in: element i goes to partial sum i mod 16, whatever the vector width is.
 pub(crate) const LANES: usize = 16;
@@ -66,7 +67,12 @@ pub(crate) fn write<'s, T: Element>(arg: &'s mut ArgMut<'_>) -> &'s mut [T] {
 
 /// The extent of the last dim.
 pub(crate) fn width(arg: &Arg<'_>) -> usize {
-    *arg.view.shape.last().expect("the contract asks for at least one dim")
+    row_len(arg.view)
+}
+
+/// The extent of the last dim of a view.
+pub(crate) fn row_len(view: &Strides) -> usize {
+    *view.shape.last().expect("the contract asks for at least one dim")
 }
 
 /// How many indices are looked at before one of them is named.

@@ -7,7 +7,9 @@ use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float, infer_by_signature};
+use crate::op::{
+    Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float, infer_by_signature, unwind,
+};
 use crate::piece::{Piece, launch};
 use crate::redistribute::combine;
 use crate::refusal::Refusal;
@@ -17,7 +19,9 @@ use shardgrad_dist::{AxisSet, ReduceOp, Result};
 use shardgrad_kernels::op::cross_entropy::{BACKWARD, TERMS};
 use shardgrad_kernels::op::row_share::{EXP_SUM, JOIN};
 use shardgrad_kernels::{DType, Scalar};
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
+use std::cell::Cell;
+use std::fmt;
 use std::rc::Rc;
 
 /// `..m [v], ..m -> ..m, ..m` on logits z (any float) and targets (i64, each in 0..v); both results are in the accumulator
@@ -30,9 +34,16 @@ use std::rc::Rc;
 #[derive(Debug)]
 pub struct CrossEntropyTerms;
 
-/// The cotangent of z, linear in those of the two results jointly.
-#[derive(Debug)]
-struct CrossEntropyBackward;
+/// The cotangent of z, linear in those of the two results jointly. It is made once, in the place of z.
+struct CrossEntropyBackward {
+    z: Cell<Option<Piece>>,
+}
+
+impl fmt::Debug for CrossEntropyBackward {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("CrossEntropyBackward")
+    }
+}
 
 /// Where this rank's columns begin, and how many there are in all.
 fn columns(local: &Local<'_>) -> [Scalar; 2] {
@@ -98,10 +109,19 @@ impl Op for CrossEntropyTerms {
         Ok(terms)
     }
 
+    fn consumes(&self) -> Option<usize> {
+        Some(0)
+    }
+
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         cx.each(|_| {
-            let args = [cx.input(0), cx.input(1), cx.output(0), &cx.grad(0), &cx.grad(1)];
-            Tensor::results(Rc::new(CrossEntropyBackward), &args).remove(0)
+            let z = cx.take(0);
+            // Who watches ops looks at what they were given.
+            let is_seen = Context::of(cx.rank).is_watched();
+            let shown = if is_seen { z.clone() } else { Tensor::outline(cx.rank, z.layout()) };
+            let op = CrossEntropyBackward { z: Cell::new(Some(unwind(z.into_own_piece()))) };
+            let args = [&shown, cx.input(1), cx.output(0), &cx.grad(0), &cx.grad(1)];
+            Tensor::results(Rc::new(op), &args).remove(0)
         })
     }
 }
@@ -140,8 +160,11 @@ impl Op for CrossEntropyBackward {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        let x = local.contiguous(x)?;
-        local.launch(&BACKWARD, &[&x[0], &x[1], &x[2], &x[3], &x[4]], &columns(local))
+        let x = local.contiguous(&x[1..])?;
+        let mut z = self.z.take().expect("bug: the cotangent of logits is made once");
+        let inputs = [&x[0], &x[1], &x[2], &x[3]];
+        launch(local.rank, &BACKWARD, &inputs, &mut [&mut z], &columns(local))?;
+        Ok(smallvec![z])
     }
 }
 
@@ -159,6 +182,7 @@ mod tests {
     use super::*;
     use crate::value::Value;
     use shardgrad_dist::{Mesh, World};
+    use std::cell::RefCell;
 
     #[test]
     fn a_row_by_hand() {
@@ -168,6 +192,45 @@ mod tests {
             let (lse, picked) = z.cross_entropy_terms(&target);
             assert!((lse.item()? - 7f64.ln()).abs() < 1e-15);
             assert_eq!(picked.item()?, 4f64.ln());
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn the_cotangent_takes_the_place_of_logits_that_nobody_holds() {
+        World::run(Mesh::single(), |rank| {
+            let z = || Tensor::from_host(rank, &[2, 3], &[0.0, 1.0, 2.0, -1.0, 3.0, 0.5]);
+            let target = Tensor::from_host(rank, &[2], &[2i64, 0])?;
+            let ones = Tensor::from_host(rank, &[2], &[1.0, -2.0])?;
+            let (logits, lse) = (z()?.layout().clone(), z()?.cross_entropy_terms(&target).0);
+            let dual = ones.layout().clone();
+            let back = |kept: Option<Tensor>, taken: Option<Tensor>| {
+                let cotangents = CrossEntropyTerms.vjp(&Vjp {
+                    rank,
+                    inputs: &[kept, Some(target.clone())],
+                    outputs: &[Some(lse.clone()), None],
+                    input_layouts: &[logits.clone(), target.layout().clone()],
+                    output_layouts: &[dual.clone(), dual.clone()],
+                    grads: &[Some(ones.clone()), Some(ones.clone())],
+                    wanted: &[true, false],
+                    taken: RefCell::new(taken),
+                });
+                cotangents.into_iter().next().flatten().expect("it is wanted")
+            };
+            let owned = z()?;
+            let place = owned.piece().buffer.address();
+            let made = back(None, Some(owned));
+            assert_eq!(made.piece().buffer.address(), place, "nobody else holds the logits");
+            let held = z()?;
+            let view = Tensor::assemble(rank, logits.clone(), held.piece().clone());
+            for other in
+                [back(None, Some(held.clone())), back(Some(held.clone()), None), back(None, Some(view))]
+            {
+                assert_ne!(other.piece().buffer.address(), held.piece().buffer.address());
+                assert_eq!(other.to_host::<f64>()?, made.to_host::<f64>()?);
+            }
+            assert_eq!(held.to_host::<f64>()?, z()?.to_host::<f64>()?, "what is held stays");
             Ok(())
         })
         .unwrap();

@@ -119,6 +119,7 @@ impl Op for Redistribute {
 mod tests {
     use super::*;
     use shardgrad_dist::{Mesh, World};
+    use std::cell::RefCell;
 
     #[test]
     fn a_value_is_rounded_before_it_moves_and_its_cotangent_widened() {
@@ -142,6 +143,7 @@ mod tests {
                     output_layouts: std::slice::from_ref(&to),
                     grads: &[Some(grad)],
                     wanted: &[true],
+                    taken: RefCell::default(),
                 };
                 let back = op.vjp(&vjp).into_iter().next().flatten().expect("it is wanted");
                 assert_eq!((back.layout(), back.to_f64()?), (&from, vec![first, 2.0, 4.0, 8.0]));

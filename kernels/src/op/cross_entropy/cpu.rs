@@ -7,7 +7,7 @@ use crate::dtype::{Float, Real};
 use crate::error::KernelError;
 use crate::kernel::Launch;
 use crate::match_float;
-use crate::op::rows::{check_indices, largest, operands, read, rows_per_task, sum, width, write};
+use crate::op::rows::{check_indices, largest, operands, read, row_len, rows_per_task, sum, width, write};
 
 /// Terms that are added up in partial sums before these are: long rows lose fewer digits so.
 const BLOCK: usize = 1024;
@@ -35,24 +35,22 @@ pub(super) fn terms(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelEr
 }
 
 pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
-    let ([z, target, lse, d_lse, d_picked], [dz], scalars) = operands(launch);
-    let (v, v_start, target) = (width(z), scalars[0].int(), read::<i64>(target));
+    let ([target, lse, d_lse, d_picked], [z], scalars) = operands(launch);
+    let (v, v_start, target) = (row_len(z.view), scalars[0].int(), read::<i64>(target));
     check_indices(BACKWARD.name, target, scalars[1].int())?;
     if v == 0 {
         return Ok(());
     }
     match_float!(z.dtype, T => {
         type Acc = <T as Float>::Acc;
-        let (z, lse) = (read::<T>(z), read::<Acc>(lse));
-        let (d_lse, d_picked) = (read::<Acc>(d_lse), read::<Acc>(d_picked));
+        let (lse, d_lse, d_picked) = (read::<Acc>(lse), read::<Acc>(d_lse), read::<Acc>(d_picked));
         let rows = rows_per_task(v);
-        pool.chunks(write::<T>(dz), rows * v, |i, dz| {
+        pool.chunks(write::<T>(z), rows * v, |i, z| {
             vectorized(#[inline(always)] || {
-                for (j, dz) in dz.chunks_exact_mut(v).enumerate() {
+                for (j, z) in z.chunks_exact_mut(v).enumerate() {
                     let row = i * rows + j;
-                    let z = &z[row * v..][..v];
                     let picked = local(target[row], v_start, v).map(|at| (at, d_picked[row]));
-                    backward_row(z, lse[row], d_lse[row], picked, dz);
+                    backward_row(z, lse[row], d_lse[row], picked);
                 }
             });
         });
@@ -76,16 +74,17 @@ fn lse_row<T: Float<Acc: Maths>>(z: &[T]) -> T::Acc {
 
 #[inline(always)]
 fn backward_row<T: Float<Acc: Maths>>(
-    z: &[T],
+    z: &mut [T],
     lse: T::Acc,
     d_lse: T::Acc,
     picked: Option<(usize, T::Acc)>,
-    dz: &mut [T],
 ) {
-    for (dz, z) in dz.iter_mut().zip(z) {
-        *dz = T::narrow((z.widen() - lse).exp() * d_lse);
+    let picked =
+        picked.map(|(at, d_picked)| (at, T::narrow((z[at].widen() - lse).exp().fma(d_lse, d_picked))));
+    for z in &mut *z {
+        *z = T::narrow((z.widen() - lse).exp() * d_lse);
     }
-    if let Some((at, d_picked)) = picked {
-        dz[at] = T::narrow((z[at].widen() - lse).exp().fma(d_lse, d_picked));
+    if let Some((at, dz)) = picked {
+        z[at] = dz;
     }
 }

@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    cross_entropy_backward(const T *z, const i64 *target, const ACC *lse, const ACC *d_lse, const ACC *d_picked, T *dz, Fault *fault, i64 rows, int n, i64 v_start, i64 v_global) {
+    cross_entropy_backward(const i64 *target, const ACC *lse, const ACC *d_lse, const ACC *d_picked, T *z, Fault *fault, i64 rows, int n, i64 v_start, i64 v_global) {
     i64 row = own_row();
     if (row >= rows) return;
     Row in(z + row * n, n);
@@ -70,9 +70,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     ACC base = lse[row], share = d_lse[row], pick = d_picked[row];
     i64 hit = target[row] - v_start;
     EACH_CHUNK(i, at) {
-        auto z = in.chunk(i, at);
+        // Each thread writes what only it has read.
+        auto chunk = in.chunk(i, at);
         ACC found[WIDTH];
-        EACH(e) found[e] = fused(natural_exp(widen(z.at[e]) - base), share, hit == at + e ? pick : ACC(0));
-        put(dz + row * n, at, n, found);
+        EACH(e) found[e] = fused(natural_exp(widen(chunk.at[e]) - base), share, hit == at + e ? pick : ACC(0));
+        put(z + row * n, at, n, found);
     }
 }

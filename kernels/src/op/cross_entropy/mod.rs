@@ -9,7 +9,7 @@ use crate::dtype::{Element, Float};
 use crate::error::KernelError;
 use crate::kernel::{Bound, Gpu, Kernel, Launch};
 use crate::match_float;
-use crate::op::rows::{check_indices, operands, read, width, write};
+use crate::op::rows::{check_indices, operands, read, row_len, width, write};
 
 /// This shard's lse = ln(sum_j exp(z_j)) and picked = z_target (0 on ranks that lack it).
 ///
@@ -29,10 +29,11 @@ pub static TERMS: Kernel = Kernel {
     bound: Bound { ulps: 16.0 },
 };
 
-/// The cotangent of z: dz_j = exp(z_j - lse) d_lse + (d_picked if j is the target), lse being that of the whole row.
+/// The cotangent of z, in its place: dz_j = exp(z_j - lse) d_lse + (d_picked if j is the target), lse being that of the whole
+/// row.
 ///
-/// - in: z and target as for [`TERMS`]; lse `(rows..)`, d_lse `(rows..)`, d_picked `(rows..)` in the accumulator of z
-/// - out: dz like z
+/// - in: target as for [`TERMS`]; lse `(rows..)`, d_lse `(rows..)`, d_picked `(rows..)` in the accumulator of z
+/// - out: z as for [`TERMS`], which becomes dz
 /// - scalars: as for [`TERMS`]
 ///
 /// A target outside of `0..v_global` is [`KernelError::Index`]. Counted: 3 operations an element of z.
@@ -41,7 +42,7 @@ pub static BACKWARD: Kernel = Kernel {
     reference: backward,
     cpu: Some(cpu::backward),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::backward }),
-    flops: |launch| 3 * launch.inputs[0].view.numel() as u64,
+    flops: |launch| 3 * launch.outputs[0].view.numel() as u64,
     bound: Bound { ulps: 16.0 },
 };
 
@@ -71,19 +72,19 @@ fn terms(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
 }
 
 fn backward(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
-    let ([z, target, lse, d_lse, d_picked], [dz], scalars) = operands(launch);
-    let (v, v_start, target) = (width(z), scalars[0].int(), read::<i64>(target));
+    let ([target, lse, d_lse, d_picked], [z], scalars) = operands(launch);
+    let (v, v_start, target) = (row_len(z.view), scalars[0].int(), read::<i64>(target));
     check_indices(BACKWARD.name, target, scalars[1].int())?;
     match_float!(z.dtype, T => {
         type Acc = <T as Float>::Acc;
-        let (z, dz, lse) = (read::<T>(z), write::<T>(dz), read::<Acc>(lse));
+        let (z, lse) = (write::<T>(z), read::<Acc>(lse));
         let (d_lse, d_picked) = (read::<Acc>(d_lse), read::<Acc>(d_picked));
         for row in 0..target.len() {
             let hit = local(target[row], v_start, v);
             for j in 0..v {
                 let share = (z[row * v + j].to_f64() - lse[row].to_f64()).exp() * d_lse[row].to_f64();
                 let pick = if hit == Some(j) { d_picked[row].to_f64() } else { 0.0 };
-                dz[row * v + j] = T::from_f64(share + pick);
+                z[row * v + j] = T::from_f64(share + pick);
             }
         }
         Ok(())
@@ -96,7 +97,8 @@ mod tests {
     use crate::dtype::DType;
     use crate::kernel::Scalar;
     use crate::op::check::{Case, Kind, values};
-    use crate::op::differences::{Value, compare, dot, evaluate};
+    use crate::op::differences::{Value, compare, dot, evaluate, update};
+    use crate::strides::Strides;
 
     const INDEX: Kind = Kind::Fixed(DType::I64);
 
@@ -113,14 +115,17 @@ mod tests {
         assert!((outputs[0][0] - 3f64.ln()).abs() + (outputs[0][1] - 8f64.ln()).abs() < 1e-14, "{outputs:?}");
         assert_eq!(outputs[1], [2f64.ln(), 0.0]);
         let of = |data: &[f64]| Value::real(&[2], data);
-        let inputs = [z, target, of(&[6f64.ln(), 8f64.ln()]), of(&[12.0, 8.0]), of(&[-1.0, -1.0])];
-        let dz = evaluate(&BACKWARD, &inputs, &[&[2, 2]], &shard(2, 5)).remove(0);
+        let inputs = [target, of(&[6f64.ln(), 8f64.ln()]), of(&[12.0, 8.0]), of(&[-1.0, -1.0])];
+        let dz = update(&BACKWARD, &inputs, &z, &shard(2, 5));
         assert!(dz.iter().zip([2.0, 3.0, 3.0, 5.0]).all(|(d, e)| (d - e).abs() < 1e-14), "{dz:?}");
     }
 
-    fn case<'a>(kernel: &'a Kernel, rows: usize, v: usize, target: &[f64]) -> Case<'a> {
-        let z: Vec<f64> = values(1, rows * v).iter().map(|z| 4.0 * z).collect();
-        let case = Case::new(kernel).input(&[rows, v], &z).scale(1.0);
+    fn logits(rows: usize, v: usize) -> Vec<f64> {
+        values(1, rows * v).iter().map(|z| 4.0 * z).collect()
+    }
+
+    fn case(rows: usize, v: usize, target: &[f64]) -> Case<'static> {
+        let case = Case::new(&TERMS).input(&[rows, v], &logits(rows, v)).scale(1.0);
         case.input_as(INDEX, &[rows], target).scalars(&shard(3, 5000))
     }
 
@@ -132,16 +137,19 @@ mod tests {
             let target: Vec<f64> = (0..rows).map(|i| ((i * 7 + 2) % (v + 5)).min(4999) as f64).collect();
             // Long sums of the reference are no better in f64 than those that it judges.
             let dtypes = &DType::FLOATS[usize::from(v > 10_000)..];
-            case(&TERMS, rows, v, &target)
+            case(rows, v, &target)
                 .output_as(Kind::Accumulator, &[rows])
                 .output_as(Kind::Accumulator, &[rows])
                 .run_for(dtypes);
             let lse: Vec<f64> = values(2, rows).iter().map(|l| l + 8.0).collect();
-            case(&BACKWARD, rows, v, &target)
+            Case::new(&BACKWARD)
+                .input_as(INDEX, &[rows], &target)
                 .input_as(Kind::Accumulator, &[rows], &lse)
                 .input_as(Kind::Accumulator, &[rows], &values(3, rows))
                 .input_as(Kind::Accumulator, &[rows], &values(4, rows))
-                .output(&[rows, v])
+                .output_view(Kind::Tested, Strides::contiguous(&[rows, v]), &logits(rows, v))
+                .scalars(&shard(3, 5000))
+                .scale(1.0)
                 .run();
         }
     }
@@ -169,7 +177,7 @@ mod tests {
         for (bad, text) in
             [(-1.0, "index -1 at position 2"), (5000.0, "index 5000 at position 2 is outside of 0..5000")]
         {
-            let case = case(&TERMS, 4, 6, &[0.0, 4999.0, bad, -7.0]);
+            let case = case(4, 6, &[0.0, 4999.0, bad, -7.0]);
             let case = case.output_as(Kind::Accumulator, &[4]).output_as(Kind::Accumulator, &[4]);
             let error = case.verify(&[DType::F32]).unwrap_err();
             assert!(error.contains(text), "{error}");
@@ -182,7 +190,7 @@ mod tests {
         let terms = |x: &[Value]| evaluate(&TERMS, x, &[&[3], &[3]], &shard(2, 9));
         let (d_lse, d_picked) = (values(6, 3), values(7, 3));
         let of_rows = [&terms(&inputs)[0], &d_lse, &d_picked].map(|data| Value::real(&[3], data));
-        let dz = evaluate(&BACKWARD, &[&inputs[..], &of_rows].concat(), &[&[3, 4]], &shard(2, 9)).remove(0);
+        let dz = update(&BACKWARD, &[&inputs[1..], &of_rows].concat(), &inputs[0], &shard(2, 9));
         let loss = |x: &[Value]| {
             let outputs = terms(x);
             dot(&outputs[0], &d_lse) + dot(&outputs[1], &d_picked)
