@@ -69,6 +69,12 @@ impl Cuts {
         empty
     }
 
+    /// Whether nothing is in use, and all is joined.
+    #[cfg(test)]
+    pub(crate) fn is_all_free(&self) -> bool {
+        self.free == self.chunks
+    }
+
     fn add_free(&mut self, address: u64, bytes: usize) {
         self.free.insert(address, bytes);
         self.by_size.insert((bytes, address));
@@ -101,6 +107,6 @@ mod tests {
         assert_eq!(cuts.take_empty(), [(100, 60)]);
         cuts.give_back(160, 20);
         assert_eq!((cuts.chunk_of(199), cuts.cut(40)), ((160, 40), Some(160)));
-        assert_eq!(cuts.chunks().collect::<Vec<_>>(), [160]);
+        assert_eq!((cuts.chunks().collect::<Vec<_>>(), cuts.is_all_free()), (vec![160], false));
     }
 }
