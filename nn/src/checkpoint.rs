@@ -52,11 +52,12 @@ impl<M: Family> Model<M> {
     /// first one longer than for anything else ([`Rank::patiently`]).
     ///
     /// # Errors
-    /// As [`save_weights`].
+    /// As [`save_weights`]; `Kind::Checkpoint`, before anything is written, for a model of which `config.json` cannot say
+    /// all (windows of several sizes).
     #[track_caller]
     pub fn save_as(&self, dir: &Path, bytes_max: u64, dtype: DType) -> Result<()> {
         check_dtype(dtype)?;
-        let config = self.describe().with_dtype(dtype).to_json();
+        let config = self.describe().with_dtype(dtype).faithful_json()?;
         write(self, dir, Some(&config), bytes_max, dtype, &|name| self.name_in_files(name))
     }
 

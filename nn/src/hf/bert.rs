@@ -1,7 +1,7 @@
 //! `config.json` of BERT, as `transformers` reads and writes it.
 
 use super::disk::refuse;
-use super::fields::{Faults, dtype_name, fields};
+use super::fields::{Faults, below, dtype_name, fields};
 use super::fit::Claims;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -141,7 +141,7 @@ impl BertConfig {
     /// The text of the config file.
     #[must_use]
     pub fn to_json(&self) -> String {
-        let mut value = json!({
+        let told = json!({
             "add_cross_attention": false,
             "architectures": [self.head.architecture()],
             "attention_probs_dropout_prob": self.attention_probs_dropout_prob,
@@ -161,10 +161,7 @@ impl BertConfig {
             "type_vocab_size": self.type_vocab_size,
             "vocab_size": self.vocab_size,
         });
-        for (name, other) in &self.others {
-            value[name] = other.clone();
-        }
-        format!("{value:#}\n")
+        format!("{:#}\n", below(&self.others, told))
     }
 }
 

@@ -90,12 +90,32 @@ impl ModelConfig {
         }
     }
 
+    /// [`ModelConfig::to_json`], of which every reader makes this model again.
+    ///
+    /// # Errors
+    /// `Kind::Checkpoint` naming what the file cannot say, or would be refused for.
+    pub(crate) fn faithful_json(&self) -> Result<String> {
+        let (path, text) = (Path::new(CONFIG_FILE), self.to_json());
+        let unsaid = match (self, &ModelConfig::parse(path, &text)?) {
+            (ModelConfig::Llama(config), ModelConfig::Llama(read)) => config.unsaid(read),
+            // The other families have a field for all that they tell.
+            _ => Vec::new(),
+        };
+        if unsaid.is_empty() {
+            return Ok(text);
+        }
+        let error = refuse(path, "cannot say all of what this model is");
+        let error = unsaid.into_iter().fold(error, |error, fault| error.detail("field", fault));
+        Err(error.detail("help", "save the weights alone (Model::save_weights), or change the config"))
+    }
+
     /// Writes `config.json` into a model folder, whole or not at all.
     ///
     /// # Errors
-    /// `Kind::Io` if the system refuses, or what stands there is no file.
+    /// `Kind::Checkpoint` for a model of which the file cannot say all; `Kind::Io` if the system refuses, or what stands there
+    /// is no file.
     pub fn write(&self, dir: &Path) -> Result<()> {
-        write_text(&dir.join(CONFIG_FILE), &self.to_json())
+        write_text(&dir.join(CONFIG_FILE), &self.faithful_json()?)
     }
 
     /// The number of tokens.

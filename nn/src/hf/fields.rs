@@ -45,6 +45,15 @@ fn bad_field<T: DeserializeOwned>(text: &str) -> Option<String> {
     })
 }
 
+/// What a config tells, and beside it fields that it only keeps: none of these takes the place of what is told.
+pub(super) fn below(kept: &Map<String, Value>, told: Value) -> Value {
+    let mut all = kept.clone();
+    if let Value::Object(told) = told {
+        all.extend(told);
+    }
+    Value::Object(all)
+}
+
 /// What is wrong with a config file.
 #[derive(Debug, Default)]
 pub(super) struct Faults(pub(super) Vec<String>);

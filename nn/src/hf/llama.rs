@@ -1,7 +1,9 @@
 //! `config.json` of the Llama family: `llama`, `mistral`, `qwen2` and `qwen3`, as `transformers` reads and writes it.
 
+mod windows;
+
 use super::disk::refuse;
-use super::fields::{Faults, dtype_name, fields};
+use super::fields::{Faults, below, dtype_name, fields};
 use super::fit::Claims;
 use super::rotary::{Raw as RawRotary, Rotary, RotaryScaling};
 use serde::Deserialize;
@@ -63,7 +65,8 @@ pub struct LlamaConfig {
     pub dtype: DType,
     /// How many keys a query sees at most in each block, where there is a limit; empty if there is none in any.
     pub windows: Vec<Option<usize>>,
-    /// Fields that are not told above (token numbers, and how windows were asked for): written back as they were read.
+    /// Fields that are not told above (token numbers, and how windows were asked for): written back as they were read, where
+    /// nothing above says otherwise.
     pub others: Map<String, Value>,
 }
 
@@ -225,10 +228,11 @@ impl LlamaConfig {
         Claims { prefix: "", blocks: ("num_hidden_layers", self.num_hidden_layers, "layers"), matrices }
     }
 
-    /// The text of the config file.
+    /// The text of the config file. Files of some members lack fields for what a config can say; a model with such a config is
+    /// not saved.
     #[must_use]
     pub fn to_json(&self) -> String {
-        let mut value = json!({
+        let told = json!({
             "architectures": [self.kind.architecture()],
             "attention_dropout": self.attention_dropout,
             "head_dim": self.head_dim,
@@ -248,6 +252,7 @@ impl LlamaConfig {
             "torch_dtype": dtype_name(self.dtype),
             "vocab_size": self.vocab_size,
         });
+        let mut value = below(&self.others, told);
         match self.kind {
             LlamaKind::Llama => {
                 value["attention_bias"] = json!(self.attention_bias);
@@ -256,36 +261,33 @@ impl LlamaConfig {
             LlamaKind::Qwen3 => value["attention_bias"] = json!(self.attention_bias),
             LlamaKind::Mistral | LlamaKind::Qwen2 => {}
         }
-        self.write_windows(&mut value);
-        for (name, other) in &self.others {
-            value[name] = other.clone();
-        }
+        windows::write(self, &mut value);
         format!("{value:#}\n")
     }
-}
 
-impl LlamaConfig {
-    /// How windows are asked for: in all blocks or none, or by the type of each block.
-    fn write_windows(&self, value: &mut Value) {
-        let size = self.windows.iter().flatten().next();
-        match self.kind {
-            LlamaKind::Llama => {}
-            // Without the field, the default is a window.
-            LlamaKind::Mistral => value["sliding_window"] = json!(size),
-            LlamaKind::Qwen2 | LlamaKind::Qwen3 => {
-                let Some(size) = size else { return };
-                let kind = |layer| if self.window(layer).is_some() { WINDOWED } else { WHOLE };
-                value["use_sliding_window"] = json!(true);
-                value["sliding_window"] = json!(size);
-                value["layer_types"] = (0..self.num_hidden_layers).map(kind).collect();
+    /// What a config that was read of this one's text does not say as this one does: files of some members lack fields.
+    pub(super) fn unsaid(&self, read: &LlamaConfig) -> Vec<String> {
+        let kind = self.kind.name();
+        let mut unsaid = Vec::new();
+        if !windows::same(self, read) {
+            let held = match self.kind {
+                LlamaKind::Llama => "none",
+                LlamaKind::Mistral => "one, of all blocks",
+                LlamaKind::Qwen2 | LlamaKind::Qwen3 => "one, of some blocks",
+            };
+            unsaid.push(format!("`windows` is {:?}; a {kind} file holds {held}", self.windows));
+        }
+        for (name, here, there) in [
+            ("attention_bias", self.attention_bias, read.attention_bias),
+            ("mlp_bias", self.mlp_bias, read.mlp_bias),
+        ] {
+            if here != there {
+                unsaid.push(format!("`{name}` is {here}; a {kind} is read with {there}"));
             }
         }
+        unsaid
     }
 }
-
-/// What stands in files for a block whose queries see a window of keys, and for one whose queries see all.
-const WINDOWED: &str = "sliding_attention";
-const WHOLE: &str = "full_attention";
 
 /// What is read. A field that changes what the model computes is named here; all others are kept.
 #[derive(Deserialize)]
@@ -343,7 +345,7 @@ impl Raw {
                 "`num_attention_heads` is {heads}, which {key_heads} key heads (`num_key_value_heads`) do not divide"
             ));
         }
-        config.windows = self.windows(&config, &mut faults);
+        config.windows = windows::read(&self.others, &config, &mut faults);
         config.rms_norm_eps = faults.number("rms_norm_eps", self.rms_norm_eps, 1e-6, 1.0);
         config.attention_dropout = faults.number("attention_dropout", self.attention_dropout, 0.0, 1.0);
         config.initializer_range = faults.number("initializer_range", self.initializer_range, 0.02, 1e3);
@@ -379,53 +381,6 @@ impl Raw {
             faults.add(format!("heads of {channels} channels; channels are turned in pairs"));
         }
         channels
-    }
-
-    /// How many keys a query sees at most in each block; empty where none is hidden from any.
-    fn windows(&self, config: &LlamaConfig, faults: &mut Faults) -> Vec<Option<usize>> {
-        let (kind, layers) = (config.kind, config.num_hidden_layers);
-        let field = self.others.get("sliding_window");
-        let on = match kind {
-            LlamaKind::Llama => false,
-            LlamaKind::Mistral => field.is_none_or(|size| !size.is_null()),
-            LlamaKind::Qwen2 | LlamaKind::Qwen3 => {
-                self.others.get("use_sliding_window").and_then(Value::as_bool) == Some(true)
-                    && field.is_none_or(|size| !size.is_null())
-            }
-        };
-        if !on {
-            return Vec::new();
-        }
-        let size = match field {
-            None => 4096,
-            Some(size) => match size.as_u64() {
-                Some(n) => faults.extent("sliding_window", Some(n), None),
-                None => {
-                    faults.add(format!("`sliding_window` is {size}, which is no number of keys"));
-                    1
-                }
-            },
-        };
-        let limit = (size < config.max_position_embeddings).then_some(size);
-        let Some(limit) = limit else { return Vec::new() };
-        let types = self.others.get("layer_types").filter(|t| !t.is_null() && kind != LlamaKind::Mistral);
-        if let Some(types) = types {
-            let types: Vec<&str> = types.as_array().into_iter().flatten().filter_map(Value::as_str).collect();
-            if types.len() != layers || types.iter().any(|t| ![WINDOWED, WHOLE].contains(t)) {
-                faults.add(format!("`layer_types` is not a list of {layers} words {WINDOWED} or {WHOLE}"));
-            }
-            return types.iter().map(|t| (*t == WINDOWED).then_some(limit)).collect();
-        }
-        let first = match kind {
-            LlamaKind::Qwen2 | LlamaKind::Qwen3 => {
-                self.others.get("max_window_layers").and_then(Value::as_u64).unwrap_or(28) as usize
-            }
-            LlamaKind::Llama | LlamaKind::Mistral => 0,
-        };
-        match first {
-            _ if first >= layers => Vec::new(),
-            _ => (0..layers).map(|layer| (layer >= first).then_some(limit)).collect(),
-        }
     }
 
     /// Fields whose value asks for something that the model text does not do.

@@ -4,7 +4,9 @@ use crate::folders::Folder;
 use crate::support::{Setup, run};
 use shardgrad_nn::checkpoint::save_weights;
 use shardgrad_nn::hf::{CONFIG_FILE, WEIGHTS_FILE, check_replaceable, folder::INDEX_FILE};
-use shardgrad_nn::{Gpt2Config, LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig};
+use shardgrad_nn::{
+    Gpt2Config, LanguageModel, Llama, LlamaConfig, LlamaKind, Model, ModelConfig, Plan,
+};
 use shardgrad_tensor::{DType, Error, Kind, Mesh, Result, Tensor, World};
 use std::collections::BTreeMap;
 use std::fs;
@@ -125,6 +127,40 @@ fn ranks_wait_for_the_disk_of_the_first_longer_than_for_anything_else() {
     });
     assert!(saved.is_ok(), "{saved:?}");
     assert!(folder.0.join(WEIGHTS_FILE).is_file());
+}
+
+/// Windows that were changed since a config was read are in the file, or the save is refused and leaves nothing.
+#[test]
+fn a_config_that_no_file_can_say_is_not_saved() {
+    let save = |kind, name: &str, windows: Vec<Option<usize>>| {
+        let folder = Folder::new(name);
+        let mut config = LlamaConfig { windows, ..crate::llama::config(kind) };
+        config.others.insert("sliding_window".to_string(), serde_json::json!(2));
+        config.others.insert("use_sliding_window".to_string(), serde_json::json!(true));
+        World::run(Mesh::parse("tp=2").unwrap(), |rank| {
+            Model::new(rank, Llama::new(&config), &Plan::llama(), 1)?.save(&folder.0)
+        })
+        .map_err(|error| {
+            assert!(!folder.0.exists(), "{error}");
+            error
+        })?;
+        let ModelConfig::Llama(read) = ModelConfig::read(&folder.0)? else { panic!("a llama") };
+        Ok::<_, Error>([0, 1].map(|layer| read.window(layer)))
+    };
+    assert_eq!(save(LlamaKind::Mistral, "all", vec![Some(3); 2]).unwrap(), [Some(3); 2]);
+    assert_eq!(save(LlamaKind::Mistral, "none", Vec::new()).unwrap(), [None; 2]);
+    assert_eq!(save(LlamaKind::Qwen2, "last", vec![None, Some(4)]).unwrap(), [None, Some(4)]);
+    assert_eq!(save(LlamaKind::Llama, "llama-none", Vec::new()).unwrap(), [None; 2]);
+    for (kind, name, windows) in [
+        (LlamaKind::Qwen2, "sizes", vec![Some(4), Some(3)]),
+        (LlamaKind::Mistral, "one", vec![Some(4), None]),
+        (LlamaKind::Llama, "llama", vec![Some(4); 2]),
+    ] {
+        let error = save(kind, name, windows).unwrap_err();
+        assert_eq!(error.kind(), Kind::Checkpoint, "{error}");
+        assert_eq!(error.message(), "config.json: cannot say all of what this model is");
+        assert!(error.details()[0].1.starts_with("`windows` is [Some(4), "), "{error}");
+    }
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! What config files of the family say, and what is refused.
 
+use super::windows::{WHOLE, WINDOWED};
 use super::*;
 use shardgrad_tensor::{Error, Kind};
 
@@ -112,6 +113,67 @@ fn windows_are_read_as_each_member_says_them() {
     assert_eq!(told(LlamaKind::Qwen3, &format!("{on}, \"layer_types\": [\"full_attention\"]")), text);
     let odd = format!("{on}, \"layer_types\": {:?}", ["chunked_attention"; 32]);
     assert_eq!(told(LlamaKind::Qwen3, &odd), text);
+}
+
+/// The windows of what is read of a config that was read of a text and then changed, or what of it the file cannot say.
+fn kept(kind: LlamaKind, field: &str, windows: &[Option<usize>]) -> Result<Vec<Option<usize>>, String> {
+    let mut config = changed(kind, "\"use_cache\": true", field).unwrap();
+    config.num_hidden_layers = windows.len();
+    config.windows = windows.to_vec();
+    let read = parse(kind, &config.to_json()).unwrap();
+    match config.unsaid(&read)[..] {
+        [] => Ok((0..windows.len()).map(|layer| read.window(layer)).collect()),
+        [ref fault, ..] => Err(fault.clone()),
+    }
+}
+
+#[test]
+fn windows_that_were_changed_are_what_is_written() {
+    let all = "\"sliding_window\": 4096";
+    let some = "\"sliding_window\": 4096, \"use_sliding_window\": true, \"max_window_layers\": 1";
+    for windows in [[None, None], [Some(9), Some(9)], [Some(4096), Some(4096)]] {
+        for field in ["\"x\": 1", all, "\"sliding_window\": null"] {
+            assert_eq!(kept(LlamaKind::Mistral, field, &windows).unwrap(), windows, "{field}");
+        }
+    }
+    for windows in [[None, None], [Some(9), Some(9)], [None, Some(4096)], [Some(4096), None]] {
+        for field in ["\"x\": 1", all, some] {
+            assert_eq!(kept(LlamaKind::Qwen3, field, &windows).unwrap(), windows, "{field}");
+        }
+    }
+    // What says the same stays as it was read.
+    let mut read = changed(LlamaKind::Qwen2, "\"use_cache\": true", some).unwrap();
+    let field = |config: &LlamaConfig, name: &str| {
+        serde_json::from_str::<Map<String, Value>>(&config.to_json()).unwrap().get(name).cloned()
+    };
+    assert_eq!(field(&read, "max_window_layers"), Some(json!(1)));
+    assert_eq!(field(&read, "layer_types"), None);
+    read.windows.clear();
+    assert_eq!(field(&read, "use_sliding_window"), None);
+    // No field that is kept takes the place of one that is told.
+    read.others.insert("hidden_size".to_string(), json!(1));
+    assert_eq!(field(&read, "hidden_size"), Some(json!(4096)));
+}
+
+#[test]
+fn what_no_file_of_a_member_can_say_is_told() {
+    let plain = "\"x\": 1";
+    assert_eq!(
+        kept(LlamaKind::Llama, plain, &[Some(9), None]).unwrap_err(),
+        "`windows` is [Some(9), None]; a llama file holds none"
+    );
+    assert_eq!(
+        kept(LlamaKind::Mistral, plain, &[Some(9), None]).unwrap_err(),
+        "`windows` is [Some(9), None]; a mistral file holds one, of all blocks"
+    );
+    assert_eq!(
+        kept(LlamaKind::Qwen2, plain, &[Some(4), Some(8)]).unwrap_err(),
+        "`windows` is [Some(4), Some(8)]; a qwen2 file holds one, of some blocks"
+    );
+    let mut config = LlamaConfig::new(LlamaKind::Qwen2, 9, 8, [8, 4], 1, [2, 1]);
+    config.attention_bias = false;
+    let read = parse(config.kind, &config.to_json()).unwrap();
+    assert_eq!(config.unsaid(&read), ["`attention_bias` is false; a qwen2 is read with true"]);
 }
 
 #[test]
