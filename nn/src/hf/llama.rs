@@ -349,8 +349,8 @@ impl Raw {
         config.rms_norm_eps = faults.number("rms_norm_eps", self.rms_norm_eps, 1e-6, 1.0);
         config.attention_dropout = faults.number("attention_dropout", self.attention_dropout, 0.0, 1.0);
         config.initializer_range = faults.number("initializer_range", self.initializer_range, 0.02, 1e3);
-        let rotary = self.rope_parameters.take().or(self.rope_scaling.take());
-        config.rotary = RawRotary::check(rotary, self.rope_theta, &mut faults);
+        let objects = [self.rope_parameters.take(), self.rope_scaling.take()];
+        config.rotary = RawRotary::check(objects, self.rope_theta, &mut faults);
         if kind == LlamaKind::Llama || kind == LlamaKind::Qwen3 {
             config.attention_bias = self.attention_bias.unwrap_or(false);
         }

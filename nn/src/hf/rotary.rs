@@ -99,13 +99,35 @@ pub(super) struct Raw {
 }
 
 impl Raw {
-    /// What the file asks for; `theta` is what it says outside of this object.
-    pub(super) fn check(raw: Option<Raw>, theta: Option<f64>, faults: &mut Faults) -> Rotary {
-        let theta = theta.or(raw.as_ref().and_then(|r| r.rope_theta)).unwrap_or(10_000.0);
+    /// What the file asks for by `[rope_parameters, rope_scaling]`; `theta` is what it says outside of these objects. Readers
+    /// take one or the other where they differ, so such a file is refused.
+    pub(super) fn check(objects: [Option<Raw>; 2], theta: Option<f64>, faults: &mut Faults) -> Rotary {
+        let [parameters, scaling] = &objects;
+        let inner = |raw: &Option<Raw>| raw.as_ref().and_then(|raw| raw.rope_theta);
+        let mut thetas = [
+            ("rope_theta", theta),
+            ("rope_theta` of `rope_parameters", inner(parameters)),
+            ("rope_theta` of `rope_scaling", inner(scaling)),
+        ]
+        .into_iter()
+        .filter_map(|(name, theta)| Some((name, theta?)));
+        let (first, theta) = thetas.next().unwrap_or(("rope_theta", 10_000.0));
+        if let Some((name, other)) = thetas.find(|(_, other)| *other != theta) {
+            faults.add(format!("`{first}` is {theta}, but `{name}` is {other}"));
+        }
         if !(theta.is_finite() && theta >= 1.0) {
             faults.add(format!("`rope_theta` is {theta}, which is not a finite number of at least 1"));
         }
-        Rotary { theta, scaling: raw.map_or(RotaryScaling::None, |raw| raw.scaling(faults)) }
+        let scalings: Vec<RotaryScaling> =
+            objects.into_iter().flatten().map(|raw| raw.scaling(faults)).collect();
+        if let [parameters, scaling] = scalings[..]
+            && parameters != scaling
+        {
+            faults.add(format!(
+                "`rope_parameters` asks for {parameters:?}, but `rope_scaling` for {scaling:?}"
+            ));
+        }
+        Rotary { theta, scaling: scalings.first().copied().unwrap_or(RotaryScaling::None) }
     }
 
     fn scaling(self, faults: &mut Faults) -> RotaryScaling {
@@ -165,7 +187,7 @@ mod tests {
         let told = |text: &str| {
             let mut faults = Faults(Vec::new());
             let raw: Raw = serde_json::from_str(text).unwrap();
-            let rotary = Raw::check(Some(raw), None, &mut faults);
+            let rotary = Raw::check([Some(raw), None], None, &mut faults);
             (rotary.scaling, faults.0)
         };
         let (scaling, faults) = told(r#"{"type": "linear", "rope_type": "linear", "factor": 2.0}"#);
@@ -173,6 +195,32 @@ mod tests {
         assert_eq!(told(r#"{"type": "linear", "factor": 2.0}"#).0, scaling);
         let (_, faults) = told(r#"{"type": "linear", "rope_type": "llama3", "factor": 2.0}"#);
         assert_eq!(faults[0], "`rope_type` of `rope_scaling` is \"llama3\", but its `type` is \"linear\"");
+    }
+
+    #[test]
+    fn what_is_said_twice_must_be_said_alike() {
+        let told = |[parameters, scaling]: [Option<&str>; 2], theta| {
+            let mut faults = Faults(Vec::new());
+            let objects = [parameters, scaling].map(|text| text.map(|t| serde_json::from_str(t).unwrap()));
+            let rotary = Raw::check(objects, theta, &mut faults);
+            (rotary, faults.0)
+        };
+        let (linear, plain) = (r#"{"rope_type": "linear", "factor": 2.0}"#, r#"{"rope_type": "default"}"#);
+        let (rotary, faults) = told([Some(linear), Some(linear)], Some(50.0));
+        assert_eq!((rotary.theta, faults), (50.0, Vec::new()));
+        let (_, faults) = told([Some(plain), Some(linear)], None);
+        let text = "`rope_parameters` asks for None, but `rope_scaling` for Linear { factor: 2.0 }";
+        assert_eq!(faults, [text]);
+        let (inner, other) = (r#"{"rope_theta": 50.0}"#, r#"{"rope_theta": 60.0}"#);
+        assert_eq!(told([Some(inner), Some(inner)], Some(50.0)).1, Vec::<String>::new());
+        assert_eq!(
+            told([Some(inner), None], Some(70.0)).1,
+            ["`rope_theta` is 70, but `rope_theta` of `rope_parameters` is 50"]
+        );
+        assert_eq!(
+            told([Some(inner), Some(other)], None).1,
+            ["`rope_theta` of `rope_parameters` is 50, but `rope_theta` of `rope_scaling` is 60"]
+        );
     }
 
     #[test]

@@ -78,6 +78,11 @@ fn newer_files_say_theta_elsewhere() {
     assert_eq!((config.dtype, config.num_key_value_heads, config.head_dim), (DType::F16, 2, 4));
     let value: Value = serde_json::from_str(&config.to_json()).unwrap();
     assert_eq!((&value["rope_theta"], &value["rope_parameters"]), (&json!(500.0), &Value::Null));
+    // Readers take one of two numbers that differ, and not all the same one.
+    let both = text.replacen("\"dtype\"", "\"rope_theta\": 100.0, \"dtype\"", 1);
+    let error = parse(LlamaKind::Llama, &both).unwrap_err();
+    let told = "`rope_theta` is 100, but `rope_theta` of `rope_parameters` is 500";
+    assert_eq!(error.details()[0].1, told);
 }
 
 #[test]
