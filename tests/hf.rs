@@ -1,6 +1,6 @@
 //! Models of `transformers`: folders that it wrote, with the logits that it computed, recorded by `tests/hf/make_fixtures.py`.
 
-use shardgrad::nn::hf::{CONFIG_FILE, TensorFile, WEIGHTS_FILE, Weights};
+use shardgrad::nn::hf::{CONFIG_FILE, TensorFile, TensorWriter, WEIGHTS_FILE, Weights};
 use shardgrad::nn::{Bert, Family, LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
 use std::io::Write as _;
@@ -135,6 +135,37 @@ fn what_encoders_make_of_rows_of_several_lengths_is_that_of_transformers_on_ever
                 assert!(found <= 2e-5, "{name} on {mesh}: {tensor} differs by {found:e} of its scale");
             }
         }
+    }
+}
+
+/// The first files of this family call weight and bias of a norm gamma and beta.
+#[test]
+fn encoders_with_older_names_are_read() {
+    for name in ["bert", "bert-untied", "bert-encoder"] {
+        let (from, to) = (folder(name), Scratch::new(&format!("older-{name}")));
+        std::fs::create_dir_all(&to.0).unwrap();
+        std::fs::copy(from.join(CONFIG_FILE), to.0.join(CONFIG_FILE)).unwrap();
+        let file = TensorFile::open(&from.join(WEIGHTS_FILE)).unwrap();
+        let older = |n: &str| {
+            n.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        };
+        let entries: Vec<_> =
+            file.tensors().iter().map(|t| (older(&t.name), t.dtype, t.shape.clone())).collect();
+        let renamed = file.tensors().iter().filter(|t| older(&t.name) != t.name).count();
+        assert!(renamed > 4, "{name}");
+        let mut writer = TensorWriter::create(&to.0.join(WEIGHTS_FILE), &entries).unwrap();
+        for (tensor, (older, ..)) in file.tensors().iter().zip(&entries) {
+            writer.append(older, &file.read(&tensor.name).unwrap()).unwrap();
+        }
+        writer.finish().unwrap();
+        World::run(Mesh::parse("tp=2").unwrap(), |rank| {
+            let (new, old) = (model(rank, &from, DType::F32)?.0, model(rank, &to.0, DType::F32)?.0);
+            for (a, b) in new.params().iter().zip(old.params()) {
+                assert!(a.tensor().to_bytes()? == b.tensor().to_bytes()?, "{name}: {}", a.name());
+            }
+            Ok(())
+        })
+        .unwrap();
     }
 }
 

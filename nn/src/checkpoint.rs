@@ -70,7 +70,7 @@ impl<M: Family> Model<M> {
     }
 
     /// Fills the parameters from a folder whose config fits this model. Names may be those of this
-    /// model instead of those in files. Each rank reads for itself; nothing is communicated. Gives what became of weights
+    /// model, or those of older files, instead of those in files. Each rank reads for itself; nothing is communicated. Gives what became of weights
     /// whose dtype is not that of their parameter.
     ///
     /// # Errors
@@ -78,7 +78,11 @@ impl<M: Family> Model<M> {
     /// become the parameter's, or unknown; parameters are untouched then. `Kind::Io` if the system refuses.
     pub fn load_as(&self, dir: &Path, cast: Cast) -> Result<Casts> {
         let weights = Weights::open(dir)?;
-        load_weights(self, &weights, cast, &|name| self.name_in_files(name), self.passed_over())
+        let names = |name: &str| {
+            let (usual, older) = (self.name_in_files(name), self.older_name_in_files(name));
+            [usual, name.to_string()].into_iter().chain(older).collect()
+        };
+        fill(self, &weights, cast, &names, self.passed_over())
     }
 }
 
@@ -236,12 +240,22 @@ pub fn load_weights<M: Module>(
     name_in_file: &dyn Fn(&str) -> String,
     passed_over: &[&str],
 ) -> Result<Casts> {
+    fill(model, weights, cast, &|name| vec![name_in_file(name), name.to_string()], passed_over)
+}
+
+/// [`load_weights`] of the first of several names that the files hold.
+fn fill<M: Module>(
+    model: &Model<M>,
+    weights: &Weights,
+    cast: Cast,
+    names_in_file: &dyn Fn(&str) -> Vec<String>,
+    passed_over: &[&str],
+) -> Result<Casts> {
     let (mut misfits, mut casts) = (Misfits::default(), Casts::default());
     let mut found = Vec::with_capacity(model.params().len());
     let mut used = HashSet::new();
     for param in model.params() {
-        let name = param.name();
-        let candidates = [name_in_file(&name), name];
+        let candidates = names_in_file(&param.name());
         let Some(tensor) = candidates.iter().find_map(|n| weights.get(n)) else {
             misfits.missing.push(candidates[0].clone());
             continue;

@@ -299,6 +299,13 @@ impl Family for Bert {
         format!("{prefix}{name}")
     }
 
+    /// The first files name weight and bias of a norm after the symbols of its paper.
+    fn older_name_in_files(&self, name: &str) -> Option<String> {
+        let name = self.name_in_files(name);
+        let of_norm = |new: &str, old: &str| Some(format!("{}LayerNorm.{old}", name.strip_suffix(new)?));
+        of_norm("LayerNorm.weight", "gamma").or_else(|| of_norm("LayerNorm.bias", "beta"))
+    }
+
     /// Buffers that old files hold beside the weights, the head that judges pairs of sentences, and what a tied head holds
     /// twice; an untied one has its bias beside its weight.
     fn passed_over(&self) -> &'static [&'static str] {

@@ -13,6 +13,11 @@ pub trait Family: Module {
     /// The name in files of the parameter of a dotted name.
     fn name_in_files(&self, name: &str) -> String;
 
+    /// The name that older files have for the parameter of a dotted name, where it is another one.
+    fn older_name_in_files(&self, _name: &str) -> Option<String> {
+        None
+    }
+
     /// Patterns of tensors that files may hold for nothing.
     fn passed_over(&self) -> &'static [&'static str];
 }

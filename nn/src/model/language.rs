@@ -170,6 +170,10 @@ impl Family for LanguageModel {
         self.family().name_in_files(name)
     }
 
+    fn older_name_in_files(&self, name: &str) -> Option<String> {
+        self.family().older_name_in_files(name)
+    }
+
     fn passed_over(&self) -> &'static [&'static str] {
         self.family().passed_over()
     }
