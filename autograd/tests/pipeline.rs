@@ -33,7 +33,7 @@ fn text(args: &[Var]) -> Result<Vec<Var>> {
         y = if layer == 2 {
             tape.checkpoint(&[y, w], |a| Ok(vec![a[0].matmul(&a[1]).relu().scale(0.5)]))?.remove(0)
         } else {
-            y.matmul(&w).relu().scale(0.25).dropout(
+            y.matmul(&w).relu().scale(0.25).dropout_of_step(
                 0.5,
                 layer,
                 tape.noise().unwrap().step,

@@ -100,9 +100,13 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// rows: where rows do not weigh alike, a sum over a count of the whole step, which `read` hands over. Neither may depend
     /// on the mesh. `optim` is any [`Optimizer`], made alike on every rank.
     ///
+    /// On a pipeline `loss` runs once for each shape of its arguments, and its ops are replayed in every step: what changes from step
+    /// to step comes in through `read`, and what the text computes beside its ops (counters, numbers of a key of one's own) stays as
+    /// it was. Layers that draw random numbers draw those of the step all the same.
+    ///
     /// # Errors
-    /// As [`Model::new`]; `Kind::Config` for rows that the microbatches do not divide, and for a pipeline that the model
-    /// cannot be cut for; what `read` reports.
+    /// As [`Model::new`]; `Kind::Config` for rows that the microbatches do not divide, for a pipeline that the model cannot be
+    /// cut for; what `read` reports.
     pub fn new(
         rank: &Rank,
         module: M,

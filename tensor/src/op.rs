@@ -82,7 +82,7 @@ pub trait Op: fmt::Debug {
     }
 
     /// The same op with the random numbers of another step, the batch beginning at row `first_row`; `None` for ops that
-    /// draw none. A recorded program is replayed with it.
+    /// draw none, or always the same. A recorded program is replayed with it.
     fn redrawn(&self, step: u64, first_row: u64) -> Option<Rc<dyn Op>> {
         let _ = (step, first_row);
         None

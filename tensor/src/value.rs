@@ -461,7 +461,7 @@ pub trait Value: Clone {
     }
 
     /// Zeros with probability p, x / (1 - p) elsewhere, by random numbers of a key and a stream that are counted by global
-    /// element index; dim 0 is counted from `first_row` on. p = 1 gives zeros.
+    /// element index; dim 0 is counted from `first_row` on. p = 1 gives zeros. On a pipeline they are these in every step.
     ///
     /// # Panics
     /// Unwinds with `Kind::Config` if p is not in 0..=1.
@@ -469,6 +469,14 @@ pub trait Value: Clone {
     #[must_use]
     fn dropout(&self, p: f64, key: u64, stream: u64, first_row: u64) -> Self {
         Self::apply_one(unwind(Dropout::of(p, key, stream, first_row)), &[self])
+    }
+
+    /// [`Value::dropout`] by the numbers of a key in a step, which layers draw: a replayed program draws those of its own step
+    /// and row, or lets x pass in inference.
+    #[track_caller]
+    #[must_use]
+    fn dropout_of_step(&self, p: f64, key: u64, step: u64, first_row: u64) -> Self {
+        Self::apply_one(unwind(Dropout::of_step(p, key, step, first_row)), &[self])
     }
 }
 

@@ -49,7 +49,7 @@ impl Dropout {
             let text = "a dropout layer draws by its name, but no model has placed it";
             Error::new(Kind::Config, text).at(std::panic::Location::caller()).raise()
         });
-        x.dropout(self.p, key(noise.seed, &name), noise.step, noise.first_row)
+        x.dropout_of_step(self.p, key(noise.seed, &name), noise.step, noise.first_row)
     }
 }
 

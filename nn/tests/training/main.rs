@@ -15,6 +15,7 @@ mod steps;
 mod optimizers;
 mod mixed;
 mod scaled;
+mod drawn;
 mod folders;
 mod saves;
 mod bad_files;

@@ -23,6 +23,8 @@ pub struct Dropout {
     pub stream: u64,
     /// Row of the global batch with which dim 0 begins.
     pub first_row: u64,
+    /// Whether stream and row are those of a step, which a replay of another step has others for, and inference none.
+    pub of_step: bool,
 }
 
 impl Dropout {
@@ -31,8 +33,21 @@ impl Dropout {
     /// # Errors
     /// `Kind::Config` if `p` is not in 0..=1.
     pub fn of(p: f64, key: u64, stream: u64, first_row: u64) -> Result<Rc<dyn Op>> {
+        Ok(Rc::new(Dropout { p, key, stream, first_row, of_step: false }.checked()?))
+    }
+
+    /// The op for a probability, by the random numbers that a key has in a step.
+    ///
+    /// # Errors
+    /// As [`Dropout::of`].
+    pub fn of_step(p: f64, key: u64, step: u64, first_row: u64) -> Result<Rc<dyn Op>> {
+        Ok(Rc::new(Dropout { p, key, stream: step, first_row, of_step: true }.checked()?))
+    }
+
+    fn checked(self) -> Result<Dropout> {
+        let p = self.p;
         if (0.0..=1.0).contains(&p) {
-            return Ok(Rc::new(Dropout { p, key, stream, first_row }));
+            return Ok(self);
         }
         Err(Error::new(Kind::Config, format!("dropout: {p} is no probability"))
             .detail("help", "give the share of elements that become zero, from 0 to 1"))
@@ -53,7 +68,7 @@ impl Op for Dropout {
     }
 
     fn redrawn(&self, step: u64, first_row: u64) -> Option<Rc<dyn Op>> {
-        Some(Rc::new(Dropout { stream: step, first_row, ..self.clone() }))
+        self.of_step.then(|| Rc::new(Dropout { stream: step, first_row, ..self.clone() }) as Rc<dyn Op>)
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
@@ -75,7 +90,8 @@ impl Op for Dropout {
 
 pub(super) fn cases() -> Vec<Case> {
     let case = |p, first_row, input| {
-        Case::new(Rc::new(Dropout { p, key: 11, stream: 3, first_row }), vec![input]).exact()
+        let op = Dropout { p, key: 11, stream: 3, first_row, of_step: false };
+        Case::new(Rc::new(op), vec![input]).exact()
     };
     vec![
         case(0.5, 0, Input::real(&[5, 8])),
@@ -102,6 +118,14 @@ mod tests {
             Ok(())
         })
         .unwrap();
+    }
+
+    #[test]
+    fn only_what_a_step_has_drawn_is_drawn_again() {
+        assert!(Dropout::of(0.5, 7, 1, 0).unwrap().redrawn(2, 3).is_none());
+        let again = Dropout::of_step(0.5, 7, 1, 0).unwrap().redrawn(2, 3).unwrap();
+        let other = Dropout { p: 0.5, key: 7, stream: 2, first_row: 3, of_step: true };
+        assert_eq!(format!("{again:?}"), format!("{other:?}"));
     }
 
     #[test]

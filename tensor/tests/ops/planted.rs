@@ -130,7 +130,7 @@ fn dropout_by_the_local_index() -> Vec<Case> {
         scalars.extend(x[0].view.shape.iter().flat_map(|&n| [Scalar::Int(n as i64), Scalar::Int(0)]));
         local.launch(&random::DROPOUT, &[&x[0].contiguous(local.rank)?], &scalars)
     };
-    let inner = Rc::new(Dropout { p: 0.5, key: 1, stream: 1, first_row: 0 });
+    let inner = Rc::new(Dropout { p: 0.5, key: 1, stream: 1, first_row: 0, of_step: false });
     Broken { forward: Some(forward), ..Broken::of(inner) }.on(matrix())
 }
 
