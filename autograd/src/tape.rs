@@ -105,6 +105,8 @@ struct Inner {
     /// Whether a gradient can reach a parameter, or a program is to name it.
     keeps_leaves: bool,
     noise: Cell<Option<Noise>>,
+    /// How often each key was drawn by since then.
+    draws: RefCell<ByKey<u64>>,
     recorder: RefCell<Option<Box<Recorder>>>,
     /// How many recordings there were.
     recordings: Cell<u32>,
@@ -160,6 +162,7 @@ impl Tape {
             outline,
             keeps_leaves: records || outline,
             noise: Cell::new(None),
+            draws: RefCell::default(),
             recorder: RefCell::default(),
             recordings: Cell::new(0),
             keepers: RefCell::default(),
@@ -177,9 +180,21 @@ impl Tape {
         &self.0.context
     }
 
-    /// Turns random ops on (`None`, the default, turns them off: dropout is then the identity).
+    /// Turns random ops on (`None`, the default, turns them off: dropout is then the identity). A loop of one's own says so for
+    /// each round.
     pub fn set_noise(&self, noise: Option<Noise>) {
         self.0.noise.set(noise);
+        self.0.draws.borrow_mut().clear();
+    }
+
+    /// Counts a draw by a key; gives how many there were before it, since [`Tape::set_noise`]. What draws more than once in a
+    /// round can take other numbers each time by it, the same ones on every mesh.
+    #[must_use]
+    pub fn count_draw(&self, key: u64) -> u64 {
+        let mut draws = self.0.draws.borrow_mut();
+        let count = draws.entry(key).or_default();
+        *count += 1;
+        *count - 1
     }
 
     /// What random ops are keyed by, if they are on.

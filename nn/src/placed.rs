@@ -110,7 +110,8 @@ impl<M: Module> Model<M> {
         self.precision
     }
 
-    /// A tape that records; one for each training step.
+    /// A tape that records; one for each training step. Dropout lets everything pass on it until [`Tape::set_noise`] says which
+    /// random numbers are drawn.
     #[must_use]
     pub fn tape(&self) -> Tape {
         Tape::new(&self.rank)

@@ -6,10 +6,11 @@ use crate::point::Point;
 use shardgrad_autograd::{Tape, Var};
 use shardgrad_tensor::{Error, Kind, Value};
 
-/// y = x / (1 - p) where a random number of the element is at least p, else 0; the identity on tapes without noise.
+/// y = x / (1 - p) where a random number of the element is at least p, else 0; the identity on tapes without noise, which is
+/// how they begin ([`Tape::set_noise`]; trainers do it).
 ///
-/// The random number is a function of the run's seed, the name of this layer, the step, and the element's index in the
-/// global batch (rows are the first dim): neither mesh nor microbatches change it. To plans it is a point.
+/// The random number is a function of the run's seed, the name of this layer, which of its uses in a round it is, the step, and
+/// the element's index in the global batch (rows are the first dim): neither mesh nor microbatches change it. To plans it is a point.
 #[derive(Debug, Default)]
 pub struct Dropout {
     point: Point,
@@ -49,7 +50,13 @@ impl Dropout {
             let text = "a dropout layer draws by its name, but no model has placed it";
             Error::new(Kind::Config, text).at(std::panic::Location::caller()).raise()
         });
-        x.dropout_of_step(self.p, key(noise.seed, &name), noise.step, noise.first_row)
+        let first = key(noise.seed, &name);
+        // A layer that a text uses several times draws other numbers each time.
+        let drawn = match x.tape().count_draw(first) {
+            0 => first,
+            before => key(first, &before.to_string()),
+        };
+        x.dropout_of_step(self.p, drawn, noise.step, noise.first_row)
     }
 }
 

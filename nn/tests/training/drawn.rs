@@ -1,10 +1,10 @@
 //! What layers and texts draw at random: the same numbers in a loop, on every mesh and where a recorded text is replayed.
 
 use crate::support::run;
-use shardgrad_autograd::Var;
-use shardgrad_nn::{AdamW, Dropout, Linear, Plan, Settings, Trainer, module};
+use shardgrad_autograd::{Noise, Var};
+use shardgrad_nn::{AdamW, Dropout, Linear, Model, Plan, Settings, Trainer, module};
 use shardgrad_tensor::control::world_sum;
-use shardgrad_tensor::{DType, Rank, Tensor, Value};
+use shardgrad_tensor::{DType, Layout, Rank, Result, Tensor, Value};
 use std::ops::Range;
 use std::panic::Location;
 
@@ -63,3 +63,39 @@ fn numbers_of_a_key_of_the_text_are_the_same_in_every_step() {
     assert!((plain[3] - keyed[3]).abs() > 1e-3, "the text asks for them in inference too");
 }
 
+#[test]
+fn a_layer_draws_other_numbers_in_each_use_and_each_step() {
+    let drawn = same(|m, x| m.down.forward(&m.drop.forward(&m.up.forward(x))).square().mean());
+    assert!(drawn[0] != drawn[1] && drawn[1] != drawn[2], "{drawn:?}");
+    let twice = same(|m, x| {
+        let y = m.up.forward(x);
+        m.down.forward(&m.drop.forward(&y).sub(&m.drop.forward(&y))).square().mean()
+    });
+    assert!(twice[..3].iter().all(|loss| *loss > 1e-3), "masks that differ leave something: {twice:?}");
+}
+
+#[test]
+fn what_is_computed_again_draws_what_it_drew() {
+    run("", |rank| {
+        let model = Model::with_dtype(rank, Noisy::new(), &Plan::new(), 3, DType::F64)?;
+        let x = Tensor::from_fn(rank, &Layout::invariant(rank.mesh(), DType::F64, &[ROWS, 6]), |i| {
+            (i % 7) as f64
+        })?;
+        let made = |again: bool| -> Result<(f64, Vec<f64>)> {
+            let tape = model.tape();
+            tape.set_noise(Some(Noise { seed: 3, step: 1, first_row: 0 }));
+            let text = |x: &[Var]| {
+                let y = model.up.forward(&x[0]);
+                Ok(vec![model.drop.forward(&y).sub(&model.drop.forward(&y).scale(0.5))])
+            };
+            let x = tape.constant(x.clone());
+            let y = if again { tape.checkpoint(&[x], text)? } else { text(&[x])? };
+            let loss = model.down.forward(&model.drop.forward(&y[0])).square().mean();
+            loss.backward()?;
+            let gradient = tape.gradients().remove(&model.up.weight.key()).expect("it has one");
+            Ok((loss.item()?, gradient.to_f64()?))
+        };
+        assert!(made(true)? == made(false)?);
+        Ok(())
+    });
+}
