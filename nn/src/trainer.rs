@@ -106,7 +106,8 @@ impl<'t, M: Module> Trainer<'t, M> {
     ///
     /// # Errors
     /// As [`Model::new`]; `Kind::Config` for rows that the microbatches do not divide, for a pipeline that the model cannot be
-    /// cut for; what `read` reports.
+    /// cut for; `Kind::DType` on a pipeline for a loss of 16 bits, which
+    /// [`Trainer::step`] refuses elsewhere; what `read` reports.
     pub fn new(
         rank: &Rank,
         module: M,
@@ -124,7 +125,7 @@ impl<'t, M: Module> Trainer<'t, M> {
                 let model = staged::outline(rank, axis, module, plan, precision)?;
                 let first = read(model.rank(), 0, 0..settings.rows / settings.microbatches)?;
                 let of = (settings.seed, settings.microbatches);
-                let text = |arguments: &[Var]| Ok(vec![loss(&model, arguments)]);
+                let text = |arguments: &[Var]| Ok(vec![wide(loss(&model, arguments))?]);
                 let staged = Staged::new(&model, (pipeline, axis), of, &first, &text)?;
                 (model, Some(staged))
             }
@@ -191,8 +192,8 @@ impl<'t, M: Module> Trainer<'t, M> {
     ///
     /// # Errors
     /// `Kind::NotFinite` on every rank, before the update, if the loss, a gradient or a control sum is not finite; with a
-    /// loss scale above 1, gradients that are not finite only skip the update and halve the scale. What ops, arguments and
-    /// collectives report.
+    /// loss scale above 1, gradients that are not finite only skip the update and halve the scale. `Kind::DType` for a loss of 16
+    /// bits. What ops, arguments and collectives report.
     #[track_caller]
     pub fn step(&mut self, control: &[f64]) -> Result<StepReport> {
         let (part, gradients) = self.gradients()?;
@@ -321,7 +322,7 @@ impl<'t, M: Module> Trainer<'t, M> {
             let start = Instant::now();
             tape.set_noise(Some(noise(microbatch)));
             let arguments: Vec<Var> = read(microbatch)?.into_iter().map(|t| tape.constant(t)).collect();
-            let loss = (self.loss)(&self.model, &arguments);
+            let loss = wide((self.loss)(&self.model, &arguments))?;
             let loss = if count == 1 { loss } else { loss.scale(1.0 / count as f64) };
             part += loss.tensor().local_part_once()?;
             let (middle, stage) = (Instant::now(), 0);
@@ -358,6 +359,20 @@ impl<'t, M: Module> Trainer<'t, M> {
             Err(cause) => error.detail("replay", cause.message()),
         }
     }
+}
+
+/// Refuses a loss of 16 bits: its mean has three digits, and whether the scaled one is finite depends on how many microbatches it
+/// is divided by first, so on the mesh.
+fn wide(loss: Var) -> Result<Var> {
+    let dtype = loss.dtype();
+    if dtype == dtype.accumulator() {
+        return Ok(loss);
+    }
+    let sums = dtype.accumulator();
+    let text =
+        format!("the loss is formed in {dtype}, which has neither digits nor room for a mean and its scale");
+    let help = format!("cast before the mean: x.cast(DType::{}).mean()", sums.name().to_uppercase());
+    Err(Error::new(Kind::DType, text).detail("help", help))
 }
 
 fn check(settings: &Settings) -> Result<()> {

@@ -94,8 +94,8 @@ fn stages_add_up_the_rounds_in_f32_too() {
                 let module = Two { b: if tied { a.clone() } else { ones() }, a };
                 // A mean over rows, as many as there are in a microbatch.
                 let mean = 1.0 / (8 / rounds) as f64;
-                let loss =
-                    |m: &Two, x: &[Var]| m.b.on(&x[0]).mul(&m.a.on(&x[0]).mul(&x[0])).sum().scale(mean);
+                let product = |m: &Two, x: &Var| m.b.on(x).mul(&m.a.on(x).mul(x));
+                let loss = |m: &Two, x: &[Var]| product(m, &x[0]).cast(DType::F32).sum().scale(mean);
                 let read = |rank: &Rank, _: u64, rows: Range<usize>| Ok(vec![summands(rank, rows)?]);
                 let mut trainer = Trainer::new(rank, module, &plan, AdamW::new(1e-3), settings, read, loss)?;
                 Ok(trainer.step(&[])?.grad_norm)

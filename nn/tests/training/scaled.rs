@@ -151,6 +151,30 @@ fn a_step_that_overflows_is_skipped_on_all_ranks_and_the_scale_halved() {
     }
 }
 
+/// Whether a scaled loss of 16 bits is finite would depend on how many microbatches it is divided by first.
+#[test]
+fn a_loss_of_16_bits_is_refused() {
+    for narrow in [DType::F16, DType::BF16] {
+        for mesh in ["", "dp=2", "pp=2"] {
+            let run = World::run(Mesh::parse(mesh).unwrap(), |rank| {
+                let plan = Plan::gpt2();
+                let settings = Settings { dtype: DType::F16, microbatches: 2, ..Settings::new(ROWS) };
+                let read = |rank: &Rank, _: u64, rows: Range<usize>| Ok(vec![batch(rank, &plan, rows, 0)?]);
+                let loss = |model: &Gpt2, x: &[Var]| model.loss(&x[0], &x[0]).cast(narrow);
+                let module = Gpt2::new(&Setup::new().config);
+                Trainer::new(rank, module, &plan, AdamW::new(3e-3), settings, read, loss)?.step(&[])
+            });
+            let error = run.unwrap_err();
+            assert_eq!(error.kind(), Kind::DType, "{mesh}: {error}");
+            assert!(
+                error.message().starts_with(&format!("the loss is formed in {narrow}")),
+                "{mesh}: {error}"
+            );
+            assert!(error.details()[0].1.contains("x.cast(DType::F32).mean()"), "{mesh}: {error}");
+        }
+    }
+}
+
 fn stopped(result: Result<Seen>) -> Error {
     let error = result.map(drop).unwrap_err();
     assert_eq!(error.kind(), Kind::NotFinite);
