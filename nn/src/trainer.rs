@@ -148,6 +148,13 @@ impl<'t, M: Module> Trainer<'t, M> {
         &*self.optim
     }
 
+    /// The optimizer, to go on with what another run has kept ([`Optimizer::kept`], [`Optimizer::go_on`]; with
+    /// [`Trainer::skip_to`] and [`Trainer::set_loss_scale`]). Every rank does so alike, with what it kept itself.
+    #[must_use]
+    pub fn optim_mut(&mut self) -> &mut (dyn Optimizer + 't) {
+        &mut *self.optim
+    }
+
     /// Goes on with the data and the learning rate of a step, counted from 0.
     pub fn skip_to(&mut self, step: u64) {
         self.step = step;
@@ -198,7 +205,7 @@ impl<'t, M: Module> Trainer<'t, M> {
     pub fn step(&mut self, control: &[f64]) -> Result<StepReport> {
         let (part, gradients) = self.gradients()?;
         let step = self.step;
-        let lr = self.settings.schedule.map_or(self.optim.lr(), |s| s.lr(step as usize));
+        let lr = self.settings.schedule.as_ref().map_or_else(|| self.optim.lr(), |s| s.lr(step as usize));
         let word: Vec<f64> = [part].iter().chain(control).copied().collect();
         let args = StepArgs { lr, clip: self.settings.clip, control: &word, loss_scale: self.factor() };
         let Trainer { model, optim, .. } = self;

@@ -84,7 +84,7 @@ impl Recipe {
             seed: self.seed,
             dtype: self.precision.dtype,
             param_dtype: Some(self.precision.param_dtype),
-            schedule: Some(self.schedule),
+            schedule: Some(self.schedule.clone()),
             clip: self.clip,
         };
         let read = |rank: &Rank, step: u64, rows: Range<usize>| ahead.arguments(rank, step, rows);

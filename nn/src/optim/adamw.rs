@@ -1,6 +1,6 @@
 //! AdamW: Adam with weight decay apart from the gradient. Loshchilov and Hutter, arXiv 1711.05101.
 
-use super::step::{Group, Groups, Optimizer};
+use super::step::{Group, Groups, Kept, Optimizer, unlike};
 use crate::param::Param;
 use shardgrad_autograd::Key;
 use shardgrad_tensor::update::{AdamWRates, AdamWStep, Moments, step_many};
@@ -22,12 +22,12 @@ pub struct AdamW {
     weight_decay: f64,
     groups: Groups,
     num_steps: u64,
-    kept: BTreeMap<Key, Kept>,
+    kept: BTreeMap<Key, Means>,
 }
 
 /// What is kept of a parameter.
 #[derive(Clone, Debug)]
-struct Kept {
+struct Means {
     num_steps: u64,
     moments: Moments,
 }
@@ -101,7 +101,7 @@ impl AdamW {
     /// What is kept of a parameter, once it has been stepped: what a run needs to go on, beside its parameters.
     #[must_use]
     pub fn state(&self, param: &Param) -> Option<AdamWState> {
-        let Kept { num_steps, moments } = self.kept.get(&param.key())?;
+        let Means { num_steps, moments } = self.kept.get(&param.key())?;
         Some(AdamWState { num_steps: *num_steps, moments: moments.tensors(param.tensor().rank()) })
     }
 
@@ -117,7 +117,7 @@ impl AdamW {
         let kept = states.into_iter().map(|(param, AdamWState { num_steps, moments })| {
             let moments = Moments::from_tensors(&param.layout(), moments);
             let moments = moments.map_err(|e| e.detail("parameter", param.name()))?;
-            Ok((param.key(), Kept { num_steps, moments }))
+            Ok((param.key(), Means { num_steps, moments }))
         });
         self.kept = kept.collect::<Result<_>>()?;
         self.num_steps = num_steps;
@@ -145,6 +145,23 @@ impl Optimizer for AdamW {
         self.num_steps += 1;
     }
 
+    fn kept(&self, param: &Param) -> Option<Kept> {
+        let AdamWState { num_steps, moments } = self.state(param)?;
+        Some(Kept { num_steps, tensors: moments.into() })
+    }
+
+    fn go_on(&mut self, num_steps: u64, kept: Vec<(Param, Kept)>) -> Result<()> {
+        let state = |(param, kept): &(Param, Kept)| match &kept.tensors[..] {
+            [first, second] => {
+                let moments = [first.clone(), second.clone()];
+                Ok((param.clone(), AdamWState { num_steps: kept.num_steps, moments }))
+            }
+            other => Err(unlike(param, other.len(), 2)),
+        };
+        let states: Vec<(Param, AdamWState)> = kept.iter().map(state).collect::<Result<_>>()?;
+        self.restore(num_steps, states.iter().map(|(param, state)| (param, state.clone())))
+    }
+
     fn change(&mut self, params: &[(&Param, Tensor)], lr: f64, grad_scale: f64) -> Result<()> {
         let mut rates = Vec::with_capacity(params.len());
         for (param, _) in params {
@@ -152,7 +169,7 @@ impl Optimizer for AdamW {
                 Entry::Occupied(kept) => kept.into_mut(),
                 Entry::Vacant(new) => {
                     let moments = Moments::zeros(param.tensor().rank(), &param.layout())?;
-                    new.insert(Kept { num_steps: 0, moments })
+                    new.insert(Means { num_steps: 0, moments })
                 }
             };
             kept.num_steps += 1;

@@ -13,4 +13,4 @@ pub use norm::{Norm, grad_norm};
 pub use schedule::Schedule;
 pub use sgd::Sgd;
 pub(crate) use step::step;
-pub use step::{Group, Optimizer, Report, StepArgs};
+pub use step::{Group, Kept, Optimizer, Report, StepArgs};

@@ -1,6 +1,6 @@
 //! Stochastic gradient descent with momentum.
 
-use super::step::{Group, Groups, Optimizer};
+use super::step::{Group, Groups, Kept, Optimizer, unlike};
 use crate::param::Param;
 use shardgrad_autograd::Key;
 use shardgrad_tensor::update::{SgdRates, Velocity};
@@ -115,6 +115,19 @@ impl Optimizer for Sgd {
 
     fn begin(&mut self) {
         self.num_steps += 1;
+    }
+
+    fn kept(&self, param: &Param) -> Option<Kept> {
+        Some(Kept { num_steps: self.num_steps, tensors: vec![self.velocity(param)?] })
+    }
+
+    fn go_on(&mut self, num_steps: u64, kept: Vec<(Param, Kept)>) -> Result<()> {
+        let velocity = |(param, kept): &(Param, Kept)| match &kept.tensors[..] {
+            [velocity] => Ok((param.clone(), velocity.clone())),
+            other => Err(unlike(param, other.len(), 1)),
+        };
+        let velocities: Vec<(Param, Tensor)> = kept.iter().map(velocity).collect::<Result<_>>()?;
+        self.restore(num_steps, velocities.iter().map(|(param, velocity)| (param, velocity.clone())))
     }
 
     fn change(&mut self, params: &[(&Param, Tensor)], lr: f64, grad_scale: f64) -> Result<()> {

@@ -40,6 +40,21 @@ impl Groups {
     }
 }
 
+/// What an optimizer keeps of a parameter that has been stepped, and what a run needs to go on beside its parameters.
+#[derive(Clone, Debug)]
+pub struct Kept {
+    /// How often the parameter was stepped, where the rule counts that.
+    pub num_steps: u64,
+    /// Averages, as the parameter is stored, in the order of the rule.
+    pub tensors: Vec<Tensor>,
+}
+
+/// Another number of tensors than a rule keeps of a parameter.
+pub(super) fn unlike(param: &Param, found: usize, wanted: usize) -> Error {
+    let text = format!("{found} tensors were kept of parameter `{}`, the rule keeps {wanted}", param.name());
+    Error::new(Kind::Config, text).detail("help", "go on with the optimizer that kept them")
+}
+
 /// What a step is told.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepArgs<'a> {
@@ -94,6 +109,20 @@ pub trait Optimizer: fmt::Debug {
     /// # Errors
     /// What the kernels report. Parameters may be lost then.
     fn change(&mut self, params: &[(&Param, Tensor)], lr: f64, grad_scale: f64) -> Result<()>;
+
+    /// What is kept of a parameter, if it has been stepped and the rule keeps anything.
+    fn kept(&self, _param: &Param) -> Option<Kept> {
+        None
+    }
+
+    /// Goes on from step `num_steps` with what was kept of each parameter that had been stepped.
+    ///
+    /// # Errors
+    /// `Kind::Unsupported` if the rule cannot; `Kind::Layout` if a tensor does not lie as its parameter is stored;
+    /// `Kind::DType`; `Kind::Config` for another number of tensors than the rule keeps.
+    fn go_on(&mut self, _num_steps: u64, _kept: Vec<(Param, Kept)>) -> Result<()> {
+        Err(Error::new(Kind::Unsupported, format!("an optimizer that cannot go on: {self:?}")))
+    }
 
     /// Takes a step, unless the gradient norm or one of the control sums is not finite. One all-reduce over the whole
     /// mesh; every rank calls this together. Parameters without a gradient stay as they are.

@@ -1,8 +1,9 @@
 //! The loop takes any optimizer: descent and a rule of one's own take the same steps on every mesh and on a pipeline.
 
-use crate::support::{ROWS, Setup, batch};
+use crate::support::{ROWS, Setup, batch, run};
 use shardgrad_autograd::Var;
-use shardgrad_nn::{AdamW, Gpt2, Optimizer, Param, Plan, Settings, Sgd, Trainer};
+use shardgrad_nn::optim::Kept;
+use shardgrad_nn::{AdamW, Gpt2, Optimizer, Param, Plan, Schedule, Settings, Sgd, Trainer};
 use shardgrad_tensor::{DType, Elementwise, Kind, Mesh, Rank, Result, Tensor, Value, World};
 use std::ops::Range;
 
@@ -84,6 +85,62 @@ fn every_optimizer_takes_the_same_steps_on_every_mesh() {
             let same = here.as_flattened().iter().zip(alone.as_flattened()).all(near);
             assert!(same, "optimizer {which} on {mesh}: {here:?} {alone:?}");
         }
+    }
+}
+
+/// A trainer of the tiny model.
+fn trainer<'t>(rank: &Rank, plan: &'t Plan, optim: impl Optimizer + 't) -> Result<Trainer<'t, Gpt2>> {
+    let schedule = Some(Schedule::constant(0.01).warmup(2).linear(6, 0.001));
+    let settings = Settings {
+        dtype: DType::F64,
+        microbatches: 2,
+        seed: 5,
+        schedule,
+        clip: Some(1.0),
+        ..Settings::new(ROWS)
+    };
+    let read = |rank: &Rank, step: u64, rows: Range<usize>| {
+        let first = (step % 2) as usize;
+        Ok(vec![batch(rank, plan, rows.clone(), first)?, batch(rank, plan, rows, 1)?])
+    };
+    let loss = |model: &Gpt2, x: &[Var]| model.loss(&x[0], &x[1]);
+    Trainer::new(rank, Gpt2::new(&Setup::new().config), plan, optim, settings, read, loss)
+}
+
+#[test]
+fn a_trainer_goes_on_with_what_another_kept() {
+    let plan = Plan::gpt2();
+    for (mesh, adam) in [("", true), ("dp=2,tp=2", true), ("pp=2", true), ("pp=2", false), ("tp=2", false)] {
+        run(mesh, |rank| {
+            let new = || match adam {
+                true => trainer(rank, &plan, AdamW::new(0.01).weight_decay(0.1)),
+                false => trainer(rank, &plan, Sgd::new(0.01).momentum(0.9)),
+            };
+            let (mut whole, mut second) = (new()?, new()?);
+            let reports: Vec<_> = (0..5).map(|_| whole.step(&[])).collect::<Result<_>>()?;
+            let mut first = new()?;
+            first.step(&[])?;
+            first.step(&[])?;
+            let here = |t: &Trainer<'_, Gpt2>| -> Vec<Param> {
+                t.model().params().iter().filter(|p| p.is_here()).cloned().collect()
+            };
+            let mut kept: Vec<(Param, Kept)> = Vec::new();
+            for (from, to) in here(&first).iter().zip(here(&second)) {
+                to.set_tensor(from.tensor())?;
+                kept.extend(first.optim().kept(from).map(|kept| (to, kept)));
+            }
+            assert!(!kept.is_empty());
+            second.optim_mut().go_on(first.optim().num_steps(), kept)?;
+            second.skip_to(2);
+            for report in &reports[2..] {
+                assert_eq!(second.step(&[])?, *report, "{mesh}");
+            }
+            let none = vec![(here(&second)[0].clone(), Kept { num_steps: 1, tensors: Vec::new() })];
+            assert_eq!(second.optim_mut().go_on(1, none).unwrap_err().kind(), Kind::Config);
+            let mut signs = trainer(rank, &plan, Signs::default())?;
+            assert_eq!(signs.optim_mut().go_on(1, Vec::new()).unwrap_err().kind(), Kind::Unsupported);
+            Ok(())
+        });
     }
 }
 
