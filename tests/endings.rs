@@ -230,6 +230,8 @@ fn weights_that_are_not_finite_leave_an_earlier_model_as_it_is() {
     // A root of 0 and a divisor of 0 make what is no number.
     let (code, said) = train(&["--eps", "1e-50"]);
     assert!(code == 2 && said.contains("is 0 in f32") && said.contains("use --eps"), "{said}");
+    let (code, said) = train(&["--eps", "1e300"]);
+    assert!(code == 2 && said.contains("is inf in f32") && said.contains("or less"), "{said}");
     assert_eq!(train(&["--eps", "1e-50", "--dtype", "f64", "--steps", "1"]).0, 0);
 }
 

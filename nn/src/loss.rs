@@ -1,7 +1,7 @@
 //! Losses.
 
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Elementwise, Value};
+use shardgrad_tensor::{Elementwise, Error, Kind, Value};
 
 /// `-log softmax(logits)[target]` of each row: logits `[..m, v]` (any float), targets `[..m]` (i64); `[..m]` in the
 /// accumulator type of the logits. Its mean is the usual loss.
@@ -32,10 +32,15 @@ impl CrossEntropy {
     /// ln(sum exp z) - (1 - s) z_target - s mean(z).
     ///
     /// # Panics
-    /// Unwinds with an error if the shapes do not fit, or a target is neither in `0..v` nor ignored.
+    /// Unwinds with an error if the shapes do not fit, or a target is neither in `0..v` nor ignored; with `Kind::Config` if the
+    /// smoothing is not in `0..=1`.
     #[track_caller]
     #[must_use]
     pub fn rows(&self, logits: &Var, targets: &Var) -> Var {
+        if !(0.0..=1.0).contains(&self.smoothing) {
+            let text = format!("a smoothing of {} is no share: it must be from 0 to 1", self.smoothing);
+            Error::new(Kind::Config, text).at(std::panic::Location::caller()).raise();
+        }
         let ignored = self.ignored.map(|i| targets.eq_scalar(i as f64));
         let known = ignored.as_ref().map_or(targets.clone(), |mask| targets.masked_fill(mask, 0.0));
         let (lse, picked) = logits.cross_entropy_terms(&known);
@@ -97,7 +102,7 @@ fn wide(x: &Var) -> Var {
 mod tests {
     use super::*;
     use shardgrad_autograd::Tape;
-    use shardgrad_tensor::{DType, Error, Layout, Mesh, Rank, Result, Tensor, World};
+    use shardgrad_tensor::{DType, Layout, Mesh, Rank, Result, Tensor, World};
 
     const LAYOUTS: [(&str, &str); 4] =
         [("", "f64[3, 4]"), ("a=2", "f64[3@a, 4]"), ("a=2", "f64[3, 4@a]"), ("a=2,b=2", "f64[3@b, 4@a]")];
@@ -153,6 +158,21 @@ mod tests {
             |rank, z| Ok(CrossEntropy::default().mean(z, &targets(rank, z, &[1, 0, 0])?)),
             |z| (nll(&z[..4], 1, 0.0) + nll(&z[4..8], 0, 0.0) + nll(&z[8..], 0, 0.0)) / 3.0,
         );
+    }
+
+    #[test]
+    fn a_smoothing_that_is_no_share_is_refused() {
+        for smoothing in [1.5, -0.1, f64::NAN] {
+            let made = World::run(Mesh::single(), |rank| {
+                let tape = Tape::new(rank);
+                let z = tape.constant(Tensor::from_host(rank, &[3, 4], &Z)?);
+                let targets = tape.constant(Tensor::from_host(rank, &[3], &[2i64, 0, 3])?);
+                CrossEntropy { smoothing, ..CrossEntropy::default() }.mean(&z, &targets).item()
+            });
+            let error = made.unwrap_err();
+            assert_eq!(error.kind(), Kind::Config, "{error}");
+            assert!(error.message().starts_with("a smoothing of "), "{error}");
+        }
     }
 
     #[test]

@@ -106,7 +106,7 @@ impl<'t, M: Module> Trainer<'t, M> {
     ///
     /// # Errors
     /// As [`Model::new`]; `Kind::Config` for rows that the microbatches do not divide, for a pipeline that the model cannot be
-    /// cut for; `Kind::DType` on a pipeline for a loss of 16 bits, which
+    /// cut for, and what [`Optimizer::check`] refuses; `Kind::DType` on a pipeline for a loss of 16 bits, which
     /// [`Trainer::step`] refuses elsewhere; what `read` reports.
     pub fn new(
         rank: &Rank,
@@ -130,6 +130,7 @@ impl<'t, M: Module> Trainer<'t, M> {
                 (model, Some(staged))
             }
         };
+        optim.check(model.params())?;
         let (read, loss) = (Box::new(read), Box::new(loss));
         let loss_scale = (settings.dtype == DType::F16).then(LossScale::default);
         let (optim, passes) = (Box::new(optim), RefCell::default());

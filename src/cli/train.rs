@@ -131,14 +131,18 @@ fn write_down(job: &Job, title: &str, num_ranks: usize) -> Result<()> {
     ended.and(drawn).and(traced)
 }
 
-/// Refuses a divisor that may be zero.
+/// Refuses a divisor that may be zero, or always is infinite.
 fn check_eps(args: &TrainArgs) -> Result<()> {
     let (eps, kept) = (args.optim.eps, args.precision().param_dtype.accumulator());
-    if kept != DType::F32 || eps as f32 > 0.0 {
+    let held = eps as f32;
+    if kept != DType::F32 || held > 0.0 && held.is_finite() {
         return Ok(());
     }
-    let why = format!("--eps {eps} is 0 in {kept}, in which the means of gradients are kept");
-    let help = format!("use --eps {:e} or more", f32::MIN_POSITIVE);
+    let why = format!("--eps {eps:e} is {held} in {kept}, in which the means of gradients are kept");
+    let help = match held > 0.0 {
+        false => format!("use --eps {:e} or more", f32::MIN_POSITIVE),
+        true => format!("use --eps {:e} or less; 1e-8 is usual", f32::MAX),
+    };
     Err(Error::new(Kind::Config, why).detail("help", help))
 }
 

@@ -1,10 +1,10 @@
 //! AdamW: Adam with weight decay apart from the gradient. Loshchilov and Hutter, arXiv 1711.05101.
 
-use super::step::{Group, Groups, Kept, Optimizer, unlike};
+use super::step::{BELOW_ONE, Group, Groups, Kept, NOT_NEGATIVE, Optimizer, POSITIVE, check_setting, unlike};
 use crate::param::Param;
 use shardgrad_autograd::Key;
 use shardgrad_tensor::update::{AdamWRates, AdamWStep, Moments, step_many};
-use shardgrad_tensor::{Result, Tensor};
+use shardgrad_tensor::{DType, Error, Kind, Result, Tensor};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
@@ -43,8 +43,13 @@ pub struct AdamWState {
 
 impl AdamW {
     /// The usual setting: betas 0.9 and 0.999, eps 1e-8, no weight decay.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` for a rate that is negative or not finite.
+    #[track_caller]
     #[must_use]
     pub fn new(lr: f64) -> AdamW {
+        check_setting("the learning rate", lr, NOT_NEGATIVE);
         AdamW {
             lr,
             betas: [0.9, 0.999],
@@ -57,24 +62,45 @@ impl AdamW {
     }
 
     /// How slowly the two averages forget.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` if one is not in `0..1`.
+    #[track_caller]
     #[must_use]
     pub fn betas(self, beta1: f64, beta2: f64) -> AdamW {
+        check_setting("beta1", beta1, BELOW_ONE);
+        check_setting("beta2", beta2, BELOW_ONE);
         AdamW { betas: [beta1, beta2], ..self }
     }
 
-    /// What is added to the root in the divisor.
+    /// What is added to the root in the divisor. A model in whose means it is 0 or infinite is refused by [`Optimizer::check`].
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` if it is not above 0, or not finite.
+    #[track_caller]
     #[must_use]
     pub fn eps(self, eps: f64) -> AdamW {
+        check_setting("eps", eps, POSITIVE);
         AdamW { eps, ..self }
     }
 
     /// The decay of parameters of two or more dims: each step takes lr times this off.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` if it is negative or not finite.
+    #[track_caller]
     #[must_use]
     pub fn weight_decay(self, weight_decay: f64) -> AdamW {
+        check_setting("the weight decay", weight_decay, NOT_NEGATIVE);
         AdamW { weight_decay, ..self }
     }
 
-    /// Other settings for parameters whose names match a pattern; later groups win, setting by setting.
+    /// Other settings for parameters whose names match a pattern; later groups win, setting by setting. One that matches
+    /// none is refused by [`Optimizer::check`].
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` for a setting that is negative or not finite.
+    #[track_caller]
     #[must_use]
     pub fn group(mut self, pattern: &str, group: Group) -> AdamW {
         self.groups.push(pattern, group);
@@ -143,6 +169,18 @@ impl Optimizer for AdamW {
 
     fn begin(&mut self) {
         self.num_steps += 1;
+    }
+
+    fn check(&self, params: &[Param]) -> Result<()> {
+        let is_narrow = |p: &Param| p.layout().dtype().accumulator() == DType::F32;
+        let kept = self.eps as f32;
+        if !(kept > 0.0 && kept.is_finite()) && params.iter().any(is_narrow) {
+            let text =
+                format!("eps {:e} is {kept} in f32, in which the means of gradients are kept", self.eps);
+            let help = format!("use one from {:e} to {:e}", f32::MIN_POSITIVE, f32::MAX);
+            return Err(Error::new(Kind::Config, text).detail("help", help));
+        }
+        self.groups.check(params)
     }
 
     fn kept(&self, param: &Param) -> Option<Kept> {

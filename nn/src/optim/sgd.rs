@@ -1,6 +1,6 @@
 //! Stochastic gradient descent with momentum.
 
-use super::step::{Group, Groups, Kept, Optimizer, unlike};
+use super::step::{Group, Groups, Kept, NOT_NEGATIVE, Optimizer, Range, check_setting, unlike};
 use crate::param::Param;
 use shardgrad_autograd::Key;
 use shardgrad_tensor::update::{SgdRates, Velocity};
@@ -25,10 +25,17 @@ pub struct Sgd {
     velocities: BTreeMap<Key, Velocity>,
 }
 
+const MOMENTA: Range = (|x| (0.0..=1.0).contains(&x), "a number from 0 to 1");
+
 impl Sgd {
     /// Plain descent: no momentum, no weight decay.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` for a rate that is negative or not finite.
+    #[track_caller]
     #[must_use]
     pub fn new(lr: f64) -> Sgd {
+        check_setting("the learning rate", lr, NOT_NEGATIVE);
         Sgd {
             lr,
             momentum: 0.0,
@@ -41,8 +48,13 @@ impl Sgd {
     }
 
     /// How slowly the velocity forgets, 0 to 1.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` if it is not in `0..=1`.
+    #[track_caller]
     #[must_use]
     pub fn momentum(self, momentum: f64) -> Sgd {
+        check_setting("the momentum", momentum, MOMENTA);
         Sgd { momentum, ..self }
     }
 
@@ -53,12 +65,22 @@ impl Sgd {
     }
 
     /// The decay of parameters of two or more dims: this times a parameter is added to its gradient.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` if it is negative or not finite.
+    #[track_caller]
     #[must_use]
     pub fn weight_decay(self, weight_decay: f64) -> Sgd {
+        check_setting("the weight decay", weight_decay, NOT_NEGATIVE);
         Sgd { weight_decay, ..self }
     }
 
-    /// Other settings for parameters whose names match a pattern; later groups win, setting by setting.
+    /// Other settings for parameters whose names match a pattern; later groups win, setting by setting. One that matches
+    /// none is refused by [`Optimizer::check`].
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Config` for a setting that is negative or not finite.
+    #[track_caller]
     #[must_use]
     pub fn group(mut self, pattern: &str, group: Group) -> Sgd {
         self.groups.push(pattern, group);
@@ -115,6 +137,10 @@ impl Optimizer for Sgd {
 
     fn begin(&mut self) {
         self.num_steps += 1;
+    }
+
+    fn check(&self, params: &[Param]) -> Result<()> {
+        self.groups.check(params)
     }
 
     fn kept(&self, param: &Param) -> Option<Kept> {

@@ -2,12 +2,13 @@
 
 use super::norm::grad_norm;
 use crate::module::Module;
-use crate::name::matches;
+use crate::name::{matches, nearest};
 use crate::param::Param;
 use crate::placed::Model;
 use shardgrad_autograd::Gradients;
 use shardgrad_tensor::{Error, Kind, Rank, Result, Tensor};
 use std::fmt;
+use std::panic::Location;
 
 /// What is different for some parameters.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -23,8 +24,29 @@ pub struct Group {
 pub(super) struct Groups(pub(super) Vec<(String, Group)>);
 
 impl Groups {
+    #[track_caller]
     pub(super) fn push(&mut self, pattern: &str, group: Group) {
+        check_setting("the lr_scale of a group", group.lr_scale.unwrap_or(0.0), NOT_NEGATIVE);
+        check_setting("the weight_decay of a group", group.weight_decay.unwrap_or(0.0), NOT_NEGATIVE);
         self.0.push((pattern.to_string(), group));
+    }
+
+    /// Refuses patterns that match no parameter: what they ask for would be done nowhere.
+    pub(super) fn check(&self, params: &[Param]) -> Result<()> {
+        if self.0.is_empty() {
+            return Ok(());
+        }
+        let names: Vec<String> = params.iter().map(Param::name).collect();
+        let is_lost = |pattern: &&str| !names.iter().any(|name| matches(pattern, name));
+        let lost: Vec<&str> = self.0.iter().map(|(pattern, _)| pattern.as_str()).filter(is_lost).collect();
+        if lost.is_empty() {
+            return Ok(());
+        }
+        let text = format!("{} group(s) of the optimizer match no parameter", lost.len());
+        Err(lost.into_iter().fold(Error::new(Kind::Config, text), |error, pattern| {
+            let near = nearest(pattern, names.iter().map(String::as_str)).join(", ");
+            error.detail("group", format!("{pattern}; nearest: {near}"))
+        }))
     }
 
     /// Learning rate and weight decay of a parameter, where the common ones are these. The common decay applies to parameters
@@ -37,6 +59,22 @@ impl Groups {
             weight_decay = group.weight_decay.unwrap_or(weight_decay);
         }
         [lr * lr_scale, weight_decay]
+    }
+}
+
+/// Which numbers a setting takes: a test, and words for it.
+pub(super) type Range = (fn(f64) -> bool, &'static str);
+
+pub(super) const NOT_NEGATIVE: Range = (|x| x >= 0.0, "a finite number of at least 0");
+pub(super) const POSITIVE: Range = (|x| x > 0.0, "a finite number above 0");
+pub(super) const BELOW_ONE: Range = (|x| (0.0..1.0).contains(&x), "a number of at least 0 and below 1");
+
+/// Refuses a setting outside of its range: its steps would leave numbers that are none, or no descent.
+#[track_caller]
+pub(super) fn check_setting(what: &str, x: f64, (fits, range): Range) {
+    if !(x.is_finite() && fits(x)) {
+        let text = format!("{what} is {x}, which is not {range}");
+        Error::new(Kind::Config, text).at(Location::caller()).raise();
     }
 }
 
@@ -110,6 +148,15 @@ pub trait Optimizer: fmt::Debug {
     /// What the kernels report. Parameters may be lost then.
     fn change(&mut self, params: &[(&Param, Tensor)], lr: f64, grad_scale: f64) -> Result<()>;
 
+    /// Refuses parameters that it was not made for, such as where a group matches none; all of a model are given, wherever they
+    /// live. Asked when a trainer is made, and before each step.
+    ///
+    /// # Errors
+    /// `Kind::Config`.
+    fn check(&self, _params: &[Param]) -> Result<()> {
+        Ok(())
+    }
+
     /// What is kept of a parameter, if it has been stepped and the rule keeps anything.
     fn kept(&self, _param: &Param) -> Option<Kept> {
         None
@@ -170,6 +217,11 @@ pub(crate) fn step(
     mut gradients: Gradients,
     args: StepArgs<'_>,
 ) -> Result<Report> {
+    optim.check(params)?;
+    if !args.lr.is_finite() {
+        let text = format!("the learning rate of step {} is {}", optim.num_steps() + 1, args.lr);
+        return Err(Error::new(Kind::Config, text).detail("help", "look at the schedule of learning rates"));
+    }
     let norm = grad_norm(rank, params, &gradients, args.control)?;
     let applied = norm.grad_norm.is_finite() && norm.control.iter().all(|x| x.is_finite());
     let grad_norm = norm.grad_norm / args.loss_scale;

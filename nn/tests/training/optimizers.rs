@@ -2,8 +2,8 @@
 
 use crate::support::{ROWS, Setup, batch, run};
 use shardgrad_autograd::Var;
-use shardgrad_nn::optim::Kept;
-use shardgrad_nn::{AdamW, Gpt2, Optimizer, Param, Plan, Schedule, Settings, Sgd, Trainer};
+use shardgrad_nn::optim::{Group, Kept};
+use shardgrad_nn::{AdamW, Gpt2, Model, Optimizer, Param, Plan, Schedule, Settings, Sgd, Trainer};
 use shardgrad_tensor::{DType, Elementwise, Kind, Mesh, Rank, Result, Tensor, Value, World};
 use std::ops::Range;
 
@@ -142,6 +142,104 @@ fn a_trainer_goes_on_with_what_another_kept() {
             Ok(())
         });
     }
+}
+
+#[test]
+fn a_group_of_no_parameter_is_refused() {
+    let group = Group { lr_scale: Some(0.1), weight_decay: None };
+    for mesh in ["", "pp=2", "tp=2"] {
+        run(mesh, |rank| {
+            let plan = Plan::gpt2();
+            for (pattern, fits) in
+                [("h.1.mlp.c_fc.wieght", false), ("h.9.mlp.c_fc.*", false), ("h.*.c_fc.weight", true)]
+            {
+                let adam = AdamW::new(0.1).group("wte.weight", group).group(pattern, group);
+                let sgd = Sgd::new(0.1).group(pattern, group);
+                for made in [trainer(rank, &plan, adam).map(drop), trainer(rank, &plan, sgd).map(drop)] {
+                    assert_eq!(made.is_ok(), fits, "{mesh} {pattern}");
+                    let Err(error) = made else { continue };
+                    assert_eq!(error.kind(), Kind::Config, "{error}");
+                    let [("group", told)] = error.details() else { panic!("{error}") };
+                    assert!(told.starts_with(pattern) && told.contains("mlp.c_fc.weight"), "{error}");
+                }
+            }
+            Ok(())
+        });
+    }
+    // A loop of one's own is told by its first step.
+    run("", |rank| {
+        let model = Model::new(rank, Gpt2::new(&Setup::new().config), &Plan::gpt2(), 1)?;
+        let tape = model.tape();
+        let ids = tape.constant(batch(rank, &Plan::gpt2(), 0..ROWS, 0)?);
+        model.loss(&ids, &ids).backward()?;
+        let error = AdamW::new(0.1).group("wt", group).update(&model, tape.gradients()).unwrap_err();
+        assert!(error.message().contains("1 group(s) of the optimizer match no parameter"), "{error}");
+        Ok(())
+    });
+}
+
+#[test]
+fn settings_that_leave_no_numbers_are_refused() {
+    type Make = fn() -> String;
+    let made: [(Make, &str); 12] = [
+        (|| format!("{:?}", AdamW::new(f64::NAN)), "the learning rate is NaN"),
+        (|| format!("{:?}", AdamW::new(0.1).betas(1.0, 0.9)), "beta1 is 1"),
+        (|| format!("{:?}", AdamW::new(0.1).betas(0.9, -0.1)), "beta2 is -0.1"),
+        (|| format!("{:?}", AdamW::new(0.1).eps(0.0)), "eps is 0"),
+        (|| format!("{:?}", AdamW::new(0.1).eps(f64::INFINITY)), "eps is inf"),
+        (|| format!("{:?}", AdamW::new(0.1).weight_decay(-0.5)), "the weight decay is -0.5"),
+        (|| format!("{:?}", Sgd::new(-0.1)), "the learning rate is -0.1"),
+        (|| format!("{:?}", Sgd::new(0.1).momentum(1.5)), "the momentum is 1.5"),
+        (|| format!("{:?}", Sgd::new(0.1).weight_decay(f64::NAN)), "the weight decay is NaN"),
+        (
+            || format!("{:?}", Sgd::new(0.1).group("x", Group { lr_scale: Some(-1.0), weight_decay: None })),
+            "the lr_scale of a group is -1",
+        ),
+        (
+            || {
+                format!(
+                    "{:?}",
+                    AdamW::new(0.1).group("x", Group { lr_scale: None, weight_decay: Some(-1.0) })
+                )
+            },
+            "the weight_decay of a group is -1",
+        ),
+        (|| format!("{:?}", AdamW::new(f64::INFINITY)), "the learning rate is inf"),
+    ];
+    for (make, told) in made {
+        let error = World::run(Mesh::single(), |_| Ok(make())).unwrap_err();
+        assert_eq!(error.kind(), Kind::Config, "{error}");
+        assert!(error.message().starts_with(told), "{error}");
+        assert!(error.site().is_some_and(|site| site.file().ends_with("optimizers.rs")), "{error}");
+    }
+    let _ = (AdamW::new(0.0).betas(0.0, 0.999).weight_decay(0.0), Sgd::new(0.0).momentum(1.0));
+    for (eps, fits) in [(1e300, false), (1e-60, false), (1e-8, true)] {
+        let refused = World::run(Mesh::single(), |rank| {
+            let model = Model::new(rank, Gpt2::new(&Setup::new().config), &Plan::gpt2(), 1)?;
+            AdamW::new(0.1).eps(eps).check(model.params())
+        });
+        assert_eq!(refused.is_ok(), fits, "{eps}");
+        let wide = World::run(Mesh::single(), |rank| {
+            AdamW::new(0.1).eps(eps).check(Setup::new().model(rank)?.params())
+        });
+        assert!(wide.is_ok(), "{eps} is a number of f64");
+    }
+    // A rate that is none comes from a schedule, and is found before anything moves.
+    run("tp=2", |rank| {
+        let plan = Plan::gpt2();
+        let settings = Settings {
+            schedule: Some(Schedule::from_fn(|step| if step == 1 { f64::NAN } else { 0.1 })),
+            ..Settings::new(ROWS)
+        };
+        let read = |rank: &Rank, _: u64, rows: Range<usize>| Ok(vec![batch(rank, &plan, rows, 0)?]);
+        let loss = |model: &Gpt2, x: &[Var]| model.loss(&x[0], &x[0]);
+        let module = Gpt2::new(&Setup::new().config);
+        let mut trainer = Trainer::new(rank, module, &plan, AdamW::new(0.1), settings, read, loss)?;
+        trainer.step(&[])?;
+        let error = trainer.step(&[]).unwrap_err();
+        assert_eq!((error.kind(), error.message()), (Kind::Config, "the learning rate of step 2 is NaN"));
+        Ok(())
+    });
 }
 
 #[test]
