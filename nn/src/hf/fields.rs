@@ -2,6 +2,7 @@
 
 use super::disk::refuse;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Value};
 use shardgrad_tensor::{DType, Result};
 use std::path::Path;
@@ -43,6 +44,32 @@ fn bad_field<T: DeserializeOwned>(text: &str) -> Option<String> {
         let told: String = why.chars().take(WHY_CHARS_MAX).collect();
         Some(format!("`{name}` cannot be read: {told}"))
     })
+}
+
+/// A field that is there, whatever it holds: with a default it tells null from silence.
+pub(super) fn present<'de, D: Deserializer<'de>, T: Deserialize<'de>>(
+    held: D,
+) -> Result<Option<T>, D::Error> {
+    T::deserialize(held).map(Some)
+}
+
+/// The number of a token, or a list of such numbers.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+pub(super) enum Ids {
+    One(u64),
+    Several(Vec<u64>),
+}
+
+impl Ids {
+    /// All of them, but for those that are no index on this machine.
+    pub(super) fn list(&self) -> Vec<usize> {
+        let ids = match self {
+            Ids::One(id) => std::slice::from_ref(id),
+            Ids::Several(ids) => ids,
+        };
+        ids.iter().filter_map(|id| usize::try_from(*id).ok()).collect()
+    }
 }
 
 /// What a config tells, and beside it fields that it only keeps: none of these takes the place of what is told.

@@ -1,7 +1,7 @@
 //! GPT-2's `config.json`, as `transformers` reads and writes it.
 
 use super::disk::{refuse, write_text};
-use super::fields::{CONFIG_FILE, Faults, dtype_name, fields};
+use super::fields::{CONFIG_FILE, Faults, Ids, dtype_name, fields};
 use super::fit::{Claims, config_text};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -42,6 +42,8 @@ pub struct Gpt2Config {
     pub bos_token_id: Option<usize>,
     /// The token that ends a text, if there is one.
     pub eos_token_id: Option<usize>,
+    /// Others that end a text too.
+    pub other_eos_token_ids: Vec<usize>,
     /// The dtype of the stored weights.
     pub dtype: DType,
 }
@@ -86,6 +88,7 @@ impl Gpt2Config {
             tie_word_embeddings: true,
             bos_token_id: None,
             eos_token_id: None,
+            other_eos_token_ids: Vec::new(),
             dtype: DType::F32,
         }
     }
@@ -174,7 +177,7 @@ impl Gpt2Config {
             "attn_pdrop": self.attn_pdrop,
             "bos_token_id": self.bos_token_id,
             "embd_pdrop": self.embd_pdrop,
-            "eos_token_id": self.eos_token_id,
+            "eos_token_id": self.ends(),
             "initializer_range": self.initializer_range,
             "layer_norm_epsilon": self.layer_norm_epsilon,
             "model_type": "gpt2",
@@ -189,6 +192,14 @@ impl Gpt2Config {
             "vocab_size": self.vocab_size,
         });
         format!("{value:#}\n")
+    }
+
+    /// One token or a list, as `transformers` writes it.
+    fn ends(&self) -> Value {
+        match (self.eos_token_id, &self.other_eos_token_ids[..]) {
+            (end, []) => json!(end),
+            (end, others) => end.iter().chain(others).copied().collect(),
+        }
     }
 
     /// Writes `config.json` into a model folder, whole or not at all.
@@ -218,7 +229,7 @@ struct Raw {
     resid_pdrop: Option<f64>,
     tie_word_embeddings: Option<bool>,
     bos_token_id: Option<u64>,
-    eos_token_id: Option<u64>,
+    eos_token_id: Option<Ids>,
     torch_dtype: Option<String>,
     // What newer releases of `transformers` write for it; some write both.
     dtype: Option<String>,
@@ -255,7 +266,8 @@ impl Raw {
         // Not an index into anything here: `generate` in `transformers` may name a token that the vocabulary
         // lacks.
         config.bos_token_id = self.bos_token_id.and_then(|id| usize::try_from(id).ok());
-        config.eos_token_id = self.eos_token_id.and_then(|id| usize::try_from(id).ok());
+        let mut ends = self.eos_token_id.as_ref().map_or_else(Vec::new, Ids::list).into_iter();
+        (config.eos_token_id, config.other_eos_token_ids) = (ends.next(), ends.collect());
         config.dtype = faults.dtype(self.torch_dtype.as_deref(), self.dtype.as_deref());
         faults.none_or(config)
     }
@@ -347,6 +359,21 @@ mod tests {
         assert_eq!(value["torch_dtype"], "bfloat16");
         assert_eq!(value["bos_token_id"], Value::Null);
         assert_eq!(value["layer_norm_epsilon"], 1e-5);
+    }
+
+    #[test]
+    fn several_tokens_may_end_a_text() {
+        let read = |ends: &str| parse(&PUBLISHED.replacen("\"eos_token_id\": 50256", ends, 1)).unwrap();
+        for (field, first, others) in [
+            ("\"eos_token_id\": [0, 1]", Some(0), vec![1]),
+            ("\"eos_token_id\": [7]", Some(7), vec![]),
+            ("\"eos_token_id\": []", None, vec![]),
+            ("\"eos_token_id\": null", None, vec![]),
+        ] {
+            let config = read(field);
+            assert_eq!((config.eos_token_id, &config.other_eos_token_ids), (first, &others), "{field}");
+            assert_eq!(parse(&config.to_json()).unwrap(), config);
+        }
     }
 
     #[test]

@@ -3,7 +3,7 @@
 mod windows;
 
 use super::disk::refuse;
-use super::fields::{Faults, below, dtype_name, fields};
+use super::fields::{Faults, below, dtype_name, fields, present};
 use super::fit::Claims;
 use super::rotary::{Raw as RawRotary, Rotary, RotaryScaling};
 use serde::Deserialize;
@@ -298,7 +298,9 @@ struct Raw {
     intermediate_size: Option<u64>,
     num_hidden_layers: Option<u64>,
     num_attention_heads: Option<u64>,
-    num_key_value_heads: Option<u64>,
+    // A null says something else than silence.
+    #[serde(default, deserialize_with = "present")]
+    num_key_value_heads: Option<Option<u64>>,
     head_dim: Option<u64>,
     hidden_act: Option<String>,
     rms_norm_eps: Option<f64>,
@@ -322,8 +324,10 @@ struct Raw {
 impl Raw {
     fn check(mut self, kind: LlamaKind) -> Result<LlamaConfig, Vec<String>> {
         let mut faults = Faults(self.unsupported(kind));
-        // Without a number of key heads each query head has its own; the other members say how many there are.
-        let key_heads = self.num_attention_heads.filter(|_| kind == LlamaKind::Llama);
+        // Without a number of key heads each query head has its own. A llama's file may be silent, that of another member says
+        // so by a null: without the field, it has a number that is not told.
+        let is_null = self.num_key_value_heads == Some(None);
+        let key_heads = self.num_attention_heads.filter(|_| kind == LlamaKind::Llama || is_null);
         let mut config = LlamaConfig::new(
             kind,
             faults.extent("vocab_size", self.vocab_size, None),
@@ -335,7 +339,7 @@ impl Raw {
             faults.blocks("num_hidden_layers", self.num_hidden_layers),
             [
                 faults.extent("num_attention_heads", self.num_attention_heads, None),
-                faults.extent("num_key_value_heads", self.num_key_value_heads, key_heads),
+                faults.extent("num_key_value_heads", self.num_key_value_heads.flatten(), key_heads),
             ],
         );
         config.head_dim = self.head_dim(&config, &mut faults);
@@ -387,7 +391,8 @@ impl Raw {
     fn unsupported(&self, kind: LlamaKind) -> Vec<String> {
         let mut faults = Vec::new();
         let activation = self.hidden_act.as_deref().unwrap_or("silu");
-        if activation != "silu" {
+        // Two words for the same function.
+        if !["silu", "swish"].contains(&activation) {
             faults.push(format!("`hidden_act` is {activation:?}; run is \"silu\""));
         }
         if self.partial_rotary_factor.is_some_and(|part| part != 1.0) {

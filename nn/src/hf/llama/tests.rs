@@ -182,6 +182,20 @@ fn what_no_file_of_a_member_can_say_is_told() {
 }
 
 #[test]
+fn what_transformers_takes_is_read() {
+    assert!(changed(LlamaKind::Llama, "\"silu\"", "\"swish\"").is_ok(), "another word for it");
+    let (from, null) = ("\"num_key_value_heads\": 8", "\"num_key_value_heads\": null");
+    for kind in LlamaKind::EVERY {
+        assert_eq!(changed(kind, from, null).unwrap().num_key_value_heads, 32);
+        let silent = changed(kind, from, "\"x\": 1");
+        match kind {
+            LlamaKind::Llama => assert_eq!(silent.unwrap().num_key_value_heads, 32),
+            _ => assert!(silent.unwrap_err().to_string().contains("`num_key_value_heads` is missing")),
+        }
+    }
+}
+
+#[test]
 fn each_unsupported_field_is_named() {
     assert_eq!(fault("\"silu\"", "\"gelu\""), "`hidden_act` is \"gelu\"; run is \"silu\"");
     assert_eq!(fault("\"hidden_size\": 4096,", ""), "`hidden_size` is missing");
