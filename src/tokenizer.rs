@@ -16,9 +16,9 @@ pub(crate) const BYTES: usize = 256;
 pub(crate) enum Tokenizer {
     /// Each byte is the token of its value.
     Bytes,
-    /// As the file says.
+    /// As the file says, in tokens below a number.
     #[cfg(feature = "tokenizers")]
-    File(Box<tokenizers::Tokenizer>),
+    File(Box<tokenizers::Tokenizer>, usize),
 }
 
 impl Tokenizer {
@@ -44,7 +44,7 @@ impl Tokenizer {
         let why = match &tokenizer {
             Tokenizer::Bytes => format!("a vocabulary of {has} tokens is too small for bytes of text"),
             #[cfg(feature = "tokenizers")]
-            Tokenizer::File(_) => format!("a tokenizer of {needs} tokens for a model of {has}"),
+            Tokenizer::File(..) => format!("a tokenizer of {needs} tokens for a model of {has}"),
         };
         let help = format!("give token numbers instead of text, or a model with {needs} tokens or more");
         Err(Error::new(Kind::Config, why).detail("help", help))
@@ -56,7 +56,8 @@ impl Tokenizer {
         let mut file = tokenizers::Tokenizer::from_file(path).map_err(told)?;
         // Many files say to cut texts and to fill them up, for models that read one at a time.
         file.with_padding(None).with_truncation(None).map_err(told)?;
-        Ok(Tokenizer::File(Box::new(file)))
+        let last = file.get_vocab(true).into_values().max();
+        Ok(Tokenizer::File(Box::new(file), last.map_or(0, |last| last as usize + 1)))
     }
 
     #[cfg(not(feature = "tokenizers"))]
@@ -66,12 +67,12 @@ impl Tokenizer {
         Err(Error::new(Kind::Unsupported, why).detail("help", help))
     }
 
-    /// How many tokens there may be.
+    /// How many tokens there may be: one more than the largest.
     pub(crate) fn vocab(&self) -> usize {
         match self {
             Tokenizer::Bytes => BYTES,
             #[cfg(feature = "tokenizers")]
-            Tokenizer::File(file) => file.get_vocab_size(true),
+            Tokenizer::File(_, vocab) => *vocab,
         }
     }
 
@@ -88,9 +89,23 @@ impl Tokenizer {
         match self {
             Tokenizer::Bytes => Ok(text.bytes().map(u32::from).collect()),
             #[cfg(feature = "tokenizers")]
-            Tokenizer::File(file) => {
-                let told = |e| Error::new(Kind::Data, format!("the text cannot be cut into tokens: {e}"));
-                Ok(file.encode_fast(text, false).map_err(told)?.get_ids().to_vec())
+            Tokenizer::File(file, _) => Ok(cut(file, text, false)?.get_ids().to_vec()),
+        }
+    }
+
+    /// The tokens of a text that goes on: behind those that the tokenizer puts at the start of a text, and without any that it puts
+    /// at the end.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode`].
+    pub(crate) fn encode_start(&self, text: &str) -> Result<Vec<u32>> {
+        match self {
+            Tokenizer::Bytes => self.encode(text),
+            #[cfg(feature = "tokenizers")]
+            Tokenizer::File(file, _) => {
+                let made = cut(file, text, true)?;
+                let put = made.get_special_tokens_mask().iter().rev().take_while(|put| **put == 1).count();
+                Ok(made.get_ids()[..made.len() - put].to_vec())
             }
         }
     }
@@ -103,12 +118,19 @@ impl Tokenizer {
         match self {
             Tokenizer::Bytes => Ok(tokens.iter().map(|token| *token as u8).collect()),
             #[cfg(feature = "tokenizers")]
-            Tokenizer::File(file) => {
+            Tokenizer::File(file, _) => {
                 let told = |e| Error::new(Kind::Data, format!("tokens cannot be joined to text: {e}"));
                 Ok(file.decode(tokens, true).map_err(told)?.into_bytes())
             }
         }
     }
+}
+
+/// The tokens of a text, with those that mark its start and end or without.
+#[cfg(feature = "tokenizers")]
+fn cut(file: &tokenizers::Tokenizer, text: &str, marked: bool) -> Result<tokenizers::Encoding> {
+    let told = |e| Error::new(Kind::Data, format!("the text cannot be cut into tokens: {e}"));
+    file.encode_fast(text, marked).map_err(told)
 }
 
 #[cfg(test)]
@@ -144,6 +166,9 @@ mod tests {
                 let ids: Vec<u32> =
                     case["ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect();
                 assert_eq!(file.encode(case["text"].as_str().unwrap()).unwrap(), ids, "{name}");
+                // The second file marks the start of a text by its token 2, and the end by another.
+                let start = [&[2][..usize::from(name == "wordpiece")], &ids].concat();
+                assert_eq!(file.encode_start(case["text"].as_str().unwrap()).unwrap(), start, "{name}");
                 assert_eq!(file.decode(&ids).unwrap(), case["back"].as_str().unwrap().as_bytes(), "{name}");
             }
         }

@@ -64,4 +64,16 @@ fn text_is_trained_on_measured_and_continued_in_the_tokens_of_the_model() {
     };
     assert!(said("dp=1").starts_with("the cat sat"), "{}", said("dp=1"));
     assert_eq!(said("tp=2"), said("dp=1"));
+    // It goes on with " sat": a token that another file may say ends a text.
+    let tokens = &fs::read_to_string(Path::new(&model).join("tokenizer.json")).unwrap();
+    let tokens: serde_json::Value = serde_json::from_str(tokens).unwrap();
+    let sat = tokens["model"]["vocab"]["Ġsat"].as_u64().expect("the file has such a token");
+    let file = Path::new(&model).join("generation_config.json");
+    fs::write(&file, format!("{{\"eos_token_id\": [1, {sat}]}}")).unwrap();
+    assert_eq!(said("dp=1"), "the cat\n");
+    let ignored =
+        ["generate", "--model", &model, "--prompt", "the cat", "--tokens", "8", "--greedy", "--ignore-end"];
+    assert!(done(&ignored).starts_with("the cat sat"));
+    fs::write(&file, "{").unwrap();
+    assert_eq!(crate::cli::told(&ignored[..5]).0, 2);
 }

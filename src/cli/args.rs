@@ -137,8 +137,8 @@ pub(crate) fn check_tokens(batch: usize, seq: usize) -> Result<()> {
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Data")]
 pub(crate) struct DataArgs {
-    /// UTF-8 texts, folders of them, or .bin files of token numbers, one behind the other [default: the Rust and Markdown
-    /// sources of the working directory]
+    /// UTF-8 texts, folders of them, or .bin files of token numbers, one behind the other; tokens with which tokenizer.json
+    /// would begin or end a text are left out [default: the Rust and Markdown sources of the working directory]
     #[arg(long, value_name = "PATH", num_args = 1.., conflicts_with = "tokens")]
     pub(crate) data: Vec<PathBuf>,
     /// Numbers of .bin files, little endian [default: u16 for up to 65536 tokens, else u32]
@@ -384,12 +384,15 @@ pub(crate) struct GenerateArgs {
     /// Folder with config.json and model.safetensors
     #[arg(long, value_name = "DIR", default_value = defaults::MODEL, help_heading = "Model")]
     pub(crate) model: PathBuf,
-    /// Text to continue
+    /// Text to continue, behind the tokens with which the tokenizer begins a text
     #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new())]
     pub(crate) prompt: String,
-    /// Tokens to add
+    /// Tokens to add at most; fewer if one ends the text
     #[arg(long, value_name = "N", default_value = defaults::NEW_TOKENS, value_parser = values::count)]
     pub(crate) tokens: usize,
+    /// Go on behind a token that ends a text (of config.json or generation_config.json)
+    #[arg(long)]
+    pub(crate) ignore_end: bool,
     #[command(flatten)]
     pub(crate) sampling: SamplingArgs,
     #[command(flatten)]

@@ -12,7 +12,16 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     let config = config_of(&args.model)?;
     refuse_encoders(&config)?;
     let tokenizer = Tokenizer::of(Some(&args.model), &config)?;
-    let prompt = Prompt::new(&args.prompt, &tokenizer)?;
+    let mut ends = config.ends_of_text_in(&args.model)?;
+    // A number that is a byte of text to the tokenizer ends none.
+    ends.retain(|_| !args.ignore_end && !tokenizer.is_bytes());
+    let prompt = Prompt::new(&args.prompt, &tokenizer, ends)?;
+    let (known, all) = (tokenizer.vocab(), config.vocab_size());
+    if known < all {
+        eprintln!(
+            "the model scores {all} tokens, of which the tokenizer knows {known}: the others are never chosen"
+        );
+    }
     let made = args.run.world()?.launch(|rank| {
         let plan = LanguageModel::plan(&config);
         let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 0, args.run.dtype)?;
@@ -36,22 +45,24 @@ struct Prompt<'a> {
     tokens: Vec<u32>,
     /// How many bytes of text its tokens stand for.
     len: usize,
+    /// The tokens with which the text ends.
+    ends: Vec<usize>,
 }
 
 impl<'a> Prompt<'a> {
-    fn new(text: &str, tokenizer: &'a Tokenizer) -> Result<Prompt<'a>> {
-        let tokens = tokenizer.encode(text)?;
+    fn new(text: &str, tokenizer: &'a Tokenizer, ends: Vec<usize>) -> Result<Prompt<'a>> {
+        let tokens = tokenizer.encode_start(text)?;
         if tokens.is_empty() {
             return Err(
                 Error::new(Kind::Data, "the prompt has no tokens").detail("help", "give a longer one")
             );
         }
         let len = tokenizer.decode(&tokens)?.len();
-        Ok(Prompt { tokenizer, tokens, len })
+        Ok(Prompt { tokenizer, tokens, len, ends })
     }
 }
 
-/// The text of so many tokens behind the prompt, shown as far as it is known. Every rank chooses the same ones, from the
+/// The text of so many tokens behind the prompt, or of those before one that ends it, shown as far as it is known. Every rank chooses the same ones, from the
 /// same logits and the same random numbers.
 fn continued(
     model: &Model<LanguageModel>,
@@ -70,6 +81,9 @@ fn continued(
         let logits = &logits[..prompt.tokenizer.vocab()];
         check_finite(logits, n)?;
         let next = choose(logits, how, uniform_at(how.seed, 0, n as u64));
+        if prompt.ends.contains(&next) {
+            break;
+        }
         tokens.push(next as u32);
         unread = vec![next as i64];
         text = prompt.tokenizer.decode(&tokens)?.split_off(prompt.len);
@@ -197,14 +211,14 @@ mod tests {
         let prompt = "abc".repeat(20);
         for preset in ["tiny", "llama-tiny"] {
             let config = ModelConfig::preset(preset).unwrap();
-            let made = |mesh: &str, how: &SamplingArgs| {
+            let made = |mesh: &str, how: &SamplingArgs, ends: &[usize]| {
                 let ranks = World::run(Mesh::parse(mesh).unwrap(), |rank| {
                     let plan = LanguageModel::plan(&config);
                     let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 3, DType::F64)?;
                     let mut shown = Vec::new();
-                    let prompt = Prompt::new(&prompt, &Tokenizer::Bytes)?;
+                    let prompt = Prompt::new(&prompt, &Tokenizer::Bytes, ends.to_vec())?;
                     let text = continued(&model, &prompt, 12, how, |bytes| shown.extend_from_slice(bytes))?;
-                    assert_eq!((text.len(), &text), (12, &shown));
+                    assert_eq!((text.len() == 12 || !ends.is_empty(), &text), (true, &shown));
                     Ok(text)
                 });
                 let ranks = ranks.unwrap();
@@ -212,10 +226,17 @@ mod tests {
                 ranks[0].clone()
             };
             let (plain, sharp) = (how(None, None, false), how(Some(40), Some(0.9), false));
-            let (one, other) = (made("", &plain), made("", &sharp));
-            assert!(one != other && one != made("", &SamplingArgs { seed: 1, ..plain.clone() }));
+            let (one, other) = (made("", &plain, &[]), made("", &sharp, &[]));
+            assert!(one != other && one != made("", &SamplingArgs { seed: 1, ..plain.clone() }, &[]));
+            // Any of the tokens that end a text does so, and is no part of it.
+            let ends = [usize::from(one[6]), usize::from(one[4])];
+            let at = one.iter().position(|byte| ends.contains(&usize::from(*byte))).unwrap();
+            assert_eq!(made("", &plain, &ends), one[..at]);
             for mesh in ["tp=2", "dp=2,tp=2"] {
-                assert!(made(mesh, &plain) == one && made(mesh, &sharp) == other, "{preset} on {mesh}");
+                assert!(
+                    made(mesh, &plain, &[]) == one && made(mesh, &sharp, &[]) == other,
+                    "{preset} on {mesh}"
+                );
             }
         }
     }

@@ -1,8 +1,8 @@
 //! `config.json` of any family that there is, told apart by its `model_type`.
 
 use super::bert::BertConfig;
-use super::disk::{refuse, write_text};
-use super::fields::{CONFIG_FILE, fields};
+use super::disk::{read_text, refuse, write_text};
+use super::fields::{CONFIG_BYTES_MAX, CONFIG_FILE, GENERATION_FILE, Ids, fields};
 use super::fit::config_text;
 use super::gpt2::Gpt2Config;
 use super::llama::{LlamaConfig, LlamaKind};
@@ -25,6 +25,12 @@ pub enum ModelConfig {
 #[derive(Deserialize)]
 struct Head {
     model_type: Option<String>,
+}
+
+/// What is read of `generation_config.json`.
+#[derive(Deserialize)]
+struct Generation {
+    eos_token_id: Option<Ids>,
 }
 
 impl ModelConfig {
@@ -160,15 +166,38 @@ impl ModelConfig {
     /// the vocabulary.
     #[must_use]
     pub fn end_of_text(&self) -> Option<usize> {
+        self.ends_of_text().first().copied()
+    }
+
+    /// The numbers of all tokens that end a text, as the file names them.
+    #[must_use]
+    pub fn ends_of_text(&self) -> Vec<usize> {
         match self {
-            ModelConfig::Gpt2(config) => config.eos_token_id,
-            ModelConfig::Bert(_) => None,
+            ModelConfig::Gpt2(config) => {
+                config.eos_token_id.iter().chain(&config.other_eos_token_ids).copied().collect()
+            }
+            ModelConfig::Bert(_) => Vec::new(),
             ModelConfig::Llama(config) => {
-                let named = config.others.get("eos_token_id")?;
-                let first = named.as_array().map_or(Some(named), |list| list.first());
-                first.and_then(serde_json::Value::as_u64).and_then(|id| usize::try_from(id).ok())
+                let named = config.others.get("eos_token_id").cloned();
+                let ids = named.and_then(|named| serde_json::from_value::<Ids>(named).ok());
+                ids.as_ref().map_or_else(Vec::new, Ids::list)
             }
         }
+    }
+
+    /// [`ModelConfig::ends_of_text`], and those that `generation_config.json` of a folder names, if it is there: a text that is
+    /// continued ends with any of them.
+    ///
+    /// # Errors
+    /// `Kind::Checkpoint` for a file that is no JSON, or names something else than tokens; `Kind::Io` if the system refuses.
+    pub fn ends_of_text_in(&self, dir: &Path) -> Result<Vec<usize>> {
+        let (mut ends, path) = (self.ends_of_text(), dir.join(GENERATION_FILE));
+        if path.symlink_metadata().is_ok() {
+            let read: Generation = fields(&path, &read_text(dir, GENERATION_FILE, CONFIG_BYTES_MAX)?)?;
+            let more = read.eos_token_id.as_ref().map_or_else(Vec::new, Ids::list);
+            ends.extend(more.into_iter().filter(|id| !ends.contains(id)).collect::<Vec<_>>());
+        }
+        Ok(ends)
     }
 
     /// The dtype of the stored weights.
@@ -223,6 +252,7 @@ impl From<LlamaConfig> for ModelConfig {
 
 #[cfg(test)]
 mod tests {
+    use super::super::disk::scratch::Scratch;
     use super::*;
 
     #[test]
@@ -242,6 +272,35 @@ mod tests {
         }
         let nested = wrong("llama", r#""rope_scaling": {"factor": "x"}"#);
         assert!(nested.starts_with("c: `rope_scaling` cannot be read: invalid type: string"), "{nested}");
+    }
+
+    #[test]
+    fn all_tokens_that_end_a_text_are_known() {
+        let dir = Scratch::new();
+        let mut config = LlamaConfig::preset("llama-tiny").unwrap();
+        config.others.insert("eos_token_id".to_string(), serde_json::json!([5, 7]));
+        let config = ModelConfig::from(config);
+        assert_eq!((config.end_of_text(), config.ends_of_text()), (Some(5), vec![5, 7]));
+        let ends = || config.ends_of_text_in(&dir.path(""));
+        assert_eq!(ends().unwrap(), [5, 7]);
+        for (text, all) in [
+            (r#"{"eos_token_id": [7, 9], "top_p": 0.9}"#, &[5, 7, 9][..]),
+            (r#"{"eos_token_id": 3}"#, &[5, 7, 3]),
+            ("{}", &[5, 7]),
+        ] {
+            dir.file(GENERATION_FILE, text.as_bytes());
+            assert_eq!(ends().unwrap(), all, "{text}");
+        }
+        for bad in ["", r#"{"eos_token_id": "x"}"#, "[]"] {
+            dir.file(GENERATION_FILE, bad.as_bytes());
+            let error = ends().unwrap_err();
+            assert!(error.message().contains("generation_config.json: "), "{error}");
+        }
+        let mut config = Gpt2Config::preset("tiny").unwrap();
+        config.eos_token_id = Some(2);
+        config.other_eos_token_ids = vec![4];
+        assert_eq!(ModelConfig::from(config).ends_of_text(), [2, 4]);
+        assert_eq!(ModelConfig::preset("bert-base").unwrap().end_of_text(), None);
     }
 
     #[test]

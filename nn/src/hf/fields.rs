@@ -14,6 +14,9 @@ pub const WEIGHTS_FILE: &str = "model.safetensors";
 /// The name of the index in a folder whose weights are spread over several files.
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
 
+/// The name of the file that tells how texts are continued, in a model folder.
+pub(super) const GENERATION_FILE: &str = "generation_config.json";
+
 /// No config file is longer than this.
 pub(super) const CONFIG_BYTES_MAX: u64 = 1 << 20;
 /// No extent in a config file is larger than this; products of three of them fit u128, parameter counts fit
