@@ -33,7 +33,31 @@ pub type MapBackward = dyn Fn(&Rank, &[Piece], &[Piece]) -> Result<Pieces>;
 
 /// Applies a function of local pieces: `forward` gets this rank's pieces of the arguments and gives its pieces of the
 /// results; `backward` gets the arguments and the cotangents of the results and gives those of all arguments (for integers
-/// any piece of their dtype and local shape). That the functions mean what the layouts say is the caller's word.
+/// any piece of their dtype and local shape). That the functions mean what the layouts say is the caller's word. A dry run
+/// does not call them, so that what they compute or send is not in its account: there are no numbers that they could read.
+///
+/// ```
+/// use shardgrad_tensor::{Layout, MapLayouts, Mesh, Piece, Rank, Result, Tensor, World, local_map};
+///
+/// // Squares, by numbers that are brought to the host and back; each rank does its own.
+/// fn map(rank: &Rank, x: &Piece, f: impl Fn(usize, f64) -> f64) -> Result<Piece> {
+///     let numbers = x.to_f64(rank)?.into_iter().enumerate().map(|(i, x)| f(i, x)).collect::<Vec<f64>>();
+///     Piece::upload(rank, &x.view.shape, &numbers)
+/// }
+/// let squares = World::run(Mesh::parse("a=2")?, |rank| {
+///     let layout = [Layout::parse("f64[3@a]", rank.mesh())?];
+///     let x = Tensor::from_global(rank, &layout[0], &[1.0, 2.0, 3.0])?;
+///     let layouts = MapLayouts { inputs: &layout, outputs: &layout, cotangents: &layout };
+///     let forward = |rank: &Rank, x: &[Piece]| Ok([map(rank, &x[0], |_, x| x * x)?].into_iter().collect());
+///     let backward = |rank: &Rank, x: &[Piece], dy: &[Piece]| {
+///         let dy = dy[0].to_f64(rank)?;
+///         Ok([map(rank, &x[0], |i, x| 2.0 * x * dy[i])?].into_iter().collect())
+///     };
+///     local_map("squares", &[&x], layouts, forward, backward)[0].to_f64()
+/// })?;
+/// assert_eq!(squares[0], [1.0, 4.0, 9.0]);
+/// # Ok::<(), shardgrad_tensor::Error>(())
+/// ```
 ///
 /// # Panics
 /// Unwinds with the error: `Kind::Layout` if an argument lies otherwise than stated, or a stated cotangent is not the
@@ -101,6 +125,12 @@ fn checked(map: &str, function: &str, pieces: Pieces, stated: &[Layout], rank: &
         }
     }
     Ok(pieces)
+}
+
+/// Pieces of these layouts without numbers: what a user's function would give on a dry run.
+fn outlines(rank: &Rank, stated: &[Layout]) -> Result<Pieces> {
+    let piece = |l: &Layout| Piece::alloc(rank, l.dtype(), &l.local_shape(rank.coordinates()));
+    stated.iter().map(piece).collect()
 }
 
 /// A label for each dim of each tensor: no two dims need be the same thing.
@@ -206,6 +236,9 @@ impl Op for LocalMap {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        if local.rank.is_dry() {
+            return outlines(local.rank, &self.outputs);
+        }
         let pieces = (self.forward)(local.rank, &owned(x))?;
         checked(self.name, "forward", pieces, &self.outputs, local.rank)
     }
@@ -252,6 +285,9 @@ impl Op for LocalMapBackward {
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        if local.rank.is_dry() {
+            return outlines(local.rank, &self.outputs);
+        }
         let (inputs, grads) = x.split_at(self.num_inputs);
         let pieces = (self.backward)(local.rank, &owned(inputs), &owned(grads))?;
         checked(self.name, "backward", pieces, &self.outputs, local.rank)
@@ -399,6 +435,47 @@ mod tests {
             assert!(error.message().starts_with("local_map mine: the backward function gave"), "{error}");
             assert!(error.message().contains(what), "{error}");
         }
+    }
+
+    /// Functions that read numbers, of which a dry run has none.
+    #[test]
+    fn a_dry_run_calls_no_function() {
+        let read = |rank: &Rank, x: &[Piece]| {
+            let first = x[0].to_f64(rank)?[0];
+            Ok([Piece::upload(rank, &x[0].view.shape, &vec![first; x[0].numel()])?].into_iter().collect())
+        };
+        let on = |rank: &Rank| {
+            let layout = [Layout::parse("f64[4@a]", rank.mesh())?];
+            let x = Tensor::full(rank, &layout[0], 1.0)?;
+            let layouts = MapLayouts { inputs: &layout, outputs: &layout, cotangents: &layout };
+            let y =
+                local_map("mine", &[&x], layouts, read, |_, x, _| Ok(x.iter().cloned().collect())).remove(0);
+            let dx = LocalMap::new("mine", layouts, read, move |rank, x, _| read(rank, x)).vjp(&Vjp {
+                rank,
+                inputs: &[Some(x.clone())],
+                outputs: &[None],
+                input_layouts: &layout,
+                output_layouts: &layout,
+                grads: &[Some(x)],
+                wanted: &[true],
+            });
+            Ok([y.layout().to_string(), dx[0].as_ref().expect("it was wanted").layout().to_string()])
+        };
+        assert_eq!(World::new(Mesh::parse("a=2").unwrap()).dry_run(1, on).unwrap(), ["f64[4@a]"; 2]);
+        assert_eq!(World::run(Mesh::parse("a=2").unwrap(), on).unwrap()[0], ["f64[4@a]"; 2]);
+    }
+
+    #[test]
+    fn as_many_elements_as_places_are_uploaded() {
+        World::run(Mesh::single(), |rank| {
+            for (shape, held) in [(&[2, 3][..], 5), (&[2, 3], 7), (&[], 0), (&[usize::MAX, 2], 1)] {
+                let error = Piece::upload(rank, shape, &vec![0.0f64; held]).unwrap_err();
+                assert_eq!(error.kind(), Kind::Shape, "{error}");
+                assert_eq!(error.message(), format!("{held} elements for a piece of shape {shape:?}"));
+            }
+            Ok(())
+        })
+        .unwrap();
     }
 
     #[test]

@@ -61,13 +61,15 @@ impl Piece {
     /// New memory with elements from the host, row-major.
     ///
     /// # Errors
-    /// `Kind::OutOfMemory`.
+    /// `Kind::Shape` unless there is one element for each place of the shape; `Kind::OutOfMemory`.
     pub fn upload<T: Element>(rank: &Rank, shape: &[usize], data: &[T]) -> Result<Piece> {
-        debug_assert_eq!(
-            data.len(),
-            shape.iter().product::<usize>(),
-            "one element for each place of the shape"
-        );
+        let places = shape.iter().try_fold(1usize, |n, extent| n.checked_mul(*extent));
+        if places != Some(data.len()) {
+            let text = format!("{} elements for a piece of shape {shape:?}", data.len());
+            return Err(
+                Error::new(Kind::Shape, text).detail("help", "give one element for each place of the shape")
+            );
+        }
         let buffer = upload(&**rank.backend(), data)?;
         Ok(Piece { buffer, dtype: T::DTYPE, view: Strides::contiguous(shape).into() })
     }
