@@ -1,5 +1,7 @@
 //! The command line from outside: what bad input is told, and with which exit code; what a run leaves behind.
 
+use shardgrad::kernels::DType;
+use shardgrad::nn::hf::TensorWriter;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -56,7 +58,11 @@ fn misuse_has_exit_code_2_and_a_repair() {
     let latin =
         folder.file("latin", [b"caf".as_slice(), &[0xe9], b" au lait ".as_slice()].concat().repeat(300));
     let (empty, short) = (folder.file("empty", ""), folder.file("short", "abc"));
-    let out = folder.path("out");
+    let (out, long) = (folder.path("out"), folder.path("long"));
+    let ids = [("input_ids".to_string(), DType::I64, vec![1, 81])];
+    let mut rows = TensorWriter::create(Path::new(&long), &ids).unwrap();
+    rows.append("input_ids", &[0; 8 * 81]).unwrap();
+    rows.finish().unwrap();
     let cases: &[(&[&str], &[&str])] = &[
         (&["train", "--stepps", "3"], &["unexpected argument '--stepps'", "--steps"]),
         (&["trian"], &["unrecognized subcommand 'trian'", "train"]),
@@ -70,6 +76,8 @@ fn misuse_has_exit_code_2_and_a_repair() {
         (&["train", "--data", "/no/such/file"], &["/no/such/file: there is no such file"]),
         (&["train", "--data", &folder.path("none")], &["none: there is no such file"]),
         (&["train", "--data", &data, "--end-of-text", "256"], &["--end-of-text 256", "0..256"]),
+        (&["explain", "--preset", "tiny", "--seq", "999"], &["--seq 999 exceeds the 64 positions"]),
+        (&["train", "--tokens", &long], &["rows have 80 tokens, the model 64 positions", "--tokens"]),
         (&["train", "--data", &data, "--shard-size", "5 fish"], &["500MB or 5GB"]),
         (&["train", "--data", &empty], &["empty"]),
         (&["train", "--data", &short], &["bytes, but --seq 64 needs 65"]),

@@ -459,6 +459,14 @@ pub(crate) struct ExplainArgs {
 }
 
 impl ExplainArgs {
+    /// The tokens of a sequence.
+    ///
+    /// # Errors
+    /// `Kind::Config` for more than the model has positions.
+    pub(crate) fn seq(&self, config: &ModelConfig) -> Result<usize> {
+        seq(self.seq, config, defaults::EXPLAINED_SEQ_MAX)
+    }
+
     /// The mesh of the step.
     ///
     /// # Errors

@@ -1,7 +1,7 @@
 //! `eval`: the mean loss of a model on a text or on token numbers, on any mesh.
 
 use super::args::{EvalArgs, check_tokens, config_of};
-use crate::data::{Order, Sampler, TokenFile, Vocabulary};
+use crate::data::{Order, Sampler};
 use crate::outputs::check_target;
 use crate::train::{Measured, batch, mean_loss};
 use serde_json::json;
@@ -18,7 +18,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
     let seq = args.seq(&config)?;
     let (windows, what) = match &args.source.tokens {
         Some(path) => {
-            let file = TokenFile::open(path, &Vocabulary::new(&config))?;
+            let file = super::token_rows(path, &config)?;
             if args.seq.is_some() {
                 file.require_seq(seq)?;
             }

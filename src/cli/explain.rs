@@ -34,7 +34,7 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     if let Some(fault) = faults.into_iter().next() {
         return Err(Error::new(Kind::Config, fault));
     }
-    let seq = args.seq.unwrap_or(config.positions().min(1024));
+    let seq = args.seq(&config)?;
     check_tokens(args.batch, seq)?;
     let plan = args.pipeline.plan(LanguageModel::plan(&config));
     let microbatches = args.pipeline.microbatches(&mesh, args.batch);

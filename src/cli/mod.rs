@@ -10,7 +10,7 @@ mod ops;
 mod plan;
 mod train;
 
-use crate::data::{Corpus, How};
+use crate::data::{Corpus, How, TokenFile, Vocabulary};
 use shardgrad::nn::{Cast, LanguageModel, Model, ModelConfig};
 use shardgrad::{Error, Kind, Result};
 use std::path::{Path, PathBuf};
@@ -90,6 +90,21 @@ fn refuse_texts(config: &ModelConfig) -> Result<()> {
     let why = "an encoder predicts tokens that are hidden from it; a text does not say which";
     let help = "use --tokens FILE with `input_ids` and `labels`, i64 [N, T], -100 where nothing is asked for";
     Err(Error::new(Kind::Unsupported, why).detail("help", help))
+}
+
+/// Rows of token numbers that a model has positions for.
+///
+/// # Errors
+/// As [`TokenFile::open`]; `Kind::Data` naming the file for rows that are too long.
+fn token_rows(path: &Path, config: &ModelConfig) -> Result<TokenFile> {
+    let file = TokenFile::open(path, &Vocabulary::new(config))?;
+    let (seq, positions) = (file.seq(), config.positions());
+    if seq <= positions {
+        return Ok(file);
+    }
+    let why = format!("{}: rows have {seq} tokens, the model {positions} positions", path.display());
+    Err(Error::new(Kind::Data, why)
+        .detail("help", "give --tokens a file of shorter rows, or take a model with more positions"))
 }
 
 /// Fills a model from its folder; the first rank says which weights had another dtype than the model.

@@ -8,7 +8,7 @@ use steps::{Ended, take_steps};
 
 use super::Failure;
 use super::args::{TrainArgs, check_tokens};
-use crate::data::{Order, Sampler, Split, TokenFile, Vocabulary};
+use crate::data::{Order, Sampler, Split};
 use crate::interrupt::Interrupt;
 use crate::metrics::Metrics;
 use crate::outputs::{Companions, Lines, OutFolder, check_target, place};
@@ -222,7 +222,7 @@ fn rows(args: &TrainArgs, config: &ModelConfig, lines: &Lines) -> Result<Rows> {
     let mut unit = "token";
     let (rows, held_out) = match &args.source.tokens {
         Some(path) => {
-            let file = TokenFile::open(path, &Vocabulary::new(config))?;
+            let file = super::token_rows(path, config)?;
             if steps.seq.is_some() {
                 file.require_seq(seq)?;
             }

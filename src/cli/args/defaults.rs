@@ -7,6 +7,8 @@ pub(super) const STEPS: &str = "500";
 pub(super) const BATCH: &str = "32";
 /// The longest sequence that is not asked for.
 pub(super) const SEQ_MAX: usize = 128;
+/// The same where nothing is computed.
+pub(super) const EXPLAINED_SEQ_MAX: usize = 1024;
 pub(super) const LR: &str = "0.002";
 /// `--min-lr` as a part of `--lr`.
 pub(super) const MIN_LR_PART: f64 = 0.1;
