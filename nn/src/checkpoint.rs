@@ -52,7 +52,7 @@ impl<M: Family> Model<M> {
     /// first one longer than for anything else ([`Rank::patiently`]).
     ///
     /// # Errors
-    /// As [`save_weights`]; `Kind::Checkpoint`, before anything is written, for a model of which `config.json` cannot say
+    /// As [`Model::save_weights`]; `Kind::Checkpoint`, before anything is written, for a model of which `config.json` cannot say
     /// all (windows of several sizes).
     #[track_caller]
     pub fn save_as(&self, dir: &Path, bytes_max: u64, dtype: DType) -> Result<()> {
@@ -87,6 +87,25 @@ impl<M: Family> Model<M> {
 }
 
 impl<M: Module> Model<M> {
+    /// Writes the weights of a model of any kind into a folder, as they are stored, under the names of its parameters; there is no
+    /// config. Every rank calls this together. As [`save_weights`], in files of at most [`FILE_BYTES_MAX`] bytes.
+    ///
+    /// # Errors
+    /// As [`save_weights`].
+    #[track_caller]
+    pub fn save_weights(&self, dir: &Path) -> Result<()> {
+        save_weights(self, dir, FILE_BYTES_MAX, self.precision().param_dtype, &str::to_string)
+    }
+
+    /// Fills the parameters from a folder of weights under their names, saved on any mesh. Weights may be widened, but not
+    /// rounded. Each rank reads for itself; nothing is communicated.
+    ///
+    /// # Errors
+    /// As [`Weights::open`] and [`load_weights`].
+    pub fn load_weights(&self, dir: &Path) -> Result<Casts> {
+        load_weights(self, &Weights::open(dir)?, Cast::Widened, &str::to_string, &[])
+    }
+
     /// The names of the parameters that hold a number that is not finite, the same on every rank. Squares are added up where
     /// the parameters are, and looked at one by one where their sum is not finite. One small collective; every rank calls
     /// this together.

@@ -5,7 +5,8 @@ use crate::support::{Setup, run};
 use shardgrad_nn::checkpoint::save_weights;
 use shardgrad_nn::hf::{CONFIG_FILE, WEIGHTS_FILE, check_replaceable, folder::INDEX_FILE};
 use shardgrad_nn::{
-    Gpt2Config, LanguageModel, Llama, LlamaConfig, LlamaKind, Model, ModelConfig, Plan,
+    Gpt2Config, Init, LanguageModel, Linear, Llama, LlamaConfig, LlamaKind, Model, ModelConfig, Param, Plan,
+    RmsNorm, module,
 };
 use shardgrad_tensor::{DType, Error, Kind, Mesh, Result, Tensor, World};
 use std::collections::BTreeMap;
@@ -127,6 +128,44 @@ fn ranks_wait_for_the_disk_of_the_first_longer_than_for_anything_else() {
     });
     assert!(saved.is_ok(), "{saved:?}");
     assert!(folder.0.join(WEIGHTS_FILE).is_file());
+}
+
+module! {
+    /// A model of one's own.
+    struct Own { up: Linear, norms: Vec<RmsNorm>, scale: Param }
+}
+
+impl Own {
+    fn new(width: usize) -> Own {
+        let scale = Param::new(&[3]).init(Init::Normal(1.0));
+        Own { up: Linear::new(5, width), norms: vec![RmsNorm::new(width), RmsNorm::new(width)], scale }
+    }
+}
+
+#[test]
+fn weights_of_a_model_of_ones_own_come_and_go() {
+    let folder = Folder::new("own");
+    let plan = Plan::new().store("up.weight", "tp@1");
+    let values =
+        |model: &Model<Own>| model.params().iter().map(|p| p.tensor().to_f64()).collect::<Result<Vec<_>>>();
+    let saved = run("tp=2", |rank| {
+        let model = Model::new(rank, Own::new(7), &plan, 1)?;
+        model.save_weights(&folder.0)?;
+        values(&model)
+    });
+    assert!(!folder.0.join(CONFIG_FILE).exists());
+    for (mesh, dtype) in [("", DType::F32), ("tp=3", DType::F32), ("tp=2", DType::F64)] {
+        let loaded = run(mesh, |rank| {
+            let model = Model::with_dtype(rank, Own::new(7), &plan, 2, dtype)?;
+            assert_eq!(model.load_weights(&folder.0)?.is_empty(), dtype == DType::F32);
+            values(&model)
+        });
+        assert!(loaded[0] == saved[0], "{mesh}");
+    }
+    let error = World::run(Mesh::single(), |rank| {
+        Model::new(rank, Own::new(8), &plan, 2)?.load_weights(&folder.0).map(drop)
+    });
+    assert_eq!(error.unwrap_err().kind(), Kind::Checkpoint);
 }
 
 /// Windows that were changed since a config was read are in the file, or the save is refused and leaves nothing.
