@@ -272,6 +272,12 @@ impl RunArgs {
     /// `Kind::Unsupported` for a device that this machine or this build does not have.
     pub(crate) fn world(&self) -> Result<World> {
         check_axes(&self.mesh)?;
+        let precision = self.matmul_precision;
+        if precision != MatmulPrecision::default() && self.dtype == DType::F64 {
+            let why =
+                format!("--matmul-precision {precision} is about products of f32; --dtype f64 has none");
+            return Err(Error::new(Kind::Config, why).detail("help", "leave out one of the two"));
+        }
         let num_ranks = self.mesh.num_ranks();
         if num_ranks > defaults::RANKS_MAX {
             let why = format!(

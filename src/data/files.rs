@@ -52,6 +52,16 @@ impl How<'_> {
             .detail("help", format!("leave it out, or call the file NAME.{NUMBERS}")))
     }
 
+    /// Refuses a token between texts where there are no two.
+    fn check_end(&self, num_texts: usize) -> Result<()> {
+        if self.end.is_none() || num_texts > 1 {
+            return Ok(());
+        }
+        let read = if num_texts == 0 { "none is" } else { "one text is" };
+        let why = format!("--end-of-text stands between two texts, and {read} read");
+        Err(Error::new(Kind::Config, why).detail("help", "leave it out, or name more texts with --data"))
+    }
+
     /// That of the system for temporary files.
     fn scratch(&self) -> PathBuf {
         self.scratch.map_or_else(std::env::temp_dir, Path::to_path_buf)
@@ -73,6 +83,7 @@ impl Corpus {
     /// `Kind::Data` if the folder holds none; what the tokenizer of the model reports.
     pub(crate) fn from_sources(dir: &Path, how: &How<'_>) -> Result<Corpus> {
         how.check_width(&[])?;
+        how.check_end(1)?;
         let (origin, text) = read_sources(dir)?;
         let tokenizer = Tokenizer::of(how.model, how.config)?;
         let part = if tokenizer.is_bytes() {
@@ -91,7 +102,8 @@ impl Corpus {
     ///
     /// # Errors
     /// `Kind::Data` naming the file if it is missing, a pipe or a device, empty, not UTF-8 (with the offset of the first bad
-    /// byte), or has a length that its numbers do not divide; `Kind::Config` for a width where no file has numbers; for a folder without files; what the tokenizer of the model
+    /// byte), or has a length that its numbers do not divide; `Kind::Config` for a width where no file has numbers, and for a token between texts where there are
+    /// no two; for a folder without files; what the tokenizer of the model
     /// reports; `Kind::Io` if the system refuses.
     pub(crate) fn open(paths: &[PathBuf], how: &How<'_>) -> Result<Corpus> {
         let mut files = Vec::new();
@@ -99,6 +111,7 @@ impl Corpus {
             expand(path, &mut files)?;
         }
         how.check_width(&files)?;
+        how.check_end(files.iter().filter(|path| !is_numbers(path)).count())?;
         let keep = files.len() <= OPEN_MAX;
         let (mut tokenizer, mut disk) = (None, None);
         let (mut parts, mut texts) = (Vec::new(), 0);

@@ -14,11 +14,12 @@ impl Tensor {
     /// values, the others zeros.
     ///
     /// # Errors
-    /// `Kind::OutOfMemory`.
+    /// `Kind::Shape` for more elements than memory has addresses; `Kind::OutOfMemory`.
     pub fn from_fn(rank: &Rank, layout: &Layout, f: impl Fn(usize) -> f64) -> Result<Tensor> {
         if adds_zeros(layout, rank) {
             return Tensor::zeros(rank, layout);
         }
+        layout.check_addressable()?;
         let local = layout.local_shape(rank.coordinates());
         // The conversion of floats rounds to nearest, that to integers towards zero.
         let is_integer = matches!(layout.dtype(), DType::I64 | DType::U8);
@@ -33,7 +34,7 @@ impl Tensor {
     /// start, start + step, start + 2 step, .. in row-major order, each rounded once.
     ///
     /// # Errors
-    /// `Kind::OutOfMemory`.
+    /// As [`Tensor::from_fn`].
     pub fn arange(rank: &Rank, layout: &Layout, start: f64, step: f64) -> Result<Tensor> {
         Tensor::from_fn(rank, layout, |i| step.mul_add(i as f64, start))
     }
@@ -41,7 +42,7 @@ impl Tensor {
     /// Numbers at equal distances from `first` to `last`, both included, in row-major order.
     ///
     /// # Errors
-    /// `Kind::OutOfMemory`.
+    /// As [`Tensor::from_fn`].
     pub fn linspace(rank: &Rank, layout: &Layout, first: f64, last: f64) -> Result<Tensor> {
         let steps = layout.numel().saturating_sub(1);
         let (span, count) = (last - first, steps as f64);
@@ -146,6 +147,36 @@ mod tests {
             assert!(drawn.iter().all(|x| *x == 0.0 || *x == 1.0) && (200.0..300.0).contains(&ones), "{ones}");
             assert_eq!(Tensor::bernoulli(rank, &layout("f32[9]")?, 7, 0, 0.0)?.to_f64()?, [0.0; 9]);
             assert_eq!(Tensor::bernoulli(rank, &layout("f32[9]")?, 7, 0, 1.0)?.to_f64()?, [1.0; 9]);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn values_and_sizes_that_cannot_be_held_are_refused() {
+        World::run(Mesh::single(), |rank| {
+            let layout = |text: &str| Layout::parse(text, rank.mesh());
+            for (text, value) in
+                [("i64[2]", 0.5), ("u8[2]", 256.0), ("u8[2]", -1.0), ("bool[2]", 0.5), ("i64[2]", f64::NAN)]
+            {
+                let error = Tensor::full(rank, &layout(text)?, value).unwrap_err();
+                assert_eq!(error.kind(), shardgrad_dist::Kind::DType, "{text}: {error}");
+            }
+            for (text, value) in [("i64[2]", -3.0), ("u8[2]", 255.0), ("bool[2]", 1.0), ("bf16[2]", 0.5)] {
+                assert_eq!(Tensor::full(rank, &layout(text)?, value)?.to_f64()?, [value; 2], "{text}");
+            }
+            let endless = Layout::invariant(rank.mesh(), DType::F32, &[1 << 40, 1 << 40]);
+            let makers: [Make; 4] = [
+                |rank, layout| Tensor::zeros(rank, layout),
+                |rank, layout| Tensor::full(rank, layout, 1.0),
+                |rank, layout| Tensor::normal(rank, layout, 1, 2, 1.0),
+                |rank, layout| Tensor::arange(rank, layout, 0.0, 1.0),
+            ];
+            for make in makers {
+                let error = make(rank, &endless).unwrap_err();
+                assert_eq!(error.kind(), shardgrad_dist::Kind::Shape, "{error}");
+                assert!(error.message().ends_with("has more elements than memory has addresses"), "{error}");
+            }
             Ok(())
         })
         .unwrap();

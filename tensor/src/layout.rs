@@ -139,10 +139,18 @@ impl Layout {
     /// `Kind::Shape` for more elements than memory has addresses.
     pub fn checked_invariant(mesh: &Mesh, dtype: DType, shape: &[usize]) -> Result<Layout> {
         let layout = Layout::invariant(mesh, dtype, shape);
-        if layout.is_addressable() {
-            return Ok(layout);
+        layout.check_addressable().map(|()| layout)
+    }
+
+    /// Refuses more elements than memory has addresses.
+    ///
+    /// # Errors
+    /// `Kind::Shape`.
+    pub(crate) fn check_addressable(&self) -> Result<()> {
+        if self.is_addressable() {
+            return Ok(());
         }
-        Err(Error::new(Kind::Shape, format!("{layout} {BEYOND_MEMORY}"))
+        Err(Error::new(Kind::Shape, format!("{self} {BEYOND_MEMORY}"))
             .detail("help", "extents are counted in elements; one of them is too large"))
     }
 

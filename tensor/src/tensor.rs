@@ -11,6 +11,7 @@ use shardgrad_kernels::op::random::{NORMAL, UNIFORM};
 use shardgrad_kernels::{Buffer, DType, Dims, Element, Scalar, Strides};
 use std::cell::RefCell;
 use std::fmt;
+use std::ops::Range;
 use std::panic::Location;
 use std::rc::Rc;
 
@@ -132,8 +133,11 @@ impl Tensor {
     /// A tensor with one value everywhere. On a pending axis coordinate 0 holds the value, the others zeros.
     ///
     /// # Errors
+    /// `Kind::DType` for a value that a dtype of integers does not hold; `Kind::Shape` for more elements than memory has addresses;
     /// `Kind::OutOfMemory`.
     pub fn full(rank: &Rank, layout: &Layout, value: f64) -> Result<Tensor> {
+        check_held(layout.dtype(), value)?;
+        layout.check_addressable()?;
         let value = if adds_zeros(layout, rank) { 0.0 } else { value };
         let piece = Piece::filled(rank, layout.dtype(), &layout.local_shape(rank.coordinates()), value)?;
         Ok(Tensor::assemble(rank, layout.clone(), piece))
@@ -142,7 +146,7 @@ impl Tensor {
     /// Zeros.
     ///
     /// # Errors
-    /// `Kind::OutOfMemory`.
+    /// `Kind::Shape` for more elements than memory has addresses; `Kind::OutOfMemory`.
     pub fn zeros(rank: &Rank, layout: &Layout) -> Result<Tensor> {
         Tensor::full(rank, layout, 0.0)
     }
@@ -151,7 +155,7 @@ impl Tensor {
     /// coordinate 0 holds the numbers, the others zeros.
     ///
     /// # Errors
-    /// `Kind::OutOfMemory`.
+    /// As [`Tensor::zeros`].
     pub fn normal(rank: &Rank, layout: &Layout, key: u64, stream: u64, std: f64) -> Result<Tensor> {
         Tensor::random(rank, layout, &NORMAL, key, stream, [0.0, std])
     }
@@ -159,7 +163,7 @@ impl Tensor {
     /// Uniform numbers in `low..high`, keyed, counted and placed as by [`Tensor::normal`].
     ///
     /// # Errors
-    /// `Kind::OutOfMemory`.
+    /// As [`Tensor::zeros`].
     pub fn uniform(
         rank: &Rank,
         layout: &Layout,
@@ -182,6 +186,7 @@ impl Tensor {
         if adds_zeros(layout, rank) {
             return Tensor::zeros(rank, layout);
         }
+        layout.check_addressable()?;
         let mut piece = Piece::alloc(rank, layout.dtype(), &layout.local_shape(rank.coordinates()))?;
         let mut scalars = vec![
             Scalar::Int(key as i64),
@@ -277,6 +282,25 @@ impl Tensor {
 /// Whether this rank's part of every pending sum is zeros: a tensor that is made lies at coordinate 0 of pending axes.
 pub(crate) fn adds_zeros(layout: &Layout, rank: &Rank) -> bool {
     layout.partial().iter().any(|a| rank.coordinate(a) != 0)
+}
+
+/// Where the integers of a dtype begin and where they end (the first beyond them); `None` for floats.
+pub(crate) fn integers(dtype: DType) -> Option<Range<f64>> {
+    match dtype {
+        DType::I64 => Some(i64::MIN as f64..-(i64::MIN as f64)),
+        DType::U8 => Some(0.0..256.0),
+        DType::Bool => Some(0.0..2.0),
+        DType::F64 | DType::F32 | DType::BF16 | DType::F16 => None,
+    }
+}
+
+/// Refuses a number that a dtype of integers does not hold; to floats any number is rounded.
+pub(crate) fn check_held(dtype: DType, number: f64) -> Result<()> {
+    if integers(dtype).is_none_or(|held| held.contains(&number) && number.fract() == 0.0) {
+        return Ok(());
+    }
+    Err(Error::new(Kind::DType, format!("{dtype} holds no {number}"))
+        .detail("help", "give a number that it holds, or cast the tensor first: x.cast(DType::F32)"))
 }
 
 /// Per dim the global extent and where this rank's range starts: what position-aware kernels are told.

@@ -3,7 +3,7 @@
 use super::{DataArgs, ModelArgs, PipelineArgs, RunArgs, StoredArgs, defaults, seq, values};
 use clap::{Args, ValueEnum};
 use shardgrad::kernels::DType;
-use shardgrad::nn::{ModelConfig, Precision, Schedule};
+use shardgrad::nn::{Cast, ModelConfig, Precision, Schedule};
 use shardgrad::{Error, Kind, Result};
 use std::path::PathBuf;
 
@@ -176,6 +176,11 @@ impl TrainArgs {
         let OptimArgs { lr, min_lr, lr_schedule, warmup, .. } = self.optim;
         faults.extend(self.pipeline.faults(&self.run.mesh, batch));
         faults.extend(self.stored.fault(self.run.dtype));
+        if self.run.cast() == Cast::Rounded && self.model.dir().is_none() {
+            faults.push(
+                "--cast is about weights of a folder (--model); those of a preset are fresh".to_string(),
+            );
+        }
         match min_lr {
             Some(_) if lr_schedule == LrSchedule::Constant => {
                 faults.push("--min-lr has no meaning with --lr-schedule constant".to_string());

@@ -13,6 +13,7 @@ mod growth;
 mod card;
 
 use super::args::{BenchArgs, BenchChoice};
+use crate::outputs::check_target;
 use line::Bench;
 use shardgrad::kernels::Device;
 use shardgrad::{Error, Kind, Result};
@@ -24,6 +25,10 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
         true => !choice.takes_minutes(),
         false => args.what.contains(&choice),
     };
+    if wanted(BenchChoice::Growth) {
+        // Found out before minutes are spent.
+        check_target("--picture", &args.picture, [])?;
+    }
     let rated = [BenchChoice::Kernels, BenchChoice::TrainStep, BenchChoice::Presets, BenchChoice::Growth];
     let roof = rated.into_iter().any(wanted).then(|| roof::measure(&plain)).transpose()?;
     let bench = Bench { roof, ..plain };

@@ -2,10 +2,11 @@
 //! the last dim; missing dims and extents of 1 are repeated.
 
 use super::broadcast::Broadcast;
-use super::labels::{integers, one_dtype};
+use super::labels::one_dtype;
 use super::{Case, Input};
 use crate::op::{DTypes, Local, Op, Pieces};
 use crate::piece::Piece;
+use crate::tensor::integers;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::truth::{EQ, GE, GT, LE, LT, NE};
 use shardgrad_kernels::{DType, Kernel};

@@ -5,7 +5,6 @@ use crate::op::DTypes;
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_kernels::DType;
 use std::borrow::Cow;
-use std::ops::Range;
 
 /// The most dims that ops with built signatures take.
 pub(super) const DIMS_MAX: usize = 12;
@@ -118,25 +117,6 @@ pub(super) fn one_dtype(inputs: &[DType]) -> Result<DTypes> {
         None => Ok(inputs[..1].into()),
         Some(other) => Err(Error::new(Kind::DType, format!("arguments of {} and {other}", inputs[0]))),
     }
-}
-
-/// Where the integers of a dtype begin and where they end (the first beyond them); `None` for floats.
-pub(super) fn integers(dtype: DType) -> Option<Range<f64>> {
-    match dtype {
-        DType::I64 => Some(i64::MIN as f64..-(i64::MIN as f64)),
-        DType::U8 => Some(0.0..256.0),
-        DType::Bool => Some(0.0..2.0),
-        DType::F64 | DType::F32 | DType::BF16 | DType::F16 => None,
-    }
-}
-
-/// Refuses a number that a dtype of integers does not hold; to floats any number is rounded.
-pub(super) fn check_held(dtype: DType, number: f64) -> Result<()> {
-    if integers(dtype).is_none_or(|held| held.contains(&number) && number.fract() == 0.0) {
-        return Ok(());
-    }
-    Err(Error::new(Kind::DType, format!("{dtype} holds no {number}"))
-        .detail("help", "give a number that it holds, or cast the tensor first: x.cast(DType::F32)"))
 }
 
 /// The layout that gives labels without argument their extents and leaves them whole.

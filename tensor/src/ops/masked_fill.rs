@@ -2,12 +2,12 @@
 //! extents of 1 are repeated.
 
 use super::broadcast::Broadcast;
-use super::labels::{check_held, misuse};
+use super::labels::misuse;
 use super::logical::check_truth;
 use super::{Case, Input};
 use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp};
 use crate::piece::Piece;
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, check_held};
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::truth::MASKED_FILL;
 use shardgrad_kernels::{DType, Scalar};

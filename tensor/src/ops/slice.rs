@@ -1,6 +1,6 @@
 //! A range of a whole dim, and its transpose: zeros (or another number) before and behind the elements of a dim.
 
-use super::labels::{check_dim, check_held, letters_with, misuse, whole};
+use super::labels::{check_dim, letters_with, misuse, whole};
 use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
@@ -8,7 +8,7 @@ use crate::layout::Layout;
 use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp, infer_by_signature};
 use crate::piece::Piece;
 use crate::refusal::Refusal;
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, check_held};
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;
 use std::ops::Range;
