@@ -39,6 +39,10 @@ fn lists_of_a_user_are_proved_and_followed() {
     let broken = Schedule::from_text(&LISTS.replace("B0.1 B0.2", "B0.2 B0.2")).unwrap();
     let text = refused(&broken, "pp=2", 3);
     assert!(text.contains("schedule mine: ") && text.contains("B0.2, comes twice"), "{text}");
+    // Forward passes alone are lists that hold, and train nothing.
+    let forward = Schedule::from_text("microbatches: 3\n0: F0.0 F0.1 F0.2\n1: F1.0 F1.1 F1.2").unwrap();
+    let text = refused(&forward, "pp=2", 3);
+    assert!(text.contains("schedule own has no backward pass") && text.contains("as in B0.3"), "{text}");
 }
 
 #[test]

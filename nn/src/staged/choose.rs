@@ -38,8 +38,13 @@ pub(super) fn choose<M: Module>(
     Ok((lists, starts))
 }
 
-/// Refuses lists for another number of ranks or microbatches.
+/// Refuses lists for another number of ranks or microbatches, and those that no training follows.
 fn fits(lists: &Schedule, num_ranks: usize, num_microbatches: usize) -> Result<&Schedule> {
+    if !lists.trains() {
+        let text = format!("schedule {} has no backward pass, so nothing would be trained", lists.name);
+        let help = "write one for each stage and microbatch, as in B0.3, or its halves, as in I0.3 and W0.3";
+        return Err(Error::new(Kind::Config, text).detail("help", help));
+    }
     let there = [lists.ranks.len(), lists.num_microbatches];
     if there == [num_ranks, num_microbatches] {
         return Ok(lists);
