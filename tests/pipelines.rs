@@ -253,6 +253,34 @@ fn what_cannot_be_a_pipeline_is_refused() {
 }
 
 #[test]
+fn a_loss_that_no_gradient_reaches_is_refused_as_on_one_rank() {
+    let run = Run { microbatches: 3, ..Run::new(1) };
+    // A block of the first stage, one of the last, and all.
+    let step = |mesh: &str, frozen: &[&str]| {
+        let ranks = World::run(Mesh::parse(mesh).unwrap(), |rank| {
+            let mut trainer = run.trainer(rank)?;
+            for pattern in frozen {
+                trainer.model().freeze(pattern)?;
+            }
+            Ok(trainer.step(&[])?.grad_norm)
+        });
+        ranks.map_err(|e| (e.kind(), e.message().to_string()))
+    };
+    let one = step("", &["*"]).unwrap_err();
+    assert!(one.0 == Kind::Unsupported && one.1.contains("that no gradient reaches"), "{one:?}");
+    for mesh in ["pp=2", "pp=2,dp=2", "pp=4"] {
+        assert_eq!(step(mesh, &["*"]).unwrap_err(), one, "{mesh}");
+        for frozen in [&["h.0.*", "w*"][..], &["h.2.*", "h.3.*", "ln_f.*"]] {
+            let (one, many) = (step("", frozen).unwrap()[0], step(mesh, frozen).unwrap());
+            assert!(
+                many.iter().all(|norm| *norm > 0.0 && (norm - one).abs() < 1e-9 * one),
+                "{mesh}: {many:?}"
+            );
+        }
+    }
+}
+
+#[test]
 fn a_parameter_of_another_stage_is_refused_by_name() {
     let run = Run::new(1);
     let error = World::new(Mesh::parse("pp=2").unwrap()).dry_run(0, |rank| {

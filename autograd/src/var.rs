@@ -120,14 +120,7 @@ impl Var {
                 .detail("help", "reduce it first: x.mean().backward() or x.sum().backward()")
                 .at(site));
         }
-        let id = self.live(site).ok_or_else(|| {
-            Error::new(Kind::Unsupported, "backward of a value that no gradient reaches")
-                .detail(
-                    "help",
-                    "no parameter took part in it, or it was made under no_grad or an inference tape",
-                )
-                .at(site)
-        })?;
+        let id = self.live(site).ok_or_else(|| unreached(site))?;
         let seed = Tensor::full(self.rank(), &layout.dual(), factor)?;
         self.0.tape.backward_from([(id, seed)]);
         Ok(())
@@ -344,6 +337,14 @@ fn tape_of<'a>(args: &[&'a Var]) -> &'a Tape {
     let reached = |v: &&&Var| v.requires_grad() || v.0.slot.is_some() && v.tape().is_recording();
     let found = args.iter().find(|v| reached(v) && notes(v)).or_else(|| args.iter().find(reached));
     found.or_else(|| args.iter().find(notes)).map_or(first, |v| v.tape())
+}
+
+/// The error of going back from what nothing that is trained took part in.
+pub(crate) fn unreached(site: &'static Location<'static>) -> Error {
+    let help = "no parameter took part in it, or it was made under no_grad or an inference tape";
+    Error::new(Kind::Unsupported, "backward of a value that no gradient reaches")
+        .detail("help", help)
+        .at(site)
 }
 
 impl Keeper for Inner {

@@ -363,6 +363,33 @@ fn a_parameter_read_elsewhere_without_a_gradient_has_it_there_too() {
     }
 }
 
+#[test]
+fn a_program_without_a_gradient_is_refused() {
+    let error = World::run(Mesh::parse("pp=2").unwrap(), |rank| {
+        let axis = rank.mesh().axis("pp").unwrap();
+        let here = rank.slice(axis);
+        let layout = Layout::invariant(here.mesh(), DType::F64, &[WIDTH, WIDTH]);
+        // A parameter takes part, cut off.
+        let text = |args: &[Var]| {
+            let w = args[0].tape().leaf(0, &parameter(args[0].rank(), 0)?);
+            Ok(vec![args[0].square().add(&w.detach()).sum()])
+        };
+        let program = Program::record(&here, std::slice::from_ref(&layout), None, text)?;
+        let stages = Stages::new(program, &[1]);
+        let schedule = Schedule::gpipe(2, 1).with_transfers(&stages.links());
+        let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
+        let outcome = runner.run(&Feed {
+            arguments: &|_| Ok(vec![Tensor::zeros(&here, &layout)?]),
+            parameter: &|key| (parameter(&here, key).unwrap(), true),
+            draw: &|_| Draw::Off,
+            weight: 1.0,
+        });
+        outcome.map(drop)
+    });
+    let text = error.unwrap_err().to_string();
+    assert!(text.contains("backward of a value that no gradient reaches"), "{text}");
+}
+
 /// What is received takes its own memory, and no other while it is waited for.
 #[test]
 fn a_transfer_is_received_in_the_memory_that_it_takes() {

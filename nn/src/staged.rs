@@ -3,7 +3,7 @@
 mod choose;
 
 use crate::module::Module;
-use crate::param::Home;
+use crate::param::{Home, Param};
 use crate::placed::Model;
 use crate::plan::{Pipeline, Plan};
 use crate::precision::Precision;
@@ -11,6 +11,7 @@ use shardgrad_autograd::pipeline::{Feed, Outcome, Runner, Schedule, Stages};
 use shardgrad_autograd::{Draw, Noise, OpRecord, Program, Var};
 use shardgrad_tensor::{Axis, Context, Layout, Rank, Result, Tensor};
 use std::cell::RefCell;
+use std::collections::HashSet;
 use std::rc::Rc;
 
 /// What random ops are recorded with; every replay draws its own.
@@ -97,7 +98,8 @@ impl Staged {
     }
 
     /// A step of the schedule on all microbatches, whose arguments `read` gives; its gradients bear a factor. Every
-    /// microbatch has arguments of one shape.
+    /// microbatch has arguments of one shape. A loss that no gradient reaches is refused on every stage: no stage knows by
+    /// itself what is frozen on others.
     pub(crate) fn train<M: Module>(
         &self,
         model: &Model<M>,
@@ -106,6 +108,8 @@ impl Staged {
         loss_scale: f64,
     ) -> Result<Outcome> {
         let stages = self.recordings.borrow()[0].1.clone();
+        let frozen: HashSet<u64> = model.params().iter().filter(|p| p.is_frozen()).map(Param::key).collect();
+        stages.check_reached(|key| !frozen.contains(&key))?;
         let runner =
             Runner { rank: model.rank(), axis: self.axis, stages: &stages, schedule: &self.schedule };
         let parameter = parameters(model);

@@ -112,7 +112,8 @@ impl Runner<'_> {
     /// Runs the lists of this rank.
     ///
     /// # Errors
-    /// `Kind::Config` for a schedule of another number of stages or ranks; what ops, arguments and transfers report.
+    /// `Kind::Config` for a schedule of another number of stages or ranks; as [`Stages::check_reached`] if no parameter has a
+    /// gradient, wherever it lives; what ops, arguments and transfers report.
     pub fn run(&self, feed: &Feed<'_>) -> Result<Outcome> {
         let asked = [self.schedule.num_stages(), self.schedule.ranks.len()];
         let there = [self.stages.stages().len(), self.rank.world().mesh().size(self.axis)];
@@ -125,6 +126,9 @@ impl Runner<'_> {
         }
         let list = &self.schedule.ranks[self.rank.world().coordinate(self.axis)];
         let mut step = self.step(feed);
+        if step.trains {
+            self.stages.check_reached(|_| true)?;
+        }
         let mut passes = Vec::with_capacity(list.len());
         for &action in list {
             let start = Instant::now();

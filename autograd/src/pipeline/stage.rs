@@ -2,6 +2,7 @@
 
 use crate::id::Key;
 use crate::program::{Program, Slot};
+use crate::var::unreached;
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::{Layout, op};
 use smallvec::SmallVec;
@@ -103,9 +104,7 @@ impl Stages {
     /// lives. A place that reads one without a gradient is among them: its copy is to stay equal to the others.
     #[must_use]
     pub fn shared(&self, place: &[usize]) -> Vec<(Key, Vec<usize>)> {
-        let outers = self.program.outers.iter().enumerate();
-        let live = outers.filter(|(at, _)| self.live.contains(&Slot::Outer(*at as u32)));
-        let trained: BTreeSet<Key> = live.filter_map(|(_, outer)| outer.key).collect();
+        let trained = self.reached();
         let mut places: BTreeMap<Key, BTreeSet<usize>> = BTreeMap::new();
         for (stage, place) in place.iter().enumerate() {
             for key in self.keys(stage).intersection(&trained) {
@@ -114,6 +113,30 @@ impl Stages {
         }
         let several = places.into_iter().filter(|(_, places)| places.len() > 1);
         several.map(|(key, places)| (key, places.into_iter().collect())).collect()
+    }
+
+    /// Refuses losses that no gradient reaches where only the parameters for which `is_trained` holds are trained: a step would
+    /// change nothing.
+    ///
+    /// # Errors
+    /// `Kind::Unsupported` with the line that makes the loss, as [`Var::backward`](crate::Var::backward) of it.
+    #[track_caller]
+    pub fn check_reached(&self, is_trained: impl Fn(Key) -> bool) -> Result<()> {
+        if self.reached().into_iter().any(is_trained) {
+            return Ok(());
+        }
+        let site = match self.losses().first() {
+            Some(Slot::Made { record, .. }) => self.program.records[*record as usize].site,
+            _ => Location::caller(),
+        };
+        Err(unreached(site))
+    }
+
+    /// The parameters with a gradient.
+    fn reached(&self) -> BTreeSet<Key> {
+        let outers = self.program.outers.iter().enumerate();
+        let live = outers.filter(|(at, _)| self.live.contains(&Slot::Outer(*at as u32)));
+        live.filter_map(|(_, outer)| outer.key).collect()
     }
 
     /// The stage that makes a result of the program; `None` if the result comes from outside.
