@@ -155,6 +155,28 @@ fn a_signal_ends_a_measurement_and_a_finished_run_was_not_stopped() {
 }
 
 #[test]
+fn a_run_that_was_stopped_for_a_while_goes_on() {
+    let folder = Folder::new("stopped");
+    let (data, out) = (text(&folder, 2000), folder.path("out"));
+    // A stage waits while the other computes, almost all of the time.
+    let long = ["train", "--batch", "32", "--seq", "64", "--mesh", "pp=2", "--microbatches", "1"];
+    let more = ["--data", &data, "--out", &out, "--steps", "12", "--eval-every", "0", "--timeout", "2"];
+    let mut run = Command::new(env!("CARGO_BIN_EXE_shardgrad"));
+    let child =
+        run.args([&long[..], &more].concat()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    for step in ["\"step\":1,", "\"step\":4,"] {
+        wait_for(&Path::new(&out).join("metrics.jsonl"), step);
+        std::thread::sleep(Duration::from_millis(60));
+        signal(&child, "-STOP");
+        std::thread::sleep(Duration::from_millis(2500));
+        signal(&child, "-CONT");
+    }
+    let (code, said) = end_of(child);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(Path::new(&out).join("model/model.safetensors").is_file());
+}
+
+#[test]
 fn what_cannot_be_read_after_good_steps_ends_the_run_with_a_saved_model() {
     let folder = Folder::new("unread");
     // Rows of 16 tokens, 4 a step: token 150 is in step 3; token 970 is held out.

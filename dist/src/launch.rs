@@ -70,7 +70,8 @@ impl World {
         self
     }
 
-    /// How long a rank waits in one call before that is an error. Default: 60 seconds.
+    /// How long a rank waits in one call before that is an error; time in which the whole process is stopped does not count.
+    /// Default: 60 seconds.
     #[must_use]
     pub fn timeout(mut self, limit: Duration) -> World {
         self.timeout = limit;

@@ -31,6 +31,9 @@ const DIRECT_BYTES_MAX: usize = 32 << 10;
 /// Up to about this many ranks read the whole table every ten milliseconds.
 const LOOKERS_MAX: usize = 32;
 
+/// No more of a nap of ten milliseconds counts as waiting, however late a loaded machine wakes a rank.
+const NAP_MAX: Duration = Duration::from_millis(100);
+
 /// How often the members of a group have come to each of the three meetings, summed over all of them.
 #[derive(Debug, Default)]
 #[repr(align(128))]
@@ -104,11 +107,23 @@ pub(crate) struct Threads {
     patience: Cell<Duration>,
 }
 
-/// How long a rank has slept in one wait.
+/// How long a rank has slept in one wait, as far as it has lived.
 #[derive(Debug, Default)]
 struct Watch {
-    since: Option<Instant>,
+    waited: Duration,
+    /// When it woke up last.
+    last: Option<Instant>,
     num_naps: usize,
+}
+
+impl Watch {
+    /// What has been waited at a wake-up. Of the time since the one before it no more counts than [`NAP_MAX`]: in a longer one
+    /// the whole process stood still, and those who are waited for with it.
+    fn wake(&mut self, now: Instant) -> Duration {
+        let nap = now.saturating_duration_since(self.last.replace(now).unwrap_or(now));
+        self.waited += nap.min(NAP_MAX);
+        self.waited
+    }
 }
 
 type Peers<'a> = SmallVec<[RwLockReadGuard<'a, Posted>; 8]>;
@@ -277,7 +292,7 @@ impl Threads {
     /// late?
     fn look_around(&self, request: &Request<'_>, watch: &mut Watch, arriving: bool) -> Result<()> {
         let (table, mesh) = (&self.shared.table, &self.shared.table.mesh);
-        let late = watch.since.get_or_insert_with(Instant::now).elapsed() > self.limit();
+        let late = watch.wake(Instant::now()) > self.limit();
         // In large worlds each rank reads the whole table less often, so that reading it stays cheap.
         let turn = watch.num_naps.is_multiple_of(1 + mesh.num_ranks() / LOOKERS_MAX);
         watch.num_naps += 1;
@@ -420,4 +435,23 @@ fn read(backend: &dyn Backend, request: &Request<'_>, peers: &Peers<'_>, y: &mut
         Op::Send { .. } | Op::Recv { .. } | Op::Barrier => {}
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_stood_still_has_not_waited() {
+        let (mut watch, start) = (Watch::default(), Instant::now());
+        let mut wakes = [0u64, 10, 20, 30].map(|at| watch.wake(start + Duration::from_millis(at)));
+        assert_eq!(wakes.map(|waited| waited.as_millis()), [0, 10, 20, 30]);
+        // An hour, then a moment, then a second nap that was long.
+        wakes = [3_600_000, 3_600_010, 3_600_060, 9_000_000]
+            .map(|at| watch.wake(start + Duration::from_millis(at)));
+        assert_eq!(wakes.map(|waited| waited.as_millis()), [130, 140, 190, 290]);
+        // Naps that a loaded machine makes longer still come to an end.
+        let waited = (1..=40).map(|nap| watch.wake(start + Duration::from_millis(9_000_000 + 500 * nap)));
+        assert_eq!(waited.last().map(|waited| waited.as_millis()), Some(4290));
+    }
 }
