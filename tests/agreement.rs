@@ -13,6 +13,7 @@ enum Odd {
     Step,
     Weight,
     Data,
+    Arguments,
 }
 
 /// Makes a trainer on each rank, of which the last has something of its own, and compares.
@@ -25,11 +26,9 @@ fn compared(mesh: &str, odd: Odd) -> Result<()> {
             if odd == Odd::Data {
                 data.fill(0.25);
             }
-            Ok(vec![Tensor::from_global(
-                rank,
-                &plan.batch_layout(rank.mesh(), DType::F32, &[rows.len(), 3])?,
-                &data,
-            )?])
+            let layout = plan.batch_layout(rank.mesh(), DType::F32, &[rows.len(), 3])?;
+            let x = Tensor::from_global(rank, &layout, &data)?;
+            Ok(vec![x; if odd == Odd::Arguments { 2 } else { 1 }])
         };
         let loss = |model: &Linear, x: &[Var]| model.forward(&x[0]).square().mean();
         let settings = Settings { seed: u64::from(odd == Odd::Seed), ..Settings::new(4) };
@@ -56,6 +55,7 @@ fn each_difference_is_named() {
             (Odd::Rate, "`optimizer`"),
             (Odd::Seed, "`settings`"),
             (Odd::Step, "`step`"),
+            (Odd::Arguments, "`arguments of the loss`"),
             (Odd::Weight, "`bias` first"),
         ] {
             let error = compared(mesh, odd).unwrap_err();

@@ -238,24 +238,27 @@ impl<'t, M: Module> Trainer<'t, M> {
         self.loss_scale.map_or(1.0, LossScale::factor)
     }
 
-    /// Compares what the ranks were told (settings, optimizer, step), bit for bit the copies of parameters and of the
-    /// arguments of the next step, and the names of this stage's parameters. Three small collectives; every rank calls this
-    /// together: at the start, and now and then, since no collective of a step sees what is in a tensor.
+    /// Compares what the ranks were told (settings, optimizer, step, how many arguments the loss has and how they lie), bit for
+    /// bit the copies of parameters and of the arguments of the next step, and the names of this stage's parameters. Three small
+    /// collectives, one more where stages share a parameter; every rank calls this together: at the start, and now and then,
+    /// since no collective of a step sees what is in a tensor.
     ///
     /// # Errors
     /// `Kind::Diverged` on every rank, naming what differs; what `read` and the collectives report.
     #[track_caller]
     pub fn check_alike(&self) -> Result<()> {
         let site = Location::caller();
+        let arguments = (self.read)(self.model.rank(), self.step, self.rows(0))?;
+        let layouts: Vec<String> = arguments.iter().map(|t| t.layout().to_string()).collect();
         let told = [
             ("settings", format!("{:?}", self.settings)),
             ("optimizer", self.optim.describe()),
             ("step", self.step.to_string()),
             ("loss scale", format!("{:?}", self.loss_scale)),
+            ("arguments of the loss", format!("{}, {}", layouts.len(), layouts.join(", "))),
         ];
         check_alike(self.rank(), &told, site)?;
         check_parameters(&self.model, site)?;
-        let arguments = (self.read)(self.model.rank(), self.step, self.rows(0))?;
         let names: Vec<String> = (0..arguments.len()).map(|i| format!("argument {i} of the loss")).collect();
         let arguments: Vec<_> = names.iter().map(String::as_str).zip(&arguments).collect();
         check_copies(self.rank(), &arguments, site)

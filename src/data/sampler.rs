@@ -112,6 +112,10 @@ impl Sampler {
     /// `Kind::Data` or `Kind::Io` if a file has changed, holds a number that is no token, or cannot be read any more.
     pub(crate) fn batch(&self, rows: Range<u64>) -> Result<Batch> {
         let mut batch = Batch::default();
+        if let Source::Tokens(file) = &self.source {
+            // A rank without rows has as many lists as the others.
+            batch.more.resize_with(file.num_more(), Vec::new);
+        }
         let mut row_tokens = Vec::new();
         for row in rows {
             let start = self.start(row);
@@ -151,6 +155,7 @@ mod tests {
     use shardgrad::Kind;
     use shardgrad::kernels::DType;
     use shardgrad::nn::hf::TensorWriter;
+    use shardgrad::nn::{BertConfig, ModelConfig};
 
     fn corpus(n: usize) -> Arc<Corpus> {
         Arc::new(Corpus::new("t".into(), (0..n).map(|i| (i % 251) as u8).collect()))
@@ -273,6 +278,28 @@ mod tests {
         seen.sort_unstable();
         seen.dedup();
         assert_eq!(seen, [0, 1, 2]);
+    }
+
+    #[test]
+    fn no_rows_have_as_many_lists_as_rows() {
+        let dir = Scratch::new();
+        let read = |name: &str, columns: &[&str], vocabulary: Vocabulary| {
+            let path = dir.path(name);
+            let entries: Vec<_> = columns.iter().map(|c| (c.to_string(), DType::I64, vec![2, 3])).collect();
+            let mut writer = TensorWriter::create(&path, &entries).unwrap();
+            for column in columns {
+                writer.append(column, &[1i64; 6].map(i64::to_le_bytes).concat()).unwrap();
+            }
+            writer.finish().unwrap();
+            let file = Arc::new(TokenFile::open(&path, &vocabulary).unwrap());
+            let sampler = Sampler::of_tokens(file, Order::InFileOrder);
+            [0..0, 0..1].map(|rows| sampler.batch(rows).unwrap().more.len())
+        };
+        let encoder = || Vocabulary::new(&ModelConfig::Bert(BertConfig::new(9, 3, [6, 5], 2, 2)));
+        assert_eq!(read("plain", &["input_ids", "labels"], encoder()), [0, 0]);
+        assert_eq!(read("masked", &["input_ids", "labels", "attention_mask"], encoder()), [2, 2]);
+        assert_eq!(read("typed", &["input_ids", "labels", "token_type_ids"], encoder()), [2, 2]);
+        assert_eq!(read("causal", &["input_ids", "attention_mask"], Vocabulary::of(9)), [0, 0]);
     }
 
     #[test]

@@ -162,6 +162,12 @@ impl TokenFile {
         columns.into_iter().filter(|column| self.file.get(column.name).is_some()).collect()
     }
 
+    /// How many lists a batch has beside inputs and targets: mask and types, where the file has either.
+    #[must_use]
+    pub(crate) fn num_more(&self) -> usize {
+        if self.is_labelled() && !self.more().is_empty() { 2 } else { 0 }
+    }
+
     /// Whether a row says itself what is asked for.
     #[must_use]
     pub(crate) fn is_labelled(&self) -> bool {
@@ -213,7 +219,7 @@ impl TokenFile {
         if there.is_empty() {
             return Ok(());
         }
-        batch.more.resize_with(2, Vec::new);
+        batch.more.resize_with(self.num_more(), Vec::new);
         for (into, (name, usual)) in batch.more.iter_mut().zip([(MASK, 1), (TYPES, 0)]) {
             match there.iter().find(|column| column.name == name) {
                 Some(column) => self.column(column, row, into)?,

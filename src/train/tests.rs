@@ -17,14 +17,18 @@ const BATCH: usize = 4;
 const SEQ: usize = 3;
 const NONE: i64 = -100;
 
-/// Rows that ask for 1, 3, 2, no, 3 and 3 tokens.
-fn rows(dir: &Scratch, config: &ModelConfig) -> Sampler {
+/// Rows that ask for 1, 3, 2, no, 3 and 3 tokens; with a mask that hides some inputs, if asked for.
+fn rows(dir: &Scratch, config: &ModelConfig, masked: bool) -> Sampler {
     let path = dir.path("rows.safetensors");
-    let columns: [(&str, [i64; ROWS * SEQ]); 2] = [
+    let mut columns: Vec<(&str, [i64; ROWS * SEQ])> = vec![
         ("input_ids", [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6, 6, 1, 2, 7, 7]),
         ("labels", [NONE, 7, NONE, 1, 2, 3, 4, NONE, 5, NONE, NONE, NONE, 1, 3, 5, 7, 2, 4]),
     ];
-    let entries = columns.map(|(name, _)| (name.to_string(), DType::I64, vec![ROWS, SEQ]));
+    if masked {
+        columns.push(("attention_mask", [1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1]));
+    }
+    let entry = |(name, _): &(&str, _)| (name.to_string(), DType::I64, vec![ROWS, SEQ]);
+    let entries: Vec<_> = columns.iter().map(entry).collect();
     let mut writer = TensorWriter::create(&path, &entries).unwrap();
     for (name, numbers) in columns {
         let bytes: Vec<u8> = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
@@ -70,8 +74,9 @@ fn mean_of_all(
 #[test]
 fn a_token_that_is_asked_for_weighs_the_same_in_every_microbatch() {
     let (dir, config) = (Scratch::new(), ModelConfig::Bert(BertConfig::new(8, SEQ, [6, 5], 2, 2)));
-    let (rows, plan) = (rows(&dir, &config), LanguageModel::plan(&config));
-    let outcome = |mesh: &str, microbatches: usize, chunk: usize| {
+    let plan = LanguageModel::plan(&config);
+    let outcome = |masked: bool, mesh: &str, microbatches: usize, chunk: usize| {
+        let rows = rows(&dir, &config, masked);
         let all = World::run(Mesh::parse(mesh).unwrap(), |rank| {
             let recipe = recipe(microbatches);
             let ahead = Ahead::new(&recipe, &plan, &rows);
@@ -93,9 +98,14 @@ fn a_token_that_is_asked_for_weighs_the_same_in_every_microbatch() {
         });
         all.unwrap_or_else(|e| panic!("{mesh}: {e}")).swap_remove(0)
     };
-    let whole = outcome("dp=1", 1, ROWS);
-    for (mesh, microbatches, chunk) in [("dp=1", 2, 1), ("dp=1", 4, 3), ("dp=2", 2, 2), ("pp=2", 4, 1)] {
-        let cut = outcome(mesh, microbatches, chunk);
+    // On dp=3 a rank has no row of a microbatch of one or two.
+    let cuts =
+        [("dp=1", 2, 1), ("dp=1", 4, 3), ("dp=2", 2, 2), ("pp=2", 4, 1), ("dp=3", 4, 2), ("dp=3,pp=2", 2, 1)];
+    for (masked, (mesh, microbatches, chunk)) in
+        [false, true].into_iter().flat_map(|masked| cuts.map(|cut| (masked, cut)))
+    {
+        let whole = outcome(masked, "dp=1", 1, ROWS);
+        let cut = outcome(masked, mesh, microbatches, chunk);
         let far = whole.iter().zip(&cut).map(|(a, b)| ((a - b) / a).abs()).fold(0.0, f64::max);
         assert!(far < 1e-10, "{mesh}, {microbatches} microbatches: {cut:?} instead of {whole:?}");
     }
@@ -104,7 +114,7 @@ fn a_token_that_is_asked_for_weighs_the_same_in_every_microbatch() {
 #[test]
 fn rows_that_were_read_are_those_of_their_step_whatever_becomes_of_the_file() {
     let (dir, config) = (Scratch::new(), ModelConfig::Bert(BertConfig::new(8, SEQ, [6, 5], 2, 2)));
-    let (rows, plan) = (rows(&dir, &config), LanguageModel::plan(&config));
+    let (rows, plan) = (rows(&dir, &config, false), LanguageModel::plan(&config));
     for mesh in ["dp=1", "dp=2", "pp=2"] {
         let whole = std::fs::read(dir.path("rows.safetensors")).unwrap();
         let cut = || {
