@@ -22,6 +22,7 @@ macro_rules! print {
 mod tokenizer;
 mod data;
 mod interrupt;
+mod behind;
 mod outputs;
 mod metrics;
 mod plot;

@@ -1,11 +1,13 @@
 //! The record of a run: `metrics.jsonl`, one JSON object a step.
 
+use crate::behind::Behind;
 use crate::outputs::cannot;
 use serde::Serialize;
 use shardgrad::Result;
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// What one step did. In the file, a number that is not finite is `null`.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -36,12 +38,13 @@ pub(crate) struct StepMetrics {
 /// How a line ends.
 const END: &[u8] = b"}\n";
 
-/// The steps of a run, and their file. What is known goes to the system at once, so a run that is killed leaves whole lines,
-/// but for the last one at most.
+/// The steps of a run, and their file. What is known goes to the system at once, on a thread of its own, so that a run that is
+/// killed leaves whole lines, but for the last one at most, and a disk that stalls holds up nothing else.
 #[derive(Debug)]
 pub(crate) struct Metrics {
     path: PathBuf,
-    file: Option<File>,
+    file: Arc<Mutex<Option<File>>>,
+    disk: Behind,
     steps: Vec<StepMetrics>,
     /// How many bytes of a line are written that is not whole yet.
     begun: usize,
@@ -50,7 +53,8 @@ pub(crate) struct Metrics {
 impl Metrics {
     /// Begins a record. An older file of this name stays as it is until there is a step to write.
     pub(crate) fn new(path: &Path) -> Metrics {
-        Metrics { path: path.to_path_buf(), file: None, steps: Vec::new(), begun: 0 }
+        let (file, disk) = (Arc::default(), Behind::start());
+        Metrics { path: path.to_path_buf(), file, disk, steps: Vec::new(), begun: 0 }
     }
 
     /// Begins one step whose held-out loss, its last field, is about to be measured.
@@ -61,15 +65,15 @@ impl Metrics {
         self.steps.push(step.clone());
         let mut line = self.line(step)?;
         line.truncate(line.len() - END.len());
-        self.write(&line)?;
         self.begun = line.len();
-        Ok(())
+        self.write(&line)
     }
 
     /// Adds one step, or ends the one that was begun.
     ///
     /// # Errors
-    /// `Kind::Io` naming the file if the system refuses (a full disk).
+    /// `Kind::Io` naming the file if the system refused something before (a full disk): what it does now is told by the next
+    /// call, or by [`Metrics::end`].
     pub(crate) fn add(&mut self, step: &StepMetrics) -> Result<()> {
         if self.steps.last().is_some_and(|last| last.step == step.step) {
             self.steps.pop();
@@ -80,12 +84,18 @@ impl Metrics {
         self.write(&line[begun..])
     }
 
-    /// Ends the step that was begun, if its held-out loss was never known.
+    /// Does something else on the same disk, behind what was written so far.
+    pub(crate) fn then(&self, deed: impl FnOnce() -> Result<()> + Send + 'static) {
+        self.disk.hand(deed);
+    }
+
+    /// Ends the step that was begun, if its held-out loss was never known, and waits until all is written.
     ///
     /// # Errors
-    /// As [`Metrics::add`].
+    /// As [`Metrics::add`], of all that nobody was told of.
     pub(crate) fn end(&mut self) -> Result<()> {
-        if std::mem::take(&mut self.begun) > 0 { self.write(END) } else { Ok(()) }
+        let ended = if std::mem::take(&mut self.begun) > 0 { self.write(END) } else { Ok(()) };
+        ended.and(self.disk.wait())
     }
 
     fn line(&self, step: &StepMetrics) -> Result<Vec<u8>> {
@@ -94,13 +104,12 @@ impl Metrics {
         Ok(line)
     }
 
-    fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        let failed = |e| cannot("write", &self.path, &e);
-        let file = match &mut self.file {
-            Some(file) => file,
-            none => none.insert(File::create(&self.path).map_err(failed)?),
-        };
-        file.write_all(bytes).map_err(failed)
+    /// Has bytes written; what went wrong before is told.
+    fn write(&self, bytes: &[u8]) -> Result<()> {
+        let (path, file, bytes) = (self.path.clone(), Arc::clone(&self.file), bytes.to_vec());
+        self.disk
+            .hand(move || append(&path, &mut file.lock().unwrap_or_else(PoisonError::into_inner), &bytes));
+        self.disk.told()
     }
 
     /// The steps so far.
@@ -110,12 +119,23 @@ impl Metrics {
     }
 }
 
+/// Appends to a file, which is made anew at first.
+fn append(path: &Path, file: &mut Option<File>, bytes: &[u8]) -> Result<()> {
+    let failed = |e| cannot("write", path, &e);
+    let file = match file {
+        Some(file) => file,
+        none => none.insert(File::create(path).map_err(failed)?),
+    };
+    file.write_all(bytes).map_err(failed)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::data::scratch::Scratch;
     use shardgrad::Kind;
     use std::fs;
+    use std::time::{Duration, Instant};
 
     fn step(step: u64, val_loss: Option<f64>) -> StepMetrics {
         let loss = 5.5 / step as f64;
@@ -140,9 +160,11 @@ mod tests {
         let mut metrics = Metrics::new(&path);
         assert_eq!(fs::read_to_string(&path).unwrap(), "of an earlier run");
         metrics.add(&step(1, None)).unwrap();
+        metrics.disk.wait().unwrap();
         let first = "{\"step\":1,\"loss\":5.5,\"grad_norm\":0.125,\"lr\":0.0003,\"tokens_per_s\":10000.0,\"seconds\":0.5}\n";
         assert_eq!(fs::read_to_string(&path).unwrap(), first);
         metrics.add(&StepMetrics { loss: f64::NAN, ..step(2, Some(2.5)) }).unwrap();
+        metrics.end().unwrap();
         let text = fs::read_to_string(&path).unwrap();
         let rest = text.strip_prefix(first).unwrap();
         assert!(rest.starts_with("{\"step\":2,\"loss\":null,"), "{rest}");
@@ -158,6 +180,7 @@ mod tests {
         let text = || fs::read_to_string(&path).unwrap();
         let mut metrics = Metrics::new(&path);
         metrics.begin(&known).unwrap();
+        metrics.disk.wait().unwrap();
         assert!(text().ends_with("\"skipped\":false"), "{}", text());
         metrics.add(&whole).unwrap();
         metrics.end().unwrap();
@@ -175,9 +198,20 @@ mod tests {
 
     #[test]
     fn a_full_disk_is_an_error_and_the_step_is_kept() {
-        let mut full = Metrics::new(Path::new("/dev/full"));
-        let error = full.add(&step(1, None)).unwrap_err();
-        assert_eq!((error.kind(), full.steps().len()), (Kind::Io, 1));
-        assert!(error.message().starts_with("cannot write /dev/full: No space left"), "{error}");
+        for ends in [true, false] {
+            let mut full = Metrics::new(Path::new("/dev/full"));
+            // Nobody waits for the disk, so what it says may be heard later: at the end, or by one of the next calls.
+            let until = Instant::now() + Duration::from_secs(60);
+            let error = loop {
+                let added = full.add(&step(1, None));
+                let told = if ends { added.and(full.end()) } else { added };
+                assert!(told.is_err() || !ends && Instant::now() < until, "nobody is told");
+                if let Err(error) = told {
+                    break error;
+                }
+            };
+            assert_eq!((error.kind(), full.steps().len()), (Kind::Io, 1));
+            assert!(error.message().starts_with("cannot write /dev/full: No space left"), "{error}");
+        }
     }
 }

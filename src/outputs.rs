@@ -1,6 +1,7 @@
 //! Where programs write. It is looked at before anything is computed, so that no result is lost at the end of a run, and
 //! nothing that an earlier run left, or that is read, is destroyed by a slip.
 
+use crate::behind::Behind;
 use crate::tokenizer::TOKENIZER_FILE;
 use shardgrad::nn::hf::{check_replaceable, open_within};
 use shardgrad::{Error, Kind, Result};
@@ -8,6 +9,7 @@ use std::fmt::Display;
 use std::fs::{self, File, TryLockError};
 use std::io::{self, ErrorKind, Seek as _, Write as _};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Files of a run's folder that a run replaces.
@@ -20,23 +22,46 @@ pub(crate) fn cannot(doing: &str, path: &Path, e: &io::Error) -> Error {
     Error::new(Kind::Io, format!("cannot {doing} {}: {e}", path.display()))
 }
 
-/// Lines on stdout of a program that leaves more than them: where nobody reads any more, it goes on in silence.
-#[derive(Debug, Default)]
+/// Lines on stdout of a program that leaves more than them: where nobody reads any more, it goes on in silence, and where the
+/// reader pauses, it does not wait. All is written when this is dropped.
+#[derive(Debug)]
 pub(crate) struct Lines {
-    over: AtomicBool,
+    over: Arc<AtomicBool>,
+    behind: Behind,
 }
 
 impl Lines {
-    /// Writes a line at once. That stdout cannot be written, unless its reader has gone, is told once on stderr.
+    /// Nothing is said yet.
+    pub(crate) fn new() -> Lines {
+        Lines { over: Arc::default(), behind: Behind::start() }
+    }
+
+    /// Writes a line, behind those before it. That stdout cannot be written, unless its reader has gone, is told once on
+    /// stderr.
     pub(crate) fn say(&self, line: impl Display) {
-        if self.over.load(Ordering::Relaxed) {
-            return;
-        }
-        let mut out = io::stdout().lock();
-        let Err(e) = writeln!(out, "{line}").and_then(|()| out.flush()) else { return };
-        if !self.over.swap(true, Ordering::Relaxed) && e.kind() != ErrorKind::BrokenPipe {
-            eprintln!("cannot write to stdout: {e}; the run goes on without it");
-        }
+        let line = line.to_string();
+        self.then(move |say| say(&line));
+    }
+
+    /// Does something else for people, behind the lines before it; it is handed what writes a line.
+    pub(crate) fn then(&self, show: impl FnOnce(&dyn Fn(&str)) + Send + 'static) {
+        let over = Arc::clone(&self.over);
+        self.behind.hand(move || {
+            show(&|line| write_line(line, &over));
+            Ok(())
+        });
+    }
+}
+
+/// Writes a line at once, unless it is over with that.
+fn write_line(line: &str, over: &AtomicBool) {
+    if over.load(Ordering::Relaxed) {
+        return;
+    }
+    let mut out = io::stdout().lock();
+    let Err(e) = writeln!(out, "{line}").and_then(|()| out.flush()) else { return };
+    if !over.swap(true, Ordering::Relaxed) && e.kind() != ErrorKind::BrokenPipe {
+        eprintln!("cannot write to stdout: {e}; the run goes on without it");
     }
 }
 

@@ -5,7 +5,7 @@ use shardgrad::nn::{Gpt2, Gpt2Config};
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -37,6 +37,15 @@ fn wait_for(path: &Path, text: &str) {
     let began = Instant::now();
     while !fs::read_to_string(path).unwrap_or_default().contains(text) {
         assert!(began.elapsed() < Duration::from_secs(60), "{} never held {text}", path.display());
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Waits until a file is there.
+fn wait_for_file(path: &Path) {
+    let began = Instant::now();
+    while !path.is_file() {
+        assert!(began.elapsed() < Duration::from_secs(60), "{} never came", path.display());
         std::thread::sleep(Duration::from_millis(2));
     }
 }
@@ -122,6 +131,32 @@ fn a_run_outlives_those_who_read_what_it_says() {
     }
     let refused = spawned(&["--data", "/no/such/file"], Stdio::null(), full()).wait().unwrap();
     assert_eq!(refused.code(), Some(2), "nobody hears why, and that is no panic");
+}
+
+#[test]
+fn a_reader_that_pauses_holds_up_neither_the_steps_nor_the_save() {
+    let folder = Folder::new("paused");
+    let (data, out, fifo) = (text(&folder, 50), folder.path("out"), folder.path("fifo"));
+    assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
+    let mut pipe = File::options().read(true).write(true).open(&fifo).unwrap();
+    // What a pipe of Linux holds: whoever writes more waits for the reader.
+    pipe.write_all(&[b'.'; 1 << 16]).unwrap();
+    let stdout = File::options().write(true).open(&fifo).unwrap();
+    let args = ["--data", &data, "--out", &out, "--steps", "20", "--json", "--timeout", "1"];
+    let mut child = spawned(&args, stdout.into(), Stdio::piped());
+    wait_for(&Path::new(&out).join("metrics.jsonl"), "\"step\":20,");
+    wait_for_file(&Path::new(&out).join("model/model.safetensors"));
+    assert!(child.try_wait().unwrap().is_none(), "it has something left to say");
+    let mut read = BufReader::new(pipe);
+    read.read_exact(&mut [0; 1 << 16]).unwrap();
+    let metrics = fs::read_to_string(Path::new(&out).join("metrics.jsonl")).unwrap();
+    for step in metrics.lines() {
+        let mut line = String::new();
+        read.read_line(&mut line).unwrap();
+        assert_eq!(line.trim_end(), step);
+    }
+    let (code, said) = end_of(child);
+    assert_eq!((code, metrics.lines().count()), (Some(0), 20), "{said}");
 }
 
 fn is_hangup_ignored() -> bool {

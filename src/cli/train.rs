@@ -152,7 +152,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
     if let Some(p) = args.dropout {
         config = config.with_dropout(p);
     }
-    let lines = Lines::default();
+    let lines = Lines::new();
     let Rows { rows, held_out, unit } = rows(args, &config, &lines)?;
     let steps = &args.steps;
     let optim = &args.optim;
@@ -258,7 +258,8 @@ fn train(rank: &Rank, job: &Job) -> Result<Ended> {
     }
     job.interrupt.hold();
     if leads && job.interrupt.requested() {
-        eprintln!("stopping: step {} of {} is done; saving the model", ended.steps, recipe.steps);
+        let (done, all) = (ended.steps, recipe.steps);
+        job.lines.then(move |_| eprintln!("stopping: step {done} of {all} is done; saving the model"));
     }
     match save(&trainer, ended.steps, leads, job) {
         Ok(refused) => Ok(Ended { failed: ended.failed.or(refused), ..ended }),

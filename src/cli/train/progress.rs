@@ -2,7 +2,7 @@
 
 use super::Job;
 use crate::metrics::StepMetrics;
-use crate::outputs::{Lines, remove};
+use crate::outputs::{Lines, cannot, remove};
 use crate::tokenizer::Tokenizer;
 use indicatif::{ProgressBar, ProgressStyle};
 use shardgrad::autograd::pipeline::Schedule;
@@ -26,26 +26,28 @@ pub(super) fn record(
     job.metrics().add(entry)?;
     if entry.step == 1 {
         match trainer.schedule().filter(|_| job.measures) {
-            Some(schedule) => tell_measured(trainer, schedule, job)?,
+            Some(schedule) => tell_measured(trainer, schedule, job),
             None if job.lists_read => {}
-            None => remove(&job.out.join(SCHEDULE))?,
+            None => {
+                let path = job.out.join(SCHEDULE);
+                job.metrics().then(move || remove(&path));
+            }
         }
     }
     progress.show(entry)
 }
 
 /// Says what was chosen by measured times, and keeps it, so that a run can be repeated.
-fn tell_measured(trainer: &Trainer<'_, LanguageModel>, schedule: &Schedule, job: &Job) -> Result<()> {
+fn tell_measured(trainer: &Trainer<'_, LanguageModel>, schedule: &Schedule, job: &Job) {
     let path = job.out.join(SCHEDULE);
-    std::fs::write(&path, schedule.passes_only().to_text())
-        .map_err(|e| Error::new(Kind::Io, format!("cannot write {}: {e}", path.display())))?;
+    let (text, to) = (schedule.passes_only().to_text(), path.clone());
+    job.metrics().then(move || std::fs::write(&to, text).map_err(|e| cannot("write", &to, &e)));
     if !job.json {
         let starts = trainer.stage_starts();
         let starts: Vec<&str> = starts.iter().skip(1).map(|(_, path)| &**path).collect();
         let starts = starts.join(", ");
         job.lines.say(format_args!("stages begin at {starts}; the lists are in {}", path.display()));
     }
-    Ok(())
 }
 
 /// What a person sees: a bar on a terminal, a line now and then elsewhere, JSON if asked for.
@@ -81,11 +83,14 @@ impl Progress<'_> {
             text += &format!("  held-out {held_out:.3}");
         }
         if let Some(bar) = &self.bar {
-            bar.set_position(entry.step);
-            bar.set_message(text.clone());
-            if entry.val_loss.is_some() {
-                bar.suspend(|| self.out.say(format_args!("step {:>5}  {text}", entry.step)));
-            }
+            let (bar, step, measured) = (bar.clone(), entry.step, entry.val_loss.is_some());
+            self.out.then(move |say| {
+                bar.set_position(step);
+                bar.set_message(text.clone());
+                if measured {
+                    bar.suspend(|| say(&format!("step {step:>5}  {text}")));
+                }
+            });
             return Ok(());
         }
         let mut shown = self.shown.borrow_mut();
@@ -96,6 +101,15 @@ impl Progress<'_> {
             self.out.say(format_args!("step {:>5}  {text}", entry.step));
         }
         Ok(())
+    }
+}
+
+impl Drop for Progress<'_> {
+    fn drop(&mut self) {
+        // The last handle of a bar draws once more.
+        if let Some(bar) = self.bar.take() {
+            self.out.then(move |_| drop(bar));
+        }
     }
 }
 
