@@ -45,7 +45,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
         let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 0, args.run.dtype)?;
         super::load(&model, &args.model, args.run.cast())?;
         if let Some(path) = &args.logits {
-            write_logits(&model, &plan, &windows, args.batch, path)?;
+            super::together(rank, || write_logits(&model, &plan, &windows, args.batch, path))?;
         }
         let part = |x: &[Tensor]| {
             let tape = model.inference();

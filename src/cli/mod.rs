@@ -11,10 +11,14 @@ mod plan;
 mod train;
 
 use crate::data::{Corpus, How, TokenFile, Vocabulary};
+use shardgrad::dist::Rank;
 use shardgrad::nn::{Cast, LanguageModel, Model, ModelConfig};
+use shardgrad::tensor::control::world_sum;
 use shardgrad::{Error, Kind, Result};
+use std::panic::Location;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 /// Parses the command line, runs the command, reports the error.
 pub(crate) fn main() -> ExitCode {
@@ -107,16 +111,69 @@ fn token_rows(path: &Path, config: &ModelConfig) -> Result<TokenFile> {
         .detail("help", "give --tokens a file of shorter rows, or take a model with more positions"))
 }
 
-/// Fills a model from its folder; the first rank says which weights had another dtype than the model.
+/// How long ranks wait for one that reads or writes: a disk may stall for long.
+const PATIENCE: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// Does what a disk or a reader may hold up on one rank; the others wait for it, whatever `--timeout` says. Every rank calls
+/// this together.
+///
+/// # Errors
+/// What `f` reports, and the collective at its end.
+#[track_caller]
+fn together<T>(rank: &Rank, f: impl FnOnce() -> Result<T>) -> Result<T> {
+    let site = Location::caller();
+    rank.patiently(PATIENCE, || {
+        let done = f()?;
+        world_sum(rank, &[0.0], site)?;
+        Ok(done)
+    })
+}
+
+/// Fills a model from its folder; the first rank says which weights had another dtype than the model. Every rank calls this
+/// together.
 fn load(model: &Model<LanguageModel>, dir: &Path, cast: Cast) -> Result<()> {
-    let casts = model.load_as(dir, cast)?;
-    if !casts.is_empty() && model.rank().world().index() == 0 {
-        eprintln!("{}: {casts}", dir.display());
-    }
-    Ok(())
+    together(model.rank(), || {
+        let casts = model.load_as(dir, cast)?;
+        if !casts.is_empty() && model.rank().world().index() == 0 {
+            eprintln!("{}: {casts}", dir.display());
+        }
+        Ok(())
+    })
 }
 
 /// The documents that are named, or the sources of the working directory.
 fn documents(named: &[PathBuf], how: &How<'_>) -> Result<Corpus> {
     if named.is_empty() { Corpus::from_sources(Path::new("."), how) } else { Corpus::open(named, how) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shardgrad::dist::{Mesh, World};
+
+    #[test]
+    fn ranks_wait_for_the_disk_of_one_longer_than_for_anything_else() {
+        let world = || World::new(Mesh::parse("dp=2").unwrap()).timeout(Duration::from_millis(100));
+        let slow = |rank: &Rank| {
+            if rank.index() == 0 {
+                std::thread::sleep(Duration::from_millis(800));
+            }
+            Ok(rank.index())
+        };
+        assert_eq!(world().launch(|rank| together(rank, || slow(rank))).unwrap(), [0, 1]);
+        // Who fails is not waited for, and patience is over afterwards.
+        let failed = world().launch(|rank| {
+            together(rank, || match rank.index() {
+                0 => Err(Error::new(Kind::Io, "no disk")),
+                _ => Ok(()),
+            })
+        });
+        assert_eq!(failed.unwrap_err().message(), "no disk");
+        let late = world().launch(|rank| {
+            together(rank, || Ok(()))?;
+            slow(rank)?;
+            world_sum(rank, &[0.0], Location::caller())
+        });
+        assert_eq!(late.unwrap_err().kind(), Kind::Timeout);
+    }
 }
