@@ -236,4 +236,19 @@ fn lists_are_proved_where_sends_wait() {
     assert!(shardgrad(&["plan", "--schedule", &crossed]).status.success());
     let (code, said) = told(&["plan", "--schedule", &crossed, "--blocking"]);
     assert!(code == 2 && said.contains("nobody can go on: rank 0 waits for rank 1 in S0>1.1"), "{said}");
+    for (name, lists, why) in [
+        ("stage", "microbatches: 1\n0: F0.0 F9.0 B0.0\n1: F1.0 B1.0", "F9.0, is of none of the 2 stages"),
+        (
+            "place",
+            "microbatches: 1\nstages on ranks: 0 7\n0: F0.0 B0.0\n1: F1.0 B1.0",
+            "lives on rank 7, but there are 2",
+        ),
+        ("order", "0: B0.0 F0.0\n1: F1.0 B1.0", "nobody can go on: rank 0 waits for rank 1 in R1>0.0"),
+    ] {
+        let lists = folder.file(name, lists);
+        for blocking in [&["--blocking"][..], &[]] {
+            let (code, said) = told(&[&["plan", "--schedule", &lists], blocking].concat());
+            assert!(code == 2 && said.contains(why), "{said}");
+        }
+    }
 }

