@@ -216,6 +216,7 @@ fn cuts_are_balanced_or_named() {
     };
     assert_eq!(program("balanced", 1).unwrap(), []);
     assert_eq!(program("balanced", 4).unwrap().len(), 3);
+    assert!(program("balanced", 0).unwrap_err().message().contains("a schedule has no stage"));
     let error = program("h.1", 2).unwrap_err();
     assert!(error.message().contains("no op of the model is at `h.1`"), "{error}");
     assert!(program("2,2", 2).unwrap_err().message().contains("the stages have 4 layers, the model has 0"));

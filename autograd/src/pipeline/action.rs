@@ -4,6 +4,9 @@ use shardgrad_dist::{Error, Kind, Result};
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 
+/// Forward passes of all ranks at most: so many of 1F1B on 1024 ranks take 0.8 GB to plan.
+pub(super) const PASSES_MAX: usize = 1 << 21;
+
 /// One thing that a rank does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Action {

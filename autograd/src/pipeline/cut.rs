@@ -50,8 +50,9 @@ impl Program {
     /// The records with which the stages after the first begin.
     ///
     /// # Errors
-    /// `Kind::Config` if the cut does not give as many stages, or names a path that the program does not have.
+    /// `Kind::Config` if the cut does not give as many stages, or names a path that the program does not have; for no stage.
     pub fn cut(&self, rank: &Rank, cut: &Cut, num_stages: usize) -> Result<Vec<usize>> {
+        check_stages(num_stages)?;
         let starts = match cut {
             Cut::Balanced => self.balanced(rank, num_stages)?,
             Cut::Measured => {
@@ -146,6 +147,14 @@ impl Program {
         let layouts: SmallVec<[&Layout; 4]> = record.inputs.iter().map(|slot| self.layout(*slot)).collect();
         op::volume(&*record.op, rank, &layouts, &record.outputs)
     }
+}
+
+/// Refuses to cut into nothing.
+pub(super) fn check_stages(num_stages: usize) -> Result<()> {
+    if num_stages > 0 {
+        return Ok(());
+    }
+    Err(Error::new(Kind::Config, "a schedule has no stage").detail("help", "give each rank a stage at least"))
 }
 
 /// A path up to its first number, or its first word if it has none.

@@ -1,6 +1,6 @@
 //! Schedules by name.
 
-use super::action::Schedule;
+use super::action::{PASSES_MAX, Schedule};
 use super::simulate::Times;
 use shardgrad_dist::{Error, Kind, Result};
 
@@ -11,8 +11,6 @@ pub const NAMES: [&str; 10] =
 
 /// Stages of a rank at most.
 const CHUNKS_MAX: usize = 1024;
-/// Forward passes of all ranks at most: so many of 1F1B on 1024 ranks take 0.8 GB to plan.
-const PASSES_MAX: usize = 1 << 21;
 
 impl Schedule {
     /// A schedule by its name: one of [`NAMES`]. What is searched is searched for even passes.

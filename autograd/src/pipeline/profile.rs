@@ -1,7 +1,7 @@
 //! Measured costs: how long the pieces of a program take, and what follows for cuts and schedules.
 
 use super::action::{Action, Schedule};
-use super::cut::smallest_maximum;
+use super::cut::{check_stages, smallest_maximum};
 use super::run::{Feed, Runner};
 use super::simulate::Times;
 use super::stage::Stages;
@@ -71,8 +71,9 @@ impl Profile {
     /// Where to cut, so that the stage that takes longest takes as little time as can be.
     ///
     /// # Errors
-    /// `Kind::Config` for more stages than pieces.
+    /// `Kind::Config` for more stages than pieces, and for none.
     pub fn cut(&self, num_stages: usize) -> Result<Vec<usize>> {
+        check_stages(num_stages)?;
         if self.pieces.len() < num_stages {
             let text = format!("{} pieces cannot be cut into {num_stages} stages", self.pieces.len());
             return Err(Error::new(Kind::Config, text).detail("help", "use a smaller pipeline axis"));
@@ -119,6 +120,7 @@ mod tests {
         // Equal numbers of pieces, or of records, would put a part of the first three beside the last.
         assert_eq!(profile.cut(2).unwrap(), [10]);
         assert_eq!(profile.cut(4).unwrap(), [4, 6, 10]);
+        assert!(profile.cut(0).unwrap_err().message().contains("has no stage"));
         assert!(profile.cut(5).unwrap_err().message().contains("4 pieces cannot be cut into 5 stages"));
         let times = profile.stage_times(&[5, 10]);
         let forward: Vec<f64> = times.iter().map(|t| (t.forward * 1e6).round()).collect();

@@ -1,6 +1,6 @@
 //! Schedules as text files: read, written by users, saved.
 
-use super::action::{Action, Schedule};
+use super::action::{Action, PASSES_MAX, Schedule};
 use shardgrad_dist::{Error, Kind, Result};
 
 /// What the first line of a saved file says.
@@ -73,7 +73,14 @@ impl Reader {
             }
             "stages on ranks" => {
                 let place = rest.split_whitespace().map(|word| number(word, "write ranks, as in `0 1 1 0`"));
-                once(&mut self.place, place.collect::<Result<Vec<usize>>>()?, key)
+                let place = place.collect::<Result<Vec<usize>>>()?;
+                if place.is_empty() {
+                    return Err(refuse(
+                        "a schedule has no stage",
+                        "write the rank of each stage, as in `0 1 1 0`",
+                    ));
+                }
+                once(&mut self.place, place, key)
             }
             rank => {
                 let rank = number(rank, form)?;
@@ -111,12 +118,16 @@ impl Reader {
             let text = format!("a schedule has {most} microbatches");
             return Err(refuse(text, "microbatches are counted from 0, one after another"));
         }
-        Ok(Schedule {
-            name: self.name.unwrap_or_else(|| "own".to_string()),
-            num_microbatches,
-            place: self.place.unwrap_or_else(|| (0..num_ranks).collect()),
-            ranks,
-        })
+        let place = self.place.unwrap_or_else(|| (0..num_ranks).collect());
+        if place.len().checked_mul(num_microbatches).is_none_or(|n| n > PASSES_MAX) {
+            let stages = place.len();
+            let text = format!(
+                "{stages} stages and {num_microbatches} microbatches are too many: lists have at most {PASSES_MAX} forward \
+                 passes"
+            );
+            return Err(refuse(text, "use fewer stages or microbatches"));
+        }
+        Ok(Schedule { name: self.name.unwrap_or_else(|| "own".to_string()), num_microbatches, place, ranks })
     }
 }
 
@@ -155,6 +166,8 @@ mod tests {
             ("microbatches: some", Some("1:"), "`some` is no count", "microbatches: 8"),
             ("microbatches: 2\nmicrobatches: 3", Some("2:"), "says `microbatches` twice", "leave one"),
             ("stages on ranks: 0 -1", Some("1:"), "`-1` is no count", "0 1 1 0"),
+            ("0: F0.0 B0.0\nstages on ranks:  # none", Some("2:"), "has no stage", "as in `0 1 1 0`"),
+            ("0: F0.0\nmicrobatches: 65535\nstages on ranks: many", None, "are too many", "use fewer"),
             ("0: F0.0\n2: F2.0", None, "no list for rank 1", "add a line `1: ..`"),
             ("schedule: x", None, "has no action", "0: F0.0 B0.0"),
             ("0:\n1:", None, "has no action", "0: F0.0 B0.0"),
@@ -162,7 +175,8 @@ mod tests {
             ("0: F0.18446744073709551615", None, "has 18446744073709551615 microbatches", "counted from 0"),
             ("microbatches: 0\n0: F0.0", None, "has 1 microbatches", "counted from 0"),
         ] {
-            let error = Schedule::from_text(text).unwrap_err();
+            let text = text.replace("many", &"0 ".repeat(65_535));
+            let error = Schedule::from_text(&text).unwrap_err();
             assert_eq!(error.kind(), Kind::Config, "{text}");
             assert!(error.message().contains(what), "{text}: {error}");
             let detail = |label: &str| error.details().iter().find(|d| d.0 == label).map(|d| d.1.clone());
