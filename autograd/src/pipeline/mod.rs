@@ -5,6 +5,7 @@
 //! ([`Rank::slice`](shardgrad_dist::Rank::slice)), so layouts, ops and plans know nothing of stages.
 
 mod table;
+mod sweep;
 mod action;
 mod text;
 mod verify;

@@ -1,6 +1,7 @@
 //! A schedule in time: what a step would take, from the times of its passes.
 
 use super::action::{Action, Schedule};
+use super::sweep::Sweep;
 use super::table::Table;
 use std::ops::Range;
 
@@ -55,23 +56,24 @@ impl Schedule {
         let mut ends = Ends { forward: open(), back: open(), takes, gives };
         let mut ranks: Vec<Vec<Span>> = vec![Vec::new(); self.ranks.len()];
         let mut at = vec![0; self.ranks.len()];
-        let mut moved = true;
-        while std::mem::take(&mut moved) {
-            for rank in 0..self.ranks.len() {
-                while let Some(&action) = self.ranks[rank].get(at[rank]) {
-                    let Some(ready) = self.ready(action, &ends, transfer) else { break };
-                    at[rank] += 1;
-                    moved = true;
-                    let Some(duration) = duration(action, times) else { continue };
-                    let free = ranks[rank].last().map_or(0.0, |span| span.time.end);
-                    let start = free.max(ready);
-                    let end = start + duration;
-                    if let Some((stage, microbatch, back)) = Schedule::pass(action) {
-                        let table = if back { &mut ends.back } else { &mut ends.forward };
-                        table[(stage, microbatch)] = end;
-                    }
-                    ranks[rank].push(Span { action, time: start..end });
+        let mut sweep = Sweep::over(self.ranks.len());
+        while let Some(rank) = sweep.next() {
+            while let Some(&action) = self.ranks[rank].get(at[rank]) {
+                let Some(ready) = self.ready(action, &ends, transfer) else { break };
+                at[rank] += 1;
+                let Some(duration) = duration(action, times) else { continue };
+                let free = ranks[rank].last().map_or(0.0, |span| span.time.end);
+                let start = free.max(ready);
+                let end = start + duration;
+                if let Some((stage, microbatch, back)) = Schedule::pass(action) {
+                    let (table, needed_by) = match back {
+                        true => (&mut ends.back, &ends.takes[stage]),
+                        false => (&mut ends.forward, &ends.gives[stage]),
+                    };
+                    table[(stage, microbatch)] = end;
+                    needed_by.iter().for_each(|other| sweep.wake(self.place[*other]));
                 }
+                ranks[rank].push(Span { action, time: start..end });
             }
         }
         Timeline { ranks }

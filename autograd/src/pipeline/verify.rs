@@ -1,6 +1,7 @@
 //! The proof of a schedule, before its first step: it is run through without any value.
 
 use super::action::{Action, Schedule, Transfer};
+use super::sweep::Sweep;
 use super::table::Table;
 use shardgrad_dist::{Error, Kind, Result};
 use std::collections::HashMap;
@@ -52,7 +53,8 @@ struct Walk<'a> {
 /// Why an action cannot be taken: never, or not yet.
 enum Obstacle {
     Wrong(String),
-    Waits(String),
+    /// For another rank.
+    Waits(usize),
 }
 
 fn wrong<T>(why: impl Into<String>) -> Result<T, Obstacle> {
@@ -86,24 +88,28 @@ impl Schedule {
         }
         let mut walk = Walk::new(self, links, blocking);
         let (mut live, mut peak_live) = (vec![0usize; self.ranks.len()], vec![0; self.ranks.len()]);
-        let mut moved = true;
-        while std::mem::take(&mut moved) {
-            for rank in 0..self.ranks.len() {
-                while let Some(&action) = self.ranks[rank].get(walk.at[rank]) {
-                    match walk.take(rank, action) {
-                        Ok(()) => {}
-                        Err(Obstacle::Waits(_)) => break,
-                        Err(Obstacle::Wrong(why)) => return Err(self.wrong(rank, walk.at[rank], &why)),
+        let mut sweep = Sweep::over(self.ranks.len());
+        while let Some(rank) = sweep.next() {
+            while let Some(&action) = self.ranks[rank].get(walk.at[rank]) {
+                match (walk.take(rank, action), action) {
+                    (Ok(()), Action::Send(transfer)) => sweep.wake(self.place[transfer.to]),
+                    (Ok(()), _) => {}
+                    (Err(Obstacle::Waits(other)), _) => {
+                        // A send that waits, waits for this.
+                        if matches!(action, Action::Receive(t) if walk.meets(other, Action::Send(t))) {
+                            sweep.wake(other);
+                        }
+                        break;
                     }
-                    match action {
-                        Action::Forward { .. } if walk.trains => live[rank] += 1,
-                        Action::Backward { .. } | Action::WeightGradient { .. } => live[rank] -= 1,
-                        _ => {}
-                    }
-                    peak_live[rank] = peak_live[rank].max(live[rank]);
-                    walk.at[rank] += 1;
-                    moved = true;
+                    (Err(Obstacle::Wrong(why)), _) => return Err(self.wrong(rank, walk.at[rank], &why)),
                 }
+                match action {
+                    Action::Forward { .. } if walk.trains => live[rank] += 1,
+                    Action::Backward { .. } | Action::WeightGradient { .. } => live[rank] -= 1,
+                    _ => {}
+                }
+                peak_live[rank] = peak_live[rank].max(live[rank]);
+                walk.at[rank] += 1;
             }
         }
         walk.check_end()?;
@@ -259,9 +265,7 @@ impl<'a> Walk<'a> {
             () if to == rank => wrong("but both stages live on one rank"),
             () if !made => wrong("comes before the pass that makes it"),
             () if self.ways[(row, microbatch)] != Way::No => wrong("comes twice"),
-            () if self.blocking && !self.meets(to, Action::Receive(transfer)) => {
-                Err(Obstacle::Waits(format!("rank {rank} waits for rank {to} in S{transfer}")))
-            }
+            () if self.blocking && !self.meets(to, Action::Receive(transfer)) => Err(Obstacle::Waits(to)),
             () => {
                 self.ways[(row, microbatch)] = Way::Sent;
                 Ok(())
@@ -284,7 +288,7 @@ impl<'a> Walk<'a> {
                 self.ways[(row, transfer.microbatch)] = Way::Received;
                 Ok(())
             }
-            Way::No => Err(Obstacle::Waits(format!("rank {rank} waits for rank {from} in R{transfer}"))),
+            Way::No => Err(Obstacle::Waits(from)),
         }
     }
 
@@ -307,9 +311,9 @@ impl<'a> Walk<'a> {
         let mut waits = Vec::new();
         for rank in 0..schedule.ranks.len() {
             if let Some(&action) = schedule.ranks[rank].get(self.at[rank])
-                && let Err(Obstacle::Waits(why)) = self.take(rank, action)
+                && let Err(Obstacle::Waits(other)) = self.take(rank, action)
             {
-                waits.push(why);
+                waits.push(format!("rank {rank} waits for rank {other} in {action}"));
             }
         }
         if !waits.is_empty() {
