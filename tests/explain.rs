@@ -31,3 +31,42 @@ fn blocks_under_every_split_and_their_product() {
         }
     }
 }
+
+#[test]
+fn stages_that_a_run_would_cut_by_measured_times_are_parts_of_one_model() {
+    let parameters = |mesh: &str, more: &[&str]| {
+        let given = ["explain", "--preset", "tiny", "--batch", "4", "--seq", "8", "--json", "--mesh", mesh];
+        let output = shardgrad(&[&given[..], more].concat());
+        assert!(output.status.success(), "{output:?}");
+        let text = String::from_utf8(output.stdout).unwrap();
+        let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        let mut names: Vec<String> =
+            lines.filter(|l| l["kind"] == "parameter").map(|l| l["name"].to_string()).collect();
+        names.sort_unstable();
+        names
+    };
+    let mut whole = parameters("dp=1", &[]);
+    // The table is read by the first stage and by the last.
+    whole.push("\"wte.weight\"".to_string());
+    whole.sort_unstable();
+    for more in [
+        &["--cut", "measured"][..],
+        &["--schedule", "searched"],
+        &["--schedule", "searched-1", "--cut", "measured"],
+        &["--schedule", "1f1b"],
+    ] {
+        for mesh in ["pp=2", "pp=4,dp=2"] {
+            // A rank of a V holds the first stage and the last, and the table once.
+            let mut names = parameters(mesh, more);
+            names.dedup();
+            let mut once = whole.clone();
+            once.dedup();
+            assert_eq!(names, once, "{mesh} {more:?}");
+            assert!(parameters(mesh, more).len() <= whole.len(), "{mesh} {more:?}");
+        }
+    }
+    let given = ["explain", "--mesh", "pp=2", "--batch", "4", "--seq", "8"];
+    let said = |more: &[&str]| String::from_utf8(shardgrad(&[&given[..], more].concat()).stdout).unwrap();
+    assert!(said(&["--cut", "measured"]).contains("are an estimate"));
+    assert!(!said(&[]).contains("are an estimate"));
+}

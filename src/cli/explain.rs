@@ -13,6 +13,10 @@ use std::fmt::Write as _;
 use std::ops::Range;
 use std::rc::Rc;
 
+/// What is said where a run would measure times.
+const ESTIMATED: &str = "stages and order of passes are an estimate: passes take as long as their ops have volume; a run measures \
+                         them, and keeps its lists in schedule.txt";
+
 /// One rank's view of a step.
 struct Step {
     rank: usize,
@@ -75,16 +79,17 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
         .into_iter()
         .map(|r| World::new(mesh.clone()).dry_run(r, one))
         .collect::<Result<_>>()?;
-    let name = args.model.name();
-    let mut title = format!("one step of {name} on {mesh}, batch {} x {seq}, {precision}", args.batch);
-    if microbatches > 1 {
-        title += &format!(", {microbatches} microbatches");
-    }
     if args.json {
         steps.iter().for_each(|step| print_json(&mesh, step));
         return Ok(());
     }
-    println!("{title}\nbytes are those that one rank must hold or move");
+    let pieces = if microbatches > 1 { format!(", {microbatches} microbatches") } else { String::new() };
+    let name = args.model.name();
+    println!("one step of {name} on {mesh}, batch {} x {seq}, {precision}{pieces}", args.batch);
+    println!("bytes are those that one rank must hold or move");
+    if args.pipeline.measures() {
+        println!("{ESTIMATED}");
+    }
     for (stage, step) in steps.iter().enumerate() {
         if steps.len() > 1 {
             print!("\nstage {stage} of {}, ", steps.len());

@@ -142,7 +142,8 @@ impl Program {
         Ok(places)
     }
 
-    fn volume(&self, rank: &Rank, at: usize) -> usize {
+    /// The [`op::volume`] of a record.
+    pub(super) fn volume(&self, rank: &Rank, at: usize) -> usize {
         let record = &self.records[at];
         let layouts: SmallVec<[&Layout; 4]> = record.inputs.iter().map(|slot| self.layout(*slot)).collect();
         op::volume(&*record.op, rank, &layouts, &record.outputs)

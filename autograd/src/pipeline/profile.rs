@@ -28,7 +28,9 @@ pub struct Profile {
 impl Profile {
     /// Measures every piece, on one place of the axis each, so that parameters are needed for one piece at a time; values
     /// that pieces hand on are made up. All ranks call this together and get the same numbers: means over
-    /// the ranks that measured. `num_stages` is the largest number of stages that is to be cut.
+    /// the ranks that measured. `num_stages` is the largest number of stages that is to be cut. On the null back end, where
+    /// nothing takes time and nobody is heard, a nanosecond of each pass stands for each unit of volume, by which
+    /// [`Cut::Balanced`](super::Cut::Balanced) cuts.
     ///
     /// # Errors
     /// `Kind::Config` if the program cannot be cut into as many stages; what ops report.
@@ -40,6 +42,9 @@ impl Profile {
     ) -> Result<Profile> {
         let starts = program.places(num_stages)?;
         let stages = Stages::new(program.clone(), &starts);
+        if rank.is_dry() {
+            return Ok(estimated(rank, &stages));
+        }
         let n = stages.stages().len();
         let backward = Action::Backward { stage: 0, microbatch: 0 };
         let num_places = rank.world().mesh().size(axis);
@@ -103,6 +108,17 @@ impl Profile {
         };
         borders.windows(2).map(stage).collect()
     }
+}
+
+/// Pieces whose passes take as long as they have volume; transfers take no time.
+fn estimated(rank: &Rank, stages: &Stages) -> Profile {
+    let pieces: Vec<Range<usize>> = stages.stages().iter().map(|stage| stage.range.clone()).collect();
+    let time = |piece: &Range<usize>| {
+        let volume: usize = piece.clone().map(|at| stages.program().volume(rank, at)).sum();
+        let each = volume as f64 * 1e-9;
+        Times { forward: each, input: each, weight: each }
+    };
+    Profile { times: pieces.iter().map(time).collect(), pieces, transfer: 0.0 }
 }
 
 #[cfg(test)]
