@@ -232,6 +232,27 @@ fn a_model_is_saved_from_a_pipeline_and_loaded_on_another() {
 }
 
 #[test]
+fn a_stage_sends_what_is_saved_when_the_first_rank_has_come_to_it() {
+    let dir = std::env::temp_dir().join(format!("shardgrad-asked-{}", std::process::id()));
+    let run = Run::new(1);
+    let saved = World::run(Mesh::parse("pp=3,tp=2").unwrap(), |rank| {
+        let trainer = run.trainer(rank)?;
+        rank.trace().enable();
+        trainer.model().save(&dir)?;
+        let held = trainer.model().params().iter().filter(|p| p.counts_here()).count();
+        Ok((held, rank.trace().take()))
+    });
+    std::fs::remove_dir_all(&dir).unwrap();
+    // The first ranks of the stages behind the first.
+    for (held, records) in [2, 4].map(|rank| saved.as_ref().unwrap()[rank].clone()) {
+        let moved = records.iter().filter(|r| ["send", "recv"].contains(&r.op));
+        let moved: Vec<(&str, usize)> = moved.map(|r| (r.op, r.numel())).collect();
+        assert!(held > 10 && moved.len() == 2 * held, "{held} parameters: {moved:?}");
+        assert!(moved.chunks(2).all(|pair| pair[0] == ("recv", 1) && pair[1].0 == "send"), "{moved:?}");
+    }
+}
+
+#[test]
 fn what_cannot_be_a_pipeline_is_refused() {
     let refuse = |plan: Plan, mesh: &str, microbatches: usize| {
         let run = Run { plan, microbatches, ..Run::new(1) };

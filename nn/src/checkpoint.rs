@@ -227,7 +227,9 @@ fn write<M: Module>(
     })
 }
 
-/// The bytes of a whole parameter, on the first rank at least: gathered by the stage that counts it, and passed on from there.
+/// The bytes of a whole parameter, on the first rank at least: gathered by the stage that counts it, and passed on from there
+/// when the first rank asks for them. What is sent waits in memory until it is received, so the first rank has to have come to
+/// a parameter before the stages behind it send theirs.
 fn bring(
     rank: &Rank,
     param: &Param,
@@ -235,8 +237,12 @@ fn bring(
     site: &'static Location<'static>,
 ) -> Result<Option<Vec<u8>>> {
     let rounded = || param.as_in_files().cast(dtype).to_bytes();
+    let home = param.home();
+    if let Some(home) = home.as_ref().filter(|_| rank.index() == 0) {
+        pass_bytes(rank.world(), home.axis, [0, home.places[0]], &[1], 1, site)?;
+    }
     let bytes = if param.counts_here() { rounded()? } else { Vec::new() };
-    match param.home() {
+    match home {
         Some(home) if rank.index() == 0 => {
             let len = param.numel() * dtype.size();
             pass_bytes(rank.world(), home.axis, [home.places[0], 0], &bytes, len, site)
