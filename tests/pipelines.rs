@@ -231,6 +231,38 @@ fn a_model_is_saved_from_a_pipeline_and_loaded_on_another() {
     std::fs::remove_dir_all(&dir).unwrap();
 }
 
+/// The table of tokens is read by the first stage and by the last.
+#[test]
+fn copies_of_a_parameter_on_two_stages_are_compared() {
+    let dir = std::env::temp_dir().join(format!("shardgrad-copies-{}", std::process::id()));
+    let run = Run::new(1);
+    for (mesh, odd) in [("pp=2", 1), ("pp=2,tp=2", 3), ("pp=3,dp=2,tp=2", 10), ("pp=2,tp=2", 9)] {
+        let num_ranks = Mesh::parse(mesh).unwrap().num_ranks();
+        for saves in [true, false] {
+            let compared = World::run(Mesh::parse(mesh).unwrap(), |rank| {
+                let trainer = run.trainer(rank)?;
+                let table = trainer.model().param("wte.weight")?;
+                if rank.index() == odd {
+                    let mut own = table.tensor().to_local_f64()?;
+                    own[3] += 1e-9;
+                    table.set_tensor(Tensor::from_local(trainer.rank(), &table.layout(), &own)?)?;
+                }
+                if saves { trainer.model().save(&dir) } else { trainer.check_alike() }
+            });
+            assert_eq!(compared.is_err(), odd < num_ranks, "{mesh}: {compared:?}");
+            if let Err(error) = compared {
+                assert_eq!(error.kind(), Kind::Diverged, "{error}");
+                assert!(
+                    error.message().ends_with("tensors differ between ranks, `wte.weight` first"),
+                    "{error}"
+                );
+            }
+            assert!(!dir.exists() || saves && odd >= num_ranks, "nothing is saved");
+            let _ = std::fs::remove_dir_all(&dir);
+        }
+    }
+}
+
 #[test]
 fn a_stage_sends_what_is_saved_when_the_first_rank_has_come_to_it() {
     let dir = std::env::temp_dir().join(format!("shardgrad-asked-{}", std::process::id()));

@@ -6,10 +6,10 @@ use crate::hf::folder::Weights;
 use crate::model::Family;
 use crate::module::Module;
 use crate::name::matches;
-use crate::param::Param;
+use crate::param::{Home, Param};
 use crate::placed::Model;
 use crate::precision::check_dtype;
-use shardgrad_tensor::agreement::check_copies;
+use shardgrad_tensor::agreement::{Shared, check_copies, check_shared};
 use shardgrad_tensor::control::{local_sum_squares_once, pass_bytes, world_sum};
 use shardgrad_tensor::{DType, Error, Kind, Rank, Result, Tensor, Value};
 use std::collections::HashSet;
@@ -160,7 +160,8 @@ fn check_rounding<M: Module>(model: &Model<M>, dtype: DType, site: &'static Loca
     Err(Error::new(Kind::NotFinite, text).detail("help", help).at(site))
 }
 
-/// Compares the copies of all parameters of this rank's stage, bit for bit. Every rank calls this together.
+/// Compares the copies of all parameters of this rank's stage, bit for bit, and those of parameters that several stages hold
+/// between these. Every rank calls this together.
 ///
 /// # Errors
 /// `Kind::Diverged` on every rank, naming parameters and ranks; what the collective reports.
@@ -168,7 +169,17 @@ pub fn check_parameters<M: Module>(model: &Model<M>, site: &'static Location<'st
     let tensors: Vec<(String, Tensor)> =
         model.params().iter().filter(|p| p.is_here()).map(|p| (p.name(), p.tensor())).collect();
     let tensors: Vec<(&str, &Tensor)> = tensors.iter().map(|(name, tensor)| (&**name, tensor)).collect();
-    check_copies(model.rank(), &tensors, site)
+    check_copies(model.rank(), &tensors, site)?;
+    let homes = model.params().iter().filter_map(|p| Some((p, p.home().filter(|h| h.places.len() > 1)?)));
+    let homes: Vec<(String, &Param, Home)> = homes.map(|(p, home)| (p.name(), p, home)).collect();
+    let Some(axis) = homes.first().map(|(.., home)| home.axis) else { return Ok(()) };
+    let shared = homes.iter().map(|(name, param, home)| Shared {
+        name,
+        layout: param.layout(),
+        places: home.places.clone(),
+        copy: param.is_here().then(|| param.tensor()),
+    });
+    check_shared(model.rank(), axis, &shared.collect::<Vec<_>>(), site)
 }
 
 /// Writes the parameters of a model, rounded to a dtype, into safetensors files of a folder, made if there is none, in the

@@ -3,6 +3,7 @@
 //! A collective compares what is called, never what is in it: a copy in which a bit was flipped, or a rank that trains at
 //! another rate, would go unnoticed for ever. These checks are made now and then, and before anything is kept.
 
+use crate::layout::Layout;
 use crate::state::State;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Axis, Call, Error, Kind, Phase, Rank, Result};
@@ -40,16 +41,72 @@ pub fn check_copies(
         let other = (0..mesh.num_ranks()).find(|r| everyone[*r][number] != everyone[first(*r)][number]);
         differing.extend(other.map(|r| (*name, layout, first(r), r)));
     }
+    refuse_differing(rank, &differing, tensors.len(), site)
+}
+
+/// A tensor of which ranks at several places of an axis of the world hold copies, each on the mesh without that axis.
+#[derive(Clone, Debug)]
+pub struct Shared<'a> {
+    /// What messages call it.
+    pub name: &'a str,
+    /// How it lies on the mesh without the axis.
+    pub layout: Layout,
+    /// The places that hold it, in order.
+    pub places: Vec<usize>,
+    /// The copy of this rank, if it has one.
+    pub copy: Option<Tensor>,
+}
+
+/// Compares copies along an axis of the world, bit for bit: those of ranks that differ in their place on the axis alone. One
+/// all_gather of a word a tensor over the world; every rank calls this together, with the same tensors in the same order,
+/// those that it has no copy of among them. Nothing is compared on the null back end.
+///
+/// # Errors
+/// As [`check_copies`].
+pub fn check_shared(
+    rank: &Rank,
+    axis: Axis,
+    tensors: &[Shared<'_>],
+    site: &'static Location<'static>,
+) -> Result<()> {
+    let rank = rank.world();
+    let mesh = rank.mesh();
+    let mark = |t: &Shared<'_>| match &t.copy {
+        Some(copy) => Ok(fingerprint(&copy.own_bytes()?) as i64),
+        None => Ok(0),
+    };
+    let marks: Vec<i64> = tensors.iter().map(mark).collect::<Result<_>>()?;
+    let Some(everyone) = gathered(rank, &marks, site)? else { return Ok(()) };
+    let at = |r: usize, place: usize| {
+        let mut coordinate = mesh.coordinate(r);
+        coordinate[axis.0 as usize] = place;
+        mesh.rank_at(&coordinate)
+    };
+    let mut differing = Vec::new();
+    for (number, Shared { name, layout, places, .. }) in tensors.iter().enumerate() {
+        let mut holders =
+            (0..mesh.num_ranks()).filter(|r| places.contains(&mesh.coordinate(*r)[axis.0 as usize]));
+        let other = holders.find(|r| everyone[*r][number] != everyone[at(*r, places[0])][number]);
+        differing.extend(other.map(|r| (*name, layout, at(r, places[0]), r)));
+    }
+    refuse_differing(rank, &differing, tensors.len(), site)
+}
+
+/// The error of copies that differ, each by its name, its layout, and two ranks that hold other bits than each other.
+fn refuse_differing(
+    rank: &Rank,
+    differing: &[(&str, &Layout, usize, usize)],
+    count: usize,
+    site: &'static Location<'static>,
+) -> Result<()> {
+    let mesh = rank.mesh();
     let Some((name, layout, first, other)) = differing.first() else { return Ok(()) };
     let mut names: Vec<&str> = differing.iter().take(NAMES_MAX).map(|(name, ..)| *name).collect();
     if differing.len() > NAMES_MAX {
         names.push("...");
     }
-    let text = format!(
-        "copies of {} of {} tensors differ between ranks, `{name}` first",
-        differing.len(),
-        tensors.len()
-    );
+    let text =
+        format!("copies of {} of {count} tensors differ between ranks, `{name}` first", differing.len());
     Err(Error::new(Kind::Diverged, text)
         .detail("tensors", names.join(", "))
         .detail("layout", layout.to_string())
@@ -143,7 +200,6 @@ fn fingerprint(bytes: &[u8]) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layout::Layout;
     use shardgrad_dist::{Mesh, World};
 
     #[test]
