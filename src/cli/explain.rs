@@ -2,7 +2,7 @@
 
 use super::args::{ExplainArgs, check_tokens};
 use crate::data::Batch;
-use crate::train::batch;
+use crate::train::{batch, word};
 use serde_json::json;
 use shardgrad::dist::{Phase, Record};
 use shardgrad::kernels::Cost;
@@ -69,7 +69,7 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
         let activations = last_of_each(trainer.outline()?);
         rank.trace().take();
         let before = rank.backend().cost();
-        trainer.step(&[0.0])?;
+        trainer.step(&word(false, false))?;
         let (records, after) = (rank.trace().take(), rank.backend().cost());
         let cost = Cost { flops: after.flops - before.flops, bytes: after.bytes - before.bytes };
         let peak_bytes = rank.backend().memory().peak_bytes as u64;

@@ -67,6 +67,11 @@ pub(crate) fn share(sampler: &Sampler, rows: Range<u64>, part: usize) -> Result<
     Ok(sampler.asked(rows)?.map(|asked| asked.max(1) as f64 * weight))
 }
 
+/// The numbers of a rank that ride along with a step: whether it was told to stop, and whether something went wrong on it.
+pub(crate) fn word(stops: bool, failed: bool) -> [f64; 2] {
+    [stops, failed].map(|told| f64::from(u8::from(told)))
+}
+
 impl Recipe {
     /// A model in training on one rank, on the rows that it reads for this recipe.
     ///

@@ -3,7 +3,7 @@
 use super::Job;
 use super::progress::{Progress, record};
 use crate::metrics::StepMetrics;
-use crate::train::{Ahead, Measured, mean_loss};
+use crate::train::{Ahead, Measured, mean_loss, word};
 use shardgrad::nn::{LanguageModel, StepReport};
 use shardgrad::prelude::*;
 use shardgrad::tensor::control::world_sum;
@@ -45,8 +45,7 @@ pub(super) fn take_steps(
         if step + 1 < recipe.steps && ended.failed.is_none() {
             ended.failed = ahead.read(trainer.rank(), step as u64 + 1).err();
         }
-        let word = [job.interrupt.requested(), ended.failed.is_some()].map(|b| f64::from(u8::from(b)));
-        let report = match trainer.step(&word) {
+        let report = match trainer.step(&word(job.interrupt.requested(), ended.failed.is_some())) {
             Err(e) if e.kind() == Kind::NotFinite && step > 0 => {
                 ended.failed = Some(with_cure(e));
                 break;
