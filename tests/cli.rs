@@ -73,6 +73,7 @@ fn misuse_has_exit_code_2_and_a_repair() {
         (&["train", "--mesh", "tp=0"], &["size 0"]),
         (&["train", "--mesh", "dp=100,tp=100"], &["10000 ranks"]),
         (&["train", "--mesh", "cp=2"], &["cp=2", "pp, dp and tp"]),
+        (&["explain", "--mesh", "cp=2"], &["cp=2", "pp, dp and tp"]),
         (&["train", "--data", "/no/such/file"], &["/no/such/file: there is no such file"]),
         (&["train", "--data", &folder.path("none")], &["none: there is no such file"]),
         (&["train", "--data", &data, "--end-of-text", "256"], &["--end-of-text 256", "0..256"]),
@@ -173,6 +174,16 @@ fn a_run_leaves_metrics_a_plot_and_a_model_that_is_read_on_another_mesh() {
         line["loss"].as_f64().unwrap()
     });
     assert!(losses.iter().all(|l| (l - losses[0]).abs() < 1e-5 * losses[0]), "{losses:?}");
+    // Where there are no stages, each rank of a pipeline would hold the whole model.
+    for (mesh, why) in [
+        ("pp=4,tp=2", "nothing is split over pp=4 but in training"),
+        ("cp=2", "nothing is split over cp=2 yet"),
+    ] {
+        for command in [&["eval", "--data", &data][..], &["generate", "--prompt", "The "]] {
+            let (code, said) = told(&[command, &["--model", &model, "--mesh", mesh]].concat());
+            assert!(code == 2 && said.contains(why) && said.contains("use the axes dp and tp"), "{said}");
+        }
+    }
     let generate = ["generate", "--model", &model, "--prompt", "The ", "--tokens", "5", "--greedy", "--json"];
     let texts = ["", "tp=2"].map(|mesh| shardgrad(&[&generate[..], &["--mesh", mesh]].concat()).stdout);
     assert_eq!(texts[0], texts[1], "the mesh does not change what is generated");

@@ -66,7 +66,7 @@ Examples:
   shardgrad train --data book.txt --mesh tp=2      the same numbers from two ranks
   shardgrad train --model DIR --tokens ids.safetensors --no-shuffle --lr-schedule constant
 
-Without --mesh, training runs on dp=2 where there are two cores.";
+Without --mesh, training runs on dp=2 where there are two cores, and rows for both.";
 
 /// Which model: a folder, or a preset with fresh weights.
 #[derive(Args, Clone, Debug)]
@@ -250,30 +250,37 @@ impl RunArgs {
         if self.cast { Cast::Rounded } else { Cast::Widened }
     }
 
-    /// The mesh of a training run: as asked for, else, on the processor, a rank for each of two cores.
-    pub(crate) fn train_mesh(&self) -> Mesh {
+    /// The mesh of a training run: as asked for, else, on the processor, a rank for each of two cores, if microbatches have
+    /// rows for both.
+    pub(crate) fn train_mesh(&self, rows: usize) -> Mesh {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        if self.mesh.num_axes() > 0 || cores < 2 || self.device != Device::Cpu {
+        if self.mesh.num_axes() > 0 || cores < 2 || rows < 2 || self.device != Device::Cpu {
             return self.mesh.clone();
         }
         Mesh::new(&[("dp", 2)]).unwrap_or_else(|_| self.mesh.clone())
     }
 
-    /// The world of a training run.
+    /// The world of a training run on a mesh.
     ///
     /// # Errors
     /// As [`RunArgs::world`].
-    pub(crate) fn train_world(&self) -> Result<World> {
-        RunArgs { mesh: self.train_mesh(), ..self.clone() }.world()
+    pub(crate) fn train_world(&self, mesh: &Mesh) -> Result<World> {
+        check_axes(mesh, TRAIN_AXES)?;
+        RunArgs { mesh: mesh.clone(), ..self.clone() }.launched()
     }
 
-    /// The world to launch.
+    /// The world of a command without stages.
     ///
     /// # Errors
-    /// `Kind::Config` for more ranks than one process should have, and for axes that no plan splits anything over;
-    /// `Kind::Unsupported` for a device that this machine or this build does not have.
+    /// `Kind::Config` for more ranks than one process should have; `Kind::Unsupported` for axes over which the command splits
+    /// nothing, and for a device that this machine or this build does not have.
     pub(crate) fn world(&self) -> Result<World> {
-        check_axes(&self.mesh)?;
+        check_axes(&self.mesh, &TRAIN_AXES[1..])?;
+        self.launched()
+    }
+
+    /// The world to launch, whatever its axes.
+    fn launched(&self) -> Result<World> {
         let precision = self.matmul_precision;
         if precision != MatmulPrecision::default() && self.dtype == DType::F64 {
             let why =
@@ -304,14 +311,23 @@ impl RunArgs {
     }
 }
 
-/// Refuses axes over which no plan splits anything: their ranks would all do the same work.
-pub(crate) fn check_axes(mesh: &Mesh) -> Result<()> {
-    let idle = |axis: &shardgrad::dist::Axis| {
-        mesh.size(*axis) > 1 && !["pp", "dp", "tp"].contains(&mesh.name(*axis))
-    };
+/// The axes that training splits something over; stages are of training alone.
+const TRAIN_AXES: &[&str] = &["pp", "dp", "tp"];
+
+/// Refuses axes over which a command splits nothing: their ranks would all hold and do the same.
+fn check_axes(mesh: &Mesh, split: &[&str]) -> Result<()> {
+    let idle = |axis: &shardgrad::dist::Axis| mesh.size(*axis) > 1 && !split.contains(&mesh.name(*axis));
     let Some(axis) = mesh.axes().find(idle) else { return Ok(()) };
-    let why = format!("nothing is split over {}={} yet", mesh.name(axis), mesh.size(axis));
-    Err(Error::new(Kind::Unsupported, why).detail("help", "use the axes pp, dp and tp"))
+    let (name, size) = (mesh.name(axis), mesh.size(axis));
+    let why = match name {
+        "pp" => format!("nothing is split over pp={size} but in training"),
+        _ => format!("nothing is split over {name}={size} yet"),
+    };
+    let help = match split {
+        [first @ .., last] => format!("use the axes {} and {last}", first.join(", ")),
+        [] => "leave the mesh out".to_string(),
+    };
+    Err(Error::new(Kind::Unsupported, why).detail("help", help))
 }
 
 fn dtypes() -> impl TypedValueParser<Value = DType> {
@@ -435,7 +451,7 @@ impl ExplainArgs {
     /// # Errors
     /// `Kind::Unsupported` for axes that no plan splits anything over; `Kind::Config` for more ranks than can be told of.
     pub(crate) fn mesh(&self) -> Result<&Mesh> {
-        check_axes(&self.mesh)?;
+        check_axes(&self.mesh, TRAIN_AXES)?;
         let (num_ranks, most) = (self.mesh.num_ranks(), defaults::EXPLAINED_MAX);
         if num_ranks > most {
             let why = format!("--mesh asks for {num_ranks} ranks; at most {most} are explained");

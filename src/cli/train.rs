@@ -79,8 +79,8 @@ impl Job {
 pub(super) fn run(args: &TrainArgs) -> Result<(), Failure> {
     args.check()?;
     check_eps(args)?;
-    let world = args.run.train_world()?;
-    let mesh = args.run.train_mesh();
+    let mesh = args.mesh();
+    let world = args.run.train_world(&mesh)?;
     let job = prepare(args)?;
     let text = format!(
         "{} on {mesh}, {} steps of {} x {} tokens, {}",

@@ -10,7 +10,8 @@ use shardgrad::prelude::*;
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Pipeline")]
 pub(crate) struct PipelineArgs {
-    /// Equal parts that the batch is cut into [default: 1; on pp=N at most 2N, as many as divide the batch]
+    /// Equal parts that the batch is cut into [default: 1; on pp=N at most 2N, as many as divide the batch and leave each rank
+    /// of dp as many rows]
     #[arg(long, value_name = "N", value_parser = values::count)]
     microbatches: Option<usize>,
     /// Order of passes over the axis pp: gpipe, 1f1b, interleaved-2, zb-h1, zb-h2, zb-v, v-half, v-min, dualpipe-v, searched
@@ -49,9 +50,10 @@ impl PipelineArgs {
         matches!(self.schedule, Some(PassOrder::Lists(_)))
     }
 
-    /// How many pieces a batch is cut into on a mesh.
+    /// How many pieces a batch is cut into on a mesh: as asked for, else as many as a pipeline has use for, of which each data
+    /// rank has equally many rows, or one at least, if that can be.
     pub(crate) fn microbatches(&self, mesh: &Mesh, batch: usize) -> usize {
-        let stages = mesh.axis("pp").map_or(1, |axis| mesh.size(axis));
+        let [stages, shares] = ["pp", "dp"].map(|name| mesh.axis(name).map_or(1, |axis| mesh.size(axis)));
         let most = if stages > 1 { 2 * stages } else { 1 };
         let order = self.order();
         let runs = |m: usize| match &order {
@@ -63,8 +65,11 @@ impl PipelineArgs {
             PassOrder::Lists(lists) if stages > 1 => Some(lists.num_microbatches),
             _ => None,
         };
-        let fits = |m: &usize| batch.is_multiple_of(*m) && runs(*m);
-        let found = || (1..=most.min(batch)).rev().find(fits).unwrap_or(1);
+        let fit = || (1..=most.min(batch)).rev().filter(|m| batch.is_multiple_of(*m) && runs(*m));
+        let found = || {
+            let even = fit().find(|m| (batch / m).is_multiple_of(shares));
+            even.or_else(|| fit().find(|m| batch / m >= shares)).or_else(|| fit().next()).unwrap_or(1)
+        };
         self.microbatches.or(told).unwrap_or_else(found)
     }
 

@@ -70,6 +70,34 @@ fn all_options_of_train_are_read() {
 }
 
 #[test]
+fn each_rank_has_a_row_of_each_microbatch_if_that_can_be() {
+    let microbatches = |line: &str| train(line).microbatches();
+    for (line, count) in [
+        ("--mesh pp=2 --batch 8", 4),
+        ("--mesh pp=2,dp=4 --batch 8", 2),
+        ("--mesh pp=2,dp=4 --batch 16", 4),
+        // Three ranks cannot have equally many of eight rows.
+        ("--mesh pp=2,dp=3 --batch 8", 2),
+        ("--mesh pp=2,dp=4 --batch 6", 1),
+        ("--mesh pp=2,dp=4 --batch 3", 3),
+        ("--mesh pp=2,dp=4 --batch 8 --microbatches 8", 8),
+        ("--mesh dp=4 --batch 8", 1),
+    ] {
+        assert_eq!(microbatches(line), count, "{line}");
+    }
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    for (line, ranks) in [
+        ("--batch 1", 1),
+        ("--batch 4 --microbatches 4", 1),
+        ("--batch 4 --microbatches 2", 2),
+        ("--batch 3", 2),
+    ] {
+        assert_eq!(train(line).mesh().num_ranks(), ranks.min(cores), "{line}");
+    }
+    assert_eq!(train("--batch 1 --mesh dp=2").mesh().num_ranks(), 2);
+}
+
+#[test]
 fn the_schedule_follows_the_options() {
     let rates = |line: &str, steps: [usize; 3]| steps.map(|s| train(line).schedule().lr(s));
     assert_eq!(rates("--lr 2 --lr-schedule constant", [0, 5, 1000]), [2.0, 2.0, 2.0]);

@@ -2,6 +2,7 @@
 
 use super::{DataArgs, ModelArgs, PipelineArgs, RunArgs, StoredArgs, defaults, seq, values};
 use clap::{Args, ValueEnum};
+use shardgrad::dist::Mesh;
 use shardgrad::kernels::DType;
 use shardgrad::nn::{Cast, ModelConfig, Precision, Schedule};
 use shardgrad::{Error, Kind, Result};
@@ -143,9 +144,15 @@ impl TrainArgs {
         self.stored.precision(self.run.dtype)
     }
 
+    /// The mesh of the run.
+    pub(crate) fn mesh(&self) -> Mesh {
+        // Where no mesh is asked for there are no stages, and so no pieces but those that are asked for.
+        self.run.train_mesh(self.steps.batch / self.pipeline.microbatches(&Mesh::single(), self.steps.batch))
+    }
+
     /// How many pieces the batch is cut into.
     pub(crate) fn microbatches(&self) -> usize {
-        self.pipeline.microbatches(&self.run.train_mesh(), self.steps.batch)
+        self.pipeline.microbatches(&self.mesh(), self.steps.batch)
     }
 
     /// The learning rate of each step.
