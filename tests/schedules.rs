@@ -8,6 +8,7 @@ use shardgrad::dist::Phase;
 use shardgrad::nn::{Gpt2Config, LlamaConfig, LlamaKind};
 use shardgrad::prelude::*;
 use std::fs;
+use std::process::Command;
 
 /// 1F1B for two ranks and three microbatches, as a user may write it.
 const LISTS: &str =
@@ -177,7 +178,8 @@ fn lists_go_from_a_plan_through_a_file_into_training() {
     assert_eq!(Schedule::from_text(&text).unwrap(), Schedule::zb_v(2, 4));
     let output = shardgrad(&["plan", "--schedule", &lists]);
     let said = String::from_utf8(output.stdout).unwrap();
-    assert!(said.starts_with("zb-v: 2 ranks, 4 microbatches, bubble 0.00%"), "{said}");
+    let start = "zb-v: 2 ranks, 4 microbatches, bubble 4.00% (0.00% if steps overlapped), ";
+    assert!(said.starts_with(start), "{said}");
     let data = folder.file("text", "The quick brown fox jumps over the lazy dog. ".repeat(40));
     let out = folder.path("out");
     let train = |schedule: &str, more: &[&str]| {
@@ -212,9 +214,21 @@ fn lists_go_from_a_plan_through_a_file_into_training() {
     assert!(code == 2 && said.contains("action 2 of rank 0, F0.1, comes twice"), "{said}");
     let (code, said) = told(&["plan", "--schedule", &lists, "--stages", "3"]);
     assert!(code == 2 && said.contains("the file has lists for 2 ranks and 4 microbatches"), "{said}");
-    let nowhere = folder.path("none/lists.txt");
-    let (code, said) = told(&["plan", "--save", &nowhere]);
-    assert!(code == 2 && said.contains("cannot write"), "{said}");
+    let (nowhere, fifo) = (folder.path("none/lists.txt"), folder.path("fifo"));
+    assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
+    for option in ["--save", "--svg"] {
+        let (code, said) = told(&["plan", option, &nowhere]);
+        assert!(code == 2 && said.contains("cannot write") && said.contains(option), "{said}");
+        // Nobody reads there, and whoever opened it would wait.
+        let (code, said) = told(&["plan", option, &fifo]);
+        assert!(code == 2 && said.contains("a pipe or a device has this name"), "{said}");
+        let (code, said) = told(&["plan", "--schedule", &lists, option, &lists]);
+        assert!(code == 2 && said.contains("would replace a file of"), "{said}");
+    }
+    let output = train(&lists, &["--trace", &lists]);
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.code() == Some(2) && said.contains("would replace a file of"), "{said}");
+    assert_eq!(fs::read_to_string(&lists).unwrap(), text);
     let output = train("1f1b", &["--trace", &folder.path("none/trace.json")]);
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(output.status.code() == Some(2) && said.contains("cannot write"), "{said}");

@@ -115,7 +115,7 @@ pub(crate) fn overdue(mesh: &Mesh, seen: &[Seen], waiting: usize, limit: Duratio
     for rank in absent {
         error = error.detail("absent", format!("rank {rank}: {}", whereabouts(mesh, &seen[rank], rank)));
     }
-    error.detail("help", "a longer limit is set with World::timeout")
+    error.detail("help", "a longer limit is set with World::timeout (--timeout on the command line)")
 }
 
 /// The error of a wait for members that have come but do not finish.

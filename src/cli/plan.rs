@@ -1,16 +1,17 @@
 //! `plan`: a pipeline schedule in time, proved, simulated and drawn.
 
 use super::args::PlanArgs;
+use crate::outputs::check_target;
 use crate::timeline;
 use serde_json::json;
-use shardgrad::autograd::pipeline::{Action, Schedule, Times, Verified};
+use shardgrad::autograd::pipeline::{Action, Schedule, Timeline, Times, Verified};
 use shardgrad::nn::plan::PassOrder;
 use shardgrad::prelude::*;
 use std::path::Path;
 
 /// The lists that were asked for.
 fn lists(args: &PlanArgs) -> Result<Schedule> {
-    match &args.schedule {
+    match &args.schedule.passes {
         PassOrder::Named(name) => {
             let of = (args.stages.unwrap_or(4), args.microbatches.unwrap_or(8));
             Schedule::named_for(name, of, args.times, args.transfer)
@@ -41,6 +42,14 @@ fn proved(schedule: &Schedule, links: &[(usize, usize)], blocking: bool) -> Resu
     Ok((whole, verified))
 }
 
+/// The bubble of steps as `train` runs them, each from its first pass to its last; and, where that is another one, of steps
+/// that overlap.
+fn bubble(timeline: &Timeline) -> String {
+    let [alone, overlapping] =
+        [timeline.step_bubble(), timeline.bubble()].map(|part| format!("{:.2}%", 100.0 * part));
+    if alone == overlapping { alone } else { format!("{alone} ({overlapping} if steps overlapped)") }
+}
+
 fn save(path: &Path, schedule: &Schedule) -> Result<()> {
     std::fs::write(path, schedule.to_text())
         .map_err(|e| Error::new(Kind::Io, format!("cannot write {}: {e}", path.display())))
@@ -48,6 +57,10 @@ fn save(path: &Path, schedule: &Schedule) -> Result<()> {
 
 /// Runs the command.
 pub(crate) fn run(args: &PlanArgs) -> Result<()> {
+    let outputs = [("--save", &args.save), ("--svg", &args.svg)];
+    for (option, path) in outputs.iter().filter_map(|(option, path)| Some((option, path.as_ref()?))) {
+        check_target(option, path, args.schedule.file.as_deref())?;
+    }
     let schedule = lists(args)?;
     let (num_stages, num_ranks) = (schedule.num_stages(), schedule.ranks.len());
     let links: Vec<(usize, usize)> = (1..num_stages).map(|s| (s - 1, s)).collect();
@@ -62,11 +75,11 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     let timeline = schedule.simulate(&links, &vec![each; num_stages], args.transfer);
     let most = verified.peak_live.iter().max().copied().unwrap_or(0) as f64 / part;
     let title = format!(
-        "{}: {} ranks, {} microbatches, bubble {:.2}%, at most {most:.1} microbatches held by a rank{}",
+        "{}: {} ranks, {} microbatches, bubble {}, at most {most:.1} microbatches held by a rank{}",
         schedule.name,
         num_ranks,
         schedule.num_microbatches,
-        100.0 * timeline.bubble(),
+        bubble(&timeline),
         if args.blocking { ", sends may wait" } else { "" }
     );
     if let Some(path) = &args.svg {
@@ -89,7 +102,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     println!(
         "{}",
         json!({"kind": "total", "schedule": schedule.name, "makespan": timeline.makespan(),
-        "bubble": timeline.bubble(), "peak_live": verified.peak_live, "stages": num_stages})
+        "bubble": timeline.bubble(), "step_bubble": timeline.step_bubble(), "peak_live": verified.peak_live, "stages": num_stages})
     );
     Ok(())
 }

@@ -178,6 +178,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
     if let Some(trace) = &args.trace {
         let own = [metrics.clone(), out.join("loss.svg"), out.join("schedule.txt"), out.join("model")];
         let read = args.source.inputs().chain(args.source.source(trace)).chain(args.model.dir());
+        let read = read.chain(args.pipeline.lists());
         check_target("--trace", trace, read.chain(own.iter().map(PathBuf::as_path)))?;
     }
     Ok(Job {
@@ -202,7 +203,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         metrics: Mutex::new(Metrics::new(&metrics)),
         trace: args.trace.as_deref().map(Trace::new),
         measures: args.pipeline.measures(),
-        lists_read: args.pipeline.reads_lists(),
+        lists_read: args.pipeline.lists().is_some(),
     })
 }
 

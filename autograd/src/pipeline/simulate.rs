@@ -123,12 +123,25 @@ impl Timeline {
         self.ranks.iter().filter_map(span).fold(0.0, f64::max)
     }
 
-    /// The part of the longest span in which its rank does not work, if all ranks work as long as the busiest one.
+    /// The part of the longest span in which its rank does not work, if all ranks work as long as the busiest one: what is
+    /// lost where a rank begins its next step when it has ended this one, as the papers count.
     #[must_use]
     pub fn bubble(&self) -> f64 {
+        self.idle(self.longest_span())
+    }
+
+    /// The part of the time from the first pass to the last in which a rank does not work, if all work as long as the busiest
+    /// one: what is lost where no rank begins its next step before all have ended this one, as a
+    /// gradient norm or a check of it over all ranks asks.
+    #[must_use]
+    pub fn step_bubble(&self) -> f64 {
+        self.idle(self.makespan())
+    }
+
+    /// The part of a span that the busiest rank leaves idle.
+    fn idle(&self, span: f64) -> f64 {
         let work = |rank: &Vec<Span>| rank.iter().map(|s| s.time.end - s.time.start).sum::<f64>();
         let most = self.ranks.iter().map(work).fold(0.0, f64::max);
-        let span = self.longest_span();
         if span > 0.0 { (span - most) / span } else { 0.0 }
     }
 
@@ -189,6 +202,30 @@ mod tests {
         let interleaved = Schedule::interleaved(4, 8, 2).unwrap();
         let expected = 3.0 / 2.0 / (8.0 + 3.0 / 2.0);
         assert!((bubble(&interleaved, even) - expected).abs() < 1e-12);
+    }
+
+    #[test]
+    fn a_step_alone_waits_for_its_first_values_whatever_its_schedule() {
+        for (p, m) in [(2, 4), (4, 8), (4, 12)] {
+            let bubbles = |schedule: Schedule| {
+                let n = schedule.num_stages();
+                let part = (n / p) as f64;
+                let each = Times { forward: 1.0 / part, input: 1.0 / part, weight: 1.0 / part };
+                let timeline = schedule.simulate(&chain(n), &vec![each; n], 0.0);
+                [timeline.bubble(), timeline.step_bubble()]
+            };
+            let near = |found: [f64; 2], idle: [f64; 2]| {
+                let expected = idle.map(|idle| idle / (3.0 * m as f64 + idle));
+                assert!(found.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-12), "{p} {m}: {found:?}");
+            };
+            let late = p as f64 - 1.0;
+            // The first rank of 1F1B works from the first pass to the last; of the others each begins a pass later, halved
+            // in a V, and all work without a break.
+            near(bubbles(Schedule::one_f_one_b(p, m)), [3.0 * late, 3.0 * late]);
+            near(bubbles(Schedule::zb_h1(p, m)), [late, late]);
+            near(bubbles(Schedule::zb_h2(p, m)), [0.0, late]);
+            near(bubbles(Schedule::zb_v(p, m)), [0.0, 0.5 * late]);
+        }
     }
 
     /// Qi et al., arXiv 2401.10241: ranks, microbatches, stages a rank when interleaved, times of Table 9, and the bubble

@@ -1,10 +1,11 @@
 //! The options of how a step is cut into pieces and stages.
 
-use super::values;
+use super::values::{self, Order};
 use clap::Args;
 use shardgrad::autograd::pipeline::{Cut, Schedule, held_max};
 use shardgrad::nn::plan::PassOrder;
 use shardgrad::prelude::*;
+use std::path::Path;
 
 /// Options of pieces and stages.
 #[derive(Args, Clone, Debug)]
@@ -17,7 +18,7 @@ pub(crate) struct PipelineArgs {
     /// Order of passes over the axis pp: gpipe, 1f1b, interleaved-2, zb-h1, zb-h2, zb-v, v-half, v-min, dualpipe-v, searched
     /// (searched-6 to hold 6 microbatches at most), or a file with lists [default: 1f1b]
     #[arg(long, value_name = "NAME|FILE", value_parser = values::schedule)]
-    schedule: Option<PassOrder>,
+    schedule: Option<Order>,
     /// Where the model is cut: balanced, measured, layers a stage as in 3,5, or where stages begin as in h.2,h.7
     /// [default: balanced]
     #[arg(long, value_name = "CUTS", value_parser = values::cut)]
@@ -36,18 +37,19 @@ impl PipelineArgs {
 
     /// The order of passes: as asked for, or 1F1B.
     fn order(&self) -> PassOrder {
-        self.schedule.clone().unwrap_or_else(|| PassOrder::Named("1f1b".to_string()))
+        let asked = self.schedule.as_ref().map(|order| order.passes.clone());
+        asked.unwrap_or_else(|| PassOrder::Named("1f1b".to_string()))
     }
 
     /// Whether cuts or lists depend on times that are measured.
     pub(crate) fn measures(&self) -> bool {
-        let searched = matches!(&self.schedule, Some(PassOrder::Named(name)) if held_max(name, 1).is_some());
+        let searched = matches!(self.order(), PassOrder::Named(name) if held_max(&name, 1).is_some());
         searched || self.cut == Some(Cut::Measured)
     }
 
-    /// Whether the order of passes was read from a file.
-    pub(crate) fn reads_lists(&self) -> bool {
-        matches!(self.schedule, Some(PassOrder::Lists(_)))
+    /// The file that the order of passes was read from, if it was.
+    pub(crate) fn lists(&self) -> Option<&Path> {
+        self.schedule.as_ref()?.file.as_deref()
     }
 
     /// How many pieces a batch is cut into on a mesh: as asked for, else as many as a pipeline has use for, of which each data

@@ -1,9 +1,8 @@
 //! The options of `plan`.
 
-use super::values;
+use super::values::{self, Order};
 use clap::Args;
 use shardgrad::autograd::pipeline::Times;
-use shardgrad::nn::plan::PassOrder;
 use std::path::PathBuf;
 
 /// Options of `plan`.
@@ -12,7 +11,7 @@ pub(crate) struct PlanArgs {
     /// Order of passes: gpipe, 1f1b, interleaved-2, zb-h1, zb-h2, zb-v, v-half, v-min, dualpipe-v, searched (searched-6 to hold
     /// 6 microbatches at most), or a file with lists
     #[arg(long, value_name = "NAME|FILE", default_value = "1f1b", value_parser = values::schedule)]
-    pub(crate) schedule: PassOrder,
+    pub(crate) schedule: Order,
     /// Ranks of the pipeline [default: 4, or those of the file]
     #[arg(long, value_name = "N", value_parser = values::count)]
     pub(crate) stages: Option<usize>,

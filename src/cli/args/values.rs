@@ -8,7 +8,7 @@ use shardgrad::kernels::Device;
 use shardgrad::nn::ModelConfig;
 use shardgrad::nn::plan::PassOrder;
 use shardgrad::{Error, Kind, Result};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// The axes of a mesh in their fixed order, outermost first.
@@ -70,10 +70,17 @@ pub(super) fn cut(text: &str) -> Result<Cut> {
     text.parse()
 }
 
+/// An order of passes, and the file that it was read from, if it is not known by its name.
+#[derive(Clone, Debug)]
+pub(crate) struct Order {
+    pub(crate) passes: PassOrder,
+    pub(crate) file: Option<PathBuf>,
+}
+
 /// The name of a pipeline schedule, or a file with the lists of one.
-pub(super) fn schedule(text: &str) -> Result<PassOrder> {
+pub(super) fn schedule(text: &str) -> Result<Order> {
     let refused = match Schedule::named(text, 1, 1) {
-        Ok(_) => return Ok(PassOrder::Named(text.to_string())),
+        Ok(_) => return Ok(Order { passes: PassOrder::Named(text.to_string()), file: None }),
         Err(e) => e,
     };
     let path = Path::new(text);
@@ -89,7 +96,8 @@ pub(super) fn schedule(text: &str) -> Result<PassOrder> {
         let error = Error::new(Kind::Config, "there is no such schedule and no such file");
         return Err(error.detail("help", help));
     }
-    Schedule::from_text(&read_small(path, LISTS_BYTES_MAX)?).map(PassOrder::Lists)
+    let lists = Schedule::from_text(&read_small(path, LISTS_BYTES_MAX)?)?;
+    Ok(Order { passes: PassOrder::Lists(lists), file: Some(path.to_path_buf()) })
 }
 
 /// Three times of a pass: forward, gradients of inputs, gradients of weights.
