@@ -70,3 +70,23 @@ fn stages_that_a_run_would_cut_by_measured_times_are_parts_of_one_model() {
     assert!(said(&["--cut", "measured"]).contains("are an estimate"));
     assert!(!said(&[]).contains("are an estimate"));
 }
+
+#[test]
+fn the_peak_is_that_of_a_run_under_way() {
+    // At the peak of a large batch: parameters, the two means that AdamW keeps, and activations, which grow with the batch.
+    let of = |batch: &str| {
+        let given =
+            ["explain", "--preset", "tiny", "--mesh", "dp=1", "--seq", "64", "--json", "--batch", batch];
+        let output = shardgrad(&given);
+        assert!(output.status.success(), "{output:?}");
+        let text = String::from_utf8(output.stdout).unwrap();
+        let lines: Vec<serde_json::Value> = text.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+        let parameters = lines.iter().filter(|l| l["kind"] == "parameter");
+        let bytes: f64 = parameters.map(|l| l["bytes"].as_f64().unwrap()).sum();
+        let total = lines.iter().find(|l| l["kind"] == "total").unwrap();
+        [bytes, total["peak_bytes"].as_f64().unwrap()]
+    };
+    let ([bytes, at_32], [_, at_64]) = (of("32"), of("64"));
+    let lasting = 2.0 * at_32 - at_64;
+    assert!((3.0 * bytes..3.5 * bytes).contains(&lasting), "{lasting} of {bytes}");
+}

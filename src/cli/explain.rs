@@ -72,6 +72,8 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
         trainer.step(&word(false, false))?;
         let (records, after) = (rank.trace().take(), rank.backend().cost());
         let cost = Cost { flops: after.flops - before.flops, bytes: after.bytes - before.bytes };
+        // The first step makes what the optimizer keeps, when activations are gone; later ones hold both.
+        trainer.step(&word(false, false))?;
         let peak_bytes = rank.backend().memory().peak_bytes as u64;
         Ok(Step { rank: rank.index(), parameters, activations, records, cost, peak_bytes })
     };

@@ -458,6 +458,7 @@ mod tests {
                 output_layouts: &layout,
                 grads: &[Some(x)],
                 wanted: &[true],
+                taken: RefCell::default(),
             });
             Ok([y.layout().to_string(), dx[0].as_ref().expect("it was wanted").layout().to_string()])
         };
