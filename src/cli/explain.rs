@@ -60,22 +60,7 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
         let loss = |model: &LanguageModel, x: &[Var]| model.loss_of(x);
         let module = LanguageModel::new(&config);
         let mut trainer = Trainer::new(rank, module, &plan, AdamW::new(1e-3), settings, read, loss)?;
-        let bytes = |layout: &Layout| {
-            let here = layout.local_shape(trainer.rank().coordinates());
-            (here.iter().product::<usize>() * layout.dtype().size()) as u64
-        };
-        let here = trainer.model().params().iter().filter(|p| p.is_here());
-        let parameters = here.map(|p| (p.name(), p.layout(), bytes(&p.layout()))).collect();
-        let activations = last_of_each(trainer.outline()?);
-        rank.trace().take();
-        let before = rank.backend().cost();
-        trainer.step(&word(false, false))?;
-        let (records, after) = (rank.trace().take(), rank.backend().cost());
-        let cost = Cost { flops: after.flops - before.flops, bytes: after.bytes - before.bytes };
-        // The first step makes what the optimizer keeps, when activations are gone; later ones hold both.
-        trainer.step(&word(false, false))?;
-        let peak_bytes = rank.backend().memory().peak_bytes as u64;
-        Ok(Step { rank: rank.index(), parameters, activations, records, cost, peak_bytes })
+        account(rank, &mut trainer)
     };
     let steps: Vec<Step> = largest_ranks(&mesh)
         .into_iter()
@@ -101,6 +86,26 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
         print!("{}", text(&mesh, step));
     }
     Ok(())
+}
+
+/// What a step of a trainer holds, moves and computes on a rank of a dry run.
+fn account(rank: &Rank, trainer: &mut Trainer<'_, LanguageModel>) -> Result<Step> {
+    let bytes = |layout: &Layout| {
+        let here = layout.local_shape(trainer.rank().coordinates());
+        (here.iter().product::<usize>() * layout.dtype().size()) as u64
+    };
+    let here = trainer.model().params().iter().filter(|p| p.is_here());
+    let parameters = here.map(|p| (p.name(), p.layout(), bytes(&p.layout()))).collect();
+    let activations = last_of_each(trainer.outline()?);
+    rank.trace().take();
+    let before = rank.backend().cost();
+    trainer.step(&word(false, false))?;
+    let (records, after) = (rank.trace().take(), rank.backend().cost());
+    let cost = Cost { flops: after.flops - before.flops, bytes: after.bytes - before.bytes };
+    // The first step makes what the optimizer keeps, when activations are gone; later ones hold both.
+    trainer.step(&word(false, false))?;
+    let peak_bytes = rank.backend().memory().peak_bytes as u64;
+    Ok(Step { rank: rank.index(), parameters, activations, records, cost, peak_bytes })
 }
 
 /// Of ops at one place that follow each other, the last.
