@@ -45,6 +45,13 @@ struct Shared {
 /// No chunk is smaller, unless there is not so much. A page of it is memory once it was touched.
 const CHUNK_MIN: usize = 64 << 20;
 
+/// What goes back to the system, after the release of the latch.
+#[must_use]
+struct Useless {
+    block: Option<Arc<Block>>,
+    _chunks: Vec<Chunk>,
+}
+
 /// What an allocator holds and counts: one latch serves both.
 #[derive(Default)]
 struct State {
@@ -84,25 +91,23 @@ impl State {
         Some(self.chunks[&self.cuts.chunk_of(address).0].block(address, class))
     }
 
-    /// Keeps a block, or what it was cut from; gives it back if it is of no more use.
-    fn keep(&mut self, block: Arc<Block>) -> Option<Arc<Block>> {
+    /// Keeps a block, or what it was cut from; gives back what is of no more use.
+    fn keep(&mut self, block: Arc<Block>) -> Useless {
         let Class { bytes, number } = block.raw().class;
         self.stats.in_use_bytes -= bytes;
         let Some(number) = number else {
             self.cuts.give_back(block.raw().start.addr().get() as u64, bytes);
-            if self.is_closed {
-                self.take_chunks();
-            }
-            return Some(block);
+            let chunks = if self.is_closed { self.take_chunks() } else { Vec::new() };
+            return Useless { block: Some(block), _chunks: chunks };
         };
         if self.is_closed {
-            return Some(block);
+            return Useless { block: Some(block), _chunks: Vec::new() };
         }
         if self.free.len() <= number {
             self.free.resize_with(number + 1, Vec::new);
         }
         self.free[number].push(block);
-        None
+        Useless { block: None, _chunks: Vec::new() }
     }
 
     /// Takes the chunks of which nobody uses anything.
@@ -190,10 +195,14 @@ impl Shared {
             if let Some(raw) = self.state.with(|state| state.cut(class)) {
                 return Some(raw);
             }
-            // Chunks grow with what there is, so that they stay few: blocks of two are never joined.
-            let usual =
-                CHUNK_MIN.max(self.state.with(|state| state.stats.reserved_bytes) / 2).max(class.bytes);
-            let sizes = [usual, class.bytes].into_iter().filter(|bytes| self.fits(*bytes));
+            // Chunks grow with what there is, so that they stay few: blocks of two are never joined. Under a limit one is all that
+            // it leaves; small blocks are cut from it, too, when nothing else is left.
+            let reserved = self.state.with(|state| state.stats.reserved_bytes);
+            let usual = match self.limit_bytes {
+                0 => CHUNK_MIN.max(reserved / 2),
+                limit => limit.saturating_sub(reserved),
+            };
+            let sizes = [usual.max(class.bytes), class.bytes].into_iter().filter(|bytes| self.fits(*bytes));
             let chunk = sizes.filter_map(Chunk::new).next()?;
             // Another thread may take it before this one comes to cut it.
             self.state.with(|state| {
@@ -213,10 +222,10 @@ impl Shared {
     }
 }
 
-/// Takes a block that nobody uses; gives it back if nobody will ask for this very one.
-#[must_use]
-fn take_back(home: &Latch<State>, block: Arc<Block>) -> Option<Arc<Block>> {
-    home.with(|state| state.keep(block))
+/// Takes a block that nobody uses.
+fn take_back(home: &Latch<State>, block: Arc<Block>) {
+    let Useless { block, _chunks } = home.with(|state| state.keep(block));
+    block.into_iter().for_each(release);
 }
 
 impl fmt::Debug for Allocator {
@@ -282,7 +291,7 @@ impl Drop for Block {
                 // Two handles were the last ones at once, and left it to this.
                 let shared = home.clone();
                 let block = Block::host(raw, home);
-                take_back(&shared.state, block).into_iter().for_each(release);
+                take_back(&shared.state, block);
             }
             Memory::Device { address, home } => home.give_back(address),
             Memory::Outline { home: Some(home) } => {
@@ -330,8 +339,7 @@ impl Drop for Buffer {
             let home = Arc::as_ptr(home);
             // SAFETY: the block keeps its home alive until that has it, under its latch; after the release of the latch nothing
             // of the home is used here, unless the block comes back, which still holds it.
-            let refused = take_back(unsafe { &(*home).state }, block);
-            refused.into_iter().for_each(release);
+            take_back(unsafe { &(*home).state }, block);
         }
     }
 }

@@ -116,20 +116,20 @@ fn chunks_grow_with_what_there_is() {
 }
 
 #[test]
-fn under_a_limit_chunks_are_as_large_as_their_block() {
-    let a = Allocator::with_limit(10 << 20);
-    drop(a.alloc(8 << 20).unwrap());
-    let held = a.alloc(1 << 20).unwrap();
-    assert_eq!((a.stats().num_system_allocs, a.stats().reserved_bytes), (1, 8 << 20));
-    drop(a.alloc(2 << 20).unwrap());
-    assert!(a.alloc(10 << 20).is_err());
+fn under_a_limit_a_chunk_is_all_that_it_leaves() {
+    let a = Allocator::with_limit(100 << 20);
+    let mut held: Vec<Buffer> = [40 << 20, 40 << 20, 20 << 20].map(|bytes| a.alloc(bytes).unwrap()).into();
+    assert_eq!((a.stats().num_system_allocs, a.stats().reserved_bytes), (1, 100 << 20));
+    assert!(a.alloc(1 << 20).is_err() && a.alloc(1000).is_err());
+    held.remove(1);
+    held.extend((0..100).map(|_| a.alloc(1000).unwrap()));
+    held.push(a.alloc(39 << 20).unwrap());
+    assert_eq!(a.stats().reserved_bytes, 100 << 20, "small blocks are cut from it");
     drop(held);
-    drop(a.alloc(10 << 20).unwrap());
+    drop(a.alloc(100 << 20).unwrap());
     let small: Vec<Buffer> = (0..100).map(|_| a.alloc(1000).unwrap()).collect();
     assert_eq!(a.stats().reserved_bytes, 100 << 10, "the chunk made room");
     drop(small);
-    let _whole = a.alloc((10 << 20) - (200 << 10)).unwrap();
-    let _rest = [a.alloc(50 << 10).unwrap(), a.alloc(50 << 10).unwrap()];
 }
 
 #[test]

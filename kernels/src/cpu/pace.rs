@@ -10,8 +10,9 @@ const LOST_MAX: u32 = 80;
 const SAMPLE_MAX: u32 = 400;
 /// Tasks a thread, where threads keep different paces: a slow one leaves most of its share to others.
 const TASKS_FINE: usize = 4;
-/// Of so many works one is cut evenly all the same, to see whether the threads keep pace again.
-const TRIAL: u32 = 32;
+/// Of so many works one is cut evenly all the same, to see whether the threads keep pace again. It is prime, so that it is
+/// not always the same one of a step.
+const TRIAL: u32 = 31;
 
 /// A running mean of the time that threads waited for each other at the end of work that was cut evenly. It decides how
 /// later work is cut, which means nothing for results.
@@ -25,8 +26,13 @@ pub(crate) struct Pace {
 impl Pace {
     /// How many tasks each thread should get: one while threads keep pace.
     pub(crate) fn tasks_per_thread(&self) -> usize {
-        let trial = self.works.fetch_add(1, Ordering::Relaxed).is_multiple_of(TRIAL);
-        if trial || self.lost.load(Ordering::Relaxed) <= LOST_MAX { 1 } else { TASKS_FINE }
+        if self.lost.load(Ordering::Relaxed) <= LOST_MAX { 1 } else { TASKS_FINE }
+    }
+
+    /// The same for work that would be watched, which now and then is a trial.
+    pub(crate) fn tasks_at_trial(&self) -> usize {
+        let is_trial = self.works.fetch_add(1, Ordering::Relaxed).is_multiple_of(TRIAL);
+        if is_trial { 1 } else { self.tasks_per_thread() }
     }
 
     /// Takes up what was seen: so many threads were at work for `busy`, all together, while `passed` went by.
@@ -74,7 +80,7 @@ mod tests {
     const MILLI: Duration = Duration::from_millis(1);
 
     fn fine(pace: &Pace) -> usize {
-        (0..TRIAL).filter(|_| pace.tasks_per_thread() == TASKS_FINE).count()
+        (0..TRIAL).filter(|_| pace.tasks_at_trial() == TASKS_FINE).count()
     }
 
     #[test]

@@ -8,8 +8,10 @@ use crate::dtype::{Element, Float};
 
 /// Below so many operations a task is not worth its hand-over.
 pub(super) const OPERATIONS_MIN: usize = 1 << 20;
-/// Below so many operations a product says nothing about the pace of threads, and is cut evenly.
+/// Below so many operations a thread a product says nothing about the pace of threads: to wake one may take half as long.
 const WATCHED_MIN: usize = 1 << 23;
+/// Tasks a thread, where a stack has fewer products than that.
+const TASKS_OF_STACK: usize = 2;
 /// No task has fewer rows of c, where there are more: two of the highest tiles.
 const ROWS_MIN: usize = 28;
 /// No task has fewer columns of c, where there are more: two of the widest tiles.
@@ -38,7 +40,7 @@ impl Split {
         let operations = operations([m, n, k]);
         let tasks_max = if num_threads == 1 { 1 } else { tasks_per_thread * num_threads };
         let parts = (operations / OPERATIONS_MIN).min(tasks_max / g.max(1)).max(1);
-        let cut = |row_tasks: usize| {
+        let cut = |parts: usize, row_tasks: usize| {
             let col_tasks = parts.div_ceil(row_tasks);
             let (rows, cols) = (m.div_ceil(row_tasks), n.div_ceil(col_tasks).next_multiple_of(COLS_MIN / 2));
             let fits = (row_tasks == 1 || rows >= ROWS_MIN) && (col_tasks == 1 || cols >= COLS_MIN);
@@ -47,8 +49,9 @@ impl Split {
             let time = rounds * (rows * cols + rows * reading[0] + cols * reading[1]);
             fits.then_some((time, rows, cols))
         };
-        let best = (1..=parts).filter_map(cut).min();
-        let (_, rows, cols) = best.unwrap_or((0, m, n));
+        // As many tasks as fit: none may be too small.
+        let best = |parts: usize| (1..=parts).filter_map(|row_tasks| cut(parts, row_tasks)).min();
+        let (_, rows, cols) = (1..=parts).rev().find_map(best).unwrap_or((0, m, n));
         Split { rows, cols, together: (OPERATIONS_MIN / operations.max(1)).max(1) }
     }
 
@@ -61,18 +64,28 @@ impl Split {
         part: impl Fn(&mut Scratch, [usize; 3], [usize; 2]) + Sync,
     ) {
         let [g, m, n, k] = dims;
-        let threads = pool.num_threads();
-        if threads == 1 || g > 1 || operations([m, n, k]) < WATCHED_MIN {
-            return Split::of(dims, threads, 1, reading).run(pool, dims, part);
+        let (threads, pace) = (pool.num_threads(), pool.pace());
+        if threads == 1 || g > 1 {
+            return Split::of(dims, threads, TASKS_OF_STACK, reading).run(pool, dims, part);
         }
-        let tasks = pool.pace().tasks_per_thread();
-        let split = Split::of(dims, threads, tasks, reading);
+        let even = Split::of(dims, threads, 1, reading);
+        let is_watched = operations([m, n, k]) / threads >= WATCHED_MIN && even.is_fair([m, n], threads);
+        let tasks = if is_watched { pace.tasks_at_trial() } else { pace.tasks_per_thread() };
         if tasks > 1 {
-            return split.run(pool, dims, part);
+            return Split::of(dims, threads, tasks, reading).run(pool, dims, part);
         }
-        let watch = Watch::new(pool.pace(), threads);
-        split.run(pool, dims, |scratch, at, extents| watch.time(|| part(scratch, at, extents)));
+        if !is_watched {
+            return even.run(pool, dims, part);
+        }
+        let watch = Watch::new(pace, threads);
+        even.run(pool, dims, |scratch, at, extents| watch.time(|| part(scratch, at, extents)));
         watch.end();
+    }
+
+    /// Whether threads that keep pace are done with it at about the same time: a task for each, none much smaller than others.
+    fn is_fair(&self, [m, n]: [usize; 2], threads: usize) -> bool {
+        let num_tasks = m.div_ceil(self.rows) * n.div_ceil(self.cols);
+        num_tasks == threads && 100 * m * n >= 97 * threads * self.rows * self.cols
     }
 
     /// See [`Split::each`].

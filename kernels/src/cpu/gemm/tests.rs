@@ -289,6 +289,23 @@ fn large_tasks_are_cut_and_small_products_gathered() {
     assert_eq!(cut([3, 512, 512, 512], 2, packed), Split { rows: 512, cols: 512, together: 1 });
     let fine = Split::of([1, 1024, 1024, 1024], 2, 4, packed);
     assert_eq!(fine, Split { rows: 256, cols: 512, together: 1 }, "threads of different pace");
+    for threads in 1..=64 {
+        for (m, n, k) in [
+            (128, 64, 2048),
+            (64, 256, 768),
+            (32, 768, 768),
+            (256, 64, 4096),
+            (100, 100, 10_000),
+            (60, 20, 9000),
+        ] {
+            let tasks = |each| {
+                let split = Split::of([1, m, n, k], threads, each, packed);
+                m.div_ceil(split.rows) * n.div_ceil(split.cols)
+            };
+            assert!(tasks(4) >= tasks(1), "{threads} threads, {m} {n}: finer tasks are no fewer");
+            assert!(tasks(1) > 1 || threads == 1, "{threads} threads, {m} {n}: what can be cut is");
+        }
+    }
     for (m, n) in [(1, 1), (27, 63), (29, 1), (1, 65), (57, 200)] {
         let split = cut([1, m, n, 100_000], 3, packed);
         assert!(split.rows.min(m) * split.cols.min(n) > 0, "every task has something to do");
