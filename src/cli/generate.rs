@@ -62,8 +62,8 @@ impl<'a> Prompt<'a> {
     }
 }
 
-/// The text of so many tokens behind the prompt, or of those before one that ends it, shown as far as it is known. Every rank chooses the same ones, from the
-/// same logits and the same random numbers.
+/// The text of so many tokens behind the prompt, or of those before one that ends it, shown as far as it is known. Every rank
+/// chooses the same ones, from the same logits and the same random numbers.
 fn continued(
     model: &Model<LanguageModel>,
     prompt: &Prompt<'_>,
