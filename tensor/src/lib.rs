@@ -63,7 +63,7 @@ pub use piece::{Piece, View, launch};
 pub use reduction::Reduction;
 pub use refusal::Refusal;
 pub use repair::{Change, Infer, Move, Repair, repairs};
-pub use reshape_rule::{reshape_layout, reshape_to};
+pub use reshape_rule::reshape_layout;
 pub use route::{Route, RouteCache, route};
 pub use shaping::Shaping;
 pub use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Mesh, Phase, Rank, Record, Result, World};

@@ -322,16 +322,13 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn transpose(&self, first: usize, second: usize) -> Self {
-        let exchange = |d| {
-            if d == first {
-                second
-            } else if d == second {
-                first
-            } else {
-                d
-            }
-        };
-        let order: Dims = (0..self.layout().ndim().max(first + 1).max(second + 1)).map(exchange).collect();
+        let (ndim, most) = (self.layout().ndim(), first.max(second));
+        if most >= ndim {
+            let text = format!("transpose: there is no dim {most} among {ndim}");
+            unwind(Err::<(), _>(Error::new(Kind::Shape, text).detail("help", "dims are counted from 0")));
+        }
+        let mut order: Dims = (0..ndim).collect();
+        order.swap(first, second);
         self.permute(&order)
     }
 

@@ -4,6 +4,7 @@
 //! of the same sequence (t = s) or continues one (t < s). With a window of w, the last w of these keys only.
 
 use super::{Case, Input};
+use crate::layout::Layout;
 use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float};
 use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
@@ -117,6 +118,10 @@ impl Op for Attention {
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
         let dtype = common_float(inputs)?;
         Ok(SmallVec::from_slice(&[dtype, dtype.accumulator()]))
+    }
+
+    fn volume(&self, tuples: usize, _: &[&Layout], _: &[Layout]) -> usize {
+        tuples
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {

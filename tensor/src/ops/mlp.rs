@@ -2,6 +2,7 @@
 
 use super::linear::{as_matrix, gradients, line, matrix, turned};
 use super::{Case, Input};
+use crate::layout::Layout;
 use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
 use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
@@ -48,6 +49,12 @@ impl Op for Mlp {
 
     fn keeps(&self) -> Keeps {
         Keeps { inputs: &[0, 1, 3], outputs: &[1, 2] }
+    }
+
+    fn volume(&self, _: usize, args: &[&Layout], outputs: &[Layout]) -> usize {
+        let hidden = outputs.get(1).map_or(0, Layout::numel);
+        let [x, w2] = [0, 3].map(|i| args[i].shape().last().copied().unwrap_or(1));
+        hidden.saturating_mul(x + w2)
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
@@ -128,9 +135,16 @@ pub(super) fn cases() -> Vec<Case> {
 
 #[cfg(test)]
 mod tests {
+    use super::Mlp;
+    use crate::layout::Layout;
+    use crate::op::{self, Op};
+    use crate::ops::embedding::Embedding;
+    use crate::ops::layer_norm::LayerNorm;
+    use crate::ops::linear::Linear;
     use crate::tensor::Tensor;
     use crate::value::Value;
     use shardgrad_dist::{Mesh, World};
+    use shardgrad_kernels::DType;
 
     #[test]
     fn far_from_zero_by_hand() {
@@ -143,6 +157,28 @@ mod tests {
             let b2 = Tensor::from_host(rank, &[2], &[-1.0f64, 1.0])?;
             assert_eq!(x.mlp(&w1, &b1, &w2, None).to_host::<f64>()?, [40.0, 65.0]);
             assert_eq!(x.mlp(&w1, &b1, &w2, Some(&b2)).to_host::<f64>()?, [39.0, 66.0]);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn volumes_by_hand() {
+        World::run(Mesh::single(), |rank| {
+            let layout = |shape: &[usize]| Layout::invariant(rank.mesh(), DType::F32, shape);
+            let volume = |op: &dyn Op, args: &[&[usize]], outputs: &[&[usize]]| {
+                let [args, outputs] =
+                    [args, outputs].map(|s| s.iter().map(|s| layout(s)).collect::<Vec<_>>());
+                op::volume(op, rank, &args.iter().collect::<Vec<_>>(), &outputs)
+            };
+            let of_mlp: [&[usize]; 4] = [&[2, 3, 4], &[4, 16], &[16], &[16, 5]];
+            let mlp = Mlp { has_last_bias: false };
+            // Six rows of 16 hidden units, to each of which 4 units lead, and from which it leads to 5.
+            assert_eq!(volume(&mlp, &of_mlp, &[&[2, 3, 5], &[2, 3, 16], &[2, 3, 16]]), 6 * 16 * 9);
+            assert_eq!(volume(&Linear::new(1, 1), &[&[2, 3, 4], &[4, 5], &[5]], &[&[2, 3, 5]]), 6 * 4 * 5);
+            let rows: [&[usize]; 2] = [&[50_000, 8], &[2, 3]];
+            assert_eq!(volume(&Embedding, &rows, &[&[2, 3, 8]]), 48, "the table is not read as a whole");
+            assert_eq!(volume(&LayerNorm { eps: 1.0 }, &[&[6, 8], &[8], &[8]], &[&[6, 8], &[6], &[6]]), 48);
             Ok(())
         })
         .unwrap();
