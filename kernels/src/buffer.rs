@@ -296,7 +296,10 @@ impl Drop for Block {
             Memory::Device { address, home } => home.give_back(address),
             Memory::Outline { home: Some(home) } => {
                 let bytes = *self.bytes.get_mut();
-                home.state.with(|state| state.stats.in_use_bytes -= bytes);
+                // The sum may have come to its end before ([`State::count`]).
+                home.state.with(|state| {
+                    state.stats.in_use_bytes = state.stats.in_use_bytes.saturating_sub(bytes);
+                });
             }
             Memory::Outline { home: None } => {}
         }

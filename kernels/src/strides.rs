@@ -175,7 +175,10 @@ impl Strides {
         if self.shape.contains(&0) {
             return 0;
         }
-        1 + self.offset + self.shape.iter().zip(&self.strides).map(|(n, s)| (n - 1) * s).sum::<usize>()
+        let dims = self.shape.iter().zip(&self.strides);
+        dims.fold(self.offset.saturating_add(1), |reach, (n, step)| {
+            reach.saturating_add((n - 1).saturating_mul(*step))
+        })
     }
 }
 

@@ -42,7 +42,9 @@ impl Job {
             }
             // SAFETY: index i < count is not done yet, so `Pool::run` still waits and the closure is alive.
             let task = unsafe { &*self.task };
-            if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| task(i))).is_err() {
+            if let Err(cause) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| task(i))) {
+                // To drop it may panic again, outside of what is caught.
+                std::mem::forget(cause);
                 self.panicked.store(true, Ordering::Relaxed);
             }
             self.done.fetch_add(1, Ordering::Release);
