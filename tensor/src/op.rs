@@ -347,14 +347,19 @@ pub fn plan(
 ) -> Result<Rc<Inference>> {
     rank.check();
     let signature = context.signature(op.signature());
+    // Read where they lie, as in `run`.
     let outputs = listed(args, |l| l.dtype(), |dtypes| op.dtypes(dtypes, signature.num_outputs()));
-    let outputs = outputs.map_err(|e| {
-        let named = Error::new(e.kind(), format!("{}: {}", op.name(), e.message()));
-        let described = describe(named, op, rank, args, site);
-        e.details().iter().fold(described, |error, (label, text)| error.detail(label, text.as_str()))
-    })?;
+    let outputs = match &outputs {
+        Ok(outputs) => outputs,
+        Err(e) => {
+            let named = Error::new(e.kind(), format!("{}: {}", op.name(), e.message()));
+            let described = describe(named, op, rank, args, site);
+            let told = e.details().iter();
+            return Err(told.fold(described, |error, (label, text)| error.detail(label, text.as_str())));
+        }
+    };
     let inference =
-        op.infer(context, args, &outputs, want).map_err(|refusal| refused(op, rank, args, &refusal, site))?;
+        op.infer(context, args, outputs, want).map_err(|refusal| refused(op, rank, args, &refusal, site))?;
     assert!(
         inference.targets.iter().all(Option::is_none) || !context.is_closed(),
         "bug in shardgrad: {} implies a step inside a vjp ({args:?})",
