@@ -20,7 +20,7 @@ use crate::train::{Ahead, Recipe};
 use shardgrad::nn::{Cast, LanguageModel, ModelConfig, Trainer};
 use shardgrad::prelude::*;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The label of what is as it was before the run.
@@ -51,6 +51,8 @@ struct Job {
     lines: Lines,
     interrupt: Interrupt,
     metrics: Mutex<Metrics>,
+    /// Whether a rank has begun to save.
+    saving: AtomicBool,
     /// The weights of a run whose world failed.
     kept: Kept,
     trace: Option<Trace>,
@@ -215,6 +217,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         lines,
         interrupt: Interrupt::install()?,
         metrics: Mutex::new(Metrics::new(&metrics)),
+        saving: AtomicBool::new(false),
         kept: Kept::default(),
         trace: args.trace.as_deref().map(Trace::new),
         measures: args.pipeline.measures(),
@@ -268,13 +271,18 @@ fn train(rank: &Rank, job: &Job, steps: &Steps) -> Result<Ended> {
         super::load(trainer.model(), dir, job.cast)?;
     }
     let leads = rank.index() == 0;
-    let mut ended = keeping(&mut trainer, job, |trainer| steps(trainer, &ahead, leads, job))?;
-    if ended.steps == 0 {
-        return Ok(ended);
-    }
+    keeping(&mut trainer, job, |trainer| {
+        let ended = steps(trainer, &ahead, leads, job)?;
+        if ended.steps == 0 { Ok(ended) } else { end(trainer, ended, leads, job) }
+    })
+}
+
+/// Saves the model of a run whose steps have ended. Every rank calls this together.
+fn end(trainer: &Trainer<'_, LanguageModel>, mut ended: Ended, leads: bool, job: &Job) -> Result<Ended> {
     job.interrupt.hold();
+    job.saving.store(true, Ordering::SeqCst);
     if leads && job.interrupt.requested() {
-        let (done, all) = (ended.steps, recipe.steps);
+        let (done, all) = (ended.steps, job.recipe.steps);
         job.lines.then(move |_| eprintln!("stopping: step {done} of {all} is done; saving the model"));
     }
     match save(trainer.model(), ended.steps, leads, job) {

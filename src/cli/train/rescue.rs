@@ -6,20 +6,21 @@ use shardgrad::nn::{LanguageModel, Rescued};
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
 
 /// What ranks held when their world failed, by their numbers.
 #[derive(Default)]
 pub(super) struct Kept(Mutex<BTreeMap<usize, Result<Rescued>>>);
 
-/// Takes steps; where they fail, in whatever way, the rank keeps its weights. It communicates nothing: the others may have
-/// gone.
+/// Runs a part of a run; where it fails, in whatever way, the rank keeps its weights. It communicates nothing then: the others
+/// may have gone.
 pub(super) fn keeping<'t>(
     trainer: &mut Trainer<'t, LanguageModel>,
     job: &Job,
-    steps: impl FnOnce(&mut Trainer<'t, LanguageModel>) -> Result<Ended>,
+    part: impl FnOnce(&mut Trainer<'t, LanguageModel>) -> Result<Ended>,
 ) -> Result<Ended> {
-    let done = catch_unwind(AssertUnwindSafe(|| steps(trainer)));
+    let done = catch_unwind(AssertUnwindSafe(|| part(trainer)));
     if !matches!(done, Ok(Ok(_))) {
         let (rank, held) = (trainer.rank().world().index(), trainer.rescue());
         job.kept.0.lock().unwrap_or_else(PoisonError::into_inner).insert(rank, held);
@@ -31,7 +32,9 @@ pub(super) fn keeping<'t>(
 pub(super) fn save_kept(world: &World, job: &Job, failed: Error) -> Error {
     let kept = std::mem::take(&mut *job.kept.0.lock().unwrap_or_else(PoisonError::into_inner));
     let steps = kept.values().flatten().map(Rescued::step).max().unwrap_or(0) as usize;
-    if steps == 0 {
+    // What a disk or the weights refused is refused again; a second world has no optimizer and waits longer.
+    let may_go_well = matches!(failed.kind(), Kind::OutOfMemory | Kind::Timeout | Kind::PeerLost);
+    if steps == 0 || job.saving.load(Ordering::SeqCst) && !may_go_well {
         return failed;
     }
     job.interrupt.hold();
@@ -90,6 +93,9 @@ mod tests {
     use std::fs;
     use std::panic::Location;
 
+    /// More than a rank of these runs takes.
+    const MEMORY: usize = 64 << 20;
+
     /// The end of a run of three steps, and the weights that it saved.
     fn run(dir: &Scratch, mesh: &str, steps: &Steps) -> (Option<Error>, Option<Vec<u8>>) {
         let (data, out) = (dir.file("text", "The quick brown fox. ".repeat(60)), dir.path("out"));
@@ -99,7 +105,8 @@ mod tests {
         let cli = config::parse(named.iter().chain(&given).map(Into::into).collect()).unwrap();
         let Command::Train(args) = cli.command else { panic!("train") };
         let job = prepare(&args).unwrap();
-        let (_, failed) = launch(&args.run.train_world(&args.mesh()).unwrap(), &job, steps);
+        let world = args.run.train_world(&args.mesh()).unwrap().memory_limit(MEMORY);
+        let (_, failed) = launch(&world, &job, steps);
         (failed, fs::read(out.join("model/model.safetensors")).ok())
     }
 
@@ -128,6 +135,27 @@ mod tests {
                 assert!(failed.message().contains("no room for a measurement"), "{mesh}: {failed}");
                 assert!(saved == whole, "{mesh}, way {way}: {failed}");
             }
+        }
+    }
+
+    #[test]
+    fn a_save_for_which_there_is_no_memory_is_made_where_there_is() {
+        let dir = Scratch::new();
+        for mesh in ["dp=1", "tp=2", "pp=2"] {
+            let (failed, whole) = run(&dir, mesh, &take_steps);
+            assert!(failed.is_none() && whole.is_some(), "{mesh}: {failed:?}");
+            let (failed, saved) = run(&dir, mesh, &|trainer, ahead, leads, job| {
+                let ended = take_steps(trainer, ahead, leads, job)?;
+                let rank = trainer.rank().world();
+                for bytes in [1 << 20, 1 << 14, 1 << 10, 8] {
+                    while let Ok(filled) = rank.backend().alloc(bytes) {
+                        std::mem::forget(filled);
+                    }
+                }
+                Ok(ended)
+            });
+            assert_eq!(failed.unwrap().kind(), Kind::OutOfMemory, "{mesh}");
+            assert!(saved == whole, "{mesh}");
         }
     }
 
