@@ -37,6 +37,17 @@ pub(crate) fn operands<'s, 'a, const I: usize, const O: usize>(
     (inputs, outputs.each_mut(), launch.scalars)
 }
 
+/// The operands of a launch whose contract names one more input, which may be missing.
+pub(crate) fn operands_and_last<'s, 'a, const I: usize, const O: usize>(
+    launch: &'s mut Launch<'a>,
+) -> (&'a [Arg<'a>; I], Option<&'a Arg<'a>>, [&'s mut ArgMut<'a>; O]) {
+    let split = launch.inputs.split_first_chunk();
+    let (inputs, last) = split.expect("a launch has the inputs of its contract");
+    let outputs: &mut [ArgMut<'_>; O] =
+        (&mut *launch.outputs).try_into().expect("a launch has the outputs of its contract");
+    (inputs, last.first(), outputs.each_mut())
+}
+
 /// Whether elements of a dtype are read as this type; truth values are bytes.
 pub(crate) fn holds<T: Element>(dtype: DType) -> bool {
     dtype == T::DTYPE || (dtype == DType::Bool && T::DTYPE == DType::U8)
