@@ -398,14 +398,14 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn layer_norm(&self, w: &Self, b: &Self, eps: f64) -> Self {
-        Self::apply_one(Rc::new(LayerNorm { eps }), &[self, w, b])
+        Self::apply_one(Rc::new(LayerNorm { eps, has_residual: false }), &[self, w, b])
     }
 
     /// x / sqrt(mean(x^2) + eps) w over the last dim.
     #[track_caller]
     #[must_use]
     fn rms_norm(&self, w: &Self, eps: f64) -> Self {
-        Self::apply_one(Rc::new(RmsNorm { eps }), &[self, w])
+        Self::apply_one(Rc::new(RmsNorm { eps, has_residual: false }), &[self, w])
     }
 
     /// Rotary positions on `[b, t, .., c]`: channels i and i + c/2 turned by (first + index along t) `frequencies[i]`.

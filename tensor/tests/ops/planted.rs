@@ -156,11 +156,8 @@ fn norm_whose_weight_cotangent_is_not_pending() -> Vec<Case> {
         });
         cotangents
     };
-    Broken { tamper: Some(tamper), ..Broken::of(Rc::new(LayerNorm { eps: 1.0 })) }.on(vec![
-        Input::real(&[5, 4]),
-        Input::real(&[4]),
-        Input::real(&[4]),
-    ])
+    Broken { tamper: Some(tamper), ..Broken::of(Rc::new(LayerNorm { eps: 1.0, has_residual: false })) }
+        .on(vec![Input::real(&[5, 4]), Input::real(&[4]), Input::real(&[4])])
 }
 
 fn max_that_is_not_completed() -> Vec<Case> {
