@@ -61,7 +61,9 @@ impl Block {
     #[track_caller]
     #[must_use]
     pub fn attend(&self, x: &Var, past: Option<&mut Past>) -> Var {
-        let x = x.add(&self.attn_drop.forward(&self.attn.attend(&self.ln_1.forward(x), past)));
-        x.add(&self.mlp_drop.forward(&self.mlp.forward(&self.ln_2.forward(&x))))
+        let (x, y) = self.ln_1.forward_beside(x);
+        let x = x.add(&self.attn_drop.forward(&self.attn.attend(&y, past)));
+        let (x, y) = self.ln_2.forward_beside(&x);
+        x.add(&self.mlp_drop.forward(&self.mlp.forward(&y)))
     }
 }

@@ -98,8 +98,10 @@ impl LlamaBlock {
     #[track_caller]
     #[must_use]
     pub fn attend(&self, x: &Var, past: Option<&mut Past>) -> Var {
-        let x = x.add(&self.self_attn.attend(&self.input_layernorm.forward(x), past));
-        x.add(&self.mlp.forward(&self.post_attention_layernorm.forward(&x)))
+        let (x, y) = self.input_layernorm.forward_beside(x);
+        let x = x.add(&self.self_attn.attend(&y, past));
+        let (x, y) = self.post_attention_layernorm.forward_beside(&x);
+        x.add(&self.mlp.forward(&y))
     }
 }
 
