@@ -73,7 +73,7 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
                 for (row, dx) in dx.chunks_exact_mut(d).enumerate() {
                     let (x, dy) = (&x[row * d..][..d], &dy[row * d..][..d]);
                     let r = r.map(|r| &r[row * d..][..d]);
-                    backward_row((x, w, dy, r), (mean[row], rstd[row]), dx, (&mut *dw, &mut *db));
+                    backward_row((x, w, dy), (mean[row], rstd[row]), (dx, r), (&mut *dw, &mut *db));
                 }
             });
         });
@@ -85,9 +85,9 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
 
 #[inline(always)]
 fn backward_row<T: Float>(
-    (x, w, dy, r): (&[T], &[T], &[T], Option<&[T]>),
+    (x, w, dy): (&[T], &[T], &[T]),
     (mean, rstd): (T::Acc, T::Acc),
-    dx: &mut [T],
+    (dx, r): (&mut [T], Option<&[T]>),
     (dw, db): (&mut [T::Acc], &mut [T::Acc]),
 ) {
     for (((dw, db), x), dy) in dw.iter_mut().zip(db.iter_mut()).zip(x).zip(dy) {

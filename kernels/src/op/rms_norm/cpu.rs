@@ -61,7 +61,7 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
             vectorized(#[inline(always)] || {
                 for (row, dx) in dx.chunks_exact_mut(d).enumerate() {
                     let r = r.map(|r| &r[row * d..][..d]);
-                    backward_row((&x[row * d..][..d], w, &dy[row * d..][..d], r), rstd[row], dx, dw);
+                    backward_row((&x[row * d..][..d], w, &dy[row * d..][..d]), rstd[row], (dx, r), dw);
                 }
             });
         });
@@ -72,9 +72,9 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
 
 #[inline(always)]
 fn backward_row<T: Float>(
-    (x, w, dy, r): (&[T], &[T], &[T], Option<&[T]>),
+    (x, w, dy): (&[T], &[T], &[T]),
     rstd: T::Acc,
-    dx: &mut [T],
+    (dx, r): (&mut [T], Option<&[T]>),
     dw: &mut [T::Acc],
 ) {
     for ((dw, x), dy) in dw.iter_mut().zip(x).zip(dy) {
