@@ -178,7 +178,14 @@ mod tests {
             assert_eq!(volume(&Linear::new(1, 1), &[&[2, 3, 4], &[4, 5], &[5]], &[&[2, 3, 5]]), 6 * 4 * 5);
             let rows: [&[usize]; 2] = [&[50_000, 8], &[2, 3]];
             assert_eq!(volume(&Embedding, &rows, &[&[2, 3, 8]]), 48, "the table is not read as a whole");
-            assert_eq!(volume(&LayerNorm { eps: 1.0 }, &[&[6, 8], &[8], &[8]], &[&[6, 8], &[6], &[6]]), 48);
+            assert_eq!(
+                volume(
+                    &LayerNorm { eps: 1.0, has_residual: false },
+                    &[&[6, 8], &[8], &[8]],
+                    &[&[6, 8], &[6], &[6]]
+                ),
+                48
+            );
             Ok(())
         })
         .unwrap();
