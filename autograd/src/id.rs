@@ -1,6 +1,7 @@
 //! Names of things on a tape.
 
 use shardgrad_tensor::Tensor;
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasherDefault, Hasher};
 
@@ -62,4 +63,40 @@ pub struct Noise {
     pub step: u64,
     /// The row of the global batch with which this round's rows begin, so that microbatches do not matter.
     pub first_row: u64,
+}
+
+/// The noise of a tape, and what was asked of it.
+#[derive(Default)]
+pub(crate) struct Draws {
+    noise: Cell<Option<Noise>>,
+    is_asked: Cell<bool>,
+    /// How often each key was drawn by since the noise was set.
+    counts: RefCell<ByKey<u64>>,
+}
+
+impl Draws {
+    /// Begins anew.
+    pub(crate) fn begin(&self, noise: Option<Noise>) {
+        self.noise.set(noise);
+        self.counts.borrow_mut().clear();
+    }
+
+    /// The noise, for somebody who draws by it.
+    pub(crate) fn noise(&self) -> Option<Noise> {
+        self.is_asked.set(true);
+        self.noise.get()
+    }
+
+    /// Whether anybody has asked for the noise, ever.
+    pub(crate) fn is_asked(&self) -> bool {
+        self.is_asked.get()
+    }
+
+    /// Counts a draw by a key; gives how many there were before it.
+    pub(crate) fn count(&self, key: Key) -> u64 {
+        let mut counts = self.counts.borrow_mut();
+        let count = counts.entry(key).or_default();
+        *count += 1;
+        *count - 1
+    }
 }

@@ -7,7 +7,7 @@
 //! A derived leaf lives from its first use until the gradients are handed out or the tape is dropped. So each rank holds a
 //! parameter that it stores a shard of, and computes with whole, for the rest of the step.
 
-use crate::id::{ByKey, Gradients, Id, Key, Noise};
+use crate::id::{ByKey, Draws, Gradients, Id, Key, Noise};
 use crate::program::{OpRecord, Recorder, Slot};
 use shardgrad_dist::{Error, Rank};
 use shardgrad_tensor::op::{Cotangents, Vjp, check_given};
@@ -106,9 +106,7 @@ struct Inner {
     outline: bool,
     /// Whether a gradient can reach a parameter, or a program is to name it.
     keeps_leaves: bool,
-    noise: Cell<Option<Noise>>,
-    /// How often each key was drawn by since then.
-    draws: RefCell<ByKey<u64>>,
+    draws: Draws,
     recorder: RefCell<Option<Box<Recorder>>>,
     /// How many recordings there were.
     recordings: Cell<u32>,
@@ -163,8 +161,7 @@ impl Tape {
             quiet: Cell::new(false),
             outline,
             keeps_leaves: records || outline,
-            noise: Cell::new(None),
-            draws: RefCell::default(),
+            draws: Draws::default(),
             recorder: RefCell::default(),
             recordings: Cell::new(0),
             keepers: RefCell::default(),
@@ -185,24 +182,26 @@ impl Tape {
     /// Turns random ops on (`None`, the default, turns them off: dropout is then the identity). A loop of one's own says so for
     /// each round.
     pub fn set_noise(&self, noise: Option<Noise>) {
-        self.0.noise.set(noise);
-        self.0.draws.borrow_mut().clear();
+        self.0.draws.begin(noise);
     }
 
     /// Counts a draw by a key; gives how many there were before it, since [`Tape::set_noise`]. What draws more than once in a
     /// round can take other numbers each time by it, the same ones on every mesh.
     #[must_use]
     pub fn count_draw(&self, key: u64) -> u64 {
-        let mut draws = self.0.draws.borrow_mut();
-        let count = draws.entry(key).or_default();
-        *count += 1;
-        *count - 1
+        self.0.draws.count(key)
     }
 
     /// What random ops are keyed by, if they are on.
     #[must_use]
     pub fn noise(&self) -> Option<Noise> {
-        self.0.noise.get()
+        self.0.draws.noise()
+    }
+
+    /// Whether [`Tape::noise`] was ever asked for: what is made then may be of the step that it names.
+    #[must_use]
+    pub fn noise_is_asked(&self) -> bool {
+        self.0.draws.is_asked()
     }
 
     /// Whether variables have layouts only.

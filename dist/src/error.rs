@@ -153,7 +153,8 @@ impl From<shardgrad_kernels::KernelError> for Error {
             shardgrad_kernels::KernelError::Index { .. } => Kind::Data,
             shardgrad_kernels::KernelError::Library { .. }
             | shardgrad_kernels::KernelError::Unsupported { .. }
-            | shardgrad_kernels::KernelError::Captured { .. } => Kind::Unsupported,
+            | shardgrad_kernels::KernelError::Captured { .. }
+            | shardgrad_kernels::KernelError::Unmade { .. } => Kind::Unsupported,
             _ => Kind::Device,
         };
         let error = Error::new(kind, e.to_string());

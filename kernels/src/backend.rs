@@ -74,7 +74,8 @@ impl Mark {
     }
 }
 
-/// Work that a back end has noted as a whole, with the memory that it uses.
+/// Work that a back end has noted as a whole, with all the memory that it uses: what it reads and writes is kept with it, whoever
+/// else drops it.
 #[derive(Clone, Debug)]
 pub struct Graph(Arc<dyn Any + Send + Sync>);
 
@@ -167,7 +168,8 @@ pub trait Backend: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// [`KernelError::Unsupported`] where there is no such thing; [`KernelError::Captured`] for work that copies to or from the
-    /// host, orders itself with other back ends, waits, or captures; what the function reports.
+    /// host, orders itself with other back ends, waits, or captures; what the function reports, unless somebody still holds
+    /// what it has made until then, which is [`KernelError::Unmade`].
     fn capture(&self, work: &mut dyn FnMut() -> Result<(), KernelError>) -> Result<Graph, KernelError> {
         let _ = work;
         Err(KernelError::Unsupported { kernel: "capture", device: "this back end" })

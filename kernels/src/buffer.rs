@@ -377,6 +377,15 @@ impl Buffer {
         }
     }
 
+    /// Where the memory of a device begins, and who gets it back.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn on_its_device(&self) -> Option<(u64, &Arc<dyn Keeper>)> {
+        match &self.0.memory {
+            Memory::Device { address, home } => Some((*address, home)),
+            Memory::Host { .. } | Memory::Outline { .. } => None,
+        }
+    }
+
     /// The size that was asked for.
     #[must_use]
     pub fn bytes(&self) -> usize {

@@ -73,6 +73,11 @@ pub enum KernelError {
         /// What it does.
         what: &'static str,
     },
+    /// A capture failed, and contents that it was to make are still held.
+    Unmade {
+        /// How many bytes have no contents.
+        bytes: usize,
+    },
     /// A device refused or failed.
     Device {
         /// The function of its library that said so.
@@ -100,6 +105,9 @@ impl fmt::Display for KernelError {
             KernelError::Unsupported { kernel, device } => write!(f, "{kernel}: no kernel for {device}"),
             KernelError::Compile { kernel, log } => write!(f, "{kernel}: the compiler refused it: {log}"),
             KernelError::Captured { what } => write!(f, "work that is being captured {what}"),
+            KernelError::Unmade { bytes } => {
+                write!(f, "work could not be captured, and {bytes} bytes that it was to fill are still held")
+            }
             KernelError::Device { call, why, lasting: false } => write!(f, "{call}: {why}"),
             KernelError::Device { call, why, lasting: true } => {
                 write!(f, "{call}: {why}; the device answers nothing more to this process")

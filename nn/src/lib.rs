@@ -29,6 +29,7 @@ pub mod checkpoint;
 pub mod reading;
 mod staged;
 pub mod rescue;
+mod captured;
 pub mod trainer;
 
 pub use cache::{Cache, Past};

@@ -1,5 +1,6 @@
 //! The training loop's body: microbatches, stages, gradient norm, update.
 
+use crate::captured::{Capture, Passes};
 use crate::checkpoint::check_parameters;
 use crate::module::Module;
 use crate::optim::{self, LossScale, Optimizer, Schedule, StepArgs};
@@ -37,14 +38,25 @@ pub struct Settings {
     pub schedule: Option<Schedule>,
     /// Bound of the global gradient norm; `None` does not clip.
     pub clip: Option<f64>,
+    /// Whether forward and backward are captured in the first step and replayed in the others, with the same bits, where that can
+    /// be: in a world of one rank, without a pipeline, on a device that does such things; [`Trainer::not_captured`] says why not.
+    ///
+    /// What changes from step to step comes in through `read` then, as on a pipeline ([`Trainer::new`]): the loss runs when its
+    /// pass is captured, and what it computes beside its ops stays as it was, as does all that it reads which is neither argument
+    /// nor parameter. Where arguments or parameters lie otherwise than before, and where the loss scale or what is frozen has
+    /// changed, the pass is captured anew. A loss that draws random numbers of the step, or reaches for the host, is run in each
+    /// step. A captured pass keeps its memory, which evaluation in between does not get; what is held of its losses is overwritten
+    /// by the next step.
+    pub capture: bool,
 }
 
 impl Settings {
-    /// A batch of so many rows in one piece, seed 0, f32, the optimizer's learning rate, no clipping.
+    /// A batch of so many rows in one piece, seed 0, f32, the optimizer's learning rate, no clipping, no capture.
     #[must_use]
     pub fn new(rows: usize) -> Settings {
         let (dtype, param_dtype) = (DType::F32, None);
-        Settings { rows, microbatches: 1, seed: 0, dtype, param_dtype, schedule: None, clip: None }
+        let (schedule, clip, capture) = (None, None, false);
+        Settings { rows, microbatches: 1, seed: 0, dtype, param_dtype, schedule, clip, capture }
     }
 
     /// The dtypes of computing and of the stored parameters.
@@ -90,6 +102,7 @@ pub struct Trainer<'t, M> {
     read: Read<'t>,
     loss: Loss<'t, M>,
     staged: Option<Staged>,
+    capture: Capture,
     loss_scale: Option<LossScale>,
     step: u64,
     /// While the optimizer is asked for a step: how many it had taken before.
@@ -136,6 +149,13 @@ impl<'t, M: Module> Trainer<'t, M> {
         optim.check(model.params())?;
         let (read, loss) = (Box::new(read), Box::new(loss));
         let loss_scale = (settings.dtype == DType::F16).then(LossScale::default);
+        let capture = match &staged {
+            Some(_) => Capture::refused(Error::new(Kind::Unsupported, "it is that of a pipeline")),
+            None if rank.mesh().num_ranks() > 1 => {
+                Capture::refused(Error::new(Kind::Unsupported, "several ranks take it together"))
+            }
+            None => Capture::default(),
+        };
         let (optim, passes) = (Box::new(optim), RefCell::default());
         Ok(Trainer {
             model,
@@ -144,6 +164,7 @@ impl<'t, M: Module> Trainer<'t, M> {
             read,
             loss,
             staged,
+            capture,
             loss_scale,
             step: 0,
             updating: None,
@@ -198,7 +219,14 @@ impl<'t, M: Module> Trainer<'t, M> {
         self.staged.as_ref().map_or_else(Vec::new, Staged::starts)
     }
 
-    /// What the last step did on this rank, and when: forward and backward passes, and transfers between stages.
+    /// Why steps are not captured, from the first step on that was not; `None` where they are, or were not to be.
+    #[must_use]
+    pub fn not_captured(&self) -> Option<&Error> {
+        self.capture.why_not().filter(|_| self.settings.capture)
+    }
+
+    /// What the last step did on this rank, and when: forward and backward passes, and transfers between stages. Nothing of one
+    /// that was replayed as a whole.
     #[must_use]
     pub fn passes(&self) -> Vec<Passed> {
         self.passes.borrow().clone()
@@ -218,7 +246,10 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// bits. What ops, arguments and collectives report.
     #[track_caller]
     pub fn step(&mut self, control: &[f64]) -> Result<StepReport> {
-        let (part, gradients) = self.gradients()?;
+        let (part, gradients) = match self.settings.capture {
+            true => self.captured_gradients()?,
+            false => self.gradients()?,
+        };
         let step = self.step;
         let lr = self.settings.schedule.as_ref().map_or_else(|| self.optim.lr(), |s| s.lr(step as usize));
         let word: Vec<f64> = [part].iter().chain(control).copied().collect();
@@ -278,7 +309,7 @@ impl<'t, M: Module> Trainer<'t, M> {
     #[track_caller]
     pub fn check_alike(&self) -> Result<()> {
         let site = Location::caller();
-        let arguments = (self.read)(self.model.rank(), self.step, self.rows(0))?;
+        let arguments = self.arguments(0)?;
         let layouts: Vec<String> = arguments.iter().map(|t| t.layout().to_string()).collect();
         let told = [
             ("settings", format!("{:?}", self.settings)),
@@ -324,10 +355,7 @@ impl<'t, M: Module> Trainer<'t, M> {
         if let Some(staged) = &self.staged {
             return Ok(staged.records(self.model.rank()).iter().filter_map(told).collect());
         }
-        let layouts: Vec<Layout> = (self.read)(self.model.rank(), self.step, self.rows(0))?
-            .iter()
-            .map(|t| t.layout().clone())
-            .collect();
+        let layouts: Vec<Layout> = self.arguments(0)?.iter().map(|t| t.layout().clone()).collect();
         let text = |arguments: &[Var]| Ok(vec![(self.loss)(&self.model, arguments)]);
         let program = Program::record(self.model.rank(), &layouts, None, text)?;
         Ok(program.records.iter().filter_map(told).collect())
@@ -341,31 +369,51 @@ impl<'t, M: Module> Trainer<'t, M> {
 
     /// This rank's part of the mean loss, and the gradients of its parameters times the loss scale.
     fn gradients(&self) -> Result<(f64, Gradients)> {
-        let count = self.settings.microbatches;
-        let read = |microbatch: usize| (self.read)(self.model.rank(), self.step, self.rows(microbatch));
-        let noise = |microbatch: usize| Noise {
-            seed: self.settings.seed,
-            step: self.step,
-            first_row: self.rows(microbatch).start as u64,
-        };
-        let mut part = 0.0;
+        let read = |microbatch: usize| self.arguments(microbatch);
         if let Some(staged) = &self.staged {
+            let noise = |microbatch: usize| self.noise(microbatch);
             let outcome = staged.train(&self.model, &read, &noise, self.factor())?;
+            let (mut part, count) = (0.0, self.settings.microbatches);
             for loss in outcome.results.iter().flatten().flatten() {
                 part += loss.local_part_once()? / count as f64;
             }
             *self.passes.borrow_mut() = outcome.passes;
             return Ok((part, outcome.gradients));
         }
+        self.pass(read)?.parts()
+    }
+
+    /// The same by captured work, where that can be.
+    fn captured_gradients(&mut self) -> Result<(f64, Gradients)> {
+        if self.capture.why_not().is_some() {
+            return self.gradients();
+        }
+        let arguments = (0..self.settings.microbatches).map(|microbatch| self.arguments(microbatch));
+        let arguments: Vec<Vec<Tensor>> = arguments.collect::<Result<_>>()?;
+        let mut capture = std::mem::take(&mut self.capture);
+        let pass = |arguments: &[Vec<Tensor>]| self.pass(|microbatch| Ok(arguments[microbatch].clone()));
+        let made = capture.run((self.rank(), self.model.params()), &arguments, self.factor(), pass);
+        self.passes.borrow_mut().clear();
+        self.capture = capture;
+        match made? {
+            Some(made) => made.parts(),
+            None => self.pass(|microbatch| Ok(arguments[microbatch].clone()))?.parts(),
+        }
+    }
+
+    /// Forward and backward of all microbatches. Nothing is read by the host.
+    fn pass(&self, arguments: impl Fn(usize) -> Result<Vec<Tensor>>) -> Result<Passes> {
+        let count = self.settings.microbatches;
         let tape = self.model.tape();
+        let mut losses = Vec::with_capacity(count);
         self.passes.borrow_mut().clear();
         for microbatch in 0..count {
             let start = Instant::now();
-            tape.set_noise(Some(noise(microbatch)));
-            let arguments: Vec<Var> = read(microbatch)?.into_iter().map(|t| tape.constant(t)).collect();
+            tape.set_noise(Some(self.noise(microbatch)));
+            let arguments: Vec<Var> = arguments(microbatch)?.into_iter().map(|t| tape.constant(t)).collect();
             let loss = wide((self.loss)(&self.model, &arguments))?;
             let loss = if count == 1 { loss } else { loss.scale(1.0 / count as f64) };
-            part += loss.tensor().local_part_once()?;
+            losses.push(loss.tensor().clone());
             let (middle, stage) = (Instant::now(), 0);
             loss.backward_scaled(self.factor())?;
             self.passes.borrow_mut().extend([
@@ -373,7 +421,18 @@ impl<'t, M: Module> Trainer<'t, M> {
                 Passed { action: Action::Backward { stage, microbatch }, start: middle, end: Instant::now() },
             ]);
         }
-        Ok((part, tape.gradients()))
+        Ok(Passes { losses, gradients: tape.gradients(), is_of_step: tape.noise_is_asked() })
+    }
+
+    /// The arguments of the loss for a microbatch of this step.
+    fn arguments(&self, microbatch: usize) -> Result<Vec<Tensor>> {
+        (self.read)(self.model.rank(), self.step, self.rows(microbatch))
+    }
+
+    /// What random ops draw by in a microbatch of this step.
+    fn noise(&self, microbatch: usize) -> Noise {
+        let first_row = self.rows(microbatch).start as u64;
+        Noise { seed: self.settings.seed, step: self.step, first_row }
     }
 
     fn rows(&self, microbatch: usize) -> Range<usize> {
@@ -381,8 +440,9 @@ impl<'t, M: Module> Trainer<'t, M> {
         microbatch * rows..(microbatch + 1) * rows
     }
 
-    /// Replays the step with every op watched, to name the one that made the first number that is not finite.
-    fn explain_not_finite(&self, loss: f64, grad_norm: f64) -> Error {
+    /// Runs the step again with every op watched, to name the one that made the first number that is not finite.
+    fn explain_not_finite(&mut self, loss: f64, grad_norm: f64) -> Error {
+        self.capture.forget();
         let found = first_not_finite(self.model.rank(), || self.gradients().map(drop));
         let step = self.step + 1;
         let text = format!(

@@ -261,6 +261,11 @@ impl RunArgs {
         Mesh::new(&[("dp", 2)]).unwrap_or_else(|_| self.mesh.clone())
     }
 
+    /// Whether ranks on a mesh are one rank on a card.
+    pub(crate) fn is_alone_on_a_card(&self, mesh: &Mesh) -> bool {
+        self.device != Device::Cpu && mesh.num_ranks() == 1
+    }
+
     /// The world of a training run on a mesh.
     ///
     /// # Errors

@@ -184,6 +184,8 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         clip: optim.clip(),
         seed: steps.seed,
         precision: args.precision(),
+        // A trace shows passes one by one.
+        capture: args.run.is_alone_on_a_card(&args.mesh()) && args.trace.is_none(),
     };
     check_tokens(recipe.batch, recipe.seq)?;
     let out = OutFolder::open(&args.out)?;

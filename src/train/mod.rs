@@ -30,6 +30,8 @@ pub(crate) struct Recipe {
     pub(crate) clip: Option<f64>,
     pub(crate) seed: u64,
     pub(crate) precision: Precision,
+    /// Whether steps are captured and replayed, where that can be.
+    pub(crate) capture: bool,
 }
 
 /// Inputs, targets and what else there is, `[rows, seq]` each, split over the batch axes; every rank reads its own rows only. `read`
@@ -91,6 +93,7 @@ impl Recipe {
             param_dtype: Some(self.precision.param_dtype),
             schedule: Some(self.schedule.clone()),
             clip: self.clip,
+            capture: self.capture,
         };
         let read = |rank: &Rank, step: u64, rows: Range<usize>| ahead.arguments(rank, step, rows);
         let loss = |model: &LanguageModel, x: &[Var]| model.loss_of(x);

@@ -52,6 +52,7 @@ fn recipe(microbatches: usize) -> Recipe {
         clip: None,
         seed: 1,
         precision: Precision::of(DType::F64),
+        capture: false,
     }
 }
 

@@ -33,6 +33,7 @@ pub mod interchange;
 pub mod fill;
 pub mod bytes;
 pub mod control;
+pub mod capture;
 pub mod agreement;
 pub mod update;
 pub mod growing;
@@ -50,6 +51,7 @@ pub mod catalog;
 pub mod quotient;
 pub mod check;
 
+pub use capture::{Captured, capture};
 pub use context::Context;
 pub use contraction::Contraction;
 pub use dim::{AxisList, Dim};

@@ -271,6 +271,12 @@ impl Tensor {
         Ok(Tensor::assemble(&rank, layout, piece))
     }
 
+    /// Layout and piece, if this is the only handle of the tensor.
+    pub(crate) fn into_parts(self) -> Option<(Layout, Piece)> {
+        let Inner { lies, piece, .. } = Rc::try_unwrap(self.0).ok()?;
+        Some((lies.layout().clone(), piece))
+    }
+
     /// The piece, on memory that nobody shares (a copy is made if somebody does).
     ///
     /// # Errors

@@ -129,6 +129,13 @@ fn fault_of(kernel: &'static str, record: &[u8]) -> Option<KernelError> {
     })
 }
 
+/// Captured work, and what it costs each time.
+#[derive(Debug)]
+struct Noted {
+    captured: Captured,
+    cost: Cost,
+}
+
 /// The back end of one rank on a card.
 #[derive(Debug)]
 struct Cuda {
@@ -215,7 +222,7 @@ impl Cuda {
         let Some(holdings) = noting.as_mut() else { return self.memory.clone() };
         let read = launch.inputs.iter().map(|x| x.buffer);
         let written = launch.outputs.iter().map(|y| &*y.buffer);
-        read.chain(written).filter_map(Buffer::device_address).for_each(|at| holdings.keep(at));
+        read.chain(written).for_each(|buffer| holdings.keep(buffer));
         holdings.memory.clone()
     }
 
@@ -302,12 +309,19 @@ impl Backend for Cuda {
     }
 
     fn capture(&self, work: &mut dyn FnMut() -> Result<(), KernelError>) -> Result<Graph, KernelError> {
-        Ok(Graph::new(Arc::new(graph::capture(&self.stream, &self.memory, &self.noting, work)?)))
+        // Nothing of it is done, so that nothing of it has a cost as yet.
+        let before = std::mem::take(&mut *locked(&self.cost));
+        let captured = graph::capture(&self.stream, &self.memory, &self.noting, work);
+        let cost = std::mem::replace(&mut *locked(&self.cost), before);
+        Ok(Graph::new(Arc::new(Noted { captured: captured?, cost })))
     }
 
     fn replay(&self, graph: &Graph) -> Result<(), KernelError> {
         self.not_captured("replays other work")?;
-        graph.work::<Captured>().expect("bug: a graph of another back end").replay(&self.stream)
+        let Noted { captured, cost } = graph.work().expect("bug: a graph of another back end");
+        captured.replay(&self.stream)?;
+        *locked(&self.cost) += *cost;
+        Ok(())
     }
 
     fn finish(&self) -> Result<(), KernelError> {

@@ -89,3 +89,70 @@ fn what_cannot_be_part_of_a_graph_is_refused() {
     let error = Cpu::backend(1).capture(&mut || Ok(())).unwrap_err();
     assert!(matches!(error, KernelError::Unsupported { kernel: "capture", .. }));
 }
+
+#[test]
+fn a_graph_keeps_what_it_reads_of_another() {
+    let Some(folder) = fake::card("") else { return };
+    let card = backend(&folder);
+    let x = upload(&*card, &[8f32; N]).unwrap();
+    let doubled = |from: &Buffer| {
+        let mut out = None;
+        let graph = card.capture(&mut || {
+            let to = out.insert(card.alloc(4 * N)?);
+            twice(&*card, from, to, N, 2.0)
+        });
+        (graph.unwrap(), out.unwrap())
+    };
+    let (first, middle) = doubled(&x);
+    card.replay(&first).unwrap();
+    let (second, out) = doubled(&middle);
+    // Memory that goes back to the driver is overwritten there.
+    drop((first, middle, x));
+    card.replay(&second).unwrap();
+    assert_eq!(floats(&*card, &out), [2.0 * 13.5 - 2.5; N]);
+}
+
+#[test]
+fn work_costs_when_it_is_done() {
+    let Some(folder) = fake::card("") else { return };
+    let card = backend(&folder);
+    let (mut x, kept) = (upload(&*card, &[100f32; N]).unwrap(), upload(&*card, &[7f32; N]).unwrap());
+    let before = card.cost();
+    step(&*card, &mut x, &kept).unwrap();
+    let once = card.cost().flops - before.flops;
+    let graph = card.capture(&mut || step(&*card, &mut x, &kept).map(drop)).unwrap();
+    assert_eq!(card.cost().flops - before.flops, once);
+    card.replay(&graph).unwrap();
+    card.replay(&graph).unwrap();
+    assert_eq!(card.cost().flops - before.flops, 3 * once);
+    assert!(once > 0);
+}
+
+#[test]
+fn what_ended_early_leaves_no_memory_and_no_contents_behind() {
+    let Some(folder) = fake::card("small-card") else { return };
+    let card = backend(&folder);
+    let before = card.memory();
+    let over = || KernelError::Captured { what: "is over" };
+    // Of 160 MiB; what were not given back would be missed soon.
+    for _ in 0..4 {
+        let error = card.capture(&mut || card.alloc(60 << 20).and(Err(over()))).unwrap_err();
+        assert_eq!(error, over());
+        let unwound = catch_unwind(AssertUnwindSafe(|| {
+            card.capture(&mut || {
+                let _held = card.alloc(60 << 20)?;
+                panic!("in between")
+            })
+        }));
+        assert!(unwound.is_err());
+    }
+    assert_eq!(card.memory().reserved_bytes, before.reserved_bytes);
+    let mut held = None;
+    let error = card.capture(&mut || {
+        held = Some(card.alloc(4 * N)?);
+        Err(over())
+    });
+    assert_eq!(error.unwrap_err(), KernelError::Unmade { bytes: 1536 });
+    drop(held);
+    assert_eq!(card.memory().in_use_bytes, before.in_use_bytes);
+}

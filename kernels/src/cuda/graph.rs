@@ -1,8 +1,9 @@
 //! Work that is noted once and given again as a whole. What is noted holds addresses: memory that is taken meanwhile comes from an
-//! allocator of its own, and blocks of the rank that the work uses are kept, until the graph is dropped.
+//! allocator of its own, and whatever else the work uses is kept too, whoever else drops it, until the graph is dropped.
 
 use super::driver::{Context, Stream};
 use super::memory::Memory;
+use crate::buffer::{Buffer, Keeper};
 use crate::error::KernelError;
 use cudarc::driver::sys::{CUgraphExec, CUstreamCaptureMode};
 use std::ptr;
@@ -16,17 +17,22 @@ pub(super) struct Holdings {
     /// The rank's own memory, and its blocks that are kept.
     home: Arc<Memory>,
     kept: Vec<u64>,
+    /// Memory of other graphs that the work uses. Nobody takes blocks of it any more.
+    others: Vec<Arc<dyn Keeper>>,
 }
 
 impl Holdings {
     fn new(home: &Arc<Memory>) -> Holdings {
-        Holdings { memory: home.beside(), home: home.clone(), kept: Vec::new() }
+        Holdings { memory: home.beside(), home: home.clone(), kept: Vec::new(), others: Vec::new() }
     }
 
-    /// Keeps the block at an address, if it is one of the rank's own.
-    pub(super) fn keep(&mut self, address: u64) {
+    /// Keeps what the work uses: the block, if it is one of the rank's own, else the memory that it is of.
+    pub(super) fn keep(&mut self, buffer: &Buffer) {
+        let Some((address, keeper)) = buffer.on_its_device() else { return };
         if self.home.keep(address) {
             self.kept.push(address);
+        } else if !self.others.iter().any(|known| Arc::ptr_eq(known, keeper)) {
+            self.others.push(keeper.clone());
         }
     }
 }
@@ -51,19 +57,24 @@ pub(super) fn capture(
     if locked().is_some() {
         return Err(KernelError::Captured { what: "captures other work" });
     }
+    // Memory of an earlier time is of more use to the graph. Nothing goes back to the driver while work is noted, since it waits
+    // for all work first.
+    home.give_back_empty();
+    let ends = Ends(noting);
     let begun = Begun::new(stream)?;
     *locked() = Some(Holdings::new(home));
-    let ends = Ends(noting);
     let done = work();
-    let holdings = locked().take();
-    drop(ends);
+    let holdings = locked().take().expect("bug: noting goes on until here");
     let program = begun.end();
-    done?;
-    let holdings = holdings.expect("noting goes on until here");
+    drop(ends);
+    if let Err(error) = done {
+        let bytes = holdings.memory.stats().in_use_bytes;
+        return Err(if bytes > 0 { KernelError::Unmade { bytes } } else { error });
+    }
     Ok(Captured { program: program?, _holdings: holdings })
 }
 
-/// Ends the noting of a rank, whatever happens in between.
+/// Ends the noting of a rank, whatever happens in between: after the stream has been told.
 struct Ends<'a>(&'a Noting);
 
 impl Drop for Ends<'_> {

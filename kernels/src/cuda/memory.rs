@@ -7,7 +7,7 @@ use crate::buffer::{Buffer, Cuts, Keeper};
 use crate::error::{KernelError, MemoryStats};
 use std::collections::{HashMap, HashSet};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Every block is a multiple of this, which is the alignment that a driver gives.
 const GRAIN: usize = 512;
@@ -48,9 +48,18 @@ impl Books {
     fn cut(&mut self, bytes: usize) -> Option<u64> {
         let address = self.cuts[kind(bytes)].cut(bytes)?;
         self.used.insert(address, bytes);
+        self.count(bytes);
+        Some(address)
+    }
+
+    fn count(&mut self, bytes: usize) {
         self.stats.in_use_bytes += bytes;
         self.stats.peak_bytes = self.stats.peak_bytes.max(self.stats.in_use_bytes);
-        Some(address)
+    }
+
+    fn count_chunk(&mut self, bytes: usize) {
+        self.stats.reserved_bytes += bytes;
+        self.stats.num_system_allocs += 1;
     }
 
     fn give_back(&mut self, address: u64) {
@@ -64,8 +73,7 @@ impl Books {
     }
 
     fn add_chunk(&mut self, kind: usize, address: u64, bytes: usize) {
-        self.stats.reserved_bytes += bytes;
-        self.stats.num_system_allocs += 1;
+        self.count_chunk(bytes);
         self.cuts[kind].add_chunk(address, bytes);
     }
 
@@ -77,31 +85,27 @@ impl Books {
     }
 }
 
-/// The allocator of one rank. Handles share it.
+/// The allocator of one rank, or of a graph of its work. Handles share it.
 #[derive(Debug)]
 pub(super) struct Memory {
     source: Arc<dyn Source>,
     limit: usize,
     books: Mutex<Books>,
-    /// What was made by [`Memory::beside`].
-    others: Mutex<Vec<Weak<Memory>>>,
+    /// The rank's own, where this is a graph's. It counts what a graph holds, and is never waited for the other way round.
+    home: Option<Arc<Memory>>,
 }
 
 impl Memory {
     /// Memory of at most `limit` bytes from the driver (0: no limit).
     pub(super) fn new(source: Arc<dyn Source>, limit: usize) -> Arc<Memory> {
-        Arc::new(Memory { source, limit, books: Mutex::default(), others: Mutex::default() })
+        Arc::new(Memory { source, limit, books: Mutex::default(), home: None })
     }
 
-    /// Memory from the same driver whose blocks are never those of this one. It may take what the limit leaves now, and is
-    /// counted here as long as it lives.
-    pub(super) fn beside(&self) -> Arc<Memory> {
-        let left = self.limit.saturating_sub(self.stats().reserved_bytes).max(1);
-        let other = Memory::new(self.source.clone(), if self.limit == 0 { 0 } else { left });
-        let mut others = self.others.lock().unwrap_or_else(PoisonError::into_inner);
-        others.retain(|other| other.strong_count() > 0);
-        others.push(Arc::downgrade(&other));
-        other
+    /// Memory of a graph, from the same driver and under the same limit, whose blocks are never those of this one. All that it
+    /// ever had in use counts as in use here as long as it lives: whenever the graph is replayed, it is used so again.
+    pub(super) fn beside(self: &Arc<Memory>) -> Arc<Memory> {
+        let (source, limit, home) = (self.source.clone(), self.limit, Some(self.clone()));
+        Arc::new(Memory { source, limit, books: Mutex::default(), home })
     }
 
     /// Keeps a block from being used again until it is let go as often; false for what is no block of this memory.
@@ -129,27 +133,29 @@ impl Memory {
         }
     }
 
-    /// What all that was made by [`Memory::beside`] holds.
-    fn of_others(&self) -> MemoryStats {
-        let others = self.others.lock().unwrap_or_else(PoisonError::into_inner);
-        let each = others.iter().filter_map(Weak::upgrade).map(|other| other.stats());
-        each.fold(MemoryStats::default(), added)
-    }
-
     fn books(&self) -> MutexGuard<'_, Books> {
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// What this memory holds; a rank's own counts its graphs too.
     pub(super) fn stats(&self) -> MemoryStats {
-        let own = self.books().stats;
-        added(self.of_others(), own)
+        self.books().stats
+    }
+
+    /// Gives chunks back to the driver in which nothing is in use.
+    pub(super) fn give_back_empty(&self) {
+        self.books().empty_chunks().into_iter().for_each(|address| self.source.give(address));
     }
 
     /// A block of at least `bytes` bytes with arbitrary contents.
     pub(super) fn alloc(self: &Arc<Memory>, bytes: usize) -> Result<Buffer, KernelError> {
         let mut books = self.books();
-        let refuse = |books: &Books| KernelError::OutOfMemory { asked_bytes: bytes, stats: books.stats };
+        let refuse = |books: &Books| {
+            let stats = self.home.as_ref().map_or(books.stats, |home| home.stats());
+            KernelError::OutOfMemory { asked_bytes: bytes, stats }
+        };
         let Some(block) = bytes.max(1).checked_next_multiple_of(GRAIN) else { return Err(refuse(&books)) };
+        let peak = books.stats.peak_bytes;
         let found = books.cut(block);
         let address = match found {
             Some(address) => address,
@@ -158,11 +164,15 @@ impl Memory {
                 books.cut(block).ok_or_else(|| refuse(&books))?
             }
         };
+        if let Some(home) = &self.home {
+            home.books().count(books.stats.peak_bytes - peak);
+        }
         drop(books);
         Ok(Buffer::on_device(address, bytes, self.clone()))
     }
 
-    /// Takes a chunk that has room for a block, if it can be had: after empty chunks were given back, if need be.
+    /// Takes a chunk that has room for a block, if it can be had: after empty chunks were given back, if need be. Those of a
+    /// graph are not empty: what it has noted uses them, and nothing may be given back while work is noted.
     fn grow(&self, books: &mut Books, block: usize) -> Result<(), KernelError> {
         let own = block.checked_next_multiple_of(CHUNK_GRAIN).unwrap_or(block);
         let (usual, tight) = match kind(block) {
@@ -174,6 +184,9 @@ impl Memory {
                 return Ok(());
             }
         }
+        if self.home.is_some() {
+            return Ok(());
+        }
         for address in books.empty_chunks() {
             self.source.give(address);
         }
@@ -181,24 +194,17 @@ impl Memory {
     }
 
     fn take(&self, books: &mut Books, kind: usize, bytes: usize) -> Result<bool, KernelError> {
-        if self.limit != 0 {
-            let reserved = books.stats.reserved_bytes.saturating_add(self.of_others().reserved_bytes);
-            if reserved.saturating_add(bytes) > self.limit {
-                return Ok(false);
-            }
+        let mut home = self.home.as_ref().map(|home| home.books());
+        let reserved = home.as_ref().map_or(books.stats.reserved_bytes, |home| home.stats.reserved_bytes);
+        if self.limit != 0 && reserved.saturating_add(bytes) > self.limit {
+            return Ok(false);
         }
         let Some(address) = self.source.take(bytes)? else { return Ok(false) };
         books.add_chunk(kind, address, bytes);
+        if let Some(home) = &mut home {
+            home.count_chunk(bytes);
+        }
         Ok(true)
-    }
-}
-
-fn added(a: MemoryStats, b: MemoryStats) -> MemoryStats {
-    MemoryStats {
-        in_use_bytes: a.in_use_bytes + b.in_use_bytes,
-        peak_bytes: a.peak_bytes + b.peak_bytes,
-        reserved_bytes: a.reserved_bytes + b.reserved_bytes,
-        num_system_allocs: a.num_system_allocs + b.num_system_allocs,
     }
 }
 
@@ -212,6 +218,11 @@ impl Drop for Memory {
     fn drop(&mut self) {
         let books = std::mem::take(&mut *self.books());
         books.cuts.iter().flat_map(Cuts::chunks).for_each(|address| self.source.give(address));
+        if let Some(home) = &self.home {
+            let mut home = home.books();
+            home.stats.reserved_bytes -= books.stats.reserved_bytes;
+            home.stats.in_use_bytes -= books.stats.peak_bytes;
+        }
     }
 }
 
@@ -333,6 +344,45 @@ mod tests {
         assert_eq!(memory.stats().reserved_bytes, 64 << 20);
         memory.alloc(100 << 20).unwrap();
         drop((own, memory));
+        assert_eq!(left.load(Ordering::Relaxed), 1 << 30);
+    }
+
+    #[test]
+    fn what_a_graph_has_used_counts_as_long_as_it_lives() {
+        let (memory, left) = memory(300 << 20, 0);
+        let own = memory.alloc(10 << 20).unwrap();
+        let beside = memory.beside();
+        drop(beside.alloc(70 << 20).unwrap());
+        let kept = beside.alloc(20 << 20).unwrap();
+        assert_eq!(
+            memory.stats().in_use_bytes,
+            80 << 20,
+            "the most that the graph had in use, though little is held"
+        );
+        let more = memory.alloc(5 << 20).unwrap();
+        assert_eq!((memory.stats().in_use_bytes, memory.stats().peak_bytes), (85 << 20, 85 << 20));
+        // A chunk of which the graph holds nothing any more is not given back for another, nor to somebody else.
+        drop(kept);
+        assert!(beside.alloc(200 << 20).is_err() && memory.alloc(200 << 20).is_err());
+        drop((own, more));
+        memory.give_back_empty();
+        assert_eq!(memory.stats().reserved_bytes, 70 << 20);
+        drop(beside);
+        assert_eq!((memory.stats().in_use_bytes, memory.stats().reserved_bytes), (0, 0));
+        assert_eq!(memory.stats().peak_bytes, 85 << 20);
+        drop(memory);
+        assert_eq!(left.load(Ordering::Relaxed), 300 << 20);
+    }
+
+    #[test]
+    fn a_graph_is_refused_what_a_limit_does_not_leave() {
+        let (memory, left) = memory(1 << 30, 100 << 20);
+        let beside = memory.beside();
+        let (held, own) = (beside.alloc(60 << 20).unwrap(), memory.alloc(30 << 20).unwrap());
+        let error = beside.alloc(20 << 20).unwrap_err();
+        let KernelError::OutOfMemory { stats, .. } = error else { panic!("{error}") };
+        assert_eq!((stats.in_use_bytes, stats.reserved_bytes), (90 << 20, memory.stats().reserved_bytes));
+        drop((held, own, beside, memory));
         assert_eq!(left.load(Ordering::Relaxed), 1 << 30);
     }
 

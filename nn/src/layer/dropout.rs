@@ -45,7 +45,8 @@ impl Dropout {
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
         let x = self.point.at(x);
-        let Some(noise) = x.tape().noise().filter(|_| self.p > 0.0) else { return x };
+        // A tape is asked for the noise only where it matters: who asks is of that step.
+        let Some(noise) = (self.p > 0.0).then(|| x.tape().noise()).flatten() else { return x };
         let name = self.point.name().unwrap_or_else(|| {
             let text = "a dropout layer draws by its name, but no model has placed it";
             Error::new(Kind::Config, text).at(std::panic::Location::caller()).raise()

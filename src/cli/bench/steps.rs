@@ -81,8 +81,10 @@ impl Training {
         let plan = LanguageModel::plan(config);
         let Precision { dtype, param_dtype } = self.precision;
         let plain = Settings::new(self.rows);
-        let settings =
-            Settings { microbatches: self.microbatches, dtype, param_dtype: Some(param_dtype), ..plain };
+        let (microbatches, param_dtype) = (self.microbatches, Some(param_dtype));
+        // Steps on the processor are not captured, nor those of several ranks.
+        let capture = rank.mesh().num_ranks() == 1 && self.machine.is_some();
+        let settings = Settings { microbatches, dtype, param_dtype, capture, ..plain };
         let read = |rank: &Rank, step: u64, rows: Range<usize>| {
             let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), self.seq])?;
             let tokens = |ahead: usize| {

@@ -35,6 +35,7 @@ pub(super) fn take_steps(
     let progress = leads.then(|| Progress::new(job));
     let began = Instant::now();
     let mut ended = Ended::default();
+    let mut is_told = job.json || !leads;
     for step in 0..recipe.steps {
         if step == 0 || job.check_every > 0 && step % job.check_every == 0 {
             trainer.check_alike()?;
@@ -68,6 +69,10 @@ pub(super) fn take_steps(
                 ended.failed = ended.failed.or(job.metrics().begin(&entry).err());
             }
             (entry.val_loss, over) = measure(trainer, job, &mut ended)?;
+        }
+        if let Some(why) = trainer.not_captured().filter(|_| !is_told) {
+            is_told = true;
+            job.lines.say(format_args!("steps are run one launch after the other: {}", why.message()));
         }
         if let Some(progress) = &progress {
             let told = record(trainer, job, progress, &entry);

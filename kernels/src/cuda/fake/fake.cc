@@ -189,6 +189,8 @@ API int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
 API int cuCtxSetCurrent(void *) { return lost; }
 API int cuCtxSynchronize() {
     std::unique_lock<std::mutex> held(lock);
+    for (auto &[s, _] : streams)
+        if (s->noted) return 900;
     changed.wait(held, [&] {
         for (auto &[s, _] : streams)
             if (!s->work.empty() || s->busy) return false;
@@ -305,8 +307,7 @@ API int cuEventSynchronize(void *event) {
     return lost;
 }
 API int cuModuleLoadData(void **module, const void *image) {
-    *module = new std::string(static_cast<const char *>(image));
-    return 0;
+    return *module = new std::string(static_cast<const char *>(image)), 0;
 }
 API int cuModuleUnload(void *module) { return delete static_cast<std::string *>(module), 0; }
 API int cuModuleGetFunction(void **function, void *module, const char *name) {
@@ -317,8 +318,7 @@ API int cuModuleGetFunction(void **function, void *module, const char *name) {
 }
 API int cuFuncSetAttribute(void *function, int which, int value) {
     if (which != 8 || value > 227 << 10) return 1;
-    static_cast<Function *>(function)->shared_max = value;
-    return 0;
+    return static_cast<Function *>(function)->shared_max = value, 0;
 }
 API int cuLaunchKernel(void *handle, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned,
                        unsigned shared_bytes, void *stream, void **args, void **) {

@@ -1,0 +1,286 @@
+//! A device for tests: the processor behind addresses, which can capture work and replay it. Blocks that are given back are
+//! overwritten, and are used again at the same addresses, unless captured work uses them.
+
+use shardgrad::kernels::buffer::Keeper;
+use shardgrad::kernels::{
+    Arg, ArgMut, Backend, Buffer, Cost, Cpu, DType, Device, Graph, Kernel, KernelError, Launch, Machine,
+    Mark, MemoryStats, Scalar, Settings, Strides,
+};
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The device, and how often its ranks have captured work to the end and replayed some.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Addressed {
+    counts: Arc<[AtomicUsize; 2]>,
+}
+
+impl Addressed {
+    pub(super) fn num_captures(&self) -> usize {
+        self.counts[0].load(Ordering::Relaxed)
+    }
+
+    pub(super) fn num_replays(&self) -> usize {
+        self.counts[1].load(Ordering::Relaxed)
+    }
+}
+
+impl Machine for Addressed {
+    fn device(&self) -> Device {
+        Device::Cuda(0)
+    }
+
+    fn backend(&self, _: Settings) -> Result<Arc<dyn Backend>, KernelError> {
+        let host = Cpu::backend(1);
+        let store = Arc::new(Store { host: host.clone(), books: Mutex::default() });
+        Ok(Arc::new(OneRank { host, store, counts: self.counts.clone(), noting: Mutex::default() }))
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Memory by address.
+#[derive(Debug)]
+struct Store {
+    host: Arc<dyn Backend>,
+    books: Mutex<Books>,
+}
+
+#[derive(Debug, Default)]
+struct Books {
+    contents: HashMap<u64, Buffer>,
+    /// Addresses by bytes, those given back last at the end.
+    free: HashMap<usize, Vec<u64>>,
+    /// Blocks that somebody has a handle of.
+    held: HashMap<u64, usize>,
+    /// How many graphs use a block.
+    kept: HashMap<u64, usize>,
+    next: u64,
+}
+
+/// What no work has made.
+fn overwrite(host: &dyn Backend, contents: &mut Buffer) {
+    let junk = vec![0xff; contents.bytes()];
+    host.upload(&junk, contents).unwrap();
+}
+
+impl Store {
+    fn alloc(self: &Arc<Store>, bytes: usize) -> Result<Buffer, KernelError> {
+        let mut books = locked(&self.books);
+        let address = match books.free.get_mut(&bytes).and_then(Vec::pop) {
+            Some(address) => address,
+            None => {
+                let mut contents = self.host.alloc(bytes)?;
+                overwrite(&*self.host, &mut contents);
+                books.next += 512 + bytes as u64;
+                let address = books.next;
+                books.contents.insert(address, contents);
+                address
+            }
+        };
+        books.held.insert(address, bytes);
+        Ok(Buffer::on_device(address, bytes, self.clone()))
+    }
+
+    fn let_go(&self, address: u64) {
+        let mut books = locked(&self.books);
+        let count = books.kept.get_mut(&address).unwrap();
+        *count -= 1;
+        if *count == 0 {
+            books.kept.remove(&address);
+            books.free_if_unused(&*self.host, address);
+        }
+    }
+}
+
+impl Books {
+    fn free_if_unused(&mut self, host: &dyn Backend, address: u64) {
+        if !self.kept.contains_key(&address) && !self.held.contains_key(&address) {
+            let contents = self.contents.get_mut(&address).unwrap();
+            overwrite(host, contents);
+            let bytes = contents.bytes();
+            self.free.entry(bytes).or_default().push(address);
+        }
+    }
+
+    fn run(&mut self, host: &dyn Backend, noted: &Noted) -> Result<(), KernelError> {
+        let read: Vec<Buffer> = noted.inputs.iter().map(|x| self.contents[&x.address].clone()).collect();
+        let mut written: Vec<Buffer> =
+            noted.outputs.iter().map(|y| self.contents.remove(&y.address).expect("written once")).collect();
+        let inputs: Vec<Arg<'_>> = (noted.inputs.iter().zip(&read))
+            .map(|(x, buffer)| Arg { buffer, dtype: x.dtype, view: &x.view })
+            .collect();
+        let mut outputs: Vec<ArgMut<'_>> = (noted.outputs.iter().zip(&mut written))
+            .map(|(y, buffer)| ArgMut { buffer, dtype: y.dtype, view: &y.view })
+            .collect();
+        let mut launch = Launch { inputs: &inputs, outputs: &mut outputs, scalars: &noted.scalars };
+        let done = host.launch(&noted.kernel, &mut launch);
+        for (y, contents) in noted.outputs.iter().zip(written) {
+            self.contents.insert(y.address, contents);
+        }
+        done
+    }
+}
+
+impl Keeper for Store {
+    fn give_back(&self, address: u64) {
+        let mut books = locked(&self.books);
+        books.held.remove(&address);
+        books.free_if_unused(&*self.host, address);
+    }
+}
+
+/// An operand, by its address.
+#[derive(Debug)]
+struct Operand {
+    address: u64,
+    dtype: DType,
+    view: Strides,
+}
+
+/// A launch that can be done again.
+#[derive(Debug)]
+struct Noted {
+    kernel: Kernel,
+    inputs: Vec<Operand>,
+    outputs: Vec<Operand>,
+    scalars: Vec<Scalar>,
+}
+
+impl Noted {
+    fn of(kernel: &Kernel, launch: &Launch<'_>) -> Noted {
+        let Kernel { name, reference, cpu, flops, bound, .. } = *kernel;
+        let at = |buffer: &Buffer| buffer.device_address().expect("memory of this device");
+        let input = |x: &Arg<'_>| Operand { address: at(x.buffer), dtype: x.dtype, view: x.view.clone() };
+        let output = |y: &mut ArgMut<'_>| {
+            assert!(y.buffer.is_unique(), "an output has one handle");
+            Operand { address: at(y.buffer), dtype: y.dtype, view: y.view.clone() }
+        };
+        Noted {
+            kernel: Kernel { name, reference, cpu, gpu: None, flops, bound },
+            inputs: launch.inputs.iter().map(input).collect(),
+            scalars: launch.scalars.to_vec(),
+            outputs: launch.outputs.iter_mut().map(output).collect(),
+        }
+    }
+}
+
+/// Work that is being captured, or was; its blocks are not given to others.
+#[derive(Debug)]
+struct Work {
+    store: Arc<Store>,
+    launches: Vec<Noted>,
+    kept: Vec<u64>,
+    /// Blocks that were taken for it.
+    own: Vec<u64>,
+}
+
+impl Work {
+    fn keep(&mut self, address: u64) {
+        *locked(&self.store.books).kept.entry(address).or_default() += 1;
+        self.kept.push(address);
+    }
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        self.kept.iter().for_each(|address| self.store.let_go(*address));
+    }
+}
+
+#[derive(Debug)]
+struct OneRank {
+    host: Arc<dyn Backend>,
+    store: Arc<Store>,
+    counts: Arc<[AtomicUsize; 2]>,
+    noting: Mutex<Option<Work>>,
+}
+
+impl OneRank {
+    fn not_captured(&self, what: &'static str) -> Result<(), KernelError> {
+        if locked(&self.noting).is_some() { Err(KernelError::Captured { what }) } else { Ok(()) }
+    }
+}
+
+impl Backend for OneRank {
+    fn device(&self) -> Device {
+        Device::Cuda(0)
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<Buffer, KernelError> {
+        let buffer = self.store.alloc(bytes)?;
+        if let Some(work) = &mut *locked(&self.noting) {
+            let address = buffer.device_address().unwrap();
+            work.own.push(address);
+            work.keep(address);
+        }
+        Ok(buffer)
+    }
+
+    fn launch(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+        let noted = Noted::of(kernel, launch);
+        let mut noting = locked(&self.noting);
+        let Some(work) = &mut *noting else {
+            return locked(&self.store.books).run(&*self.host, &noted);
+        };
+        let used: Vec<u64> = noted.inputs.iter().chain(&noted.outputs).map(|x| x.address).collect();
+        used.into_iter().for_each(|address| work.keep(address));
+        work.launches.push(noted);
+        Ok(())
+    }
+
+    fn memory(&self) -> MemoryStats {
+        self.host.memory()
+    }
+
+    fn cost(&self) -> Cost {
+        self.host.cost()
+    }
+
+    fn num_threads(&self) -> usize {
+        1
+    }
+
+    fn upload(&self, from: &[u8], to: &mut Buffer) -> Result<(), KernelError> {
+        self.not_captured("copies from the host")?;
+        assert!(to.is_unique(), "a buffer that is written has one handle");
+        let address = to.device_address().unwrap();
+        self.host.upload(from, locked(&self.store.books).contents.get_mut(&address).unwrap())
+    }
+
+    fn download(&self, from: &Buffer, to: &mut [u8]) -> Result<(), KernelError> {
+        self.not_captured("copies to the host")?;
+        self.host.download(&locked(&self.store.books).contents[&from.device_address().unwrap()], to)
+    }
+
+    fn mark(&self) -> Result<Mark, KernelError> {
+        self.not_captured("shows a mark to others")?;
+        Ok(Mark::default())
+    }
+
+    fn capture(&self, work: &mut dyn FnMut() -> Result<(), KernelError>) -> Result<Graph, KernelError> {
+        self.not_captured("captures other work")?;
+        let (launches, kept, own) = (Vec::new(), Vec::new(), Vec::new());
+        *locked(&self.noting) = Some(Work { store: self.store.clone(), launches, kept, own });
+        let done = work();
+        let noted = locked(&self.noting).take().unwrap();
+        if let Err(error) = done {
+            let books = locked(&self.store.books);
+            let bytes = noted.own.iter().filter_map(|address| books.held.get(address)).sum();
+            drop(books);
+            return Err(if bytes > 0 { KernelError::Unmade { bytes } } else { error });
+        }
+        self.counts[0].fetch_add(1, Ordering::Relaxed);
+        Ok(Graph::new(Arc::new(noted)))
+    }
+
+    fn replay(&self, graph: &Graph) -> Result<(), KernelError> {
+        self.counts[1].fetch_add(1, Ordering::Relaxed);
+        let work: &Work = graph.work().expect("a graph of this device");
+        let mut books = locked(&self.store.books);
+        work.launches.iter().try_for_each(|launch| books.run(&*self.host, launch))
+    }
+}
