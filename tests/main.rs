@@ -1,6 +1,7 @@
 //! The one test binary of the root package. Each module is one subject; a crate's own tests stand beside its code.
 
 mod agreement;
+mod captured;
 mod cli;
 mod documents;
 mod errors;

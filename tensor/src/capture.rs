@@ -7,7 +7,6 @@ use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Phase, Rank, Result};
 use shardgrad_kernels::{Graph, KernelError};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::rc::Rc;
 
 /// Work that was noted, with the memory that it uses.
 #[derive(Debug)]

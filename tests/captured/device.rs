@@ -151,7 +151,7 @@ struct Noted {
 }
 
 impl Noted {
-    fn of(kernel: &Kernel, launch: &Launch<'_>) -> Noted {
+    fn of(kernel: &Kernel, launch: &mut Launch<'_>) -> Noted {
         let Kernel { name, reference, cpu, flops, bound, .. } = *kernel;
         let at = |buffer: &Buffer| buffer.device_address().expect("memory of this device");
         let input = |x: &Arg<'_>| Operand { address: at(x.buffer), dtype: x.dtype, view: x.view.clone() };

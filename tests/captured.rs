@@ -1,0 +1,346 @@
+//! Training steps that are captured and replayed give the bits of steps that are run, whatever changes between them; and where
+//! they cannot be captured, they are run.
+
+mod device;
+
+use device::Addressed;
+use shardgrad::nn::optim::{LossScale, Schedule};
+use shardgrad::nn::{Gpt2, Gpt2Config, LanguageModel, ModelConfig, StepReport};
+use shardgrad::prelude::*;
+use shardgrad::tensor::{MapLayouts, Piece, local_map};
+use std::cell::RefCell;
+use std::ops::Range;
+use std::sync::Arc;
+
+const ROWS: usize = 4;
+const SEQ: usize = 8;
+const VOCAB: usize = 19;
+const STEPS: usize = 6;
+
+/// What a run was, all of it in bits.
+#[derive(Debug, PartialEq)]
+struct Run {
+    steps: Vec<StepReport>,
+    weights: Vec<Vec<u64>>,
+}
+
+/// How often steps were captured and replayed, and why no more are.
+#[derive(Debug, PartialEq)]
+struct Told {
+    captures: usize,
+    replays: usize,
+    why_not: Option<String>,
+}
+
+impl Told {
+    fn all(captures: usize) -> Told {
+        Told { captures, replays: STEPS, why_not: None }
+    }
+
+    fn none(captures: usize, why: &str) -> Told {
+        Told { captures, replays: captures, why_not: Some(why.into()) }
+    }
+}
+
+/// The tokens of a step.
+fn tokens(rank: &Rank, step: u64, rows: Range<usize>, ahead: usize) -> Result<Tensor> {
+    let plan = Gpt2::plan(&config(0.0));
+    let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), SEQ])?;
+    let token = |row: usize, at: usize| ((at * at + 5 * row + 3 * step as usize) % VOCAB) as i64;
+    let all: Vec<i64> = rows.flat_map(|row| (0..SEQ).map(move |at| token(row, at + ahead))).collect();
+    Tensor::from_global(rank, &layout, &all)
+}
+
+fn read(rank: &Rank, step: u64, rows: Range<usize>) -> Result<Vec<Tensor>> {
+    Ok(vec![tokens(rank, step, rows.clone(), 0)?, tokens(rank, step, rows, 1)?])
+}
+
+fn config(dropout: f64) -> Gpt2Config {
+    Gpt2Config::new(VOCAB, SEQ, 12, 2, 2).with_dropout(dropout)
+}
+
+fn settings() -> Settings {
+    Settings {
+        microbatches: 2,
+        seed: 3,
+        clip: Some(0.5),
+        schedule: Some(Schedule::constant(3e-3).warmup(3)),
+        ..Settings::new(ROWS)
+    }
+}
+
+type Lm<'t> = Trainer<'t, LanguageModel>;
+
+/// What is trained: a model of some precision, what is done before each step, and what its loss is.
+struct Case<'a> {
+    settings: Settings,
+    dropout: f64,
+    recompute: bool,
+    mesh: &'a str,
+    read: &'a (dyn Fn(&Rank, u64, Range<usize>) -> Result<Vec<Tensor>> + Sync),
+    loss: &'a (dyn Fn(&LanguageModel, &[Var]) -> Var + Sync),
+    before: &'a (dyn Fn(&mut Lm<'_>, usize, &mut Vec<Tensor>) -> Result<()> + Sync),
+}
+
+impl Case<'_> {
+    fn new() -> Case<'static> {
+        Case {
+            settings: settings(),
+            dropout: 0.0,
+            recompute: false,
+            mesh: "",
+            read: &read,
+            loss: &|model, x| model.loss_of(x),
+            before: &|_, _, _| Ok(()),
+        }
+    }
+
+    /// Some steps on a machine.
+    fn run(&self, world: World, capture: bool) -> Result<(Run, Option<String>)> {
+        let mut ranks = world.launch(|rank| {
+            let config = ModelConfig::from(config(self.dropout));
+            let plan = LanguageModel::plan(&config);
+            let model = LanguageModel::new(&config).recompute(self.recompute);
+            let settings = Settings { capture, ..self.settings.clone() };
+            let optim = AdamW::new(3e-3).weight_decay(0.1);
+            let loss = |model: &LanguageModel, x: &[Var]| (self.loss)(model, x);
+            let mut trainer = Trainer::new(rank, model, &plan, optim, settings, self.read, loss)?;
+            let (mut steps, mut held) = (Vec::new(), Vec::new());
+            for step in 0..STEPS {
+                (self.before)(&mut trainer, step, &mut held)?;
+                steps.push(trainer.step(&[])?);
+            }
+            let bits = |param: &Param| -> Result<Vec<u64>> {
+                Ok(param.tensor().to_f64()?.iter().map(|x| x.to_bits()).collect())
+            };
+            let weights = trainer.model().params().iter().map(bits).collect::<Result<_>>()?;
+            let why_not = trainer.not_captured().map(|e| e.message().to_string());
+            Ok((Run { steps, weights }, why_not))
+        })?;
+        Ok(ranks.swap_remove(0))
+    }
+
+    fn world(&self) -> World {
+        World::new(Mesh::parse(self.mesh).unwrap()).threads(1)
+    }
+
+    /// Compares steps that are captured with steps that are run on the same device, and those with the processor.
+    fn check(&self, told: &Told) {
+        let device = Addressed::default();
+        let on = |device: &Addressed| self.world().on(Arc::new(device.clone()));
+        let (run, none) = self.run(on(&device), false).unwrap();
+        assert_eq!((none, device.num_captures(), device.num_replays()), (None, 0, 0));
+        assert_eq!(
+            run,
+            self.run(self.world(), false).unwrap().0,
+            "the device computes as the processor does"
+        );
+        let (captured, why_not) = self.run(on(&device), true).unwrap();
+        let (captures, replays) = (device.num_captures(), device.num_replays());
+        assert_eq!(*told, Told { captures, replays, why_not });
+        assert_eq!(captured, run);
+        let losses: Vec<f64> = run.steps.iter().map(|s| s.loss).collect();
+        assert!(losses.windows(2).all(|w| w[0] != w[1]), "{losses:?}");
+    }
+}
+
+#[test]
+fn steps_of_all_precisions_are_captured_once() {
+    for (dtype, param_dtype) in
+        [(DType::F32, DType::F32), (DType::BF16, DType::F32), (DType::BF16, DType::BF16)]
+    {
+        for recompute in [false, true] {
+            let settings = Settings { dtype, param_dtype: Some(param_dtype), ..settings() };
+            Case { settings, recompute, ..Case::new() }.check(&Told::all(1));
+        }
+    }
+    let whole = Settings { microbatches: 1, clip: None, ..settings() };
+    Case { settings: whole, ..Case::new() }.check(&Told::all(1));
+    Case { mesh: "dp=1", ..Case::new() }.check(&Told::all(1));
+}
+
+#[test]
+fn steps_are_captured_anew_when_something_else_than_numbers_changes() {
+    // A tensor that somebody holds while the optimizer steps is not changed in place: the parameter lies elsewhere then.
+    let held = |trainer: &mut Lm<'_>, step: usize, held: &mut Vec<Tensor>| {
+        held.truncate(if step == 5 { 0 } else { 9 });
+        if step == 2 {
+            held.push(trainer.model().params()[3].tensor());
+        }
+        Ok(())
+    };
+    Case { before: &held, ..Case::new() }.check(&Told::all(2));
+    // Other weights, at another step of the data.
+    let restored = |trainer: &mut Lm<'_>, step: usize, held: &mut Vec<Tensor>| {
+        if step == 1 {
+            held.extend(trainer.model().params().iter().map(Param::tensor));
+        }
+        if step == 4 {
+            for (param, tensor) in trainer.model().params().iter().zip(held.drain(..)) {
+                param.set_tensor(tensor)?;
+            }
+            trainer.skip_to(9);
+        }
+        Ok(())
+    };
+    Case { before: &restored, ..Case::new() }.check(&Told::all(3));
+    let frozen = |trainer: &mut Lm<'_>, step: usize, _: &mut Vec<Tensor>| {
+        match step {
+            1 => drop(trainer.model().freeze("h.0.*")?),
+            3 => trainer.model().params().iter().for_each(|param| param.set_frozen(false)),
+            _ => {}
+        }
+        Ok(())
+    };
+    Case { before: &frozen, ..Case::new() }.check(&Told::all(3));
+    // Every microbatch of step 3 and later has rows that are shorter.
+    let shorter = |rank: &Rank, step: u64, rows: Range<usize>| {
+        let seq = if step < 3 { SEQ } else { SEQ - 3 };
+        let cut = |t: Tensor| t.slice(1, 0..seq).contiguous();
+        read(rank, step, rows)?.into_iter().map(cut).collect()
+    };
+    Case { read: &shorter, ..Case::new() }.check(&Told::all(2));
+}
+
+#[test]
+fn a_loss_scale_that_changes_is_captured_anew() {
+    let settings = Settings { dtype: DType::F16, ..settings() };
+    let scaled = |trainer: &mut Lm<'_>, step: usize, _: &mut Vec<Tensor>| {
+        if step == 0 {
+            // So large that gradients are infinite at first, and doubled soon after.
+            trainer.set_loss_scale(Some(LossScale::new(2f64.powi(24), 0)));
+        }
+        if step == 4 {
+            trainer.set_loss_scale(Some(LossScale::new(4.0, 1999)));
+        }
+        Ok(())
+    };
+    let case = Case { settings, before: &scaled, ..Case::new() };
+    let steps = case.run(case.world(), false).unwrap().0.steps;
+    let scales: Vec<f64> = steps.iter().map(|s| s.loss_scale.unwrap()).collect();
+    assert!(steps[0].skipped && !steps[3].skipped && scales[4..] == [4.0, 8.0], "{scales:?}");
+    let mut changes = scales.clone();
+    changes.dedup();
+    let device = Addressed::default();
+    let run = |capture| case.run(case.world().on(Arc::new(device.clone())), capture).unwrap();
+    let (captured, why_not) = run(true);
+    assert_eq!((why_not, device.num_captures(), device.num_replays()), (None, changes.len(), STEPS));
+    assert_eq!(captured, run(false).0);
+}
+
+#[test]
+fn random_numbers_are_those_of_the_step() {
+    for recompute in [false, true] {
+        let told = Told::none(1, "its loss draws the random numbers of the step");
+        Case { dropout: 0.3, recompute, ..Case::new() }.check(&told);
+    }
+}
+
+#[test]
+fn what_cannot_be_captured_is_run() {
+    let why = "work that is being captured copies from the host";
+    let turned = |model: &LanguageModel, x: &[Var]| model.loss_of(&[x[0].flip(1), x[1].flip(1)]);
+    Case { loss: &turned, ..Case::new() }.check(&Told::none(0, why));
+    // In the middle of the backward pass.
+    let late = |model: &LanguageModel, x: &[Var]| {
+        let loss = model.loss_of(x);
+        let alike = [loss.layout().clone()];
+        let layouts = MapLayouts { inputs: &alike, outputs: &alike, cotangents: &alike };
+        let forward = |_: &Rank, x: &[Piece]| Ok([x[0].clone()].into_iter().collect());
+        let backward = |rank: &Rank, _: &[Piece], dy: &[Piece]| {
+            let numbers: Vec<f32> = dy[0].to_f64(rank)?.iter().map(|x| *x as f32).collect();
+            Ok([Piece::upload(rank, &dy[0].view.shape, &numbers)?].into_iter().collect())
+        };
+        local_map("late", &[&loss], layouts, forward, backward).remove(0)
+    };
+    let why = "work that is being captured copies to the host";
+    Case { loss: &late, ..Case::new() }.check(&Told::none(0, why));
+    let views = |rank: &Rank, step: u64, rows: Range<usize>| {
+        let all = read(rank, step, 0..ROWS)?;
+        Ok(all.iter().map(|t| t.slice(0, rows.clone())).collect())
+    };
+    Case { read: &views, ..Case::new() }
+        .check(&Told::none(0, "an argument of its loss is a view of other memory"));
+    // On the processor, and with others.
+    let case = Case::new();
+    assert_eq!(case.run(case.world(), true).unwrap().1.unwrap(), "capture: no kernel for this back end");
+    let two = Case { mesh: "dp=2", ..Case::new() };
+    assert_eq!(two.run(two.world(), true).unwrap().1.unwrap(), "several ranks take it together");
+}
+
+#[test]
+fn parameters_that_lie_elsewhere_in_each_step_are_not_captured_for_ever() {
+    let copied = |trainer: &mut Lm<'_>, _: usize, held: &mut Vec<Tensor>| {
+        *held = trainer.model().params().iter().map(Param::tensor).collect();
+        Ok(())
+    };
+    Case { before: &copied, ..Case::new() }.check(&Told::all(STEPS));
+}
+
+#[test]
+fn faults_of_a_replayed_step_are_told_as_those_of_one_that_is_run() {
+    let told = |case: &Case<'_>, capture: bool| {
+        let world = case.world().on(Arc::new(Addressed::default()));
+        let error = case.run(world, capture).unwrap_err();
+        (error.kind(), error.to_string())
+    };
+    // A weight that is no number, and a token that is none, after good steps.
+    let broken = |trainer: &mut Lm<'_>, step: usize, _: &mut Vec<Tensor>| {
+        if step == 3 {
+            let param = &trainer.model().params()[5];
+            let mut numbers = param.tensor().to_f64()?;
+            numbers[1] = f64::NAN;
+            param.set_tensor(Tensor::from_host(trainer.rank(), param.shape(), &numbers)?.cast(DType::F32))?;
+        }
+        Ok(())
+    };
+    let case = Case { before: &broken, ..Case::new() };
+    assert_eq!(told(&case, true), told(&case, false));
+    assert_eq!(told(&case, true).0, Kind::NotFinite);
+    let outside = |rank: &Rank, step: u64, rows: Range<usize>| {
+        let mut all = read(rank, step, rows)?;
+        if step == 3 {
+            all[0] = Tensor::from_host(rank, &all[0].shape(), &[VOCAB as i64; ROWS / 2 * SEQ])?;
+        }
+        Ok(all)
+    };
+    let case = Case { read: &outside, ..Case::new() };
+    assert_eq!(told(&case, true).0, Kind::Data);
+    assert_eq!(told(&case, true).1, told(&case, false).1);
+}
+
+/// Trains on one rank of the device with a loss that keeps what it makes.
+fn keeping(turns: bool) -> Result<Vec<f64>> {
+    let world = World::new(Mesh::single()).threads(1).on(Arc::new(Addressed::default()));
+    let mut ranks = world.launch(|rank| {
+        let config = ModelConfig::from(config(0.0));
+        let (model, plan) = (LanguageModel::new(&config), LanguageModel::plan(&config));
+        let kept: RefCell<Vec<Tensor>> = RefCell::default();
+        let loss = |model: &LanguageModel, x: &[Var]| {
+            let loss = model.loss_of(x);
+            kept.borrow_mut().push(loss.scale(2.0).tensor().clone());
+            if turns { loss.reshape(&[1]).flip(0).sum() } else { loss }
+        };
+        let settings = Settings { capture: true, microbatches: 1, ..settings() };
+        let mut trainer = Trainer::new(rank, model, &plan, AdamW::new(1e-3), settings, read, loss)?;
+        let mut doubled = Vec::new();
+        for _ in 0..STEPS {
+            let loss = trainer.step(&[])?.loss;
+            assert_eq!(kept.borrow().len(), 1);
+            doubled.push(kept.borrow()[0].to_f64()?[0] / loss);
+        }
+        Ok(doubled)
+    })?;
+    Ok(ranks.swap_remove(0))
+}
+
+#[test]
+fn what_a_loss_keeps_is_of_the_last_step_or_refused() {
+    assert_eq!(keeping(false).unwrap(), [2.0; STEPS]);
+    let error = keeping(true).unwrap_err();
+    assert_eq!(error.kind(), Kind::Unsupported);
+    let text = "work could not be captured, and 4 bytes that it was to fill are still held";
+    assert_eq!(error.message(), text);
+    let cause = ("cause", "work that is being captured copies from the host");
+    assert!(error.details().iter().any(|(label, text)| (*label, text.as_ref()) == cause), "{error}");
+}
