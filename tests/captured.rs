@@ -1,6 +1,8 @@
 //! Training steps that are captured and replayed give the bits of steps that are run, whatever changes between them; and where
 //! they cannot be captured, they are run.
 
+#[cfg(feature = "cuda")]
+mod card;
 mod device;
 
 use device::Addressed;
@@ -184,6 +186,15 @@ fn steps_are_captured_anew_when_something_else_than_numbers_changes() {
         Ok(())
     };
     Case { before: &restored, ..Case::new() }.check(&Told::all(3));
+    // A measurement in between has the memory that the captured step had.
+    let measured = |trainer: &mut Lm<'_>, step: usize, _: &mut Vec<Tensor>| {
+        if step == 3 {
+            let held_out = read(trainer.rank(), 77, 0..ROWS)?;
+            assert!(trainer.loss_part(&held_out)?.is_finite());
+        }
+        Ok(())
+    };
+    Case { before: &measured, ..Case::new() }.check(&Told::all(2));
     let frozen = |trainer: &mut Lm<'_>, step: usize, _: &mut Vec<Tensor>| {
         match step {
             1 => drop(trainer.model().freeze("h.0.*")?),
@@ -343,4 +354,35 @@ fn what_a_loss_keeps_is_of_the_last_step_or_refused() {
     assert_eq!(error.message(), text);
     let cause = ("cause", "work that is being captured copies from the host");
     assert!(error.details().iter().any(|(label, text)| (*label, text.as_ref()) == cause), "{error}");
+}
+
+/// On the fake card every kernel that a step needs is compiled by g++, which takes a while.
+#[cfg(feature = "cuda")]
+#[test]
+fn steps_on_the_fake_card_are_captured_too() {
+    let folder = crate::cli::Folder::new("captured");
+    let Some(card) = card::open(&folder) else { return };
+    let same = |case: &Case<'_>, why: Option<&str>| {
+        let run = |capture| case.run(case.world().on(card.clone()), capture).unwrap();
+        let (captured, told) = run(true);
+        assert_eq!(told.as_deref(), why);
+        assert_eq!(captured, run(false).0);
+    };
+    same(&Case::new(), None);
+    let changed = |trainer: &mut Lm<'_>, step: usize, held: &mut Vec<Tensor>| {
+        match step {
+            1 => held.push(trainer.model().params()[3].tensor()),
+            2 => drop(trainer.model().freeze("h.0.*")?),
+            3 => held.clear(),
+            4 => trainer.set_loss_scale(Some(LossScale::new(8.0, 0))),
+            _ => {}
+        }
+        Ok(())
+    };
+    let settings = Settings { dtype: DType::BF16, ..settings() };
+    same(&Case { settings, recompute: true, before: &changed, ..Case::new() }, None);
+    let why = "its loss draws the random numbers of the step";
+    same(&Case { dropout: 0.3, ..Case::new() }, Some(why));
+    let turned = |model: &LanguageModel, x: &[Var]| model.loss_of(&[x[0].flip(1), x[1].flip(1)]);
+    same(&Case { loss: &turned, ..Case::new() }, Some("work that is being captured copies from the host"));
 }

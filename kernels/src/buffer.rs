@@ -241,6 +241,12 @@ impl fmt::Debug for Allocator {
 pub trait Keeper: fmt::Debug + Send + Sync {
     /// The last handle of the memory at an address is gone. Work that the device has yet to do may still use it.
     fn give_back(&self, address: u64);
+
+    /// Keeps the memory at an address from being used again, once its last handle is gone, until it is let go as often.
+    fn keep(&self, _address: u64) {}
+
+    /// The end of one [`Keeper::keep`].
+    fn let_go(&self, _address: u64) {}
 }
 
 /// What is behind a buffer.

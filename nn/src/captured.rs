@@ -1,9 +1,11 @@
 //! The pass of a training step as captured work: forward and backward of all microbatches, from the arguments of the loss to the
 //! gradients. It is captured anew whenever something else than numbers changes.
 
+use crate::optim::LossParts;
 use crate::param::Param;
 use shardgrad_autograd::Gradients;
 use shardgrad_tensor::{Captured, Error, Kind, Rank, Result, Tensor, capture};
+use std::cell::RefCell;
 
 /// After more captures in a row than this, each of which served one step only, there are none any more: they take longer than
 /// the pass itself. A loss scale that is too large at the start falls less often.
@@ -22,10 +24,8 @@ pub(crate) struct Passes {
 
 impl Passes {
     /// This rank's part of the loss, and the gradients.
-    pub(crate) fn parts(self) -> Result<(f64, Gradients)> {
-        let part =
-            self.losses.iter().try_fold(0.0, |sum, loss| Ok::<f64, Error>(sum + loss.local_part_once()?))?;
-        Ok((part, self.gradients))
+    pub(crate) fn parts(self) -> (LossParts, Gradients) {
+        (LossParts { tensors: self.losses, count: 1 }, self.gradients)
     }
 }
 
@@ -42,7 +42,7 @@ struct Kept {
 /// The captured pass of a trainer, if it has one now.
 #[derive(Default)]
 pub(crate) struct Capture {
-    kept: Option<Kept>,
+    kept: RefCell<Option<Kept>>,
     why_not: Option<Error>,
     /// Captures in a row, up to this one, that were not replayed in a second step.
     singles: usize,
@@ -60,8 +60,8 @@ impl Capture {
     }
 
     /// Lets go of the captured pass, and of its memory.
-    pub(crate) fn forget(&mut self) {
-        self.kept = None;
+    pub(crate) fn forget(&self) {
+        *self.kept.borrow_mut() = None;
     }
 
     /// What `pass` gives on the arguments of a step, at a factor of the loss, by captured work; `None` where it cannot be
@@ -76,26 +76,31 @@ impl Capture {
         if self.why_not.is_some() {
             return Ok(None);
         }
-        self.kept = match self.kept.take() {
+        let kept = match self.kept.take() {
             Some(kept) if kept.fits(params, factor) => kept.refilled(arguments)?,
             _ => None,
         };
-        self.singles = if self.kept.is_some() { 0 } else { self.singles + 1 };
-        if self.kept.is_none() {
-            let kept = Kept::new((rank, params), arguments, factor, pass)?;
-            self.kept = kept.map_err(|why| self.why_not = Some(why)).ok();
-        }
-        let Some(kept) = &self.kept else { return Ok(None) };
+        self.singles = if kept.is_some() { 0 } else { self.singles + 1 };
+        let kept = match kept {
+            Some(kept) => kept,
+            None => match Kept::new((rank, params), arguments, factor, pass)? {
+                Ok(kept) => kept,
+                Err(why) => {
+                    self.why_not = Some(why);
+                    return Ok(None);
+                }
+            },
+        };
         kept.work.replay()?;
         let made = kept.made.clone();
         let why = if made.is_of_step {
             "its loss draws the random numbers of the step"
         } else if self.singles > SINGLES_MAX {
-            "what it computes with lies elsewhere in each step"
+            "it had to be captured anew in each step"
         } else {
+            *self.kept.get_mut() = Some(kept);
             return Ok(Some(made));
         };
-        self.kept = None;
         self.why_not = Some(Error::new(Kind::Unsupported, why));
         Ok(Some(made))
     }

@@ -3,7 +3,7 @@
 use crate::captured::{Capture, Passes};
 use crate::checkpoint::check_parameters;
 use crate::module::Module;
-use crate::optim::{self, LossScale, Optimizer, Schedule, StepArgs};
+use crate::optim::{self, LossParts, LossScale, Optimizer, Schedule, StepArgs};
 use crate::placed::Model;
 use crate::plan::Plan;
 use crate::precision::Precision;
@@ -45,8 +45,8 @@ pub struct Settings {
     /// pass is captured, and what it computes beside its ops stays as it was, as does all that it reads which is neither argument
     /// nor parameter. Where arguments or parameters lie otherwise than before, and where the loss scale or what is frozen has
     /// changed, the pass is captured anew. A loss that draws random numbers of the step, or reaches for the host, is run in each
-    /// step. A captured pass keeps its memory, which evaluation in between does not get; what is held of its losses is overwritten
-    /// by the next step.
+    /// step. A captured pass keeps its memory until [`Trainer::loss_part`] is called; what is held of its losses is overwritten by
+    /// the next step.
     pub capture: bool,
 }
 
@@ -246,17 +246,16 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// bits. What ops, arguments and collectives report.
     #[track_caller]
     pub fn step(&mut self, control: &[f64]) -> Result<StepReport> {
-        let (part, gradients) = match self.settings.capture {
+        let (loss, gradients) = match self.settings.capture {
             true => self.captured_gradients()?,
             false => self.gradients()?,
         };
         let step = self.step;
         let lr = self.settings.schedule.as_ref().map_or_else(|| self.optim.lr(), |s| s.lr(step as usize));
-        let word: Vec<f64> = [part].iter().chain(control).copied().collect();
-        let args = StepArgs { lr, clip: self.settings.clip, control: &word, loss_scale: self.factor() };
+        let args = StepArgs { lr, clip: self.settings.clip, control, loss_scale: self.factor() };
         self.updating = Some(self.optim.num_steps());
         let Trainer { model, optim, .. } = self;
-        let report = optim::step(&mut **optim, model.rank(), model.params(), gradients, args)?;
+        let report = optim::step(&mut **optim, model.rank(), model.params(), (gradients, Some(&loss)), args)?;
         self.updating = None;
         let mut control = report.control;
         let loss = control.remove(0);
@@ -326,11 +325,13 @@ impl<'t, M: Module> Trainer<'t, M> {
     }
 
     /// This rank's part of the loss on some arguments, on which [`Trainer::rank`] they lie; the parts of all ranks add up to
-    /// it ([`world_sum`](shardgrad_tensor::control::world_sum)). Nothing random is drawn, nothing is kept.
+    /// it ([`world_sum`](shardgrad_tensor::control::world_sum)). Nothing random is drawn, nothing is kept. A captured step gives its
+    /// memory up for it, and is captured anew.
     ///
     /// # Errors
     /// What ops and collectives report.
     pub fn loss_part(&self, arguments: &[Tensor]) -> Result<f64> {
+        self.capture.forget();
         let loss = match &self.staged {
             None => {
                 let tape = self.model.inference();
@@ -367,24 +368,21 @@ impl<'t, M: Module> Trainer<'t, M> {
         self.model.rank()
     }
 
-    /// This rank's part of the mean loss, and the gradients of its parameters times the loss scale.
-    fn gradients(&self) -> Result<(f64, Gradients)> {
+    /// What makes up this rank's part of the mean loss, and the gradients of its parameters times the loss scale.
+    fn gradients(&self) -> Result<(LossParts, Gradients)> {
         let read = |microbatch: usize| self.arguments(microbatch);
         if let Some(staged) = &self.staged {
             let noise = |microbatch: usize| self.noise(microbatch);
             let outcome = staged.train(&self.model, &read, &noise, self.factor())?;
-            let (mut part, count) = (0.0, self.settings.microbatches);
-            for loss in outcome.results.iter().flatten().flatten() {
-                part += loss.local_part_once()? / count as f64;
-            }
             *self.passes.borrow_mut() = outcome.passes;
-            return Ok((part, outcome.gradients));
+            let tensors = outcome.results.into_iter().flatten().flatten().collect();
+            return Ok((LossParts { tensors, count: self.settings.microbatches }, outcome.gradients));
         }
-        self.pass(read)?.parts()
+        Ok(self.pass(read)?.parts())
     }
 
     /// The same by captured work, where that can be.
-    fn captured_gradients(&mut self) -> Result<(f64, Gradients)> {
+    fn captured_gradients(&mut self) -> Result<(LossParts, Gradients)> {
         if self.capture.why_not().is_some() {
             return self.gradients();
         }
@@ -395,10 +393,11 @@ impl<'t, M: Module> Trainer<'t, M> {
         let made = capture.run((self.rank(), self.model.params()), &arguments, self.factor(), pass);
         self.passes.borrow_mut().clear();
         self.capture = capture;
-        match made? {
-            Some(made) => made.parts(),
-            None => self.pass(|microbatch| Ok(arguments[microbatch].clone()))?.parts(),
-        }
+        let made = match made? {
+            Some(made) => made,
+            None => self.pass(|microbatch| Ok(arguments[microbatch].clone()))?,
+        };
+        Ok(made.parts())
     }
 
     /// Forward and backward of all microbatches. Nothing is read by the host.
@@ -441,7 +440,7 @@ impl<'t, M: Module> Trainer<'t, M> {
     }
 
     /// Runs the step again with every op watched, to name the one that made the first number that is not finite.
-    fn explain_not_finite(&mut self, loss: f64, grad_norm: f64) -> Error {
+    fn explain_not_finite(&self, loss: f64, grad_norm: f64) -> Error {
         self.capture.forget();
         let found = first_not_finite(self.model.rank(), || self.gradients().map(drop));
         let step = self.step + 1;

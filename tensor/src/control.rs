@@ -106,13 +106,19 @@ impl Tensor {
     /// # Errors
     /// `Kind::Shape` if this is no scalar.
     pub fn local_part_once(&self) -> Result<f64> {
+        let counts = self.counts_once()?;
+        let value = self.to_local_f64()?.first().copied().unwrap_or(0.0);
+        Ok(if counts { value } else { 0.0 })
+    }
+
+    /// Whether this rank's part of a scalar counts in [`Tensor::local_part_once`].
+    fn counts_once(&self) -> Result<bool> {
         let (layout, rank) = (self.layout(), self.rank());
         if layout.ndim() != 0 {
             return Err(Error::new(Kind::Shape, format!("{layout} is no scalar")));
         }
         let counts = |a| layout.state(a) == State::Partial || rank.coordinate(a) == 0;
-        let value = self.to_local_f64()?.first().copied().unwrap_or(0.0);
-        Ok(if layout.mesh().axes().all(counts) { value } else { 0.0 })
+        Ok(layout.mesh().axes().all(counts))
     }
 }
 
@@ -124,6 +130,18 @@ impl Tensor {
 /// # Errors
 /// `Kind::Layout` for a pending sum, whose squares are not known before it is completed.
 pub fn local_sum_squares_once<'a>(rank: &Rank, tensors: impl IntoIterator<Item = &'a Tensor>) -> Result<f64> {
+    Ok(local_sums_once(rank, tensors, &[])?.0)
+}
+
+/// [`local_sum_squares_once`] of some tensors, and [`Tensor::local_part_once`] of some scalars, by one copy to the host.
+///
+/// # Errors
+/// As those.
+pub fn local_sums_once<'a>(
+    rank: &Rank,
+    tensors: impl IntoIterator<Item = &'a Tensor>,
+    scalars: &[Tensor],
+) -> Result<(f64, Vec<f64>)> {
     let mut counted = Vec::new();
     for tensor in tensors {
         let (layout, rank) = (tensor.layout(), tensor.rank());
@@ -140,7 +158,7 @@ pub fn local_sum_squares_once<'a>(rank: &Rank, tensors: impl IntoIterator<Item =
     let mut dtypes: Vec<DType> = counted.iter().map(|piece| piece.dtype).collect();
     dtypes.sort_unstable();
     dtypes.dedup();
-    let mut sums = Piece::alloc(rank, DType::F64, &[counted.len()])?;
+    let mut sums = Piece::alloc(rank, DType::F64, &[counted.len() + scalars.len()])?;
     // The place of each tensor's sum: those of one dtype lie side by side.
     let (mut places, mut filled) = (vec![0; counted.len()], 0);
     for dtype in dtypes {
@@ -151,8 +169,20 @@ pub fn local_sum_squares_once<'a>(rank: &Rank, tensors: impl IntoIterator<Item =
         launch(rank, &SUM_SQUARES_MANY, &pieces, &mut [&mut sums], &[])?;
         filled += own.len();
     }
+    let mut scalar_places = Vec::with_capacity(scalars.len());
+    for scalar in scalars {
+        let place = scalar.counts_once()?.then_some(filled);
+        if let Some(offset) = place {
+            sums.write(rank, Strides { offset, ..Strides::contiguous(&[]) }, scalar.piece())?;
+            filled += 1;
+        }
+        scalar_places.push(place);
+    }
     let sums: Vec<f64> = if filled == 0 { Vec::new() } else { sums.front(rank, filled)? };
-    Ok(if sums.is_empty() { 0.0 } else { places.iter().fold(0.0, |all, &place| all + sums[place]) })
+    // There are none on the null back end.
+    let at = |place: usize| sums.get(place).copied().unwrap_or(0.0);
+    let squares = places.iter().fold(0.0, |all, &place| all + at(place));
+    Ok((squares, scalar_places.into_iter().map(|place| place.map_or(0.0, at)).collect()))
 }
 
 #[cfg(test)]
@@ -178,6 +208,12 @@ mod tests {
                     // Of one tensor, and of several of two dtypes.
                     for (tensors, times) in [(vec![&x], 1.0), (vec![&x, &wide, &x, &x], 4.0)] {
                         let word = [local_sum_squares_once(rank, tensors)?, 1.0];
+                        let parts = [x.sum().square(), x.cast(DType::F64).sum()];
+                        let (squares, each) = local_sums_once(rank, [&x], &parts)?;
+                        assert_eq!(squares, local_sum_squares_once(rank, [&x])?);
+                        for (part, one) in parts.iter().zip(each) {
+                            assert_eq!(one, part.local_part_once()?, "{layout}");
+                        }
                         let sums = world_sum(rank, &word, Location::caller())?;
                         assert_eq!(sums, [times * expected, rank.mesh().num_ranks() as f64], "{layout}");
                     }

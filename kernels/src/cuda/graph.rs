@@ -6,6 +6,7 @@ use super::memory::Memory;
 use crate::buffer::{Buffer, Keeper};
 use crate::error::KernelError;
 use cudarc::driver::sys::{CUgraphExec, CUstreamCaptureMode};
+use std::collections::HashMap;
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -14,32 +15,29 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub(super) struct Holdings {
     /// Where memory comes from meanwhile.
     pub(super) memory: Arc<Memory>,
-    /// The rank's own memory, and its blocks that are kept.
-    home: Arc<Memory>,
-    kept: Vec<u64>,
-    /// Memory of other graphs that the work uses. Nobody takes blocks of it any more.
-    others: Vec<Arc<dyn Keeper>>,
+    /// Blocks that others have taken, of this rank's memory or of any other, and who gets them back.
+    kept: HashMap<u64, Arc<dyn Keeper>>,
 }
 
 impl Holdings {
     fn new(home: &Arc<Memory>) -> Holdings {
-        Holdings { memory: home.beside(), home: home.clone(), kept: Vec::new(), others: Vec::new() }
+        Holdings { memory: home.beside(), kept: HashMap::new() }
     }
 
-    /// Keeps what the work uses: the block, if it is one of the rank's own, else the memory that it is of.
+    /// Keeps what the work uses. Blocks that were taken for it may be used again by what is noted later.
     pub(super) fn keep(&mut self, buffer: &Buffer) {
         let Some((address, keeper)) = buffer.on_its_device() else { return };
-        if self.home.keep(address) {
-            self.kept.push(address);
-        } else if !self.others.iter().any(|known| Arc::ptr_eq(known, keeper)) {
-            self.others.push(keeper.clone());
+        let is_own = ptr::addr_eq(Arc::as_ptr(keeper), Arc::as_ptr(&self.memory));
+        if !is_own && !self.kept.contains_key(&address) {
+            keeper.keep(address);
+            self.kept.insert(address, keeper.clone());
         }
     }
 }
 
 impl Drop for Holdings {
     fn drop(&mut self) {
-        self.kept.iter().for_each(|address| self.home.let_go(*address));
+        self.kept.iter().for_each(|(address, keeper)| keeper.let_go(*address));
     }
 }
 

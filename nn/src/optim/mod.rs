@@ -9,6 +9,7 @@ mod sgd;
 
 pub use adamw::AdamW;
 pub use loss_scale::LossScale;
+pub(crate) use norm::LossParts;
 pub use norm::{Norm, grad_norm};
 pub use schedule::Schedule;
 pub use sgd::Sgd;

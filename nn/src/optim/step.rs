@@ -1,6 +1,6 @@
 //! What the steps of all optimizers share: the gate of numbers that are not finite, clipping, settings of groups.
 
-use super::norm::grad_norm;
+use super::norm::{LossParts, norm_and_loss};
 use crate::module::Module;
 use crate::name::{matches, nearest};
 use crate::param::Param;
@@ -186,7 +186,7 @@ pub trait Optimizer: fmt::Debug {
     where
         Self: Sized,
     {
-        step(self, model.rank(), model.params(), gradients, args)
+        step(self, model.rank(), model.params(), (gradients, None), args)
     }
 
     /// A step with the optimizer's own rate and without clipping.
@@ -208,13 +208,13 @@ pub trait Optimizer: fmt::Debug {
     }
 }
 
-/// [`Optimizer::step`] of any optimizer.
+/// [`Optimizer::step`] of any optimizer; the sum of a loss, if one is given, stands before the other sums.
 #[track_caller]
 pub(crate) fn step(
     optim: &mut dyn Optimizer,
     rank: &Rank,
     params: &[Param],
-    mut gradients: Gradients,
+    (mut gradients, loss): (Gradients, Option<&LossParts>),
     args: StepArgs<'_>,
 ) -> Result<Report> {
     optim.check(params)?;
@@ -222,7 +222,7 @@ pub(crate) fn step(
         let text = format!("the learning rate of step {} is {}", optim.num_steps() + 1, args.lr);
         return Err(Error::new(Kind::Config, text).detail("help", "look at the schedule of learning rates"));
     }
-    let norm = grad_norm(rank, params, &gradients, args.control)?;
+    let norm = norm_and_loss(rank, params, (&gradients, loss), args.control)?;
     let applied = norm.grad_norm.is_finite() && norm.control.iter().all(|x| x.is_finite());
     let grad_norm = norm.grad_norm / args.loss_scale;
     let report = Report { grad_norm, control: norm.control, applied };

@@ -29,6 +29,8 @@ pub(super) struct Training {
     pub(super) recompute: bool,
     /// Where; `None` is the processor.
     pub(super) machine: Option<Arc<dyn Machine>>,
+    /// Whether steps are captured; it is an error then if they cannot be.
+    pub(super) capture: bool,
 }
 
 /// What was found.
@@ -48,8 +50,8 @@ impl Training {
     /// A model on one rank and all cores, in f32.
     pub(super) fn new(config: impl Into<ModelConfig>, rows: usize, seq: usize) -> Training {
         let (config, mesh, precision) = (config.into(), String::new(), Precision::of(DType::F32));
-        let (microbatches, threads, recompute, machine) = (1, None, false, None);
-        Training { config, rows, seq, microbatches, mesh, threads, precision, recompute, machine }
+        let (microbatches, threads, recompute, machine, capture) = (1, None, false, None, false);
+        Training { config, rows, seq, microbatches, mesh, threads, precision, recompute, machine, capture }
     }
 
     /// Trains for a few steps.
@@ -82,9 +84,7 @@ impl Training {
         let Precision { dtype, param_dtype } = self.precision;
         let plain = Settings::new(self.rows);
         let (microbatches, param_dtype) = (self.microbatches, Some(param_dtype));
-        // Steps on the processor are not captured, nor those of several ranks.
-        let capture = rank.mesh().num_ranks() == 1 && self.machine.is_some();
-        let settings = Settings { microbatches, dtype, param_dtype, capture, ..plain };
+        let settings = Settings { microbatches, dtype, param_dtype, capture: self.capture, ..plain };
         let read = |rank: &Rank, step: u64, rows: Range<usize>| {
             let layout = plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), self.seq])?;
             let tokens = |ahead: usize| {
@@ -104,6 +104,9 @@ impl Training {
         let mut losses = Vec::new();
         for _ in 0..STEPS_BEFORE {
             losses.push(trainer.step(&[])?.loss);
+        }
+        if let Some(why) = trainer.not_captured() {
+            return Err(Error::new(why.kind(), format!("steps are not captured: {}", why.message())));
         }
         let before = rank.backend().cost().flops;
         let mut seconds = Vec::new();
