@@ -46,6 +46,8 @@ pub(crate) struct Capture {
     why_not: Option<Error>,
     /// Captures in a row, up to this one, that were not replayed in a second step.
     singles: usize,
+    /// Whether a device has refused once, which it may do until a step was run on it: kernels are loaded, libraries set up.
+    is_put_off: bool,
 }
 
 impl Capture {
@@ -86,7 +88,8 @@ impl Capture {
             None => match Kept::new((rank, params), arguments, factor, pass)? {
                 Ok(kept) => kept,
                 Err(why) => {
-                    self.why_not = Some(why);
+                    let was_put_off = std::mem::replace(&mut self.is_put_off, true);
+                    self.why_not = Some(why).filter(|why| was_put_off || why.kind() == Kind::Unsupported);
                     return Ok(None);
                 }
             },

@@ -138,3 +138,45 @@ impl Tensor {
         Ok(Some(Tensor::assemble(&rank, layout, piece)))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::value::Value;
+    use shardgrad_dist::{Kind, Mesh, World};
+
+    #[test]
+    fn the_processor_captures_nothing_and_runs_nothing() {
+        World::run(Mesh::single(), |rank| {
+            let x = Tensor::from_host(rank, &[2], &[1.0f32, 2.0])?;
+            let outcome = capture(rank, &[x], || -> Result<()> { panic!("it is run") })?;
+            assert_eq!(outcome.unwrap_err().kind(), Kind::Unsupported);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn memory_is_refilled_by_what_lies_alike_unless_somebody_holds_it() {
+        World::run(Mesh::single(), |rank| {
+            let tensor = |data: &[f32]| Tensor::from_host(rank, &[data.len()], data);
+            let (first, second) = (tensor(&[1.0, 2.0])?, tensor(&[3.0, 4.0])?);
+            let own = first.copied()?.expect("it is flat");
+            assert!(first.slice(0, 1..2).copied()?.is_none());
+            let place = own.piece().buffer.address();
+            let own = own.refilled(&second)?.expect("nobody else has it");
+            assert_eq!(own.to_host::<f32>()?, [3.0, 4.0]);
+            assert_eq!(own.piece().buffer.address(), place);
+            assert_eq!(first.to_host::<f32>()?, [1.0, 2.0]);
+            let buffer = own.piece().buffer.clone();
+            assert!(own.refilled(&first)?.is_none());
+            drop(buffer);
+            let own = first.copied()?.expect("it is flat");
+            let held = own.clone();
+            assert!(own.refilled(&second)?.is_none());
+            assert!(held.refilled(&tensor(&[1.0, 2.0, 3.0])?)?.is_none());
+            Ok(())
+        })
+        .unwrap();
+    }
+}

@@ -14,9 +14,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 #[derive(Clone, Debug, Default)]
 pub(super) struct Addressed {
     counts: Arc<[AtomicUsize; 2]>,
+    /// How many captures it refuses first.
+    refusals: Arc<AtomicUsize>,
 }
 
 impl Addressed {
+    /// A device that refuses some captures in the middle.
+    pub(super) fn refusing(count: usize) -> Addressed {
+        Addressed { refusals: Arc::new(count.into()), ..Addressed::default() }
+    }
+
     pub(super) fn num_captures(&self) -> usize {
         self.counts[0].load(Ordering::Relaxed)
     }
@@ -34,7 +41,8 @@ impl Machine for Addressed {
     fn backend(&self, _: Settings) -> Result<Arc<dyn Backend>, KernelError> {
         let host = Cpu::backend(1);
         let store = Arc::new(Store { host: host.clone(), books: Mutex::default() });
-        Ok(Arc::new(OneRank { host, store, counts: self.counts.clone(), noting: Mutex::default() }))
+        let (counts, refusals) = (self.counts.clone(), self.refusals.clone());
+        Ok(Arc::new(OneRank { host, store, counts, refusals, noting: Mutex::default() }))
     }
 }
 
@@ -196,6 +204,7 @@ struct OneRank {
     host: Arc<dyn Backend>,
     store: Arc<Store>,
     counts: Arc<[AtomicUsize; 2]>,
+    refusals: Arc<AtomicUsize>,
     noting: Mutex<Option<Work>>,
 }
 
@@ -229,7 +238,10 @@ impl Backend for OneRank {
         let used: Vec<u64> = noted.inputs.iter().chain(&noted.outputs).map(|x| x.address).collect();
         used.into_iter().for_each(|address| work.keep(address));
         work.launches.push(noted);
-        Ok(())
+        let refuses = work.launches.len() == 100
+            && self.refusals.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1)).is_ok();
+        let error = || KernelError::Device { call: "launch", why: "not now".into(), lasting: false };
+        if refuses { Err(error()) } else { Ok(()) }
     }
 
     fn memory(&self) -> MemoryStats {
