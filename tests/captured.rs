@@ -218,10 +218,10 @@ fn a_loss_scale_that_changes_is_captured_anew() {
     let settings = Settings { dtype: DType::F16, ..settings() };
     let scaled = |trainer: &mut Lm<'_>, step: usize, _: &mut Vec<Tensor>| {
         if step == 0 {
-            // So large that gradients are infinite at first, and doubled soon after.
-            trainer.set_loss_scale(Some(LossScale::new(2f64.powi(22), 0)));
+            // So large that gradients are infinite at first.
+            trainer.set_loss_scale(Some(LossScale::new(2f64.powi(20), 0)));
         }
-        if step == 4 {
+        if step == 5 {
             trainer.set_loss_scale(Some(LossScale::new(4.0, 1999)));
         }
         Ok(())
@@ -229,7 +229,7 @@ fn a_loss_scale_that_changes_is_captured_anew() {
     let case = Case { settings, before: &scaled, ..Case::new() };
     let steps = case.run(case.world(), false).unwrap().0.steps;
     let scales: Vec<f64> = steps.iter().map(|s| s.loss_scale.unwrap()).collect();
-    assert!(steps[0].skipped && !steps[3].skipped && scales[4..] == [4.0, 8.0], "{scales:?}");
+    assert!(steps[0].skipped && !steps[4].skipped && scales[5] == 4.0, "{scales:?}");
     let mut changes = scales.clone();
     changes.dedup();
     let device = Addressed::default();
