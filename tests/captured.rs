@@ -72,6 +72,10 @@ fn settings() -> Settings {
 }
 
 type Lm<'t> = Trainer<'t, LanguageModel>;
+type Read<'a> = dyn Fn(&Rank, u64, Range<usize>) -> Result<Vec<Tensor>> + Sync + 'a;
+type Loss<'a> = dyn Fn(&LanguageModel, &[Var]) -> Var + Sync + 'a;
+/// What is done before a step, with what is held over steps.
+type Before<'a> = dyn Fn(&mut Lm<'_>, usize, &mut Vec<Tensor>) -> Result<()> + Sync + 'a;
 
 /// What is trained: a model of some precision, what is done before each step, and what its loss is.
 struct Case<'a> {
@@ -79,9 +83,9 @@ struct Case<'a> {
     dropout: f64,
     recompute: bool,
     mesh: &'a str,
-    read: &'a (dyn Fn(&Rank, u64, Range<usize>) -> Result<Vec<Tensor>> + Sync),
-    loss: &'a (dyn Fn(&LanguageModel, &[Var]) -> Var + Sync),
-    before: &'a (dyn Fn(&mut Lm<'_>, usize, &mut Vec<Tensor>) -> Result<()> + Sync),
+    read: &'a Read<'a>,
+    loss: &'a Loss<'a>,
+    before: &'a Before<'a>,
 }
 
 impl Case<'_> {
