@@ -189,6 +189,7 @@ pub fn local_sums_once<'a>(
 mod tests {
     use super::*;
     use crate::layout::Layout;
+    use crate::value::Value;
     use shardgrad_dist::{Mesh, World};
 
     #[test]
