@@ -240,7 +240,8 @@ fn a_loss_scale_that_changes_is_captured_anew() {
     let run = |capture| case.run(case.world().on(Arc::new(device.clone())), capture).unwrap();
     let (captured, why_not) = run(true);
     assert_eq!((why_not, device.num_captures(), device.num_replays()), (None, changes.len(), STEPS));
-    assert_eq!(captured, run(false).0);
+    // The norms of steps that were skipped are no numbers, which are equal to nothing but in words.
+    assert_eq!(format!("{captured:?}"), format!("{:?}", run(false).0));
 }
 
 #[test]

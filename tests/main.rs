@@ -1,8 +1,8 @@
 //! The one test binary of the root package. Each module is one subject; a crate's own tests stand beside its code.
 
 mod agreement;
-mod captured;
 mod cli;
+mod captured;
 mod documents;
 mod errors;
 mod endings;

@@ -169,20 +169,18 @@ pub fn local_sums_once<'a>(
         launch(rank, &SUM_SQUARES_MANY, &pieces, &mut [&mut sums], &[])?;
         filled += own.len();
     }
-    let mut scalar_places = Vec::with_capacity(scalars.len());
-    for scalar in scalars {
-        let place = scalar.counts_once()?.then_some(filled);
-        if let Some(offset) = place {
-            sums.write(rank, Strides { offset, ..Strides::contiguous(&[]) }, scalar.piece())?;
-            filled += 1;
-        }
-        scalar_places.push(place);
+    let mut counts = Vec::with_capacity(scalars.len());
+    for (scalar, offset) in scalars.iter().zip(filled..) {
+        counts.push(scalar.counts_once()?);
+        sums.write(rank, Strides { offset, ..Strides::contiguous(&[]) }, scalar.piece())?;
     }
-    let sums: Vec<f64> = if filled == 0 { Vec::new() } else { sums.front(rank, filled)? };
+    let num_sums = filled + scalars.len();
+    let sums: Vec<f64> = if num_sums == 0 { Vec::new() } else { sums.front(rank, num_sums)? };
     // There are none on the null back end.
     let at = |place: usize| sums.get(place).copied().unwrap_or(0.0);
     let squares = places.iter().fold(0.0, |all, &place| all + at(place));
-    Ok((squares, scalar_places.into_iter().map(|place| place.map_or(0.0, at)).collect()))
+    let parts = counts.iter().zip(filled..).map(|(counts, place)| if *counts { at(place) } else { 0.0 });
+    Ok((squares, parts.collect()))
 }
 
 #[cfg(test)]
