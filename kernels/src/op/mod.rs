@@ -124,6 +124,8 @@ pub static KERNELS: &[&Kernel] = &[
     &reduce::SUM_SQUARES_MANY,
     &contract::CONTRACT,
     &linear::LINEAR,
+    &linear::LINEAR_ADD,
+    &linear::PRODUCT_ADD,
     &linear::LINEAR_GELU,
     &linear::PRODUCT_GELU_GRAD,
     &linear::PRODUCT_SUMS,
