@@ -61,7 +61,17 @@ impl Block {
     #[track_caller]
     #[must_use]
     pub fn attend(&self, x: &Var, past: Option<&mut Past>) -> Var {
-        let x = x.add(&self.attn_drop.forward(&self.attn.attend(&self.ln_1.forward(x), past)));
-        x.add(&self.mlp_drop.forward(&self.mlp.forward(&self.ln_2.forward(&x))))
+        let normed = self.ln_1.forward(x);
+        let x = if self.attn_drop.is_off(x.tape()) {
+            self.attn.attend_onto(&normed, past, x)
+        } else {
+            x.add(&self.attn_drop.forward(&self.attn.attend(&normed, past)))
+        };
+        let normed = self.ln_2.forward(&x);
+        if self.mlp_drop.is_off(x.tape()) {
+            self.mlp.forward_onto(&normed, &x)
+        } else {
+            x.add(&self.mlp_drop.forward(&self.mlp.forward(&normed)))
+        }
     }
 }

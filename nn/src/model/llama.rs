@@ -98,8 +98,8 @@ impl LlamaBlock {
     #[track_caller]
     #[must_use]
     pub fn attend(&self, x: &Var, past: Option<&mut Past>) -> Var {
-        let x = x.add(&self.self_attn.attend(&self.input_layernorm.forward(x), past));
-        x.add(&self.mlp.forward(&self.post_attention_layernorm.forward(&x)))
+        let x = self.self_attn.attend_onto(&self.input_layernorm.forward(x), past, x);
+        self.mlp.forward_onto(&self.post_attention_layernorm.forward(&x), &x)
     }
 }
 
