@@ -129,10 +129,12 @@ impl Linear {
             && self.ends_with(residual, x, weight)
         {
             let op = Rc::new(ops::linear::Linear::onto(num_in, num_out, bias.is_some()));
-            return self.out.at(&match bias {
+            // What happens in the op is told of the place behind the product.
+            let x = &self.out.at(x);
+            return match bias {
                 Some(bias) => Var::apply_one(op, &[x, weight, bias, residual]),
                 None => Var::apply_one(op, &[x, weight, residual]),
-            });
+            };
         }
         let y = match (bias, &self.signature) {
             (Some(bias), _) if is_whole => {
