@@ -1,4 +1,5 @@
-//! Stacks of products by cuBLASLt: how they are described to it, which algorithm it chooses for them (once), and the call. Sums are formed in f32 for f32 and narrower, never in TF32, and in f64 for f64.
+//! Stacks of products by cuBLASLt: how they are described to it, which algorithm it chooses for them (once), and the call.
+//! Sums are formed in f32 for f32 and narrower, never in TF32, and in f64 for f64.
 
 use super::driver::Stream;
 use super::library::{Answer, BLAS, Library, Places, foreign};

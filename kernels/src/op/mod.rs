@@ -147,6 +147,7 @@ pub static KERNELS: &[&Kernel] = &[
     &rms_norm::BACKWARD,
     &attention::FORWARD,
     &attention::BACKWARD,
+    &attention::BACKWARD_JOINED,
     &cross_entropy::TERMS,
     &cross_entropy::BACKWARD,
     &embedding::FORWARD,

@@ -6,7 +6,7 @@ use crate::cache::Past;
 use crate::module;
 use crate::param::Init;
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Error, Kind, Tensor, Value, unwind};
+use shardgrad_tensor::{Error, Kind, Tensor, Value, ops, unwind};
 
 module! {
     /// softmax(q k^T / sqrt(c)) v in every head, between one product that makes q, k, v and one that joins the heads.
@@ -99,17 +99,18 @@ impl Attention {
     /// What the heads yield, before they are joined.
     #[track_caller]
     fn mixed(&self, x: &Var, past: Option<&mut Past>) -> Var {
-        let qkv = self.c_attn.forward(x).unbind(2);
+        let (qkv, is_off) = (self.c_attn.forward(x), !self.drop.is_on(x.tape()));
+        if is_off && past.is_none() && qkv.layout().dims()[1].is_whole() {
+            let op = unwind(ops::attention::JoinedAttention::of(&qkv.shape(), self.causal));
+            return Var::apply_one(op, &[&qkv]);
+        }
+        let qkv = qkv.unbind(2);
         let [q, k, v] = [0, 1, 2].map(|i| qkv[i].clone());
         let (k, v) = match past {
             Some(past) => past.extend(&k, &v),
             None => (k, v),
         };
-        if self.drop.is_on(x.tape()) {
-            self.spelled_out(&q, &k, &v)
-        } else {
-            q.attention(&k, &v, self.causal)
-        }
+        if is_off { q.attention(&k, &v, self.causal) } else { self.spelled_out(&q, &k, &v) }
     }
 
     /// The same by single ops, with dropout between them.

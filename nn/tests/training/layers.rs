@@ -142,6 +142,46 @@ fn attention_sees_the_past_or_everything() {
 }
 
 #[test]
+fn gradients_of_queries_keys_and_values_are_written_as_one() {
+    let outcome = |rank: &Rank, is_joined: bool| {
+        let model = Model::new(rank, Attention::new(12, 3), &Plan::new(), 1)?;
+        let (tape, numel) = (model.tape(), 2 * 4 * 12);
+        let numbers: Vec<f32> = (0..numel).map(|i| (i * 37 % 19) as f32 / 8.0 - 1.0).collect();
+        let x = tape.constant(Tensor::from_host(rank, &[2, 4, 12], &numbers)?);
+        let y = if is_joined {
+            model.forward(&x)
+        } else {
+            let qkv = model.c_attn.forward(&x).unbind(2);
+            model.c_proj.forward(&qkv[0].attention(&qkv[1], &qkv[2], true))
+        };
+        y.square().mean().backward()?;
+        let gradients = tape.gradients();
+        Ok((
+            y.tensor().clone(),
+            gradients.into_values().collect::<Vec<Tensor>>(),
+            rank.backend().cost().bytes,
+        ))
+    };
+    run("", |rank| {
+        let ((y, gradients, _), (same, others, _)) = (outcome(rank, true)?, outcome(rank, false)?);
+        assert_eq!(y.to_f64()?, same.to_f64()?);
+        for (gradient, other) in gradients.iter().zip(&others) {
+            assert_eq!(gradient.to_f64()?, other.to_f64()?);
+        }
+        Ok(())
+    });
+    let bytes = |is_joined| {
+        let run = |rank: &Rank| Ok(outcome(rank, is_joined)?.2);
+        World::new(Mesh::single()).dry_run(0, run).unwrap()
+    };
+    assert_eq!(
+        bytes(false) - bytes(true),
+        2 * 3 * 2 * 4 * 12 * 4,
+        "three are not read and written once more"
+    );
+}
+
+#[test]
 fn dropout_drops_its_share_and_scales_the_rest() {
     run("", |rank| {
         let model = placed(rank, Dropout::new(0.25))?;
