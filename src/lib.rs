@@ -54,7 +54,7 @@ pub mod prelude {
         Point, Precision, Settings, Sgd, StepArgs, Trainer, module,
     };
     pub use shardgrad_tensor::{
-        Contraction, Elementwise, Indexing, Layout, Reduction, Shaping, State, Tensor, Value,
+        Contraction, Elementwise, Indexing, Layout, Reduction, Residual, Shaping, State, Tensor, Value,
     };
 }
 

@@ -420,3 +420,30 @@ fn a_reader_that_goes_away_is_no_fault() {
         assert!(!output.status.success() && output.stderr.is_empty(), "{args:?}: {output:?}");
     }
 }
+
+#[test]
+fn ranks_do_not_wait_for_a_reader_that_pauses() {
+    use std::fs::File;
+    use std::io::{Read, Write};
+    let folder = Folder::new("pager");
+    let (model, fifo) = (trained(&folder, "f32"), folder.path("fifo"));
+    assert!(std::process::Command::new("mkfifo").arg(&fifo).status().unwrap().success());
+    let mut pipe = File::options().read(true).write(true).open(&fifo).unwrap();
+    // What a pipe of Linux holds: whoever writes more waits for the reader.
+    pipe.write_all(&[b'.'; 1 << 16]).unwrap();
+    let given = ["generate", "--model", &model, "--prompt", "The quick", "--tokens", "20", "--ignore-end"];
+    let child = std::process::Command::new(env!("CARGO_BIN_EXE_shardgrad"))
+        .args([&given[..], &["--mesh", "tp=2", "--timeout", "0.5"]].concat())
+        .stdout(File::options().write(true).open(&fifo).unwrap())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    // Longer than ranks wait for each other.
+    std::thread::sleep(std::time::Duration::from_secs(2));
+    pipe.read_exact(&mut [0; 1 << 16]).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let mut text = [0; 9];
+    pipe.read_exact(&mut text).unwrap();
+    assert_eq!(&text, b"The quick");
+}

@@ -10,45 +10,52 @@ use std::panic::Location;
 use std::rc::Rc;
 
 impl Leaf {
-    /// A leaf without a tensor.
+    /// A leaf of no other one.
     fn new(
         key: Key,
-        layout: &Layout,
+        tensor: &Tensor,
         sums: DType,
         (path, site): (Rc<str>, &'static Location<'static>),
     ) -> Leaf {
-        let (layout, forms) = (layout.clone(), SmallVec::new());
-        Leaf { key, layout, tensor: None, origin: None, forms, cotangent: None, sums, path, site, used: None }
+        Leaf {
+            key,
+            layout: tensor.layout().clone(),
+            tensor: Some(tensor.clone()),
+            last: tensor.identity(),
+            origin: None,
+            forms: SmallVec::new(),
+            cotangent: None,
+            sums,
+            path,
+            site,
+            used: None,
+        }
     }
 
     /// Takes over the tensor of another one, and how it came about. Cotangents that were added up stay.
     fn refill(&mut self, other: Leaf) {
-        (self.tensor, self.origin) = (other.tensor, other.origin);
+        (self.tensor, self.last, self.origin) = (other.tensor, other.last, other.origin);
         (self.layout, self.sums, self.site) = (other.layout, other.sums, other.site);
     }
 }
 
 impl Arena {
-    /// Whether a leaf is this tensor. One that was given up is taken up again, as long as no other tensor has come in between.
+    /// Whether a leaf is the tensor of a variable that stands for it. One that was given up is taken up again, as long as no other
+    /// tensor has come in between: the variable has held its tensor since, so that none that came later has its identity.
     fn takes(&mut self, at: usize, tensor: &Tensor) -> bool {
         let leaf = &mut self.leaves[at];
-        match (&leaf.tensor, leaf.origin.is_some()) {
-            (Some(held), _) => held.same_as(tensor),
-            (None, true) => self.leaves[self.stored(at)].tensor.is_none(),
-            (None, false) => {
-                let fits = leaf.layout == *tensor.layout();
-                leaf.tensor = fits.then(|| tensor.clone());
-                fits
-            }
+        let fits = leaf.last == tensor.identity();
+        if fits && leaf.tensor.is_none() {
+            leaf.tensor = Some(tensor.clone());
         }
+        fits
     }
 
-    /// The leaf of the parameter as it is stored.
-    fn stored(&self, mut at: usize) -> usize {
-        while let Some((origin, _)) = &self.leaves[at].origin {
-            at = *origin as usize;
+    /// Gives up the tensors of some leaves for good.
+    fn forget(&mut self, family: &[usize]) {
+        for at in family {
+            (self.leaves[*at].tensor, self.leaves[*at].last) = (None, 0);
         }
-        at
     }
 
     /// A leaf and all that are derived of it.
@@ -75,14 +82,17 @@ impl Arena {
             Err(error.detail("help", help))
         };
         if family.iter().any(|at| self.leaves[*at].used == Some(self.round)) {
-            let help = "call backward() before it changes, or give the other tensor a key of its own";
-            return refused("is another tensor than the one that this round has used", help);
+            let help = "call backward() before it changes or its gradient is taken, or give the other tensor a key of its own";
+            return refused(
+                "is another tensor than the one that this round has used, or its gradient was taken since",
+                help,
+            );
         }
         let collects = family.iter().any(|at| self.leaves[*at].cotangent.is_some());
         if collects && (&old.layout, old.sums) != (&new.layout, new.sums) {
             return refused("lies otherwise than its gradient", "take Tape::gradients() before it changes");
         }
-        family.iter().for_each(|at| self.leaves[*at].tensor = None);
+        self.forget(&family);
         self.leaves[at].refill(new);
         Ok(())
     }
@@ -115,8 +125,7 @@ impl Tape {
             return (None, tensor.clone());
         }
         let path = self.context().path();
-        let new =
-            Leaf { tensor: Some(tensor.clone()), ..Leaf::new(key, tensor.layout(), sums, (path, site)) };
+        let new = Leaf::new(key, tensor, sums, (path, site));
         let at = known.unwrap_or(arena.leaves.len() as u32);
         match known {
             Some(at) => arena.replace(at as usize, new).unwrap_or_else(|e| e.at(site).raise()),
@@ -174,16 +183,13 @@ impl Tape {
         let tensor = made.into_iter().next().expect("redistribute has one output");
         let (key, sums) = (arena.leaves[origin_at].key, arena.leaves[origin_at].sums);
         let path = arena.leaves[origin_at].path.clone();
-        let form = Leaf {
-            tensor: Some(tensor.clone()),
-            origin: Some((origin, op)),
-            ..Leaf::new(key, to, sums, (path, site))
-        };
+        let form = Leaf { origin: Some((origin, op)), ..Leaf::new(key, &tensor, sums, (path, site)) };
         // One that an earlier step has given up is taken up again.
         let at = known.unwrap_or(arena.leaves.len());
         match known {
             Some(at) => {
-                arena.family(at).iter().for_each(|at| arena.leaves[*at].tensor = None);
+                let family = arena.family(at);
+                arena.forget(&family);
                 arena.leaves[at].refill(form);
             }
             None => {

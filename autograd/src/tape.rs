@@ -10,7 +10,7 @@
 use crate::id::{ByKey, Gradients, Id, Key, Noise};
 use crate::program::{OpRecord, Recorder, Slot};
 use shardgrad_dist::{Error, Rank};
-use shardgrad_tensor::op::{Cotangents, Vjp};
+use shardgrad_tensor::op::{Cotangents, Vjp, check_given};
 use shardgrad_tensor::{Context, DType, Inference, Layout, Op, Tensor, unwind};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell, RefMut};
@@ -25,6 +25,8 @@ pub(crate) struct Leaf {
     pub(crate) layout: Layout,
     /// Given up when gradients are handed out, so that the optimizer can update the parameter in place.
     pub(crate) tensor: Option<Tensor>,
+    /// The [identity](Tensor::identity) of the tensor that it is, or was; 0 for one that is no more.
+    pub(crate) last: usize,
     pub(crate) origin: Option<(u32, Rc<dyn Op>)>,
     /// The leaves derived of it, one for each layout.
     pub(crate) forms: SmallVec<[u32; 1]>,
@@ -439,6 +441,7 @@ impl Node {
                         "bug in shardgrad: {op:?} gave {cotangent:?} for an argument of {layout}"
                     );
                 }
+                check_given(&**op, &cotangents, wanted).unwrap_or_else(|e| e.raise());
                 cotangents
             }
             Work::Block(block) => {

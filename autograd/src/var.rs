@@ -291,7 +291,8 @@ impl Tape {
         if inputs.iter().all(Option::is_none) {
             return None;
         }
-        let keeps = op.keeps();
+        let wanted: SmallVec<[bool; 4]> = inputs.iter().map(Option::is_some).collect();
+        let keeps = op.keeps_for(&wanted);
         let mut kept_inputs = SmallVec::new();
         for (i, arg) in args.iter().enumerate() {
             kept_inputs.push(keeps.inputs.contains(&i).then(|| arg.0.tensor.clone()));

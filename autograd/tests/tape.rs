@@ -2,7 +2,7 @@
 
 use shardgrad_autograd::{Draw, Program, Slot, Tape, Var};
 use shardgrad_dist::{Kind, Mesh, Rank, Result, World};
-use shardgrad_tensor::{Contraction, Indexing, Layout, Shaping, Tensor, Value};
+use shardgrad_tensor::{Contraction, Indexing, Layout, Residual, Shaping, Tensor, Value};
 use std::collections::HashMap;
 
 fn vector(rank: &Rank, values: &[f64]) -> Result<Tensor> {
@@ -171,6 +171,112 @@ fn a_checkpoint_keeps_less_and_changes_nothing() {
         Ok(())
     })
     .unwrap();
+}
+
+/// x + gelu(norm(x)), the norm giving x back or not.
+fn half(x: &Var, [w, b]: &[Var; 2], gives_back: bool) -> Var {
+    let (x, y) = match gives_back {
+        true => x.layer_norm_beside(w, b, 1e-3),
+        false => (x.clone(), x.layer_norm(w, b, 1e-3)),
+    };
+    let x = x.add(&y.gelu());
+    let (x, y) = match gives_back {
+        true => x.rms_norm_beside(w, 1e-3),
+        false => (x.clone(), x.rms_norm(w, 1e-3)),
+    };
+    x.add(&y.gelu())
+}
+
+#[test]
+fn a_norm_that_gives_x_back_adds_its_gradient_and_changes_no_bit() {
+    for (x, w) in [
+        ("f64[5, 6]", "f64[6]"),
+        ("f64[5@a, 6]", "f64[6]"),
+        ("f32[1@a, 6]", "f32[6]"),
+        ("f32[5, 6]", "f32[6] ~a"),
+    ] {
+        let run = |rank: &Rank, gives_back: bool, checkpointed: bool| -> Result<_> {
+            let normal =
+                |layout: &str, key| Tensor::normal(rank, &Layout::parse(layout, rank.mesh())?, key, 1, 1.0);
+            let (x, wb, tape) = (normal(x, 1)?, [normal(w, 2)?, normal(w, 3)?], Tape::new(rank));
+            let before = x.to_f64()?;
+            let mut y = tape.leaf(1, &x);
+            for _ in 0..2 {
+                let block = |x: &Var| half(x, &[tape.leaf(2, &wb[0]), tape.leaf(3, &wb[1])], gives_back);
+                y = match checkpointed {
+                    true => tape.checkpoint(&[y], |args| Ok(vec![block(&args[0])]))?.remove(0),
+                    false => block(&y),
+                };
+            }
+            let (value, saved) = (y.tensor().to_f64()?, tape.saved_bytes());
+            y.square().sum().backward()?;
+            let gradients = tape.gradients();
+            let gradients = [1, 2, 3].map(|key| gradients[&key].to_f64());
+            assert_eq!(x.to_f64()?, before, "nothing writes over what went in");
+            Ok((value, gradients.into_iter().collect::<Result<Vec<_>>>()?, saved))
+        };
+        World::run(Mesh::parse("a=2").unwrap(), |rank| {
+            for checkpointed in [false, true] {
+                let (plain, beside) = (run(rank, false, checkpointed)?, run(rank, true, checkpointed)?);
+                assert_eq!(plain, beside, "values, gradients and bytes kept of {x}, {w}, {checkpointed}");
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn no_more_crosses_a_cut_where_a_norm_gives_x_back() {
+    one_rank(|rank| {
+        let crossing = |gives_back: bool| -> Result<Vec<usize>> {
+            let layouts = ["f32[5, 6]", "f32[6]", "f32[6]"].map(|l| Layout::parse(l, rank.mesh()));
+            let layouts = layouts.into_iter().collect::<Result<Vec<_>>>()?;
+            let program = Program::record(rank, &layouts, None, |args| {
+                Ok(vec![half(&args[0].square(), &[args[1].clone(), args[2].clone()], gives_back)])
+            })?;
+            let made = |slot: &Slot| matches!(slot, Slot::Made { .. });
+            let ends = program.records.len();
+            Ok((0..ends).map(|at| program.needs(at..ends).into_iter().filter(made).count()).collect())
+        };
+        assert_eq!(crossing(true)?, crossing(false)?);
+        assert_eq!(crossing(true)?, [0, 1, 2, 2, 1, 2, 2]);
+        Ok(())
+    });
+}
+
+#[test]
+fn what_a_norm_gives_back_is_x_with_or_without_a_use() {
+    one_rank(|rank| {
+        let (x, w) = (Tensor::from_host(rank, &[1, 2], &[3.0f64, 1.0])?, vector(rank, &[1.0, 2.0])?);
+        let (tape, other) = (Tape::new(rank), vector(rank, &[5.0, 7.0])?.reshape(&[1, 2]));
+        let other = tape.constant(other);
+        let of_y = |beside: bool| {
+            let x = tape.leaf(1, &x);
+            let y = if beside {
+                x.rms_norm_beside(&tape.leaf(2, &w), 0.0).1
+            } else {
+                x.rms_norm(&tape.leaf(2, &w), 0.0)
+            };
+            y.mul(&other).sum().backward()?;
+            tape.gradients()[&1].to_f64()
+        };
+        assert_eq!(of_y(true)?, of_y(false)?);
+        let (same, _) = tape.leaf(1, &x).rms_norm_beside(&tape.leaf(2, &w), 0.0);
+        assert_eq!(same.tensor().piece().buffer.address(), x.piece().buffer.address(), "no copy");
+        same.mul(&other).sum().backward()?;
+        let gradients = tape.gradients();
+        assert_eq!(gradients[&1].to_f64()?, [5.0, 7.0]);
+        assert_eq!(gradients[&2].to_f64()?, [0.0, 0.0]);
+        // One of a constant has no gradient; the other has all of it.
+        let (_, y) = tape.constant(x.clone()).rms_norm_beside(&tape.leaf(2, &w), 0.0);
+        y.mul(&other).sum().backward()?;
+        let of_w = tape.gradients()[&2].to_f64()?;
+        let (back, y) = tape.constant(x.clone()).rms_norm_beside(&tape.leaf(2, &w), 0.0);
+        back.mul(&y).mul(&other).sum().backward()?;
+        assert_eq!(tape.gradients()[&2].to_f64()?, [3.0 * of_w[0], of_w[1]]);
+        Ok(())
+    });
 }
 
 #[test]

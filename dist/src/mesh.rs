@@ -232,20 +232,14 @@ impl Mesh {
     /// of these axes (mesh order, outermost first). `rank` itself is among them.
     #[must_use]
     pub fn group(&self, rank: usize, axes: AxisSet) -> Vec<usize> {
-        let mut members = vec![self.coordinate(rank)];
+        let stride = |axis: Axis| self.0.sizes[axis.0 as usize + 1..].iter().product::<usize>();
+        let own = |axis: Axis| rank / stride(axis) % self.size(axis) * stride(axis);
+        let mut members = vec![rank - axes.iter().map(own).sum::<usize>()];
         for axis in axes.iter() {
-            members = members
-                .into_iter()
-                .flat_map(|at| {
-                    (0..self.size(axis)).map(move |c| {
-                        let mut at = at.clone();
-                        at[axis.0 as usize] = c;
-                        at
-                    })
-                })
-                .collect();
+            let (size, stride) = (self.size(axis), stride(axis));
+            members = members.iter().flat_map(|first| (0..size).map(move |c| first + c * stride)).collect();
         }
-        members.iter().map(|at| self.rank_at(at)).collect()
+        members
     }
 
     /// Every axis of the mesh.

@@ -6,6 +6,7 @@ use crate::mesh::Mesh;
 use crate::table::{Failure, Letter, Seen, State};
 use std::time::Duration;
 
+const LONGER: &str = "a longer limit is set with World::timeout (--timeout on the command line)";
 const SAME_CALLS: &str = "all ranks of a group make the same calls in the same order";
 
 /// The error of a group whose members called unlike things; `None` if all agree.
@@ -115,7 +116,7 @@ pub(crate) fn overdue(mesh: &Mesh, seen: &[Seen], waiting: usize, limit: Duratio
     for rank in absent {
         error = error.detail("absent", format!("rank {rank}: {}", whereabouts(mesh, &seen[rank], rank)));
     }
-    error.detail("help", "a longer limit is set with World::timeout (--timeout on the command line)")
+    error.detail("help", LONGER)
 }
 
 /// The error of a wait for members that have come but do not finish.
@@ -126,6 +127,7 @@ pub(crate) fn unfinished(mesh: &Mesh, rank: usize, call: &Issued, limit: Duratio
         format!("rank {rank} waited more than {limit:?} for the others to finish {call}"),
     )
     .detail("rank", mesh.describe(rank))
+    .detail("help", LONGER)
 }
 
 /// The error of a message that nobody has received at the end.
@@ -166,5 +168,22 @@ fn list(ranks: &[usize]) -> String {
         0 => "no rank".to_string(),
         1 => format!("rank {}", names[0]),
         _ => format!("ranks {}", names.join(", ")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::table::Table;
+
+    #[test]
+    fn whoever_waited_too_long_is_told_how_to_wait_longer() {
+        let mesh = Mesh::new(&[("dp", 2)]).unwrap();
+        let (seen, limit) = (Table::new(mesh.clone()).look(), Duration::from_secs(1));
+        let late = [overdue(&mesh, &seen, 0, limit), unfinished(&mesh, 0, &Issued::nothing(), limit)];
+        for error in late {
+            let help = error.details().iter().find(|(label, _)| *label == "help");
+            assert!(help.is_some_and(|(_, text)| text.contains("--timeout")), "{error}");
+        }
     }
 }

@@ -182,6 +182,52 @@ pub(crate) struct Seen {
     pub(crate) absent: Vec<usize>,
 }
 
+/// What a glance at the table tells of one rank: no more than decides who waits for whom.
+#[derive(Clone, Copy, Debug)]
+struct Line {
+    state: State,
+    op: Op,
+    axes: AxisSet,
+    number: u64,
+    /// As [`Seen::waiting`].
+    waiting: bool,
+    /// Whether the letter that it waits for is there.
+    has_letter: bool,
+}
+
+/// One consistent glance at all ranks. It takes time in proportion to them, which a look does to their square; each waiting
+/// rank throws one again and again.
+#[derive(Debug)]
+pub(crate) struct Glance<'a> {
+    mesh: &'a Mesh,
+    lines: Vec<Line>,
+}
+
+impl Glance<'_> {
+    /// Why a rank will wait for ever, if it will.
+    pub(crate) fn examine(&self, rank: usize) -> Option<Finding> {
+        let gone = |r: usize| self.lines[r].state != State::Running;
+        examine(self.lines.len(), rank, &gone, &|r| self.absent(r))
+    }
+
+    /// The ranks that a rank still misses, if it waits.
+    fn absent(&self, rank: usize) -> Vec<usize> {
+        let mine = &self.lines[rank];
+        if !mine.waiting || mine.has_letter {
+            return Vec::new();
+        }
+        let members = self.mesh.group(rank, mine.axes);
+        if let Op::Recv { from } = mine.op {
+            return vec![members[from]];
+        }
+        let here = |r: &usize| {
+            let other = &self.lines[*r];
+            other.op.is_collective() && other.axes == mine.axes && other.number == mine.number
+        };
+        members.into_iter().filter(|r| !here(r)).collect()
+    }
+}
+
 /// Why a waiting rank will never be met.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Finding {
@@ -230,73 +276,79 @@ impl Table {
         self.entries.iter().enumerate().find_map(|(to, entry)| Some((to, entry.inbox().pop_front()?)))
     }
 
-    /// One consistent look at all ranks: a rank counts as waiting only if its ticket did not change between
+    /// One consistent glance at all ranks: a rank counts as waiting only if its ticket did not change between
     /// the time before the first line was read and the time after the last, so every wait seen was true
     /// throughout.
-    pub(crate) fn look(&self) -> Vec<Seen> {
+    pub(crate) fn glance(&self) -> Glance<'_> {
         let tickets = || self.entries.iter().map(|e| e.ticket.load(Ordering::Acquire)).collect::<Vec<u64>>();
         let before = tickets();
-        let lines: Vec<(State, Issued)> = self
-            .entries
-            .iter()
-            .map(|entry| {
-                let posted = entry.posted();
-                (posted.state, posted.issued.clone())
-            })
-            .collect();
+        let line = |entry: &Entry| {
+            let posted = entry.posted();
+            let Issued { op, axes, number, .. } = posted.issued;
+            Line { state: posted.state, op, axes, number, waiting: false, has_letter: false }
+        };
+        let mut lines: Vec<Line> = self.entries.iter().map(line).collect();
         // After the states: a rank that has returned has sent all its letters before.
-        let letters: Vec<bool> = (0..lines.len()).map(|rank| self.has_letter(rank, &lines[rank].1)).collect();
+        for (rank, line) in lines.iter_mut().enumerate() {
+            line.has_letter = self.has_letter(rank, line);
+        }
         let after = tickets();
-        (0..lines.len())
-            .map(|rank| {
-                let waiting = before[rank] % 2 == 1 && before[rank] == after[rank];
-                let absent =
-                    if waiting && !letters[rank] { absent(&self.mesh, &lines, rank) } else { Vec::new() };
-                Seen { state: lines[rank].0, issued: lines[rank].1.clone(), waiting, absent }
-            })
-            .collect()
+        for (rank, line) in lines.iter_mut().enumerate() {
+            line.waiting = before[rank] % 2 == 1 && before[rank] == after[rank];
+        }
+        Glance { mesh: &self.mesh, lines }
+    }
+
+    /// A glance with all that an error tells.
+    pub(crate) fn look(&self) -> Vec<Seen> {
+        let glance = self.glance();
+        let seen = |(rank, line): (usize, &Line)| Seen {
+            state: line.state,
+            issued: self.entries[rank].posted().issued.clone(),
+            waiting: line.waiting,
+            absent: glance.absent(rank),
+        };
+        glance.lines.iter().enumerate().map(seen).collect()
     }
 
     /// Whether the letter that a recv asks for is there.
-    fn has_letter(&self, rank: usize, issued: &Issued) -> bool {
-        let Op::Recv { from } = issued.op else { return false };
-        self.entries[rank].has_letter(issued.axes, self.mesh.group(rank, issued.axes)[from])
+    fn has_letter(&self, rank: usize, line: &Line) -> bool {
+        let Op::Recv { from } = line.op else { return false };
+        self.entries[rank].has_letter(line.axes, self.mesh.group(rank, line.axes)[from])
     }
 }
 
-/// The ranks that a waiting rank without a letter still misses.
-fn absent(mesh: &Mesh, lines: &[(State, Issued)], rank: usize) -> Vec<usize> {
-    let mine = &lines[rank].1;
-    let members = mesh.group(rank, mine.axes);
-    if let Op::Recv { from } = mine.op {
-        return vec![members[from]];
+/// Why a rank will wait forever, if it will: someone it waits for is gone, or waits (in the end) for it. `absent` gives whom a
+/// rank waits for; it is asked once of each rank that matters.
+fn examine(
+    num_ranks: usize,
+    rank: usize,
+    gone: &dyn Fn(usize) -> bool,
+    absent: &dyn Fn(usize) -> Vec<usize>,
+) -> Option<Finding> {
+    let first = absent(rank);
+    if let Some(gone) = first.iter().find(|r| gone(**r)) {
+        return Some(Finding::Departed(*gone));
     }
-    let here = |r: &usize| {
-        let other = &lines[*r].1;
-        other.op.is_collective() && other.axes == mine.axes && other.number == mine.number
-    };
-    members.into_iter().filter(|r| !here(r)).collect()
-}
-
-/// Why a rank will wait forever, if it will: someone it waits for is gone, or waits (in the end) for it.
-pub(crate) fn examine(seen: &[Seen], rank: usize) -> Option<Finding> {
-    if let Some(&gone) = seen[rank].absent.iter().find(|&&r| seen[r].state != State::Running) {
-        return Some(Finding::Departed(gone));
-    }
-    let mut visited = vec![false; seen.len()];
+    let mut visited = vec![false; num_ranks];
     let mut path = vec![rank];
-    path_back(seen, rank, &mut visited, &mut path).then_some(Finding::Cycle(path))
+    path_back(&first, absent, &mut visited, &mut path).then_some(Finding::Cycle(path))
 }
 
-/// Extends a path along the waits until it leads back to its first rank.
-fn path_back(seen: &[Seen], at: usize, visited: &mut [bool], path: &mut Vec<usize>) -> bool {
-    for &next in &seen[at].absent {
+/// Extends a path along the waits, from one for some ranks, until it leads back to its first rank.
+fn path_back(
+    waits_for: &[usize],
+    absent: &dyn Fn(usize) -> Vec<usize>,
+    visited: &mut [bool],
+    path: &mut Vec<usize>,
+) -> bool {
+    for &next in waits_for {
         if next == path[0] {
             return true;
         }
         if !std::mem::replace(&mut visited[next], true) {
             path.push(next);
-            if path_back(seen, next, visited, path) {
+            if path_back(&absent(next), absent, visited, path) {
                 return true;
             }
             path.pop();
@@ -308,32 +360,44 @@ fn path_back(seen: &[Seen], at: usize, visited: &mut [bool], path: &mut Vec<usiz
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::cell::Cell;
 
-    fn world(waits: &[&[usize]]) -> Vec<Seen> {
-        let seen = |absent: &&[usize]| Seen {
-            state: State::Running,
-            issued: Issued::nothing(),
-            waiting: !absent.is_empty(),
-            absent: absent.to_vec(),
+    /// What is found of a rank where each waits for these, and one may be gone; and how often it was asked who waits for whom.
+    fn found(waits: &[&[usize]], gone: Option<usize>, rank: usize) -> (Option<Finding>, usize) {
+        let asked = Cell::new(0);
+        let absent = |r: usize| {
+            asked.set(asked.get() + 1);
+            waits[r].to_vec()
         };
-        waits.iter().map(seen).collect()
+        (examine(waits.len(), rank, &|r| Some(r) == gone, &absent), asked.get())
     }
 
     #[test]
     fn a_circle_is_found_by_its_members_only() {
-        let seen = world(&[&[1], &[2, 3], &[], &[4], &[1], &[0]]);
-        assert_eq!(examine(&seen, 1), Some(Finding::Cycle(vec![1, 3, 4])));
-        assert_eq!(examine(&seen, 0), None);
-        assert_eq!(examine(&seen, 5), None);
-        assert_eq!(examine(&world(&[&[0]]), 0), Some(Finding::Cycle(vec![0])));
+        let waits: [&[usize]; 6] = [&[1], &[2, 3], &[], &[4], &[1], &[0]];
+        let of = |rank| found(&waits, None, rank).0;
+        assert_eq!(of(1), Some(Finding::Cycle(vec![1, 3, 4])));
+        assert_eq!(of(0), None);
+        assert_eq!(of(5), None);
+        assert_eq!(found(&[&[0]], None, 0).0, Some(Finding::Cycle(vec![0])));
     }
 
     #[test]
     fn a_chain_that_ends_at_a_computing_rank_is_no_circle() {
-        assert_eq!(examine(&world(&[&[1], &[2], &[]]), 0), None);
-        let mut seen = world(&[&[1], &[2], &[]]);
-        seen[2].state = State::Returned;
-        assert_eq!(examine(&seen, 1), Some(Finding::Departed(2)));
-        assert_eq!(examine(&seen, 0), None);
+        let waits: [&[usize]; 3] = [&[1], &[2], &[]];
+        assert_eq!(found(&waits, None, 0).0, None);
+        assert_eq!(found(&waits, Some(2), 1).0, Some(Finding::Departed(2)));
+        assert_eq!(found(&waits, Some(2), 0).0, None);
+    }
+
+    #[test]
+    fn no_rank_is_asked_twice_whom_it_waits_for() {
+        let all: Vec<usize> = (1..100).collect();
+        let chain: Vec<Vec<usize>> =
+            (0..100).map(|r| all.iter().copied().filter(|s| *s > r).collect()).collect();
+        let waits: Vec<&[usize]> = chain.iter().map(Vec::as_slice).collect();
+        assert_eq!(found(&waits, None, 0), (None, 100));
+        // Those that wait for nobody else's sake are not asked at all.
+        assert_eq!(found(&waits, None, 97), (None, 3));
     }
 }

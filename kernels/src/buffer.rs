@@ -46,9 +46,8 @@ struct Shared {
 const CHUNK_MIN: usize = 64 << 20;
 
 /// What goes back to the system, after the release of the latch.
-#[must_use]
 struct Useless {
-    block: Option<Arc<Block>>,
+    block: Arc<Block>,
     _chunks: Vec<Chunk>,
 }
 
@@ -91,23 +90,25 @@ impl State {
         Some(self.chunks[&self.cuts.chunk_of(address).0].block(address, class))
     }
 
-    /// Keeps a block, or what it was cut from; gives back what is of no more use.
-    fn keep(&mut self, block: Arc<Block>) -> Useless {
+    /// Keeps a block, or what it was cut from; gives back what is of no more use: of small blocks nearly always nothing, which
+    /// takes one register to say.
+    #[must_use]
+    fn keep(&mut self, block: Arc<Block>) -> Option<Box<Useless>> {
         let Class { bytes, number } = block.raw().class;
         self.stats.in_use_bytes -= bytes;
         let Some(number) = number else {
             self.cuts.give_back(block.raw().start.addr().get() as u64, bytes);
             let chunks = if self.is_closed { self.take_chunks() } else { Vec::new() };
-            return Useless { block: Some(block), _chunks: chunks };
+            return Some(Box::new(Useless { block, _chunks: chunks }));
         };
         if self.is_closed {
-            return Useless { block: Some(block), _chunks: Vec::new() };
+            return Some(Box::new(Useless { block, _chunks: Vec::new() }));
         }
         if self.free.len() <= number {
             self.free.resize_with(number + 1, Vec::new);
         }
         self.free[number].push(block);
-        Useless { block: None, _chunks: Vec::new() }
+        None
     }
 
     /// Takes the chunks of which nobody uses anything.
@@ -224,8 +225,10 @@ impl Shared {
 
 /// Takes a block that nobody uses.
 fn take_back(home: &Latch<State>, block: Arc<Block>) {
-    let Useless { block, _chunks } = home.with(|state| state.keep(block));
-    block.into_iter().for_each(release);
+    if let Some(useless) = home.with(|state| state.keep(block)) {
+        let Useless { block, _chunks } = *useless;
+        release(block);
+    }
 }
 
 impl fmt::Debug for Allocator {
@@ -296,7 +299,10 @@ impl Drop for Block {
             Memory::Device { address, home } => home.give_back(address),
             Memory::Outline { home: Some(home) } => {
                 let bytes = *self.bytes.get_mut();
-                home.state.with(|state| state.stats.in_use_bytes -= bytes);
+                // The sum may have come to its end before ([`State::count`]).
+                home.state.with(|state| {
+                    state.stats.in_use_bytes = state.stats.in_use_bytes.saturating_sub(bytes);
+                });
             }
             Memory::Outline { home: None } => {}
         }

@@ -87,11 +87,12 @@ impl std::ops::AddAssign for Cost {
 }
 
 impl Launch<'_> {
-    /// Every operand once: the least that any kernel moves.
+    /// Every element of every operand once, those that a view repeats too. What an output holds before is not counted, and of
+    /// a table of which rows are picked all rows are.
     #[must_use]
     pub fn operand_bytes(&self) -> u64 {
-        let read = self.inputs.iter().map(|a| (a.view.numel() * a.dtype.size()) as u64);
-        let written = self.outputs.iter().map(|a| (a.view.numel() * a.dtype.size()) as u64);
+        let read = self.inputs.iter().map(|a| (a.view.num_places() * a.dtype.size()) as u64);
+        let written = self.outputs.iter().map(|a| (a.view.num_places() * a.dtype.size()) as u64);
         read.sum::<u64>() + written.sum::<u64>()
     }
 }

@@ -1,7 +1,8 @@
 //! The machine room of shardgrad: bytes and speed.
 //!
 //! This crate knows devices, buffers, strides and kernels. It knows no ranks, no layouts and no gradients.
-//! `unsafe` is allowed here in `latch.rs`, `buffer.rs`, `buffer/`, `cpu/pool.rs`, `cpu/simd/`, `cpu/gemm.rs` and some files of `cuda/` only.
+//! `unsafe` is allowed here in `latch.rs`, `buffer.rs`, `buffer/`, `cpu/pool.rs`, `cpu/simd/`, `cpu/gemm.rs`, `cpu/gemm/`, and some
+//! files of `cuda/` and of `gpu/shim/` only.
 
 #[cfg(panic = "abort")]
 compile_error!(

@@ -169,13 +169,23 @@ impl Strides {
         Some(Strides { shape: shape.into(), strides, offset: self.offset })
     }
 
+    /// The number of elements, of which those that are repeated along a dim count once.
+    #[must_use]
+    pub fn num_places(&self) -> usize {
+        let dims = self.shape.iter().zip(&self.strides);
+        dims.map(|(&extent, &step)| if step == 0 { extent.min(1) } else { extent }).product()
+    }
+
     /// One past the furthest element that the view reaches (0 if it is empty).
     #[must_use]
     pub fn reach(&self) -> usize {
         if self.shape.contains(&0) {
             return 0;
         }
-        1 + self.offset + self.shape.iter().zip(&self.strides).map(|(n, s)| (n - 1) * s).sum::<usize>()
+        let dims = self.shape.iter().zip(&self.strides);
+        dims.fold(self.offset.saturating_add(1), |reach, (n, step)| {
+            reach.saturating_add((n - 1).saturating_mul(*step))
+        })
     }
 }
 
@@ -195,6 +205,11 @@ mod tests {
         assert_eq!(s.select(1, 2).offset, 8);
         assert_eq!(s.broadcast(&[5, 2, 3, 4]).unwrap().strides[..], [0, 12, 4, 1]);
         assert!(s.broadcast(&[2, 3, 5]).is_none());
+        let repeated = s.broadcast(&[5, 2, 3, 4]).unwrap();
+        assert_eq!((repeated.numel(), repeated.num_places()), (120, 24));
+        assert_eq!(Strides::contiguous(&[3]).broadcast(&[0, 3]).unwrap().num_places(), 0);
+        let far = Strides { strides: [1 << 63, 1, 1][..].into(), ..Strides::contiguous(&[3, 1, 1]) };
+        assert_eq!(far.reach(), usize::MAX, "what does not fit does not wrap");
     }
 
     #[test]

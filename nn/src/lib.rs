@@ -28,6 +28,7 @@ pub mod cast;
 pub mod checkpoint;
 pub mod reading;
 mod staged;
+pub mod rescue;
 pub mod trainer;
 
 pub use cache::{Cache, Past};
@@ -47,4 +48,5 @@ pub use plan::Plan;
 pub use point::Point;
 pub use precision::Precision;
 pub use reading::Reading;
+pub use rescue::Rescued;
 pub use trainer::{Settings, StepReport, Trainer};

@@ -358,11 +358,16 @@ impl Param {
         Ok(())
     }
 
-    /// Draws the first value, if the parameter lives here.
-    pub(crate) fn fill(&self, rank: &Rank, seed: u64, home: Option<Home>) -> Result<()> {
+    /// Says where along a pipeline it lives.
+    pub(crate) fn settle(&self, home: Option<Home>) {
         if let Some(placed) = self.0.placed.borrow_mut().as_mut() {
             placed.home = home;
         }
+    }
+
+    /// Draws the first value, if the parameter lives here.
+    pub(crate) fn fill(&self, rank: &Rank, seed: u64, home: Option<Home>) -> Result<()> {
+        self.settle(home);
         if !self.is_here() {
             return Ok(());
         }

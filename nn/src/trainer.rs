@@ -6,6 +6,7 @@ use crate::optim::{self, LossScale, Optimizer, Schedule, StepArgs};
 use crate::placed::Model;
 use crate::plan::Plan;
 use crate::precision::Precision;
+use crate::rescue::Rescued;
 use crate::staged::{self, Staged};
 use shardgrad_autograd::pipeline::{self, Action, Passed};
 use shardgrad_autograd::{Gradients, Noise, OpRecord, Program, Var};
@@ -91,6 +92,8 @@ pub struct Trainer<'t, M> {
     staged: Option<Staged>,
     loss_scale: Option<LossScale>,
     step: u64,
+    /// While the optimizer is asked for a step: how many it had taken before.
+    updating: Option<u64>,
     passes: RefCell<Vec<Passed>>,
 }
 
@@ -134,7 +137,18 @@ impl<'t, M: Module> Trainer<'t, M> {
         let (read, loss) = (Box::new(read), Box::new(loss));
         let loss_scale = (settings.dtype == DType::F16).then(LossScale::default);
         let (optim, passes) = (Box::new(optim), RefCell::default());
-        Ok(Trainer { model, optim, settings, read, loss, staged, loss_scale, step: 0, passes })
+        Ok(Trainer {
+            model,
+            optim,
+            settings,
+            read,
+            loss,
+            staged,
+            loss_scale,
+            step: 0,
+            updating: None,
+            passes,
+        })
     }
 
     /// The model; on a pipeline, with the parameters of this rank's stage only.
@@ -209,8 +223,10 @@ impl<'t, M: Module> Trainer<'t, M> {
         let lr = self.settings.schedule.as_ref().map_or_else(|| self.optim.lr(), |s| s.lr(step as usize));
         let word: Vec<f64> = [part].iter().chain(control).copied().collect();
         let args = StepArgs { lr, clip: self.settings.clip, control: &word, loss_scale: self.factor() };
+        self.updating = Some(self.optim.num_steps());
         let Trainer { model, optim, .. } = self;
         let report = optim::step(&mut **optim, model.rank(), model.params(), gradients, args)?;
+        self.updating = None;
         let mut control = report.control;
         let loss = control.remove(0);
         let finite = loss.is_finite() && control.iter().all(|x| x.is_finite());
@@ -231,6 +247,20 @@ impl<'t, M: Module> Trainer<'t, M> {
         self.loss_scale = self.loss_scale.map(|scale| scale.after(!skipped));
         self.step += 1;
         Ok(StepReport { step, loss, grad_norm: report.grad_norm, lr, loss_scale, skipped, control })
+    }
+
+    /// What this rank holds of the weights after the last step that it took whole. For a world that has failed, on each of its
+    /// ranks: where all were left with the weights of one step, [`Rescued::model`] makes the model of them in another world.
+    /// Nothing is communicated.
+    ///
+    /// # Errors
+    /// `Kind::Unsupported` where an update had begun and not ended: weights are those of no step then. What the device reports.
+    pub fn rescue(&self) -> Result<Rescued> {
+        if self.updating.is_some_and(|before| before != self.optim.num_steps()) {
+            let text = format!("the update of step {} had begun and did not end", self.step + 1);
+            return Err(Error::new(Kind::Unsupported, text).detail("rank", self.rank().describe()));
+        }
+        Rescued::of(&self.model, self.step)
     }
 
     /// What gradients bear.

@@ -11,6 +11,7 @@ mod generate;
 mod tools;
 pub(crate) mod config;
 
+pub(crate) use defaults::CHECK_EVERY;
 pub(crate) use generate::{GenerateArgs, SamplingArgs};
 pub(crate) use pipeline::PipelineArgs;
 pub(crate) use plan::PlanArgs;

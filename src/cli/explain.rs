@@ -1,6 +1,6 @@
 //! `explain`: what one training step of a model would hold, move and compute on a mesh. Nothing is computed.
 
-use super::args::{ExplainArgs, check_tokens};
+use super::args::{CHECK_EVERY, ExplainArgs, check_tokens};
 use crate::data::Batch;
 use crate::train::{batch, word};
 use serde_json::json;
@@ -25,6 +25,8 @@ struct Step {
     /// What is left at each place of the model in the forward pass of a microbatch, in order.
     activations: Vec<(String, Layout)>,
     records: Vec<Record>,
+    /// What a run calls before its first step, and now and then, to compare its ranks.
+    checks: Vec<Record>,
     cost: Cost,
     peak_bytes: u64,
 }
@@ -98,6 +100,8 @@ fn account(rank: &Rank, trainer: &mut Trainer<'_, LanguageModel>) -> Result<Step
     let parameters = here.map(|p| (p.name(), p.layout(), bytes(&p.layout()))).collect();
     let activations = last_of_each(trainer.outline()?);
     rank.trace().take();
+    trainer.check_alike()?;
+    let checks = rank.trace().take();
     let before = rank.backend().cost();
     trainer.step(&word(false, false))?;
     let (records, after) = (rank.trace().take(), rank.backend().cost());
@@ -105,7 +109,7 @@ fn account(rank: &Rank, trainer: &mut Trainer<'_, LanguageModel>) -> Result<Step
     // The first step makes what the optimizer keeps, when activations are gone; later ones hold both.
     trainer.step(&word(false, false))?;
     let peak_bytes = rank.backend().memory().peak_bytes as u64;
-    Ok(Step { rank: rank.index(), parameters, activations, records, cost, peak_bytes })
+    Ok(Step { rank: rank.index(), parameters, activations, records, checks, cost, peak_bytes })
 }
 
 /// Of ops at one place that follow each other, the last.
@@ -146,11 +150,12 @@ fn print_json(mesh: &Mesh, step: &Step) {
         let layout = layout.to_string();
         println!("{}", json!({"kind": "activation", "rank": rank, "path": path, "layout": layout}));
     }
-    for r in &step.records {
+    let kinds = [("collective", &step.records), ("check", &step.checks)];
+    for (kind, r) in kinds.into_iter().flat_map(|(kind, records)| records.iter().map(move |r| (kind, r))) {
         let line = format!("{}:{}", r.site.file(), r.site.line());
         println!(
             "{}",
-            json!({"kind": "collective", "rank": rank, "op": r.op, "axes": mesh.names(r.axes),
+            json!({"kind": kind, "rank": rank, "op": r.op, "axes": mesh.names(r.axes),
             "phase": phase(r.phase), "path": r.path, "dtype": r.dtype.name(), "numel": r.numel(),
             "bytes": r.bytes, "line": line})
         );
@@ -188,21 +193,14 @@ fn text(mesh: &Mesh, step: &Step) -> String {
     if step.records.is_empty() {
         out.push_str("  none: every value stays where it is\n");
     }
-    let wide = step.records.iter().map(|r| r.path.len()).max().unwrap_or(0);
-    for (times, r) in repeated(&step.records) {
-        let times = if times > 1 { format!("{times} x") } else { String::new() };
+    list(&mut out, mesh, &step.records);
+    if !step.checks.is_empty() {
         let _ = writeln!(
             out,
-            "  {:<8} {:<wide$} {times:>5} {:<14} {:<6} {:>12} {:>10}  {}:{}",
-            phase(r.phase),
-            r.path,
-            r.op,
-            mesh.names(r.axes),
-            format!("{}[{}]", r.dtype, r.numel()),
-            size(r.bytes),
-            r.site.file(),
-            r.site.line()
+            "\nchecks of `train` that ranks are alike, before the first step and every {CHECK_EVERY} steps \
+             (--check-every); not in the totals"
         );
+        list(&mut out, mesh, &step.checks);
     }
     out.push_str("\ntotals\n");
     let mut totals: BTreeMap<(String, &str, &str), (u64, u64)> = BTreeMap::new();
@@ -217,6 +215,26 @@ fn text(mesh: &Mesh, step: &Step) -> String {
     let _ = writeln!(out, "  compute {gflop:.2} GFLOP, memory traffic at least {}", size(step.cost.bytes));
     let _ = writeln!(out, "  memory in use at the peak {}", size(step.peak_bytes));
     out
+}
+
+/// A line for each kind of call.
+fn list(out: &mut String, mesh: &Mesh, records: &[Record]) {
+    let wide = records.iter().map(|r| r.path.len()).max().unwrap_or(0);
+    for (times, r) in repeated(records) {
+        let times = if times > 1 { format!("{times} x") } else { String::new() };
+        let _ = writeln!(
+            out,
+            "  {:<8} {:<wide$} {times:>5} {:<14} {:<6} {:>12} {:>10}  {}:{}",
+            phase(r.phase),
+            r.path,
+            r.op,
+            mesh.names(r.axes),
+            format!("{}[{}]", r.dtype, r.numel()),
+            size(r.bytes),
+            r.site.file(),
+            r.site.line()
+        );
+    }
 }
 
 /// Records in the order of their first of a kind, with the number of that kind: microbatches repeat themselves.

@@ -1,6 +1,7 @@
 //! `generate`: continues a prompt, token by token, on any mesh.
 
 use super::args::{GenerateArgs, SamplingArgs, config_of};
+use crate::behind::Behind;
 use crate::tokenizer::Tokenizer;
 use serde_json::json;
 use shardgrad::kernels::op::random::uniform_at;
@@ -22,14 +23,18 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
             "the model scores {all} tokens, of which the tokenizer knows {known}: the others are never chosen"
         );
     }
+    // Who reads may pause; the ranks do not wait for that.
+    let printer = Behind::start();
     let made = args.run.world()?.launch(|rank| {
         let plan = LanguageModel::plan(&config);
         let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 0, args.run.dtype)?;
         super::load(&model, &args.model, args.run.cast())?;
-        let mut show = Show { on: rank.world().index() == 0 && !args.json, pending: Vec::new() };
+        let on = (rank.world().index() == 0 && !args.json).then_some(&printer);
+        let mut show = Show { on, pending: Vec::new() };
         show.bytes(args.prompt.as_bytes());
         continued(&model, &prompt, args.tokens, &args.sampling, |bytes| show.bytes(bytes))
     })?;
+    printer.wait()?;
     let text = args.prompt.clone() + &String::from_utf8_lossy(&made[0]);
     if args.json {
         println!("{}", json!({"prompt": args.prompt, "text": text}));
@@ -150,17 +155,15 @@ fn choose(logits: &[f64], how: &SamplingArgs, u: f64) -> usize {
     order[weights.len() - 1]
 }
 
-/// Prints bytes as they come, whole characters at a time.
-struct Show {
-    on: bool,
+/// Has bytes printed as they come, whole characters at a time, on the rank that shows them.
+struct Show<'a> {
+    on: Option<&'a Behind>,
     pending: Vec<u8>,
 }
 
-impl Show {
+impl Show<'_> {
     fn bytes(&mut self, bytes: &[u8]) {
-        if !self.on {
-            return;
-        }
+        let Some(printer) = self.on else { return };
         self.pending.extend_from_slice(bytes);
         let whole = match std::str::from_utf8(&self.pending) {
             Ok(_) => self.pending.len(),
@@ -168,7 +171,11 @@ impl Show {
             Err(e) if e.error_len().is_none() => e.valid_up_to(),
             Err(_) => self.pending.len(),
         };
-        print!("{}", String::from_utf8_lossy(&self.pending[..whole]));
+        let text = String::from_utf8_lossy(&self.pending[..whole]).into_owned();
+        printer.hand(move || {
+            print!("{text}");
+            Ok(())
+        });
         self.pending.drain(..whole);
     }
 }

@@ -8,10 +8,13 @@ use std::fmt::Write as _;
 
 /// What stands above the table, in the terminal and in docs/ops.md.
 const LEGEND: &str = "\
-`T` is any float, `acc` its accumulator (f32 for the 16-bit floats). FLOPs are counted for each tuple of indices that the
-signature runs over. Layouts are those of the arguments and results on one mesh axis that need no step: `@d` splits dim d,
-`+` is a pending sum, `~` a copy (an invariant copy, `=`, may stand for it); all arguments copies goes without saying. Other
-layouts are completed, cast, or refused with a list of repairs.";
+`T` is any float, `acc` its accumulator (f32 for the 16-bit floats). FLOPs are counted for each tuple of indices that
+the signature runs over. Layouts are those of the arguments and results on one mesh axis that need no step: `@d` splits
+dim d, `+` is a pending sum, `~` a copy (an invariant copy, `=`, may stand for it); all arguments copies goes without
+saying. Other layouts are completed, cast, or refused with a list of repairs.";
+
+/// How wide a line of docs/ops.md is that is no row of a table.
+const WIDTH: usize = 120;
 
 /// Runs the command.
 pub(crate) fn run(args: &OpsArgs) -> Result<()> {
@@ -67,6 +70,21 @@ fn text(forms: &[Form]) -> String {
     text
 }
 
+/// A text in lines of at most [`WIDTH`].
+fn wrapped(text: &str) -> String {
+    let mut lines: Vec<String> = Vec::new();
+    for word in text.split_whitespace() {
+        match lines.last_mut() {
+            Some(line) if line.chars().count() + 1 + word.chars().count() <= WIDTH => {
+                line.push(' ');
+                line.push_str(word);
+            }
+            _ => lines.push(word.to_string()),
+        }
+    }
+    lines.join("\n")
+}
+
 /// docs/ops.md.
 fn markdown(forms: &[Form]) -> String {
     let mut text = format!(
@@ -81,7 +99,7 @@ fn markdown(forms: &[Form]) -> String {
                 text,
                 "\n## {file}\n\n{}\n\n\
                  | op | signature | linear in | dtypes | FLOPs | layouts on one axis |\n|---|---|---|---|---|---|\n",
-                form.doc
+                wrapped(&form.doc)
             );
         }
         let rows: Vec<String> = form.rows.iter().map(|r| format!("`{r}`")).collect();

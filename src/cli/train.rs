@@ -2,8 +2,10 @@
 
 mod progress;
 mod steps;
+mod rescue;
 
 use progress::tell;
+use rescue::{Kept, keeping, save_kept};
 use steps::{Ended, take_steps};
 
 use super::Failure;
@@ -18,7 +20,7 @@ use crate::train::{Ahead, Recipe};
 use shardgrad::nn::{Cast, LanguageModel, ModelConfig, Trainer};
 use shardgrad::prelude::*;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The label of what is as it was before the run.
@@ -44,10 +46,15 @@ struct Job {
     shard_bytes_max: u64,
     save_dtype: DType,
     cast: Cast,
+    num_ranks: usize,
     json: bool,
     lines: Lines,
     interrupt: Interrupt,
     metrics: Mutex<Metrics>,
+    /// Whether a rank has begun to save.
+    saving: AtomicBool,
+    /// The weights of a run whose world failed.
+    kept: Kept,
     trace: Option<Trace>,
     /// Whether cuts or lists depend on times that are measured.
     measures: bool,
@@ -93,11 +100,8 @@ pub(super) fn run(args: &TrainArgs) -> Result<(), Failure> {
     if !job.json {
         job.lines.say(format_args!("training {text}"));
     }
-    let (stopped, failed) = match world.launch(|rank| train(rank, &job)) {
-        Ok(mut ended) => (ended[0].stopped, ended.iter_mut().find_map(|one| one.failed.take())),
-        Err(e) => (false, Some(e)),
-    };
-    let written = write_down(&job, &text, mesh.num_ranks());
+    let (stopped, failed) = launch(&world, &job, &take_steps);
+    let written = write_down(&job, &text);
     let (saved, taken) = (job.saved.load(Ordering::SeqCst), job.metrics().steps().len());
     if let Some(e) = failed.or(written.err()) {
         let model = format!("the model after step {saved}, in {}", job.model().display());
@@ -118,16 +122,27 @@ pub(super) fn run(args: &TrainArgs) -> Result<(), Failure> {
     Ok(())
 }
 
+/// The steps of one rank.
+type Steps = dyn Fn(&mut Trainer<'_, LanguageModel>, &Ahead<'_>, bool, &Job) -> Result<Ended> + Sync;
+
+/// Runs all ranks and saves what they trained, however that ends: whether a signal stopped them, and what went wrong.
+fn launch(world: &World, job: &Job, steps: &Steps) -> (bool, Option<Error>) {
+    match world.clone().launch(|rank| train(rank, job, steps)) {
+        Ok(mut ended) => (ended[0].stopped, ended.iter_mut().find_map(|one| one.failed.take())),
+        Err(e) => (false, Some(save_kept(world, job, e))),
+    }
+}
+
 /// Ends the files that tell of the steps, however these ended; all are tried, the first error is told. Without a step those
 /// of an earlier run stay.
-fn write_down(job: &Job, title: &str, num_ranks: usize) -> Result<()> {
+fn write_down(job: &Job, title: &str) -> Result<()> {
     let mut metrics = job.metrics();
     let ended = metrics.end();
     let drawn = match metrics.steps() {
         [] => Ok(()),
         steps => plot::write_loss_plot(&job.out.join("loss.svg"), title, steps),
     };
-    let traced = job.trace.as_ref().map_or(Ok(()), |trace| trace.write(num_ranks));
+    let traced = job.trace.as_ref().map_or(Ok(()), |trace| trace.write(job.num_ranks));
     ended.and(drawn).and(traced)
 }
 
@@ -197,10 +212,13 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         shard_bytes_max: args.shard_size.0,
         save_dtype: args.save_dtype.unwrap_or(args.precision().param_dtype),
         cast: args.run.cast(),
+        num_ranks: args.mesh().num_ranks(),
         json: args.json,
         lines,
         interrupt: Interrupt::install()?,
         metrics: Mutex::new(Metrics::new(&metrics)),
+        saving: AtomicBool::new(false),
+        kept: Kept::default(),
         trace: args.trace.as_deref().map(Trace::new),
         measures: args.pipeline.measures(),
         lists_read: args.pipeline.lists().is_some(),
@@ -244,8 +262,8 @@ fn rows(args: &TrainArgs, config: &ModelConfig, lines: &Lines) -> Result<Rows> {
     Ok(Rows { rows, held_out, unit })
 }
 
-/// One rank's run: its steps, then the model, whatever ended them.
-fn train(rank: &Rank, job: &Job) -> Result<Ended> {
+/// One rank's run: its steps, then the model, whatever ended them and left a world to save it in.
+fn train(rank: &Rank, job: &Job, steps: &Steps) -> Result<Ended> {
     let recipe = &job.recipe;
     let ahead = Ahead::new(recipe, &job.plan, &job.rows);
     let mut trainer = recipe.trainer(rank, LanguageModel::new(&job.config), &ahead)?;
@@ -253,32 +271,39 @@ fn train(rank: &Rank, job: &Job) -> Result<Ended> {
         super::load(trainer.model(), dir, job.cast)?;
     }
     let leads = rank.index() == 0;
-    let mut ended = take_steps(&mut trainer, &ahead, leads, job)?;
-    if ended.steps == 0 {
-        return Ok(ended);
-    }
+    keeping(&mut trainer, job, |trainer| {
+        let ended = steps(trainer, &ahead, leads, job)?;
+        if ended.steps == 0 { Ok(ended) } else { end(trainer, ended, leads, job) }
+    })
+}
+
+/// Saves the model of a run whose steps have ended. Every rank calls this together.
+fn end(trainer: &Trainer<'_, LanguageModel>, mut ended: Ended, leads: bool, job: &Job) -> Result<Ended> {
     job.interrupt.hold();
+    job.saving.store(true, Ordering::SeqCst);
     if leads && job.interrupt.requested() {
-        let (done, all) = (ended.steps, recipe.steps);
+        let (done, all) = (ended.steps, job.recipe.steps);
         job.lines.then(move |_| eprintln!("stopping: step {done} of {all} is done; saving the model"));
     }
-    match save(&trainer, ended.steps, leads, job) {
+    match save(trainer.model(), ended.steps, leads, job) {
         Ok(refused) => Ok(Ended { failed: ended.failed.or(refused), ..ended }),
         Err(e) => Err(match ended.failed.take() {
-            Some(first) => {
-                let kept = e.details().iter().filter(|(label, _)| *label == KEPT);
-                let told = first.detail("not saved", e.message());
-                kept.fold(told, |told, (label, text)| told.detail(label, text))
-            }
+            Some(first) => not_saved(first, &e),
             None => e,
         }),
     }
 }
 
+/// What ended a run, and why its model was not saved besides.
+fn not_saved(first: Error, why: &Error) -> Error {
+    let kept = why.details().iter().filter(|(label, _)| *label == KEPT);
+    kept.fold(first.detail("not saved", why.message()), |told, (label, text)| told.detail(label, text))
+}
+
 /// Saves the model, if it is one. Every rank calls this together. Where a finite weight is infinite in the dtype that was asked
 /// for, weights are saved as they are stored, and the refusal is given back.
-fn save(trainer: &Trainer<'_, LanguageModel>, steps: usize, leads: bool, job: &Job) -> Result<Option<Error>> {
-    let (model, out) = (trainer.model(), job.model());
+fn save(model: &Model<LanguageModel>, steps: usize, leads: bool, job: &Job) -> Result<Option<Error>> {
+    let out = job.model();
     let odd = model.not_finite()?;
     if let Some(first) = odd.first() {
         let (odd, all) = (odd.len(), model.params().len());

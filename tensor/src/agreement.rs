@@ -35,9 +35,13 @@ pub fn check_copies(
         if !layout.partial().is_empty() {
             continue;
         }
-        let splits: Vec<Axis> = mesh.axes().filter(|a| matches!(layout.state(*a), State::Shard(_))).collect();
-        let part = |r: usize| splits.iter().map(|a| mesh.coordinate(r)[a.0 as usize]).collect::<Vec<_>>();
-        let first = |r: usize| (0..r).find(|q| part(*q) == part(r)).unwrap_or(r);
+        let is_copy = |a: &Axis| !matches!(layout.state(*a), State::Shard(_));
+        let copies: Vec<Axis> = mesh.axes().filter(is_copy).collect();
+        let first = |r: usize| {
+            let mut place = mesh.coordinate(r);
+            copies.iter().for_each(|a| place[a.0 as usize] = 0);
+            mesh.rank_at(&place)
+        };
         let other = (0..mesh.num_ranks()).find(|r| everyone[*r][number] != everyone[first(*r)][number]);
         differing.extend(other.map(|r| (*name, layout, first(r), r)));
     }

@@ -130,8 +130,8 @@ fn flops_per_index(rank: &Rank, case: &Case) -> Result<f64> {
     let outputs = op::apply(&case.op, &args.iter().collect::<Vec<_>>(), &[], Location::caller())?;
     let flops = rank.backend().cost().flops - before;
     let made: Vec<Layout> = outputs.iter().map(|t| t.layout().clone()).collect();
-    let volume = op::volume(&*case.op, rank, &layouts.iter().collect::<Vec<_>>(), &made);
-    Ok(flops as f64 / volume.max(1) as f64)
+    let tuples = op::tuples(&*case.op, rank, &layouts.iter().collect::<Vec<_>>(), &made);
+    Ok(flops as f64 / tuples.max(1) as f64)
 }
 
 /// The rows that need no step, each argument in each state; all of them copies goes without saying.

@@ -280,7 +280,8 @@ impl Call<'_> {
             .zip(seeds)
             .map(|(y, seed)| seed.as_ref().map(|s| self.place(s, &y.layout().dual())).transpose())
             .collect::<Result<_>>()?;
-        let keeps = self.op.keeps();
+        let wanted = wanted.unwrap_or(&differentiable);
+        let keeps = self.op.keeps_for(wanted);
         let kept = |list: &[Tensor], which: &[usize]| -> Vec<Option<Tensor>> {
             list.iter().enumerate().map(|(i, t)| which.contains(&i).then(|| t.clone())).collect()
         };
@@ -292,10 +293,11 @@ impl Call<'_> {
             input_layouts: &moved.iter().map(|t| t.layout().clone()).collect::<Vec<_>>(),
             output_layouts: &outputs.iter().map(|t| t.layout().clone()).collect::<Vec<_>>(),
             grads: &grads,
-            wanted: wanted.unwrap_or(&differentiable),
+            wanted,
             taken: RefCell::default(),
         });
         context.set_closed(closed);
+        op::check_given(&**self.op, &cotangents, wanted)?;
         Ok(Run { inference, outputs, cotangents: Some(cotangents) })
     }
 

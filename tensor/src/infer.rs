@@ -206,6 +206,11 @@ pub fn infer(
         let dims = places.iter().map(|&x| join.dim(x)).collect();
         // Without a gradient there is nothing to tell `~` from `=`.
         let replicate = if dtype.is_float() { replicate[k] } else { AxisSet::EMPTY };
+        if let Some(axis) = partial[k].iter().next().filter(|_| dtype == DType::Bool) {
+            let text =
+                format!("truth values would be pending over axis `{}`, and have no sum", mesh.name(axis));
+            return Err(Refusal::new("whole", text, &[]).hint("gather the dim that is split, or cast to u8"));
+        }
         let output = Layout::assemble(mesh, dtype, dims, partial[k], replicate);
         if !output.is_addressable() {
             return Err(Refusal::new("shape", format!("the result {output} {BEYOND_MEMORY}"), &[])

@@ -306,7 +306,8 @@ mod tests {
                 out_dtypes: &question.out_dtypes,
                 want: &question.want,
             };
-            let _ = memo.answer_at(hash, || hash, &question).unwrap();
+            // Past the recent ones, which would answer all of these.
+            let _ = memo.known_at(hash, &question).unwrap();
         }
         assert!(memo.known.borrow().len() <= ANSWERS_MAX);
     }

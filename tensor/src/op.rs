@@ -88,6 +88,13 @@ pub trait Op: fmt::Debug {
         None
     }
 
+    /// About how many multiply-adds a forward pass takes, or how many elements it goes through: the larger tensors of the op. An op
+    /// that multiplies every index with every other gives `tuples`, which its signature runs over.
+    fn volume(&self, tuples: usize, args: &[&Layout], outputs: &[Layout]) -> usize {
+        let _ = tuples;
+        args.iter().copied().chain(outputs).map(Layout::numel).max().unwrap_or(0)
+    }
+
     /// The kept argument whose memory the vjp writes over, if nobody else holds it: [`Vjp::take`]. Only of an op that is
     /// differentiable in it alone, whose vjp is then the last that reads it.
     fn consumes(&self) -> Option<usize> {
@@ -99,6 +106,13 @@ pub trait Op: fmt::Debug {
     /// # Errors
     /// What kernels report.
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces>;
+
+    /// What [`Op::vjp`] reads where the cotangents of these arguments only will ever be wanted: a frozen weight, say, makes
+    /// that of the other argument alone.
+    fn keeps_for(&self, wanted: &[bool]) -> Keeps {
+        let _ = wanted;
+        self.keeps()
+    }
 
     /// Cotangents of the wanted arguments, in the dual layouts of the arguments. No step may be needed.
     ///
@@ -148,6 +162,32 @@ pub struct Keeps {
     pub inputs: &'static [usize],
     /// Indices of outputs.
     pub outputs: &'static [usize],
+}
+
+impl Keeps {
+    /// Of an op that is linear in each of its first two arguments: the cotangent of one reads the other.
+    #[must_use]
+    pub fn of_product(wanted: &[bool]) -> Keeps {
+        let inputs: &[usize] = match wanted {
+            [true, rest @ ..] if !rest.contains(&true) => &[1],
+            [false, ..] => &[0],
+            _ => &[0, 1],
+        };
+        Keeps { inputs, outputs: &[] }
+    }
+}
+
+/// Looks whether the vjp of an op gave the cotangents of all wanted arguments. Without one, a parameter would stay as it is and
+/// nobody would know why.
+///
+/// # Errors
+/// `Kind::Unsupported` with op and argument.
+pub fn check_given(op: &dyn Op, cotangents: &[Option<Tensor>], wanted: &[bool]) -> Result<()> {
+    let is_lost = |i: &usize| wanted[*i] && cotangents.get(*i).is_none_or(Option::is_none);
+    let Some(i) = (0..wanted.len()).find(is_lost) else { return Ok(()) };
+    let text = format!("{}: the vjp gives no cotangent of argument {i}", op.name());
+    Err(Error::new(Kind::Unsupported, text)
+        .detail("help", "give one for each argument that is wanted, zeros where nothing flows, or declare it not differentiable"))
 }
 
 /// The one float dtype that all of some arguments have.
@@ -307,14 +347,19 @@ pub fn plan(
 ) -> Result<Rc<Inference>> {
     rank.check();
     let signature = context.signature(op.signature());
+    // Read where they lie, as in `run`.
     let outputs = listed(args, |l| l.dtype(), |dtypes| op.dtypes(dtypes, signature.num_outputs()));
-    let outputs = outputs.map_err(|e| {
-        let named = Error::new(e.kind(), format!("{}: {}", op.name(), e.message()));
-        let described = describe(named, op, rank, args, site);
-        e.details().iter().fold(described, |error, (label, text)| error.detail(label, text.as_str()))
-    })?;
+    let outputs = match &outputs {
+        Ok(outputs) => outputs,
+        Err(e) => {
+            let named = Error::new(e.kind(), format!("{}: {}", op.name(), e.message()));
+            let described = describe(named, op, rank, args, site);
+            let told = e.details().iter();
+            return Err(told.fold(described, |error, (label, text)| error.detail(label, text.as_str())));
+        }
+    };
     let inference =
-        op.infer(context, args, &outputs, want).map_err(|refusal| refused(op, rank, args, &refusal, site))?;
+        op.infer(context, args, outputs, want).map_err(|refusal| refused(op, rank, args, &refusal, site))?;
     assert!(
         inference.targets.iter().all(Option::is_none) || !context.is_closed(),
         "bug in shardgrad: {} implies a step inside a vjp ({args:?})",
@@ -353,10 +398,15 @@ pub fn run(
     Ok(outputs.drain(..).enumerate().map(tensor).collect())
 }
 
-/// How many index tuples the signature of an op runs over: the multiply-adds of a product, the elements of an element-wise
-/// op. An estimate of its cost that needs no kernel.
+/// [`Op::volume`] of an op on some layouts: an estimate of its cost that needs no kernel.
 #[must_use]
 pub fn volume(op: &dyn Op, rank: &Rank, args: &[&Layout], outputs: &[Layout]) -> usize {
+    op.volume(tuples(op, rank, args, outputs), args, outputs)
+}
+
+/// How many index tuples the signature of an op runs over.
+#[must_use]
+pub fn tuples(op: &dyn Op, rank: &Rank, args: &[&Layout], outputs: &[Layout]) -> usize {
     let signature = Context::of(rank).signature(op.signature());
     let made = outputs.first().map_or(0, Layout::numel);
     let Ok(labels) =
@@ -372,7 +422,7 @@ pub fn volume(op: &dyn Op, rank: &Rank, args: &[&Layout], outputs: &[Layout]) ->
             }
         }
     }
-    extents.iter().product::<usize>().max(made)
+    extents.iter().fold(1, |all: usize, extent| all.saturating_mul(*extent)).max(made)
 }
 
 /// The outputs of an op in outline: layouts without values. Nothing is computed, nothing moves.

@@ -44,20 +44,6 @@ pub fn reshape_layout(from: &Layout, shape: &[usize]) -> Result<Layout, Refusal>
     Ok(from.with_dims(dims))
 }
 
-/// The layout of a tensor seen in the shape of `want`: `want` itself if the way back from there leads to `from`, else
-/// what [`reshape_layout`] says. Gradients of reshapes ask for this, since two layouts may lead to one.
-///
-/// # Errors
-/// As [`reshape_layout`].
-pub fn reshape_to(from: &Layout, want: &Layout) -> Result<Layout, Refusal> {
-    let back = reshape_layout(want, &from.shape());
-    if back.is_ok_and(|back| back.agrees(from)) {
-        Ok(want.clone())
-    } else {
-        reshape_layout(from, &want.shape())
-    }
-}
-
 /// The smallest groups of neighbouring dims with equal products, old and new. Dims of extent 1 that end a shape, and
 /// what is left over of shapes without elements, form a last group.
 fn groups(old: &[usize], new: &[usize]) -> Vec<(Range<usize>, Range<usize>)> {
@@ -193,10 +179,6 @@ mod tests {
             assert_eq!(held(from, &at), held(&to, &at), "{from} -> {to}");
         }
         assert_eq!((from.partial(), from.replicate()), (to.partial(), to.replicate()));
-        assert!(
-            reshape_to(&to.dual(), &from.dual()).unwrap().agrees(&from.dual()),
-            "{from} -> {to} and back"
-        );
         Ok(to)
     }
 

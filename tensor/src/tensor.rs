@@ -93,6 +93,12 @@ impl Tensor {
         &self.0.piece
     }
 
+    /// A number that no other living tensor has.
+    #[must_use]
+    pub fn identity(&self) -> usize {
+        Rc::as_ptr(&self.0).addr()
+    }
+
     /// Whether two handles name the same tensor.
     #[must_use]
     pub fn same_as(&self, other: &Tensor) -> bool {

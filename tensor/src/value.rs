@@ -322,16 +322,13 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn transpose(&self, first: usize, second: usize) -> Self {
-        let exchange = |d| {
-            if d == first {
-                second
-            } else if d == second {
-                first
-            } else {
-                d
-            }
-        };
-        let order: Dims = (0..self.layout().ndim().max(first + 1).max(second + 1)).map(exchange).collect();
+        let (ndim, most) = (self.layout().ndim(), first.max(second));
+        if most >= ndim {
+            let text = format!("transpose: there is no dim {most} among {ndim}");
+            unwind(Err::<(), _>(Error::new(Kind::Shape, text).detail("help", "dims are counted from 0")));
+        }
+        let mut order: Dims = (0..ndim).collect();
+        order.swap(first, second);
         self.permute(&order)
     }
 
@@ -401,14 +398,14 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn layer_norm(&self, w: &Self, b: &Self, eps: f64) -> Self {
-        Self::apply_one(Rc::new(LayerNorm { eps }), &[self, w, b])
+        Self::apply_one(Rc::new(LayerNorm { eps, has_residual: false }), &[self, w, b])
     }
 
     /// x / sqrt(mean(x^2) + eps) w over the last dim.
     #[track_caller]
     #[must_use]
     fn rms_norm(&self, w: &Self, eps: f64) -> Self {
-        Self::apply_one(Rc::new(RmsNorm { eps }), &[self, w])
+        Self::apply_one(Rc::new(RmsNorm { eps, has_residual: false }), &[self, w])
     }
 
     /// Rotary positions on `[b, t, .., c]`: channels i and i + c/2 turned by (first + index along t) `frequencies[i]`.

@@ -61,7 +61,8 @@ impl Profile {
             let Times { forward, input, weight } = runner.measure(feed, piece, REPEATS)?;
             own[3 * piece..3 * piece + 3].copy_from_slice(&[forward, input, weight]);
         }
-        own[3 * n] = runner.measure_transfer(n / 2, REPEATS)?;
+        // A place alone hands nothing on.
+        own[3 * n] = if num_places > 1 { runner.measure_transfer(n / 2, REPEATS)? } else { 0.0 };
         let sums = world_sum(rank, &own, Location::caller())?;
         let measured_by = (rank.world().mesh().num_ranks() / num_places) as f64;
         let times = sums[..3 * n].chunks(3).map(|t| Times {

@@ -47,10 +47,20 @@ impl Schedule {
     /// more transfers. Narayanan et al., arXiv 2104.04473, section 2.2.
     ///
     /// # Errors
-    /// `Kind::Config` if the ranks do not divide the microbatches.
+    /// `Kind::Config` without ranks or stages, and if the ranks do not divide the microbatches.
     pub fn interleaved(num_ranks: usize, num_microbatches: usize, num_chunks: usize) -> Result<Schedule> {
         let (p, m, v) = (num_ranks, num_microbatches, num_chunks);
-        if v == 0 || !m.is_multiple_of(p) {
+        let none = |what: &str, help: &str| {
+            let text = format!("an interleaved schedule has {what}");
+            Err(Error::new(Kind::Config, text).detail("help", help.to_string()))
+        };
+        if p == 0 {
+            return none("no ranks", "give the size of the pipeline's axis");
+        }
+        if v == 0 {
+            return none("no stage on a rank", "use 2 stages a rank, or 1 for the order of 1f1b");
+        }
+        if !m.is_multiple_of(p) {
             let near = m.div_ceil(p) * p;
             let text = format!(
                 "an interleaved schedule of {v} stages a rank: {p} ranks do not divide {m} microbatches"
@@ -179,5 +189,18 @@ mod tests {
             lines(&Schedule::interleaved(2, 2, 2).unwrap()),
             ["0: F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1", "1: F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1"]
         );
+    }
+
+    #[test]
+    fn interleaved_schedules_that_cannot_be_name_what_is_wrong() {
+        for (of, what, help) in [
+            ([0, 4, 2], "has no ranks", "size of the pipeline's axis"),
+            ([2, 4, 0], "has no stage on a rank", "use 2 stages a rank"),
+            ([2, 5, 2], "2 ranks do not divide 5 microbatches", "use 6 microbatches"),
+        ] {
+            let error = Schedule::interleaved(of[0], of[1], of[2]).unwrap_err();
+            assert!(error.message().contains(what), "{error}");
+            assert!(error.details().iter().any(|(_, text)| text.contains(help)), "{error}");
+        }
     }
 }

@@ -46,6 +46,16 @@ impl Schedule {
     /// elsewhere. Stages hand values along `links`; `times` has one entry for each stage. The schedule has been verified.
     #[must_use]
     pub fn simulate(&self, links: &[(usize, usize)], times: &[Times], transfer: f64) -> Timeline {
+        self.timed(links, times, transfer).0
+    }
+
+    /// [`Schedule::simulate`], and how often a rank was looked at.
+    pub(super) fn timed(
+        &self,
+        links: &[(usize, usize)],
+        times: &[Times],
+        transfer: f64,
+    ) -> (Timeline, usize) {
         let (n, m) = (self.num_stages(), self.num_microbatches);
         let open = || Table::new(n, m, f64::NAN);
         let (mut takes, mut gives) = (vec![Vec::new(); n], vec![Vec::new(); n]);
@@ -56,8 +66,9 @@ impl Schedule {
         let mut ends = Ends { forward: open(), back: open(), takes, gives };
         let mut ranks: Vec<Vec<Span>> = vec![Vec::new(); self.ranks.len()];
         let mut at = vec![0; self.ranks.len()];
-        let mut sweep = Sweep::over(self.ranks.len());
+        let (mut sweep, mut num_looks) = (Sweep::over(self.ranks.len()), 0);
         while let Some(rank) = sweep.next() {
+            num_looks += 1;
             while let Some(&action) = self.ranks[rank].get(at[rank]) {
                 let Some(ready) = self.ready(action, &ends, transfer) else { break };
                 at[rank] += 1;
@@ -76,7 +87,7 @@ impl Schedule {
                 ranks[rank].push(Span { action, time: start..end });
             }
         }
-        Timeline { ranks }
+        (Timeline { ranks }, num_looks)
     }
 
     /// When everything that an action needs is there; `None` if that is not known yet.

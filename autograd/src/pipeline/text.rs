@@ -114,6 +114,10 @@ impl Reader {
         let most =
             ranks.iter().flatten().filter_map(microbatch).max().map_or(0, |most| most.saturating_add(1));
         let num_microbatches = self.num_microbatches.unwrap_or(most);
+        if num_microbatches == 0 && most > 0 {
+            let text = format!("a schedule says that it has no microbatch, and its lists name {most}");
+            return Err(refuse(text, format!("write `microbatches: {most}`, or leave the line out")));
+        }
         if most > RANKS_MAX || num_microbatches == 0 {
             let text = format!("a schedule has {most} microbatches");
             return Err(refuse(text, "microbatches are counted from 0, one after another"));
@@ -173,7 +177,8 @@ mod tests {
             ("0:\n1:", None, "has no action", "0: F0.0 B0.0"),
             ("99999999: F0.0", Some("1:"), "is no count", "0: F0.0"),
             ("0: F0.18446744073709551615", None, "has 18446744073709551615 microbatches", "counted from 0"),
-            ("microbatches: 0\n0: F0.0", None, "has 1 microbatches", "counted from 0"),
+            ("microbatches: 0\n0: F0.3", None, "no microbatch, and its lists name 4", "`microbatches: 4`"),
+            ("microbatches: 0\n0: G0", None, "has 0 microbatches", "counted from 0"),
         ] {
             let text = text.replace("many", &"0 ".repeat(65_535));
             let error = Schedule::from_text(&text).unwrap_err();

@@ -69,7 +69,7 @@ impl Schedule {
     /// # Errors
     /// `Kind::Config` naming the first action that is wrong, or those in which all ranks wait.
     pub fn verify(&self, links: &[(usize, usize)]) -> Result<Verified> {
-        self.walk(links, false)
+        Ok(self.walk(links, false)?.0)
     }
 
     /// Proves the same where a send waits until the other rank is in the receive that belongs to it, as on transports
@@ -78,18 +78,20 @@ impl Schedule {
     /// # Errors
     /// As [`Schedule::verify`].
     pub fn verify_blocking(&self, links: &[(usize, usize)]) -> Result<Verified> {
-        self.walk(links, true)
+        Ok(self.walk(links, true)?.0)
     }
 
-    fn walk(&self, links: &[(usize, usize)], blocking: bool) -> Result<Verified> {
+    /// What is known of a schedule that holds, and how often a rank was looked at for that.
+    pub(super) fn walk(&self, links: &[(usize, usize)], blocking: bool) -> Result<(Verified, usize)> {
         if let Some(&lost) = self.place.iter().find(|&&rank| rank >= self.ranks.len()) {
             let text = format!("a stage lives on rank {lost}, but there are {} ranks", self.ranks.len());
             return Err(self.error(text));
         }
         let mut walk = Walk::new(self, links, blocking);
         let (mut live, mut peak_live) = (vec![0usize; self.ranks.len()], vec![0; self.ranks.len()]);
-        let mut sweep = Sweep::over(self.ranks.len());
+        let (mut sweep, mut num_looks) = (Sweep::over(self.ranks.len()), 0);
         while let Some(rank) = sweep.next() {
+            num_looks += 1;
             while let Some(&action) = self.ranks[rank].get(walk.at[rank]) {
                 match (walk.take(rank, action), action) {
                     (Ok(()), Action::Send(transfer)) => sweep.wake(self.place[transfer.to]),
@@ -113,7 +115,7 @@ impl Schedule {
             }
         }
         walk.check_end()?;
-        Ok(Verified { peak_live })
+        Ok((Verified { peak_live }, num_looks))
     }
 
     fn error(&self, text: String) -> Error {

@@ -16,7 +16,7 @@ use crate::error::Result;
 use crate::park::Parking;
 use crate::report;
 use crate::sync::{AtomicU64, Mutex, RwLockReadGuard};
-use crate::table::{Entry, Failure, Finding, Letter, Posted, Table, examine};
+use crate::table::{Entry, Failure, Finding, Letter, Posted, Table};
 use shardgrad_kernels::{Backend, Buffer, Mark};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
@@ -296,9 +296,11 @@ impl Threads {
         // In large worlds each rank reads the whole table less often, so that reading it stays cheap.
         let turn = watch.num_naps.is_multiple_of(1 + mesh.num_ranks() / LOOKERS_MAX);
         watch.num_naps += 1;
-        if !table.has_failed() && (arriving && turn || late) {
+        let due = !table.has_failed() && (arriving && turn || late);
+        let finding = if due { table.glance().examine(self.rank) } else { None };
+        if finding.is_some() || due && late {
             let seen = table.look();
-            let error = match examine(&seen, self.rank) {
+            let error = match finding {
                 Some(Finding::Cycle(ranks)) => Some((report::cycle(mesh, &seen, &ranks), ranks)),
                 Some(Finding::Departed(gone)) => {
                     Some((report::departed(mesh, &seen, self.rank, gone), request.seat.members.clone()))

@@ -362,7 +362,7 @@ unsafe fn round<T: Float>(wide: &[T::Acc], n: usize, c: Target<T>) {
 fn reach3([g, m, n]: [usize; 3], strides: [usize; 3]) -> usize {
     match (g, reach([m, n], strides[1], strides[2])) {
         (0, _) | (_, 0) => 0,
-        (_, reach) => reach + (g - 1) * strides[0],
+        (_, reach) => (g - 1).saturating_mul(strides[0]).saturating_add(reach),
     }
 }
 
@@ -370,18 +370,24 @@ fn reach3([g, m, n]: [usize; 3], strides: [usize; 3]) -> usize {
 fn apart(extents: [usize; 3], strides: [usize; 3]) -> bool {
     let mut dims = [0, 1, 2].map(|d| (strides[d], extents[d]));
     dims.sort_unstable();
-    let mut reach = 1;
+    let mut reach = 1usize;
     extents.contains(&0)
         || dims.into_iter().filter(|&(_, extent)| extent > 1).all(|(stride, extent)| {
             let steps_over = stride >= reach;
-            reach += (extent - 1) * stride;
+            reach = reach.saturating_add((extent - 1).saturating_mul(stride));
             steps_over
         })
 }
 
 /// One past the furthest element of a matrix.
 fn reach([rows, cols]: [usize; 2], row_stride: usize, col_stride: usize) -> usize {
-    if rows == 0 || cols == 0 { 0 } else { 1 + (rows - 1) * row_stride + (cols - 1) * col_stride }
+    if rows == 0 || cols == 0 {
+        return 0;
+    }
+    // What wraps would pass for little.
+    let [down, right] =
+        [(rows - 1, row_stride), (cols - 1, col_stride)].map(|(n, step)| n.saturating_mul(step));
+    down.saturating_add(right).saturating_add(1)
 }
 
 #[cfg(test)]

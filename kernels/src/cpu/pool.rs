@@ -9,7 +9,7 @@ use crate::precision::MatmulPrecision;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -42,7 +42,9 @@ impl Job {
             }
             // SAFETY: index i < count is not done yet, so `Pool::run` still waits and the closure is alive.
             let task = unsafe { &*self.task };
-            if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| task(i))).is_err() {
+            if let Err(cause) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| task(i))) {
+                // To drop it may panic again, outside of what is caught.
+                std::mem::forget(cause);
                 self.panicked.store(true, Ordering::Relaxed);
             }
             self.done.fetch_add(1, Ordering::Release);
@@ -53,6 +55,8 @@ impl Job {
 #[derive(Default)]
 struct Inbox {
     job: Option<Arc<Job>>,
+    /// Workers that wait to be woken. To wake nobody costs a call of the system all the same.
+    num_parked: usize,
     stop: bool,
 }
 
@@ -60,8 +64,27 @@ struct Inbox {
 struct Shared {
     inbox: Mutex<Inbox>,
     wake: Condvar,
-    /// Counts jobs, so that spinning workers see a new one without the lock.
+    /// Counts jobs, so that spinning workers see a new one without the lock. It is changed under the lock: whoever finds it
+    /// unchanged there is counted as parked before the next job comes.
     epoch: AtomicUsize,
+}
+
+impl Shared {
+    fn locked(&self) -> MutexGuard<'_, Inbox> {
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes what workers find, and lets all of them look.
+    fn tell(&self, change: impl FnOnce(&mut Inbox)) {
+        let mut inbox = self.locked();
+        change(&mut inbox);
+        self.epoch.fetch_add(1, Ordering::Release);
+        let num_parked = inbox.num_parked;
+        drop(inbox);
+        if num_parked > 0 {
+            self.wake.notify_all();
+        }
+    }
 }
 
 /// Threads for the kernels of one rank; the caller's thread is one of them.
@@ -170,16 +193,14 @@ impl Pool {
             done: AtomicUsize::new(0),
             panicked: AtomicBool::new(false),
         });
-        self.shared.inbox.lock().unwrap_or_else(PoisonError::into_inner).job = Some(job.clone());
-        self.shared.epoch.fetch_add(1, Ordering::Release);
-        self.shared.wake.notify_all();
+        self.shared.tell(|inbox| inbox.job = Some(job.clone()));
         job.work();
         let mut spins = 0u32;
         while job.done.load(Ordering::Acquire) < count {
             spins += 1;
             if spins < 20_000 { std::hint::spin_loop() } else { std::thread::yield_now() }
         }
-        self.shared.inbox.lock().unwrap_or_else(PoisonError::into_inner).job = None;
+        self.shared.locked().job = None;
         assert!(
             !job.panicked.load(Ordering::Relaxed),
             "a kernel task panicked (its own message stands above)"
@@ -258,9 +279,11 @@ fn serve(shared: &Shared) {
         while shared.epoch.load(Ordering::Acquire) == seen && idle.elapsed() < SPIN {
             std::hint::spin_loop();
         }
-        let mut inbox = shared.inbox.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut inbox = shared.locked();
         while shared.epoch.load(Ordering::Acquire) == seen && !inbox.stop {
+            inbox.num_parked += 1;
             inbox = shared.wake.wait(inbox).unwrap_or_else(PoisonError::into_inner);
+            inbox.num_parked -= 1;
         }
         if inbox.stop {
             return;
@@ -276,9 +299,7 @@ fn serve(shared: &Shared) {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        self.shared.inbox.lock().unwrap_or_else(PoisonError::into_inner).stop = true;
-        self.shared.epoch.fetch_add(1, Ordering::Release);
-        self.shared.wake.notify_all();
+        self.shared.tell(|inbox| inbox.stop = true);
         for worker in self.workers.drain(..) {
             let _ = worker.join();
         }
@@ -306,6 +327,26 @@ mod tests {
                 }
                 assert!(out.iter().enumerate().all(|(at, &x)| x == 20 * (at / 9 + 1)));
             }
+        }
+    }
+
+    #[test]
+    fn workers_that_have_parked_take_part_again() {
+        let pool = Pool::new(3);
+        for round in 0..4 {
+            let wait = Instant::now();
+            while pool.shared.locked().num_parked < 2 {
+                assert!(wait.elapsed() < Duration::from_secs(20), "round {round}: idle workers park");
+                std::thread::yield_now();
+            }
+            // None of three tasks ends before all have begun, on a thread each.
+            let begun = AtomicUsize::new(0);
+            pool.run(3, &|_| {
+                begun.fetch_add(1, Ordering::Relaxed);
+                while begun.load(Ordering::Relaxed) < 3 {
+                    std::thread::yield_now();
+                }
+            });
         }
     }
 

@@ -21,9 +21,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub struct Card {
     number: usize,
     description: Description,
-    context: Arc<Context>,
-    programs: Arc<Programs>,
+    // Before those who may hold the last handle of the context: it is gone with that.
     products: Arc<Products>,
+    programs: Arc<Programs>,
+    context: Arc<Context>,
 }
 
 impl Card {
@@ -132,6 +133,7 @@ fn fault_of(kernel: &'static str, record: &[u8]) -> Option<KernelError> {
 #[derive(Debug)]
 struct Cuda {
     number: usize,
+    shared_bytes_max: u32,
     num_threads: usize,
     programs: Arc<Programs>,
     cost: Mutex<Cost>,
@@ -158,6 +160,7 @@ impl Cuda {
         stream.clear(&mut noted)?;
         Ok(Cuda {
             number: card.number,
+            shared_bytes_max: card.description.shared_bytes_max,
             num_threads: settings.num_threads,
             programs: card.programs.clone(),
             cost: Mutex::default(),
@@ -175,7 +178,7 @@ impl Cuda {
     fn run(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
         let unsupported = || KernelError::Unsupported { kernel: kernel.name, device: "cuda" };
         let gpu = kernel.gpu.as_ref().ok_or_else(unsupported)?;
-        let mut plan = Plan::default();
+        let mut plan = Plan::new(self.shared_bytes_max);
         (gpu.plan)(launch, &mut plan)?;
         let memory = self.memory_now(launch);
         let scratch = plan.scratch_bytes().iter().map(|&bytes| memory.alloc(bytes));

@@ -1,5 +1,6 @@
 //! Stacks of products by cuBLASLt: how they are described to it, which algorithm it chooses for them (once), and the call.
-//! Sums are formed in f32 for f32 and narrower, never in TF32, and in f64 for f64.
+//! Sums are formed in f32 for f32 and narrower, and in f64 for f64; operands of f32 are rounded to TF32 only where a
+//! [`MatmulPrecision`] gives leave.
 
 use super::driver::Stream;
 use super::library::{Answer, BLAS, Library, Places, foreign};

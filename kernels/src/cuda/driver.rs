@@ -166,6 +166,7 @@ impl Driver {
             memory_bytes: bytes,
             capability: (major, minor),
             processors,
+            shared_bytes_max: attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32,
         })
     }
 
@@ -188,6 +189,8 @@ pub struct Description {
     pub capability: (i32, i32),
     /// Its multiprocessors.
     pub processors: i32,
+    /// Bytes of shared memory that a block can have.
+    pub shared_bytes_max: u32,
 }
 
 impl Description {

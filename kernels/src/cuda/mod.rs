@@ -1,5 +1,5 @@
 //! The back end for NVIDIA cards (feature `cuda`): libraries found at run time, kernels compiled at first use, and the
-//! driver behind types that keep its rules. Nothing of it has run on a card yet (`docs/gpu.md`).
+//! driver behind types that keep its rules. What of it has run on a card stands in `docs/gpu.md`.
 
 pub mod library;
 pub mod usage;

@@ -86,11 +86,12 @@ pub(crate) fn padded_dims<const N: usize>(dims: &[(usize, [usize; N])]) -> Padde
 }
 
 /// What a launch is made of: steps that run one after another, and memory that lives while they do.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     steps: Vec<Step>,
     scratch: Vec<usize>,
     allowance: f64,
+    shared_bytes_max: u32,
 }
 
 /// One step of a launch.
@@ -213,6 +214,18 @@ pub enum Ending {
 }
 
 impl Plan {
+    /// An empty plan for a card that gives a block so many bytes of shared memory at most.
+    #[must_use]
+    pub fn new(shared_bytes_max: u32) -> Plan {
+        Plan { steps: Vec::new(), scratch: Vec::new(), allowance: 0.0, shared_bytes_max }
+    }
+
+    /// The bytes of shared memory that a block has at most: 227 KiB on 9.0, 163 on 8.0, 99 on 8.6, 8.9 and 12.0.
+    #[must_use]
+    pub fn shared_bytes_max(&self) -> u32 {
+        self.shared_bytes_max
+    }
+
     /// Adds a grid; none without blocks.
     pub fn grid(&mut self, grid: Grid) {
         debug_assert!(grid.threads.is_multiple_of(32) && (1..=1024).contains(&grid.threads), "{grid:?}");

@@ -37,6 +37,17 @@ pub(crate) fn operands<'s, 'a, const I: usize, const O: usize>(
     (inputs, outputs.each_mut(), launch.scalars)
 }
 
+/// The operands of a launch whose contract names one more input, which may be missing.
+pub(crate) fn operands_and_last<'s, 'a, const I: usize, const O: usize>(
+    launch: &'s mut Launch<'a>,
+) -> (&'a [Arg<'a>; I], Option<&'a Arg<'a>>, [&'s mut ArgMut<'a>; O]) {
+    let split = launch.inputs.split_first_chunk();
+    let (inputs, last) = split.expect("a launch has the inputs of its contract");
+    let outputs: &mut [ArgMut<'_>; O] =
+        (&mut *launch.outputs).try_into().expect("a launch has the outputs of its contract");
+    (inputs, last.first(), outputs.each_mut())
+}
+
 /// Whether elements of a dtype are read as this type; truth values are bytes.
 pub(crate) fn holds<T: Element>(dtype: DType) -> bool {
     dtype == T::DTYPE || (dtype == DType::Bool && T::DTYPE == DType::U8)
@@ -167,18 +178,25 @@ pub(crate) fn sum_triples<T: Copy, U: Copy, V: Copy, R: Real>(
     fold(lanes, |a, b| a + b)
 }
 
-/// Adds up blocks of `out.len()` partial sums in order.
+/// Blocks that are added up before they meet the rest: an f32 that grows loses what is added to it.
+const BLOCKS_TOGETHER: usize = 64;
+
+/// Adds up blocks of `out.len()` partial sums: groups of them in order, then the groups.
 pub(crate) fn add_blocks<T: Float>(pool: &Pool, blocks: &[T::Acc], out: &mut [T]) {
     let width = out.len();
     pool.chunks(out, COLUMNS_PER_TASK, |i, out| {
-        let mut total = vec![T::Acc::ZERO; out.len()];
+        let [mut total, mut group] = [(); 2].map(|()| vec![T::Acc::ZERO; out.len()]);
         vectorized(
             #[inline(always)]
             || {
-                for block in blocks.chunks_exact(width) {
-                    for (total, part) in total.iter_mut().zip(&block[i * COLUMNS_PER_TASK..]) {
-                        *total += *part;
+                for blocks in blocks.chunks(BLOCKS_TOGETHER * width.max(1)) {
+                    group.fill(T::Acc::ZERO);
+                    for block in blocks.chunks_exact(width) {
+                        for (sum, part) in group.iter_mut().zip(&block[i * COLUMNS_PER_TASK..]) {
+                            *sum += *part;
+                        }
                     }
+                    total.iter_mut().zip(&group).for_each(|(total, sum)| *total += *sum);
                 }
             },
         );

@@ -61,17 +61,17 @@ impl Block {
     #[track_caller]
     #[must_use]
     pub fn attend(&self, x: &Var, past: Option<&mut Past>) -> Var {
-        let normed = self.ln_1.forward(x);
+        let (x, y) = self.ln_1.forward_beside(x);
         let x = if self.attn_drop.is_off(x.tape()) {
-            self.attn.attend_onto(&normed, past, x)
+            self.attn.attend_onto(&y, past, &x)
         } else {
-            x.add(&self.attn_drop.forward(&self.attn.attend(&normed, past)))
+            x.add(&self.attn_drop.forward(&self.attn.attend(&y, past)))
         };
-        let normed = self.ln_2.forward(&x);
+        let (x, y) = self.ln_2.forward_beside(&x);
         if self.mlp_drop.is_off(x.tape()) {
-            self.mlp.forward_onto(&normed, &x)
+            self.mlp.forward_onto(&y, &x)
         } else {
-            x.add(&self.mlp_drop.forward(&self.mlp.forward(&normed)))
+            x.add(&self.mlp_drop.forward(&self.mlp.forward(&y)))
         }
     }
 }

@@ -4,7 +4,7 @@ use crate::module;
 use crate::param::{Init, Param};
 use crate::point::Point;
 use shardgrad_autograd::Var;
-use shardgrad_tensor::Value;
+use shardgrad_tensor::{Residual, Value};
 
 module! {
     /// y = (x - mean) / sqrt(var + eps) * weight + bias over the last dim; mean and var are those of the row. Ba, Kiros
@@ -46,5 +46,16 @@ impl LayerNorm {
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
         self.out.at(&x.layer_norm(&self.weight.on(x), &self.bias.on(x), self.eps))
+    }
+
+    /// x, to which what is made of y is to be added, and y: `[.., d]` both. The norm then adds the gradient of the sum to its own.
+    ///
+    /// # Panics
+    /// As [`LayerNorm::forward`].
+    #[track_caller]
+    #[must_use]
+    pub fn forward_beside(&self, x: &Var) -> (Var, Var) {
+        let (x, y) = x.layer_norm_beside(&self.weight.on(x), &self.bias.on(x), self.eps);
+        (x, self.out.at(&y))
     }
 }

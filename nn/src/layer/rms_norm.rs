@@ -4,7 +4,7 @@ use crate::module;
 use crate::param::{Init, Param};
 use crate::point::Point;
 use shardgrad_autograd::Var;
-use shardgrad_tensor::Value;
+use shardgrad_tensor::{Residual, Value};
 
 module! {
     /// y = x / sqrt(mean(x^2) + eps) * weight over the last dim. Zhang and Sennrich, arXiv 1910.07467.
@@ -38,5 +38,16 @@ impl RmsNorm {
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
         self.out.at(&x.rms_norm(&self.weight.on(x), self.eps))
+    }
+
+    /// x, to which what is made of y is to be added, and y: `[.., d]` both. The norm then adds the gradient of the sum to its own.
+    ///
+    /// # Panics
+    /// As [`RmsNorm::forward`].
+    #[track_caller]
+    #[must_use]
+    pub fn forward_beside(&self, x: &Var) -> (Var, Var) {
+        let (x, y) = x.rms_norm_beside(&self.weight.on(x), self.eps);
+        (x, self.out.at(&y))
     }
 }

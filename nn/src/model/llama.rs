@@ -98,8 +98,10 @@ impl LlamaBlock {
     #[track_caller]
     #[must_use]
     pub fn attend(&self, x: &Var, past: Option<&mut Past>) -> Var {
-        let x = self.self_attn.attend_onto(&self.input_layernorm.forward(x), past, x);
-        self.mlp.forward_onto(&self.post_attention_layernorm.forward(&x), &x)
+        let (x, y) = self.input_layernorm.forward_beside(x);
+        let x = self.self_attn.attend_onto(&y, past, &x);
+        let (x, y) = self.post_attention_layernorm.forward_beside(&x);
+        self.mlp.forward_onto(&y, &x)
     }
 }
 

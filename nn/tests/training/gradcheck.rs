@@ -170,11 +170,25 @@ fn embedding() {
 }
 
 fn layer_norm() {
-    check("layer norm", || on(LayerNorm::new(5).eps(1e-3), &[&[2, 3, 5]], |m, x| m.forward(&x[0])));
+    let layer = || LayerNorm::new(5).eps(1e-3);
+    check("layer norm", || on(layer(), &[&[2, 3, 5]], |m, x| m.forward(&x[0])));
+    check("layer norm beside x", || {
+        on(layer(), &[&[2, 3, 5]], |m, x| {
+            let (x, y) = m.forward_beside(&x[0]);
+            x.mul(&y)
+        })
+    });
 }
 
 fn rms_norm() {
-    check("rms norm", || on(RmsNorm::new(5).eps(1e-3), &[&[2, 3, 5]], |m, x| m.forward(&x[0])));
+    let layer = || RmsNorm::new(5).eps(1e-3);
+    check("rms norm", || on(layer(), &[&[2, 3, 5]], |m, x| m.forward(&x[0])));
+    check("rms norm beside x", || {
+        on(layer(), &[&[2, 3, 5]], |m, x| {
+            let (x, y) = m.forward_beside(&x[0]);
+            x.mul(&y)
+        })
+    });
 }
 
 fn linear() {

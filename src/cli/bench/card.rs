@@ -185,6 +185,13 @@ fn rows() -> Vec<Case> {
             &[],
         ),
         Case::new(
+            "layer_norm gradient bf16, with a residual",
+            &layer_norm::BACKWARD,
+            [(BF16, x), (BF16, w), (F32, rows), (F32, rows), (BF16, x), (BF16, x)],
+            [(BF16, x), (BF16, w), (BF16, w)],
+            &[],
+        ),
+        Case::new(
             "rms_norm bf16",
             &rms_norm::FORWARD,
             [(BF16, x), (BF16, w)],
@@ -195,6 +202,13 @@ fn rows() -> Vec<Case> {
             "rms_norm gradient bf16",
             &rms_norm::BACKWARD,
             [(BF16, x), (BF16, w), (F32, rows), (BF16, x)],
+            [(BF16, x), (BF16, w)],
+            &[],
+        ),
+        Case::new(
+            "rms_norm gradient bf16, with a residual",
+            &rms_norm::BACKWARD,
+            [(BF16, x), (BF16, w), (F32, rows), (BF16, x), (BF16, x)],
             [(BF16, x), (BF16, w)],
             &[],
         ),

@@ -7,7 +7,7 @@ use crate::train::{Ahead, Measured, mean_loss, word};
 use shardgrad::nn::{LanguageModel, StepReport};
 use shardgrad::prelude::*;
 use shardgrad::tensor::control::world_sum;
-use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
+use std::panic::Location;
 use std::time::Instant;
 
 /// How the steps of a rank ended.
@@ -24,7 +24,7 @@ pub(super) struct Ended {
 /// The steps of one rank. What goes wrong on one of them and leaves good weights ends the run on all, at the same step.
 ///
 /// # Errors
-/// What leaves nothing to save: a first step that fails, an op, a lost rank.
+/// What ends the world: an op that fails, a lost rank; a first step that fails leaves nothing to save besides.
 pub(super) fn take_steps(
     trainer: &mut Trainer<'_, LanguageModel>,
     ahead: &Ahead<'_>,
@@ -126,19 +126,7 @@ fn held_out_loss(trainer: &Trainer<'_, LanguageModel>, job: &Job) -> Result<Opti
     let stop = || job.interrupt.requested();
     let part = |x: &[Tensor]| trainer.loss_part(x);
     let rows_max = job.recipe.batch / job.recipe.microbatches;
-    let measure = || mean_loss(trainer.rank(), &job.plan, windows, rows_max, stop, part).map(Some);
-    if trainer.rank().world().mesh().num_ranks() > 1 {
-        return measure();
-    }
-    // Nobody waits for a rank that is alone: whatever fails on it ends the measurement and no more.
-    let given_up = |why| Ok(Some(Measured::Abandoned(Some(why))));
-    match catch_unwind(AssertUnwindSafe(measure)) {
-        Ok(measured) => measured.or_else(given_up),
-        Err(payload) => match payload.downcast::<Error>() {
-            Ok(why) => given_up(*why),
-            Err(panic) => resume_unwind(panic),
-        },
-    }
+    mean_loss(trainer.rank(), &job.plan, windows, rows_max, stop, part).map(Some)
 }
 
 /// An error of a step that followed good ones, with what to do about it.

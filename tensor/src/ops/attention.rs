@@ -4,6 +4,7 @@
 //! of the same sequence (t = s) or continues one (t < s). With a window of w, the last w of these keys only.
 
 use super::{Case, Input};
+use crate::layout::Layout;
 use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float};
 use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
@@ -152,6 +153,10 @@ impl Op for Attention {
         Ok(SmallVec::from_slice(&[dtype, dtype.accumulator()]))
     }
 
+    fn volume(&self, tuples: usize, _: &[&Layout], _: &[Layout]) -> usize {
+        tuples
+    }
+
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         launch_grouped(local, &FORWARD, x, self.mask, |i| i == 0, |_| true)
     }
@@ -197,6 +202,11 @@ impl Op for JoinedAttention {
 
     fn signature(&self) -> &str {
         "b t! p! h c! -> b t! h c!, b t! h"
+    }
+
+    fn volume(&self, _: usize, args: &[&Layout], outputs: &[Layout]) -> usize {
+        // Keys are not among the labels.
+        outputs.first().map_or(0, Layout::numel).saturating_mul(args[0].extent(1))
     }
 
     fn num_saved(&self) -> usize {
@@ -307,6 +317,12 @@ mod tests {
                 assert_eq!(joined.to_host::<f32>()?, q.attention(&k, &v, causal).to_host::<f32>()?);
             }
             assert_eq!(JoinedAttention::of(&[2, 5, 2, 2, 4], true).unwrap_err().kind(), Kind::Shape);
+            let volume = |op: Rc<dyn Op>, args: &[&Tensor]| {
+                let args: Vec<&Layout> = args.iter().map(|x| x.layout()).collect();
+                crate::op::volume(&*op, rank, &args, &[q.layout().clone()])
+            };
+            let apart = volume(Attention::of(4, Mask::None), &[&q, &k, &v]);
+            assert_eq!(volume(JoinedAttention::of(&qkv.shape(), false)?, &[&qkv]), apart);
             Ok(())
         })
         .unwrap();

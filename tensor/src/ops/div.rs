@@ -13,7 +13,7 @@ use std::rc::Rc;
 
 /// Shapes and dtypes as [`Add`](super::add::Add).
 ///
-/// dx = g / y, dy = -g z / y; summed over the leading dims for the repeated argument. Linear in x only.
+/// dx = g / y, dy = -(g / y) z; summed over the leading dims for the repeated argument. Linear in x only.
 #[derive(Debug)]
 pub struct Div {
     shape: Broadcast,
@@ -63,7 +63,8 @@ impl Op for Div {
         cx.each(|i| {
             let cotangent = match i {
                 0 => div(&cx.grad(0), cx.input(1)),
-                _ => neg(&div(&mul(&cx.grad(0), cx.output(0)), cx.input(1))),
+                // (g / y) z, since g z may be more than 16 bits hold.
+                _ => neg(&mul(&div(&cx.grad(0), cx.input(1)), cx.output(0))),
             };
             self.shape.reduced(cotangent, i)
         })

@@ -5,6 +5,7 @@
 
 use super::labels::misuse;
 use super::{Case, Input};
+use crate::layout::Layout;
 use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
 use crate::piece::{Piece, View, launch_lent, read, written};
 use crate::signature::{Labels, Mark, Signature, Term};
@@ -229,6 +230,14 @@ impl Op for Einsum {
 
     fn keeps(&self) -> Keeps {
         Keeps { inputs: &[0, 1], outputs: &[] }
+    }
+
+    fn keeps_for(&self, wanted: &[bool]) -> Keeps {
+        Keeps::of_product(wanted)
+    }
+
+    fn volume(&self, tuples: usize, _: &[&Layout], _: &[Layout]) -> usize {
+        tuples
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {

@@ -1,6 +1,7 @@
 //! y_n = row index_n of a table.
 
 use super::{Case, Input};
+use crate::layout::Layout;
 use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float};
 use crate::piece::Piece;
 use crate::tensor::Tensor;
@@ -60,6 +61,11 @@ impl Op for Embedding {
     fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
         check_index(inputs[1])?;
         Ok(SmallVec::from_slice(&[common_float(&inputs[..1])?]))
+    }
+
+    fn volume(&self, _: usize, _: &[&Layout], outputs: &[Layout]) -> usize {
+        // Not the table, of which it reads as much.
+        outputs[0].numel()
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {

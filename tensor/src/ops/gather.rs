@@ -145,6 +145,11 @@ impl Op for Gather {
         Ok(inputs[..1].into())
     }
 
+    fn volume(&self, _: usize, _: &[&Layout], outputs: &[Layout]) -> usize {
+        // Not the table, of which it reads as much.
+        outputs[0].numel()
+    }
+
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         run(local, &GATHER, x, self.dim, self.is_shared)
     }
@@ -226,6 +231,7 @@ pub(super) fn cases() -> Vec<Case> {
         gather(1, real(&[5, 3]), index(&[0], 3)),
         gather(1, real(&[2, 7, 3]), index(&[2, 5, 3], 7)),
         gather(0, real(&[7]), index(&[5], 7)),
+        gather(0, Input::truth(&[7, 2]), index(&[5], 7)),
         scatter(1, 4, real(&[2, 5, 3]), index(&[5], 4)),
         scatter(0, 3, index(&[5, 2], 9), index(&[5], 3)),
         scatter(1, 4, real(&[2, 5, 3]), index(&[2, 5, 3], 4)),

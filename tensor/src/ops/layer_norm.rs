@@ -2,29 +2,65 @@
 
 use super::{Case, Input};
 use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float};
-use crate::piece::Piece;
+use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::layer_norm::{BACKWARD, FORWARD};
-use shardgrad_kernels::{DType, Scalar};
+use shardgrad_kernels::{DType, Kernel, Scalar};
 use smallvec::SmallVec;
 use std::rc::Rc;
 
 /// `..m d!, d!, d! -> ..m d!` on x, w and b, with mean and rstd (`..m`, in the accumulator) kept for the backward.
-/// One float dtype. The last dim must be whole.
+/// One float dtype. The last dim must be whole. With a residual x itself, the same memory, is the second result.
 ///
 /// With h = (x - mean) rstd and u = g w: dx = rstd (u - mean(u) - h mean(u h)), dw = sum of g h, db = sum of g over the
 /// rows: both pending over what splits the rows. The backward is one kernel for all three, so a pending w or b is
-/// completed, although y is linear in the two.
+/// completed, although y is linear in the two. It adds the cotangent of the residual to dx.
 #[derive(Debug)]
 pub struct LayerNorm {
     /// Added to the variance.
     pub eps: f64,
+    /// Whether x is a result too, to which what is made of y is added later.
+    pub has_residual: bool,
 }
 
-/// All three cotangents, linear in g.
+/// All three cotangents, linear in g and, together with it, in the cotangent of the residual if there is one.
 #[derive(Debug)]
-struct LayerNormBackward;
+struct LayerNormBackward {
+    has_residual: bool,
+}
+
+/// Where the residual is among the results of a norm that has one: behind y.
+const RESIDUAL: usize = 1;
+
+/// The results of a norm: what its kernel writes and, if there is a residual, x as it is.
+pub(super) fn normalized(
+    local: &Local<'_>,
+    kernel: &Kernel,
+    x: &[&Piece],
+    (eps, has_residual): (f64, bool),
+) -> Result<Pieces> {
+    let inputs = local.contiguous(x)?;
+    let written = (0..local.inference.outputs.len()).filter(|i| !(has_residual && *i == RESIDUAL));
+    let mut outputs: Pieces = written.map(|i| local.output(i)).collect::<Result<_>>()?;
+    let inputs: SmallVec<[&Piece; 3]> = inputs.iter().collect();
+    launch(
+        local.rank,
+        kernel,
+        &inputs,
+        &mut outputs.iter_mut().collect::<SmallVec<[_; 3]>>(),
+        &[Scalar::Real(eps)],
+    )?;
+    if has_residual {
+        outputs.insert(RESIDUAL, x[0].clone());
+    }
+    Ok(outputs)
+}
+
+/// The cotangent of the residual, if there is one that somebody asks for.
+pub(super) fn beside<'a>(cx: &'a Vjp<'_>) -> Option<&'a Tensor> {
+    cx.grads.get(RESIDUAL)?.as_ref().filter(|_| cx.wanted[0])
+}
 
 impl Op for LayerNorm {
     fn name(&self) -> &'static str {
@@ -32,7 +68,10 @@ impl Op for LayerNorm {
     }
 
     fn signature(&self) -> &str {
-        "..m d!, d!, d! -> ..m d!, ..m, ..m"
+        match self.has_residual {
+            false => "..m d!, d!, d! -> ..m d!, ..m, ..m",
+            true => "..m d!, d!, d! -> ..m d!, ..m d!, ..m, ..m",
+        }
     }
 
     fn num_saved(&self) -> usize {
@@ -40,22 +79,26 @@ impl Op for LayerNorm {
     }
 
     fn keeps(&self) -> Keeps {
-        Keeps { inputs: &[0, 1], outputs: &[1, 2] }
+        Keeps { inputs: &[0, 1], outputs: if self.has_residual { &[2, 3] } else { &[1, 2] } }
     }
 
-    fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
+    fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
         let dtype = common_float(inputs)?;
-        Ok(SmallVec::from_slice(&[dtype, dtype.accumulator(), dtype.accumulator()]))
+        let saved = |i: usize| i + self.num_saved() >= num_outputs;
+        Ok((0..num_outputs).map(|i| if saved(i) { dtype.accumulator() } else { dtype }).collect())
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
-        let x = local.contiguous(x)?;
-        local.launch(&FORWARD, &[&x[0], &x[1], &x[2]], &[Scalar::Real(self.eps)])
+        normalized(local, &FORWARD, x, (self.eps, self.has_residual))
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let args = [cx.input(0), cx.input(1), cx.output(1), cx.output(2), &cx.grad(0)];
-        let grads = Tensor::results(Rc::new(LayerNormBackward), &args);
+        let (g, residual) = (cx.grad(0), beside(cx));
+        let [mean, rstd] = self.keeps().outputs else { unreachable!("two outputs are kept") };
+        let mut args = vec![cx.input(0), cx.input(1), cx.output(*mean), cx.output(*rstd), &g];
+        args.extend(residual);
+        let op = LayerNormBackward { has_residual: residual.is_some() };
+        let grads = Tensor::results(Rc::new(op), &args);
         cx.each(|i| grads[i].clone())
     }
 }
@@ -66,11 +109,14 @@ impl Op for LayerNormBackward {
     }
 
     fn signature(&self) -> &str {
-        "..m d!, d!, ..m, ..m, ..m d! -> ..m d!, d!, d!"
+        match self.has_residual {
+            false => "..m d!, d!, ..m, ..m, ..m d! -> ..m d!, d!, d!",
+            true => "..m d!, d!, ..m, ..m, ..m d!, ..m d! -> ..m d!, d!, d!",
+        }
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
-        &[&[4]]
+        if self.has_residual { &[&[4, 5]] } else { &[&[4]] }
     }
 
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
@@ -79,22 +125,25 @@ impl Op for LayerNormBackward {
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let x = local.contiguous(x)?;
-        local.launch(&BACKWARD, &[&x[0], &x[1], &x[2], &x[3], &x[4]], &[])
+        local.launch(&BACKWARD, &x.iter().collect::<SmallVec<[_; 6]>>(), &[])
     }
 }
 
 pub(super) fn cases() -> Vec<Case> {
     let real = Input::real;
-    let op = Rc::new(LayerNorm { eps: 0.5 });
+    let op = |has_residual| Rc::new(LayerNorm { eps: 0.5, has_residual });
     vec![
-        Case::new(op.clone(), vec![real(&[5, 8]), real(&[8]), real(&[8])]),
-        Case::new(op, vec![real(&[2, 3, 4]), real(&[4]), real(&[4])]),
+        Case::new(op(false), vec![real(&[5, 8]), real(&[8]), real(&[8])]),
+        Case::new(op(false), vec![real(&[2, 3, 4]), real(&[4]), real(&[4])]),
+        Case::new(op(true), vec![real(&[5, 8]), real(&[8]), real(&[8])]),
+        Case::new(op(true), vec![real(&[2, 3, 4]), real(&[4]), real(&[4])]),
     ]
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::residual::Residual;
     use crate::value::Value;
     use shardgrad_dist::{Mesh, World};
 
@@ -106,6 +155,9 @@ mod tests {
             let w = Tensor::from_host(rank, &[4], &[1.0f64, 2.0, 3.0, 4.0])?;
             let b = Tensor::from_host(rank, &[4], &[10.0f64, 20.0, 30.0, 40.0])?;
             assert_eq!(x.layer_norm(&w, &b, 0.5).to_host::<f64>()?, [9.0, 19.0, 30.0, 46.0]);
+            let (same, y) = x.layer_norm_beside(&w, &b, 0.5);
+            assert_eq!(same.piece().buffer.address(), x.piece().buffer.address(), "no copy");
+            assert_eq!(y.to_host::<f64>()?, [9.0, 19.0, 30.0, 46.0]);
             Ok(())
         })
         .unwrap();

@@ -1,6 +1,7 @@
 //! y = x w + b in one go, or with the residual around it: a layer that no rank holds a part of the sum of.
 
 use super::{Case, Input};
+use crate::layout::Layout;
 use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
 use crate::ops::einsum::Einsum;
 use crate::piece::{Piece, launch};
@@ -156,6 +157,14 @@ impl Op for Linear {
 
     fn keeps(&self) -> Keeps {
         Keeps { inputs: &[0, 1], outputs: &[] }
+    }
+
+    fn keeps_for(&self, wanted: &[bool]) -> Keeps {
+        Keeps::of_product(wanted)
+    }
+
+    fn volume(&self, tuples: usize, _: &[&Layout], _: &[Layout]) -> usize {
+        tuples
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {

@@ -2,6 +2,7 @@
 
 use super::linear::{as_matrix, gradients, line, matrix, product, turned};
 use super::{Case, Input};
+use crate::layout::Layout;
 use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
 use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
@@ -53,6 +54,12 @@ impl Op for Mlp {
 
     fn keeps(&self) -> Keeps {
         Keeps { inputs: &[0, 1, 3], outputs: &[1, 2] }
+    }
+
+    fn volume(&self, _: usize, args: &[&Layout], outputs: &[Layout]) -> usize {
+        let hidden = outputs.get(1).map_or(0, Layout::numel);
+        let [x, w2] = [0, 3].map(|i| args[i].shape().last().copied().unwrap_or(1));
+        hidden.saturating_mul(x + w2)
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
@@ -136,8 +143,13 @@ pub(super) fn cases() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::op;
+    use crate::ops::embedding::Embedding;
+    use crate::ops::layer_norm::LayerNorm;
+    use crate::ops::linear::Linear;
     use crate::value::Value;
     use shardgrad_dist::{Mesh, World};
+    use shardgrad_kernels::DType;
 
     #[test]
     fn far_from_zero_by_hand() {
@@ -156,6 +168,35 @@ mod tests {
             assert_eq!(both.to_host::<f64>()?, [39.5, 60.0]);
             let one = Tensor::apply_one(onto(false), &[&x, &w1, &b1, &w2, &r]);
             assert_eq!(one.to_host::<f64>()?, [40.5, 59.0]);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn volumes_by_hand() {
+        World::run(Mesh::single(), |rank| {
+            let layout = |shape: &[usize]| Layout::invariant(rank.mesh(), DType::F32, shape);
+            let volume = |op: &dyn Op, args: &[&[usize]], outputs: &[&[usize]]| {
+                let [args, outputs] =
+                    [args, outputs].map(|s| s.iter().map(|s| layout(s)).collect::<Vec<_>>());
+                op::volume(op, rank, &args.iter().collect::<Vec<_>>(), &outputs)
+            };
+            let of_mlp: [&[usize]; 4] = [&[2, 3, 4], &[4, 16], &[16], &[16, 5]];
+            let mlp = Mlp { has_last_bias: false, has_residual: false };
+            // Six rows of 16 hidden units, to each of which 4 units lead, and from which it leads to 5.
+            assert_eq!(volume(&mlp, &of_mlp, &[&[2, 3, 5], &[2, 3, 16], &[2, 3, 16]]), 6 * 16 * 9);
+            assert_eq!(volume(&Linear::new(1, 1), &[&[2, 3, 4], &[4, 5], &[5]], &[&[2, 3, 5]]), 6 * 4 * 5);
+            let rows: [&[usize]; 2] = [&[50_000, 8], &[2, 3]];
+            assert_eq!(volume(&Embedding, &rows, &[&[2, 3, 8]]), 48, "the table is not read as a whole");
+            assert_eq!(
+                volume(
+                    &LayerNorm { eps: 1.0, has_residual: false },
+                    &[&[6, 8], &[8], &[8]],
+                    &[&[6, 8], &[6], &[6]]
+                ),
+                48
+            );
             Ok(())
         })
         .unwrap();

@@ -53,6 +53,10 @@ impl Op for Mul {
         Keeps { inputs: &[0, 1], outputs: &[] }
     }
 
+    fn keeps_for(&self, wanted: &[bool]) -> Keeps {
+        Keeps::of_product(wanted)
+    }
+
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         Broadcast::launch(local, &MUL, x, &[])
     }

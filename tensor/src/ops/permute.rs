@@ -89,6 +89,7 @@ mod tests {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2, 3], &[1i64, 2, 3, 4, 5, 6])?;
             assert_eq!(x.transpose(0, 1).to_host::<i64>()?, [1, 4, 2, 5, 3, 6]);
+            assert_eq!(x.transpose(1, 0).to_host::<i64>()?, [1, 4, 2, 5, 3, 6]);
             assert_eq!(x.permute(&[1, 0]).permute(&[1, 0]).to_host::<i64>()?, [1, 2, 3, 4, 5, 6]);
             Ok(())
         })

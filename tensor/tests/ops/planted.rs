@@ -156,11 +156,8 @@ fn norm_whose_weight_cotangent_is_not_pending() -> Vec<Case> {
         });
         cotangents
     };
-    Broken { tamper: Some(tamper), ..Broken::of(Rc::new(LayerNorm { eps: 1.0 })) }.on(vec![
-        Input::real(&[5, 4]),
-        Input::real(&[4]),
-        Input::real(&[4]),
-    ])
+    Broken { tamper: Some(tamper), ..Broken::of(Rc::new(LayerNorm { eps: 1.0, has_residual: false })) }
+        .on(vec![Input::real(&[5, 4]), Input::real(&[4]), Input::real(&[4])])
 }
 
 fn max_that_is_not_completed() -> Vec<Case> {
@@ -263,6 +260,15 @@ fn one_macro_checks_an_op_from_outside() {
         [Input::real(&[5, 4])]
     );
     assert!(wrong.unwrap_err().to_string().contains("instead of"));
+    let tamper: Tamper = |_, mut cotangents| {
+        cotangents[1] = None;
+        cotangents
+    };
+    let forgets = check_op!(
+        Rc::new(Broken { tamper: Some(tamper), ..Broken::of(Add::of(1, 1)) }),
+        [Input::real(&[5]), Input::real(&[5])]
+    );
+    assert!(forgets.unwrap_err().to_string().contains("gives no cotangent of argument 1"));
     let fixed = check_op!(Rc::new(Broken::of(Rc::new(Silu))), [Input::real(&[3])], fixed).unwrap();
     assert!(fixed.accepted > 40 && fixed.refused == 0, "{fixed:?}");
 }

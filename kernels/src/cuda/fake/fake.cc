@@ -181,7 +181,7 @@ API int cuDeviceGet(int *device, int card) { return *device = card, card == 0 ? 
 API int cuDeviceGetName(char *name, int bytes, int) { return snprintf(name, bytes, "fake card"), 0; }
 API int cuDeviceTotalMem_v2(size_t *bytes, int) { return *bytes = card_bytes(), 0; }
 API int cuDeviceGetAttribute(int *value, int which, int) {
-    *value = which == 75 ? (is("old-card") ? 7 : 9) : which == 76 ? 0 : which == 16 ? 132 : 0;
+    *value = which == 75 ? (is("old-card") ? 7 : 9) : which == 76 ? 0 : which == 16 ? 132 : which == 97 ? 227 << 10 : 0;
     return 0;
 }
 API int cuDevicePrimaryCtxRetain(void **context, int) { return *context = &lock, 0; }

@@ -10,6 +10,8 @@ use std::path::Path;
 
 /// The oldest architecture that is supported, and the one that kernels are tuned for, with their bytes of shared memory.
 const ARCHITECTURES: [(&str, u32); 2] = [("sm_80", 163 << 10), ("sm_90a", 227 << 10)];
+/// The same of cards with little of it, for what is planned for them.
+const SMALL: (&str, u32) = ("sm_89", 99 << 10);
 /// Registers of a multiprocessor, and how many a warp takes at a time.
 const REGISTERS: u32 = 65_536;
 const REGISTERS_AT_ONCE: u32 = 256;
@@ -24,10 +26,16 @@ pub(super) fn compiler_is_found() -> bool {
 }
 
 /// Compiles the program of a grid for each architecture, once; a mark in `folder` says that it is done.
-pub(super) fn check(kernel: &'static str, grid: &Grid, text: &str, folder: &Path) -> Result<(), String> {
+pub(super) fn check(
+    kernel: &'static str,
+    grid: &Grid,
+    text: &str,
+    folder: &Path,
+    shared_bytes_max: u32,
+) -> Result<(), String> {
     let is_full = std::env::var("SHARDGRAD_CARDS").is_ok_and(|v| v == "all");
     let mut hasher = DefaultHasher::new();
-    (text, grid.entry, grid.threads, grid.shared_bytes, is_full).hash(&mut hasher);
+    (text, grid.entry, grid.threads, grid.shared_bytes, is_full, shared_bytes_max).hash(&mut hasher);
     let mark = folder.join(format!("{:016x}.fits", hasher.finish()));
     if mark.exists() {
         return Ok(());
@@ -35,7 +43,11 @@ pub(super) fn check(kernel: &'static str, grid: &Grid, text: &str, folder: &Path
     let places = Places { cache: Some(folder.to_path_buf()), ..Places::from_env() };
     let Ok(compiler) = Compiler::open(&places) else { return Ok(()) };
     let mut found = String::new();
-    let architectures = if is_full || is_common(grid) { &ARCHITECTURES[..] } else { &ARCHITECTURES[1..] };
+    let architectures = match () {
+        () if shared_bytes_max <= SMALL.1 => &[SMALL][..],
+        () if is_full || is_common(grid) => &ARCHITECTURES[..],
+        () => &ARCHITECTURES[1..],
+    };
     for &(architecture, shared_bytes) in architectures {
         let compiled =
             compiler.compile(&Program { kernel, text }, architecture).map_err(|e| e.to_string())?;

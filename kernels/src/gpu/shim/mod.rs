@@ -107,22 +107,54 @@ const FAULT_BYTES: usize = 32;
 /// Makes the plan of a launch and runs it. The error is what the plan, the compiler, the shim or the guards say, or that
 /// an index points outside. Gives the allowance of the plan.
 pub(crate) fn run(kernel: &Kernel, launch: &mut Launch<'_>, order: u64) -> Result<f64, String> {
+    run_planned(kernel, &plan(kernel, launch, SHARED_BYTES_MAX)?, launch, order)
+}
+
+/// As [`run`], as the kernel is planned for cards with little shared memory; none where that is no other plan.
+pub(crate) fn run_on_small_card(
+    kernel: &Kernel,
+    launch: &mut Launch<'_>,
+    order: u64,
+) -> Option<Result<f64, String>> {
+    let [large, small] = [SHARED_BYTES_MAX, SHARED_BYTES_MIN].map(|max| plan(kernel, launch, max));
+    let small = small.ok().filter(|small| large.is_ok_and(|large| large != *small))?;
+    Some(run_planned(kernel, &small, launch, order))
+}
+
+/// What a block has at most on the cards that have most, and on those of 8.6, 8.9 and 12.0.
+const SHARED_BYTES_MAX: u32 = 227 << 10;
+const SHARED_BYTES_MIN: u32 = 99 << 10;
+
+fn plan(kernel: &Kernel, launch: &Launch<'_>, shared_bytes_max: u32) -> Result<Plan, String> {
     let gpu = kernel.gpu.as_ref().expect("only kernels with a plan are run");
-    let mut plan = Plan::default();
+    let mut plan = Plan::new(shared_bytes_max);
     (gpu.plan)(launch, &mut plan).map_err(|e| e.to_string())?;
+    let most =
+        plan.steps().iter().map(|step| if let Step::Grid(grid) = step { grid.shared_bytes } else { 0 }).max();
+    match most.filter(|bytes| *bytes > shared_bytes_max) {
+        Some(bytes) => {
+            Err(format!("a block takes {bytes} bytes of shared memory where it has {shared_bytes_max}"))
+        }
+        None => Ok(plan),
+    }
+}
+
+fn run_planned(kernel: &Kernel, plan: &Plan, launch: &mut Launch<'_>, order: u64) -> Result<f64, String> {
+    let gpu = kernel.gpu.as_ref().expect("only kernels with a plan are run");
     let mut memory = Memory {
         inputs: launch.inputs.iter().map(|x| Guarded::copy_of(x.buffer.as_slice::<u8>())).collect(),
         outputs: launch.outputs.iter().map(|y| Guarded::copy_of(y.buffer.as_slice::<u8>())).collect(),
         scratch: plan.scratch_bytes().iter().map(|&bytes| Guarded::stale(bytes)).collect(),
         fault: Guarded::copy_of(&[0; FAULT_BYTES]),
     };
-    let entries = entries(&plan, gpu.source);
+    let entries = entries(plan, gpu.source);
     for step in plan.steps() {
         match step {
             Step::Grid(grid) => {
                 let body = grid.body(gpu.source);
                 let library = build::library(&body, &entries[&body])?;
-                cards::check(kernel.name, grid, &grid.program(gpu.source), &build::folder()?)?;
+                let text = grid.program(gpu.source);
+                cards::check(kernel.name, grid, &text, &build::folder()?, plan.shared_bytes_max())?;
                 run_grid(grid, launch, &mut memory, &library, order)
                     .map_err(|e| format!("{} {:?}: {e}", grid.entry, grid.defines))?;
             }

@@ -82,15 +82,14 @@ struct Description<'a> {
     shape: &'a GridArg,
 }
 
-/// Whether 16 bytes of a row can be read at once: channels side by side, rows and heads at multiples of 8, so close that
-/// 32 bits count the bytes of 16 rows.
+/// Whether 16 bytes of a row can be read at once: channels side by side, all else at multiples of 8, and rows (the dims after
+/// sequences and after heads of keys) so close that 32 bits count the bytes of 16 of them.
 fn is_vector(arg: &Arg<'_>) -> bool {
     let (&inner, outer) = arg.view.strides.split_last().expect("heads have channels");
     let extents = &arg.view.shape;
-    let apart = outer
-        .iter()
-        .zip(extents)
-        .all(|(step, &extent)| extent <= 1 || (step.is_multiple_of(8) && *step < 1 << 26));
+    let apart = outer.iter().zip(extents).enumerate().all(|(d, (step, &extent))| {
+        extent <= 1 || (step.is_multiple_of(8) && (d % 2 == 0 || *step < 1 << 26))
+    });
     inner == 1 && apart && arg.view.offset.is_multiple_of(8) && extents[outer.len()].is_multiple_of(8)
 }
 
@@ -209,18 +208,36 @@ pub(super) fn backward(kernel: &Kernel, launch: &Launch<'_>, plan: &mut Plan) ->
         defines.push(("JOINED", "1".into()));
     }
     let [dq, dk, dv] = if is_joined { [0; 3] } else { [0, 1, 2] };
+    let step = back_rows(way, dtype, plan.shared_bytes_max());
+    if matches!(way, Way::Tiles(_)) {
+        defines.push(("BACK_ROWS", step.to_string().into()));
+    }
     let it = Description { problem, dtype, way, defines, shape: &shape };
     let rows = problem.t * problem.r;
     let padded = rows.next_multiple_of(PADDING);
     let bytes = problem.b * problem.g * padded * dtype.accumulator().size();
     let numbers = [plan.scratch(bytes), plan.scratch(bytes)];
     plan.grid(it.deltas(&numbers, padded));
-    plan.grid(it.keys_back(&numbers, &[dk, dv], padded));
+    plan.grid(it.keys_back(&numbers, &[dk, dv], padded, step));
     plan.grid(it.queries_back(&numbers, &[dq], padded));
     if matches!(way, Way::Tiles(_)) {
         plan.allow(ALLOWANCE);
     }
     Ok(())
+}
+
+/// Rows that `keys_back` takes at a time: with heads of 128 channels 64 where a block has as much memory.
+fn back_rows(way: Way, dtype: DType, shared_bytes_max: u32) -> usize {
+    match way {
+        Way::Plain(_) => 0,
+        Way::Tiles(head) if head > 64 && keys_back_bytes(way, dtype, 64) <= shared_bytes_max => 64,
+        Way::Tiles(_) => 32,
+    }
+}
+
+/// 128 keys of k and v, two tiles of `step` rows of q and d_out, two of lse and delta.
+fn keys_back_bytes(way: Way, dtype: DType, step: usize) -> u32 {
+    way.shared_bytes(dtype, 4 * BLOCK + 8 * step, 16 * step)
 }
 
 impl Description<'_> {
@@ -245,14 +262,13 @@ impl Description<'_> {
         grid.args.push(GridArg::I32(padded as i32));
     }
 
-    fn keys_back(&self, numbers: &[GridArg; 2], outputs: &[usize], padded: usize) -> Grid {
-        // 128 keys of k and v, two tiles of q and d_out, two of lse and delta.
-        let (entry, threads, step) = match self.way {
-            Way::Tiles(64) => ("keys_back", 128, 32),
-            Way::Tiles(_) => ("keys_back", 256, 64),
-            Way::Plain(_) => ("keys_back_plain", 128, 0),
+    fn keys_back(&self, numbers: &[GridArg; 2], outputs: &[usize], padded: usize, step: usize) -> Grid {
+        let (entry, threads) = match self.way {
+            Way::Tiles(64) => ("keys_back", 128),
+            Way::Tiles(_) => ("keys_back", 256),
+            Way::Plain(_) => ("keys_back_plain", 128),
         };
-        let shared_bytes = self.way.shared_bytes(self.dtype, 4 * BLOCK + 8 * step, 16 * step);
+        let shared_bytes = keys_back_bytes(self.way, self.dtype, step);
         let mut grid = self.grid(entry, self.problem.s, threads, shared_bytes);
         self.operands(&mut grid, numbers, outputs, padded);
         grid

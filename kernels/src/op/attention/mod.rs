@@ -29,7 +29,7 @@ const ALLOWANCE: f64 = 4.0;
 /// - out: o `(b, t, g, r, c)` like q, contiguous; lse `(b, t, g, r)` in the accumulator of q, contiguous
 /// - scalars: Real scale, Int causal (0 or 1), Int t_start, Int window (0 for none; only if causal)
 ///
-/// No t by s matrix is formed. Keys are taken in tiles that start at multiples of 64, so a row's bits depend on
+/// No t by s matrix is formed. Keys are taken in tiles that start at multiples of 64 (of 32 by plain arithmetic on a GPU), so a row's bits depend on
 /// its own query, its keys and its place only. On a GPU 16-bit heads of up to 128 channels go through tensor cores,
 /// which get probabilities rounded to 16 bits, as do dot products of bf16 on a CPU that has them; that may
 /// cost four units in the last place of the output's dtype at its largest magnitude. Counted: 4 c operations per visible pair of query and key.

@@ -41,7 +41,31 @@ impl Case<'_> {
                 return Err("GPU source: other bits in another order of threads".to_string());
             }
         }
+        self.verify_on_small_card(tested, inputs, outputs, exact)?;
         self.verify_on_card(tested, inputs, outputs, exact, allowed)
+    }
+
+    /// So does it as it is planned for cards with little shared memory.
+    #[cfg(feature = "cuda")]
+    fn verify_on_small_card(
+        &self,
+        tested: DType,
+        inputs: &[Operand],
+        outputs: &[Operand],
+        exact: &[Vec<f64>],
+    ) -> Result<(), String> {
+        let allowance = Cell::new(None);
+        let code = |launch: &mut Launch<'_>| {
+            if let Some(done) = shim::run_on_small_card(self.kernel, launch, shim::ORDERS[0]) {
+                allowance.set(Some(done?));
+            }
+            Ok(())
+        };
+        let got = self.launch_by(&code, tested, inputs, outputs).map_err(|e| format!("small card: {e}"))?;
+        match allowance.get() {
+            Some(allowed) => self.compare("GPU source on a small card", tested, &got, exact, allowed),
+            None => Ok(()),
+        }
     }
 
     /// A card agrees too, where one was asked for.

@@ -44,7 +44,7 @@ pointwise! {
     /// y = the nearest integer, the even one of two.
     ROUND "round" 1 0.0 |[x], _| x.round_even();
     /// y = x^c: 1 for c = 0, not a number for x < 0 and fractions c; scalars: \[Real c\].
-    POW_SCALAR "pow_scalar" 1 8.0 |[x], [c, _]| x.pow(c);
+    POW_SCALAR "pow_scalar" 1 64.0 |[x], [c, _]| x.pow(c);
     /// y = a where x < a, b where x > b, else x; scalars: \[Real a, Real b\], a <= b.
     CLAMP "clamp" 2 1.0 |[x], [a, b]| choose(x < a, a, choose(x > b, b, x));
 

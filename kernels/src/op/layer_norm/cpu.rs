@@ -7,7 +7,8 @@ use crate::error::KernelError;
 use crate::kernel::Launch;
 use crate::match_float;
 use crate::op::rows::{
-    ROWS_PER_SUM, add_blocks, operands, read, rows_per_task, sum, sum_pairs, sum_triples, width, write,
+    ROWS_PER_SUM, add_blocks, operands, operands_and_last, read, rows_per_task, sum, sum_pairs, sum_triples,
+    width, write,
 };
 
 pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
@@ -49,7 +50,7 @@ fn forward_row<T: Float>(x: &[T], w: &[T], b: &[T], eps: T::Acc, y: &mut [T]) ->
 }
 
 pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
-    let ([x, w, mean, rstd, dy], [dx, dw, db], _) = operands(launch);
+    let ([x, w, mean, rstd, dy], r, [dx, dw, db]) = operands_and_last(launch);
     let d = width(x);
     if d == 0 {
         return Ok(());
@@ -57,7 +58,7 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
     match_float!(x.dtype, T => {
         type Acc = <T as Float>::Acc;
         let (x, w, dy, dx) = (read::<T>(x), read::<T>(w), read::<T>(dy), write::<T>(dx));
-        let (mean, rstd) = (read::<Acc>(mean), read::<Acc>(rstd));
+        let (mean, rstd, r) = (read::<Acc>(mean), read::<Acc>(rstd), r.map(read::<T>));
         let task = ROWS_PER_SUM * d;
         let num_blocks = dx.len().div_ceil(task);
         let (mut dw_blocks, mut db_blocks) = (vec![Acc::ZERO; num_blocks * d], vec![Acc::ZERO; num_blocks * d]);
@@ -67,10 +68,12 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
             let (dx, (dw, db)) = &mut part[0];
             let (x, dy) = (&x[i * task..][..dx.len()], &dy[i * task..][..dx.len()]);
             let (mean, rstd) = (&mean[i * ROWS_PER_SUM..], &rstd[i * ROWS_PER_SUM..]);
+            let r = r.map(|r| &r[i * task..]);
             vectorized(#[inline(always)] || {
                 for (row, dx) in dx.chunks_exact_mut(d).enumerate() {
                     let (x, dy) = (&x[row * d..][..d], &dy[row * d..][..d]);
-                    backward_row((x, w, dy), (mean[row], rstd[row]), dx, (&mut *dw, &mut *db));
+                    let r = r.map(|r| &r[row * d..][..d]);
+                    backward_row((x, w, dy), (mean[row], rstd[row]), (dx, r), (&mut *dw, &mut *db));
                 }
             });
         });
@@ -84,7 +87,7 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
 fn backward_row<T: Float>(
     (x, w, dy): (&[T], &[T], &[T]),
     (mean, rstd): (T::Acc, T::Acc),
-    dx: &mut [T],
+    (dx, r): (&mut [T], Option<&[T]>),
     (dw, db): (&mut [T::Acc], &mut [T::Acc]),
 ) {
     for (((dw, db), x), dy) in dw.iter_mut().zip(db.iter_mut()).zip(x).zip(dy) {
@@ -95,8 +98,21 @@ fn backward_row<T: Float>(
     let g_mean = sum_pairs(dy, w, |dy, w| dy.widen() * w.widen()) / count;
     let gh_mean =
         sum_triples(dy, w, x, |dy, w, x| dy.widen() * w.widen() * ((x.widen() - mean) * rstd)) / count;
-    for (((dx, x), w), dy) in dx.iter_mut().zip(x).zip(w).zip(dy) {
+    let slope = |x: &T, w: &T, dy: &T| {
         let h = (x.widen() - mean) * rstd;
-        *dx = T::narrow(rstd * (dy.widen() * w.widen() - g_mean - h * gh_mean));
+        rstd * (dy.widen() * w.widen() - g_mean - h * gh_mean)
+    };
+    let places = dx.iter_mut().zip(x).zip(w).zip(dy);
+    match r {
+        None => {
+            for (((dx, x), w), dy) in places {
+                *dx = T::narrow(slope(x, w, dy));
+            }
+        }
+        Some(r) => {
+            for ((((dx, x), w), dy), r) in places.zip(r) {
+                *dx = T::narrow(slope(x, w, dy) + r.widen());
+            }
+        }
     }
 }

@@ -1,11 +1,16 @@
 // Layer normalisation (CENTRED) and root-mean-square normalisation. Sums over rows: a block (each of its warps, for short rows)
 // adds up a run of rows, each thread its own columns; `add_parts` adds up what the blocks found. BLOCKS of those of the gradient
-// fit a multiprocessor.
+// fit a multiprocessor; it adds (ADDS) what x has from elsewhere to the gradient of x.
 
 #if CENTRED
 #define CENTRE(...) __VA_ARGS__
 #else
 #define CENTRE(...)
+#endif
+#if ADDS
+#define ADDEND(...) __VA_ARGS__
+#else
+#define ADDEND(...)
 #endif
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
@@ -113,7 +118,7 @@ __device__ __forceinline__ void sum_pair(ACC &a, ACC &b, int row) {
 
 // Each warp of a block, for short rows, or the block has `run` rows one after another.
 extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS)
-    normalize_backward(const T *x, const T *w, CENTRE(const ACC *means, ) const ACC *rstds, const T *dy, T *dx, ACC *dw, CENTRE(ACC *db, ) i64 rows, int n, int run) {
+    normalize_backward(const T *x, const T *w, CENTRE(const ACC *means, ) const ACC *rstds, const T *dy, ADDEND(const T *r, ) T *dx, ACC *dw, CENTRE(ACC *db, ) i64 rows, int n, int run) {
     const i64 part = blockIdx.x, first = (part * RUNS + threadIdx.x / THREADS) * run;
     const int count = first >= rows ? 0 : first + run < rows ? run : int(rows - first);
     Parts dw_parts(dw + part * n);
@@ -123,6 +128,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS)
     for (int turn = 0; turn < count; turn++) {
         const i64 row = first + turn;
         Row in(x + row * n, n), slope(dy + row * n, n);
+        ADDEND(Row addend(r + row * n, n);)
         ACC mean = 0, rstd = rstds[row], g_sum = 0, gh_sum = 0;
 #if CENTRED
         mean = means[row];
@@ -151,10 +157,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS)
 #endif
         EACH_CHUNK(i, at) {
             auto x = in.chunk(i, at), dy = slope.chunk(i, at), factor = take(w, at, n);
+            ADDEND(auto r = addend.chunk(i, at);)
             ACC found[WIDTH];
             EACH(e) {
                 ACC h = (widen(x.at[e]) - mean) * rstd;
-                found[e] = rstd * (widen(dy.at[e]) * widen(factor.at[e]) - g_sum - h * gh_sum);
+                found[e] = rstd * (widen(dy.at[e]) * widen(factor.at[e]) - g_sum - h * gh_sum) ADDEND(+ widen(r.at[e]));
             }
             put(dx + row * n, at, n, found);
         }

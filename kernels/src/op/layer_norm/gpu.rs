@@ -14,10 +14,13 @@ pub(in crate::op) const SOURCE: &str = concat!(include_str!("../gpu_rows.cu"), i
 const HOLDING: usize = 512;
 const HOLDING_BACKWARD: usize = 256;
 
-/// Warps of a multiprocessor that the gradient's registers are meant for, with 48 KB on their way: with four chunks of 16-bit
-/// numbers and both sums a thread needs more of them, and with single elements more still.
+/// Warps of a multiprocessor that the gradient's registers are meant for, with 48 KB on their way: a thread that holds more than
+/// `SOME` registers of 16-bit rows and their sums needs more of them, with more than `MANY` more still, as with single elements.
 const WARPS: usize = 16;
-const WARPS_OF_FOUR: usize = 12;
+const SOME: usize = 72;
+const WARPS_OF_MORE: usize = 12;
+const MANY: usize = 96;
+const WARPS_OF_MOST: usize = 8;
 const WARPS_OF_SINGLES: usize = 8;
 /// Where rows are not held.
 const WARPS_UNHELD: usize = 32;
@@ -51,7 +54,7 @@ pub(in crate::op) fn forward_of(
     Ok(())
 }
 
-/// x, w, the mean if there is a centre, rstd, dy; dx, dw and, with a centre, db.
+/// x, w, the mean if there is a centre, rstd, dy and, maybe, what is added to dx; dx, dw and, with a centre, db.
 pub(in crate::op) fn backward_of(
     kernel: &'static str,
     launch: &Launch<'_>,
@@ -59,19 +62,24 @@ pub(in crate::op) fn backward_of(
 ) -> Result<(), KernelError> {
     let dtype = float(kernel, launch)?;
     let (inputs, outputs) = (launch.inputs.len(), launch.outputs.len());
-    let (d, rows) = (width(&launch.inputs[0]), launch.inputs[inputs - 2].view.numel());
+    // rstd stands behind as many inputs as there are outputs.
+    let (d, rows) = (width(&launch.inputs[0]), launch.inputs[outputs].view.numel());
     if d == 0 {
         return Ok(());
     }
     let split = Rows::new(launch, dtype, d, HOLDING_BACKWARD);
+    // A chunk of a 16-bit row is 4 registers, its sums are 8.
+    let adds = inputs - outputs - 2;
+    let held = split.held * (4 * (2 + adds) + 8 * (outputs - 1));
     let warps = match split.held {
         0 => WARPS_UNHELD,
         _ if !split.is_aligned => WARPS_OF_SINGLES,
-        4 if dtype.size() == 2 && outputs == 3 => WARPS_OF_FOUR,
-        _ => WARPS,
+        _ if dtype.size() > 2 || held <= SOME => WARPS,
+        _ if held <= MANY => WARPS_OF_MORE,
+        _ => WARPS_OF_MOST,
     };
     let at_once = (warps * 32 / split.block()).max(1);
-    let split = split.define("CENTRED", outputs - 2).define("BLOCKS", at_once);
+    let split = split.define("CENTRED", outputs - 2).define("BLOCKS", at_once).define("ADDS", adds);
     let blocks = MULTIPROCESSORS * at_once;
     let run = rows.div_ceil(blocks * split.of_block()).clamp(1, LONGEST_RUN);
     let parts = rows.div_ceil(run * split.of_block());

@@ -9,7 +9,7 @@ use crate::dtype::{Element, Float};
 use crate::error::KernelError;
 use crate::kernel::{Bound, Gpu, Kernel, Launch};
 use crate::match_float;
-use crate::op::rows::{operands, read, width, write};
+use crate::op::rows::{operands, operands_and_last, read, width, write};
 
 /// Layer normalisation of rows.
 ///
@@ -28,18 +28,20 @@ pub static FORWARD: Kernel = Kernel {
 };
 
 /// The cotangents of layer normalisation. With h = (x - mean) rstd and g = dy w:
-/// dx = rstd (g - mean(g) - h mean(g h)), dw = sum over rows of dy h, db = sum over rows of dy.
+/// dx = rstd (g - mean(g) - h mean(g h)) + r, dw = sum over rows of dy h, db = sum over rows of dy.
 ///
-/// - in: x `(rows.., d)`, w `(d)`, mean `(rows..)`, rstd `(rows..)` as the forward gave them, dy like x
+/// - in: x `(rows.., d)`, w `(d)`, mean `(rows..)`, rstd `(rows..)` as the forward gave them, dy like x; and r like x, the cotangent
+///   that x has from elsewhere, which may be missing
 /// - out: dx like x, dw `(d)`, db `(d)` in the dtype of x
 ///
-/// Rows are summed in blocks of 32, the blocks in order; on a GPU in blocks that the shape and the dtype determine. Counted: 14 operations an element.
+/// dx is rounded once. Rows are summed in blocks of 32, the blocks in order; on a GPU in blocks that the shape and the dtype
+/// determine. Counted: 14 operations an element, and one more with r.
 pub static BACKWARD: Kernel = Kernel {
     name: "layer_norm_backward",
     reference: backward,
     cpu: Some(cpu::backward),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::backward }),
-    flops: |launch| 14 * launch.inputs[0].view.numel() as u64,
+    flops: |launch| (14 + u64::from(launch.inputs.len() > 5)) * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 64.0 },
 };
 
@@ -70,20 +72,21 @@ fn forward(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
 }
 
 fn backward(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
-    let ([x, w, mean, rstd, dy], [dx, dw, db], _) = operands(launch);
+    let ([x, w, mean, rstd, dy], r, [dx, dw, db]) = operands_and_last(launch);
     let d = width(x);
     match_float!(x.dtype, T => {
         type Acc = <T as Float>::Acc;
         let (x, w, dy, dx) = (read::<T>(x), read::<T>(w), read::<T>(dy), write::<T>(dx));
+        let r_at = |i: usize| r.map_or(0.0, |r| read::<T>(r)[i].to_f64());
         let (mut dw_sum, mut db_sum) = (vec![0.0; d], vec![0.0; d]);
-        for (row, (m, r)) in read::<Acc>(mean).iter().zip(read::<Acc>(rstd)).enumerate() {
-            let (m, r, at) = (m.to_f64(), r.to_f64(), row * d);
-            let h: Vec<f64> = (0..d).map(|i| (x[at + i].to_f64() - m) * r).collect();
+        for (row, (mean, rstd)) in read::<Acc>(mean).iter().zip(read::<Acc>(rstd)).enumerate() {
+            let (mean, rstd, at) = (mean.to_f64(), rstd.to_f64(), row * d);
+            let h: Vec<f64> = (0..d).map(|i| (x[at + i].to_f64() - mean) * rstd).collect();
             let g: Vec<f64> = (0..d).map(|i| dy[at + i].to_f64() * w[i].to_f64()).collect();
             let g_mean = g.iter().sum::<f64>() / d as f64;
             let gh_mean = g.iter().zip(&h).map(|(g, h)| g * h).sum::<f64>() / d as f64;
             for i in 0..d {
-                dx[at + i] = T::from_f64(r * (g[i] - g_mean - h[i] * gh_mean));
+                dx[at + i] = T::from_f64(rstd * (g[i] - g_mean - h[i] * gh_mean) + r_at(at + i));
                 dw_sum[i] += dy[at + i].to_f64() * h[i];
                 db_sum[i] += dy[at + i].to_f64();
             }
@@ -132,6 +135,12 @@ mod tests {
         let cotangents = evaluate(&BACKWARD, &backward_inputs, &[&[1, 4], &[4], &[4]], &[]);
         assert_eq!(cotangents[0], [0.25, -0.1875, -0.125, 0.0625]);
         assert_eq!(cotangents[1..], [vec![-1.0, 0.0, 0.0, 0.0], vec![1.0, 0.0, 0.0, 0.0]]);
+        // What x has from elsewhere is added to dx alone.
+        let elsewhere = Value::real(&[1, 4], &[1.0, -2.0, 4.0, 8.0]);
+        let more = [backward_inputs.to_vec(), vec![elsewhere]].concat();
+        let added = evaluate(&BACKWARD, &more, &[&[1, 4], &[4], &[4]], &[]);
+        assert_eq!(added[0], [1.25, -2.1875, 3.875, 8.0625]);
+        assert_eq!(added[1..], cotangents[1..]);
     }
 
     fn agree(rows: usize, d: usize, shift: f64) {
@@ -148,7 +157,7 @@ mod tests {
             .output_as(Kind::Accumulator, &[rows])
             .scalars(&EPS)
             .run_for(dtypes);
-        Case::new(&BACKWARD)
+        let backward = Case::new(&BACKWARD)
             .input(&shape, &values(4, rows * d))
             .input(&[d], &values(5, d))
             .input_as(Kind::Accumulator, &[rows], &values(6, rows))
@@ -157,8 +166,9 @@ mod tests {
             .output(&shape)
             .output(&[d])
             .output(&[d])
-            .scale(4.0)
-            .run_for(dtypes);
+            .scale(4.0);
+        backward.run_for(dtypes);
+        backward.input(&shape, &values(9, rows * d)).run_for(dtypes);
     }
 
     #[test]
@@ -181,7 +191,9 @@ mod tests {
         let empty = Case::new(&BACKWARD).input(&[2, 0], &[]).input(&[0], &[]);
         let statistics =
             empty.input_as(Kind::Accumulator, &[2], &[0.0; 2]).input_as(Kind::Accumulator, &[2], &[1.0; 2]);
-        statistics.input(&[2, 0], &[]).output(&[2, 0]).output(&[0]).output(&[0]).run();
+        let backward = statistics.input(&[2, 0], &[]).output(&[2, 0]).output(&[0]).output(&[0]);
+        backward.run();
+        backward.input(&[2, 0], &[]).run();
     }
 
     #[test]

@@ -18,31 +18,47 @@ const BLOCKS_MIN: usize = 16;
 const BATCH: usize = 4 * BLOCKS;
 
 /// The random bits of neighbours in the global index, from a block on; how many are filled in follows from `count`.
-#[inline(always)]
 fn batch((key, stream): (u64, u64), first_block: u64, count: usize, bits: &mut [u32; BATCH]) {
-    let num_blocks = count.div_ceil(4).next_multiple_of(BLOCKS_MIN);
-    let [stream_low, stream_high] = words(stream);
-    let mut words_of_blocks = [[0; BLOCKS], [0; BLOCKS], [stream_low; BLOCKS], [stream_high; BLOCKS]];
-    let [c0, c1, c2, c3] = words_of_blocks.each_mut().map(|word| &mut word[..num_blocks]);
-    for (n, (c0, c1)) in c0.iter_mut().zip(&mut *c1).enumerate() {
-        [*c0, *c1] = words(first_block.wrapping_add(n as u64));
-    }
-    philox_rounds([&mut *c0, &mut *c1, &mut *c2, &mut *c3], words(key));
-    let blocks = c0.iter().zip(&*c1).zip(&*c2).zip(&*c3);
-    for (to, (((&c0, &c1), &c2), &c3)) in bits.as_chunks_mut::<4>().0.iter_mut().zip(blocks) {
-        *to = [c0, c1, c2, c3];
-    }
+    vectorized(
+        #[inline(always)]
+        || {
+            let num_blocks = count.div_ceil(4).next_multiple_of(BLOCKS_MIN);
+            let [stream_low, stream_high] = words(stream);
+            let mut words_of_blocks = [[0; BLOCKS], [0; BLOCKS], [stream_low; BLOCKS], [stream_high; BLOCKS]];
+            let [c0, c1, c2, c3] = words_of_blocks.each_mut().map(|word| &mut word[..num_blocks]);
+            for (n, (c0, c1)) in c0.iter_mut().zip(&mut *c1).enumerate() {
+                [*c0, *c1] = words(first_block.wrapping_add(n as u64));
+            }
+            philox_rounds([&mut *c0, &mut *c1, &mut *c2, &mut *c3], words(key));
+            let blocks = c0.iter().zip(&*c1).zip(&*c2).zip(&*c3);
+            for (to, (((&c0, &c1), &c2), &c3)) in bits.as_chunks_mut::<4>().0.iter_mut().zip(blocks) {
+                *to = [c0, c1, c2, c3];
+            }
+        },
+    );
+}
+
+/// Pairs of normal numbers of mean 0 and deviation 1, as many as fit.
+fn normal_pairs(bits: &[u32], numbers: &mut [f64]) {
+    vectorized(
+        #[inline(always)]
+        || {
+            let pairs = numbers.as_chunks_mut::<2>().0.iter_mut().zip(bits.as_chunks::<2>().0);
+            for (pair, bits) in pairs {
+                (pair[0], pair[1]) = normal_pair(bits[0], bits[1]);
+            }
+        },
+    );
 }
 
 /// Walks over the local elements from `start` on that `count` counts: hands out the bits of a batch, how many of them to
-/// skip, and which elements (counted from `start`) the next ones are for.
-#[inline(always)]
+/// skip, and which elements (counted from `start`) the next ones are for. Compiled once for all dtypes.
 fn each_batch(
     place: &Place,
     seed: (u64, u64),
     start: usize,
     count: usize,
-    mut fill: impl FnMut(&[u32; BATCH], usize, Range<usize>),
+    fill: &mut dyn FnMut(&[u32; BATCH], usize, Range<usize>),
 ) {
     let mut bits = [0; BATCH];
     let mut at = 0;
@@ -67,8 +83,8 @@ pub(super) fn uniform(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kernel
     let task = rows_per_task(1);
     match_float!(y.dtype, T => {
         pool.chunks(write::<T>(y), task, |i, y| {
-            vectorized(#[inline(always)] || {
-                each_batch(&place, seed, i * task, y.len(), #[inline(always)] |bits, skip, range| {
+            each_batch(&place, seed, i * task, y.len(), &mut |bits, skip, range| {
+                vectorized(#[inline(always)] || {
                     for (y, &bits) in y[range].iter_mut().zip(&bits[skip..]) {
                         *y = T::from_f64(a + (b - a) * unit_interval(bits));
                     }
@@ -86,14 +102,11 @@ pub(super) fn normal(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelE
     let task = rows_per_task(1);
     match_float!(y.dtype, T => {
         pool.chunks(write::<T>(y), task, |i, y| {
-            vectorized(#[inline(always)] || {
-                each_batch(&place, seed, i * task, y.len(), #[inline(always)] |bits, skip, range| {
-                    let mut numbers = [0.0; BATCH];
-                    let used = (skip + range.len()).next_multiple_of(2);
-                    let pairs = numbers[..used].as_chunks_mut::<2>().0.iter_mut().zip(bits.as_chunks::<2>().0);
-                    for (pair, bits) in pairs {
-                        (pair[0], pair[1]) = normal_pair(bits[0], bits[1]);
-                    }
+            each_batch(&place, seed, i * task, y.len(), &mut |bits, skip, range| {
+                let mut numbers = [0.0; BATCH];
+                let used = (skip + range.len()).next_multiple_of(2);
+                normal_pairs(bits, &mut numbers[..used]);
+                vectorized(#[inline(always)] || {
                     for (y, &number) in y[range].iter_mut().zip(&numbers[skip..]) {
                         *y = T::from_f64(a + b * number);
                     }
@@ -113,9 +126,9 @@ pub(super) fn dropout(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kernel
     match_float!(x.dtype, T => {
         let (x, kept) = (read::<T>(x), <T as Float>::Acc::lit(1.0 - p));
         pool.chunks(write::<T>(y), task, |i, y| {
-            vectorized(#[inline(always)] || {
-                each_batch(&place, seed, i * task, y.len(), #[inline(always)] |bits, skip, range| {
-                    let x = &x[i * task..][range.clone()];
+            each_batch(&place, seed, i * task, y.len(), &mut |bits, skip, range| {
+                let x = &x[i * task..][range.clone()];
+                vectorized(#[inline(always)] || {
                     for ((y, x), &bits) in y[range].iter_mut().zip(x).zip(&bits[skip..]) {
                         *y = if bits >> 8 >= threshold { T::narrow(x.widen() / kept) } else { T::default() };
                     }

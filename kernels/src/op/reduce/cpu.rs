@@ -218,6 +218,12 @@ fn block<F: Fold>(x: &[F::From]) -> F::Result {
     for (lane, &x) in lanes.iter_mut().zip(rest) {
         *lane = F::join(*lane, F::load(x));
     }
+    folded::<F>(lanes)
+}
+
+/// The partial results of a block, joined: the upper half to the lower one, until one is left.
+#[inline(always)]
+fn folded<F: Fold>(mut lanes: [F::Result; LANES]) -> F::Result {
     for half in [8, 4, 2, 1] {
         for i in 0..half {
             lanes[i] = F::join(lanes[i], lanes[i + half]);
@@ -368,13 +374,13 @@ fn joined<F: Fold>(memory: &[F::From], rows: &Walk<1>, range: Range<usize>, out:
                     }
                 },
             );
-            for half in [8, 4, 2, 1] {
-                let (low, high) = lanes.split_at_mut(half);
-                for (low, high) in low.iter_mut().zip(high) {
-                    low.iter_mut().zip(high).for_each(|(a, b)| *a = F::join(*a, *b));
-                }
+            // Column by column: row by row, loops over fixed lengths were spelled out in 15 copies.
+            for (column, out) in out.iter_mut().enumerate().take(COLUMNS) {
+                *out = folded::<F>(std::array::from_fn(
+                    #[inline(always)]
+                    |lane| lanes[lane][column],
+                ));
             }
-            out.copy_from_slice(&lanes[0][..width]);
         },
     );
 }

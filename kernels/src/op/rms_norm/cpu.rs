@@ -7,7 +7,8 @@ use crate::error::KernelError;
 use crate::kernel::Launch;
 use crate::match_float;
 use crate::op::rows::{
-    ROWS_PER_SUM, add_blocks, operands, read, rows_per_task, sum, sum_triples, width, write,
+    ROWS_PER_SUM, add_blocks, operands, operands_and_last, read, rows_per_task, sum, sum_triples, width,
+    write,
 };
 
 pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
@@ -43,7 +44,7 @@ fn forward_row<T: Float>(x: &[T], w: &[T], eps: T::Acc, y: &mut [T]) -> T::Acc {
 }
 
 pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
-    let ([x, w, rstd, dy], [dx, dw], _) = operands(launch);
+    let ([x, w, rstd, dy], r, [dx, dw]) = operands_and_last(launch);
     let d = width(x);
     if d == 0 {
         return Ok(());
@@ -51,13 +52,16 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
     match_float!(x.dtype, T => {
         type Acc = <T as Float>::Acc;
         let (x, w, dy, rstd, dx) = (read::<T>(x), read::<T>(w), read::<T>(dy), read::<Acc>(rstd), write::<T>(dx));
+        let r = r.map(read::<T>);
         let task = ROWS_PER_SUM * d;
         let mut dw_blocks = vec![Acc::ZERO; dx.len().div_ceil(task) * d];
         pool.chunks2((dx, task), (&mut dw_blocks, d), |i, dx, dw| {
             let (x, dy, rstd) = (&x[i * task..], &dy[i * task..], &rstd[i * ROWS_PER_SUM..]);
+            let r = r.map(|r| &r[i * task..]);
             vectorized(#[inline(always)] || {
                 for (row, dx) in dx.chunks_exact_mut(d).enumerate() {
-                    backward_row((&x[row * d..][..d], w, &dy[row * d..][..d]), rstd[row], dx, dw);
+                    let r = r.map(|r| &r[row * d..][..d]);
+                    backward_row((&x[row * d..][..d], w, &dy[row * d..][..d]), rstd[row], (dx, r), dw);
                 }
             });
         });
@@ -67,13 +71,29 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
 }
 
 #[inline(always)]
-fn backward_row<T: Float>((x, w, dy): (&[T], &[T], &[T]), rstd: T::Acc, dx: &mut [T], dw: &mut [T::Acc]) {
+fn backward_row<T: Float>(
+    (x, w, dy): (&[T], &[T], &[T]),
+    rstd: T::Acc,
+    (dx, r): (&mut [T], Option<&[T]>),
+    dw: &mut [T::Acc],
+) {
     for ((dw, x), dy) in dw.iter_mut().zip(x).zip(dy) {
         *dw = (x.widen() * rstd).fma(dy.widen(), *dw);
     }
     let count = T::Acc::lit(x.len() as f64);
     let gh_mean = sum_triples(dy, w, x, |dy, w, x| dy.widen() * w.widen() * (x.widen() * rstd)) / count;
-    for (((dx, x), w), dy) in dx.iter_mut().zip(x).zip(w).zip(dy) {
-        *dx = T::narrow(rstd * (dy.widen() * w.widen() - x.widen() * rstd * gh_mean));
+    let slope = |x: &T, w: &T, dy: &T| rstd * (dy.widen() * w.widen() - x.widen() * rstd * gh_mean);
+    let places = dx.iter_mut().zip(x).zip(w).zip(dy);
+    match r {
+        None => {
+            for (((dx, x), w), dy) in places {
+                *dx = T::narrow(slope(x, w, dy));
+            }
+        }
+        Some(r) => {
+            for ((((dx, x), w), dy), r) in places.zip(r) {
+                *dx = T::narrow(slope(x, w, dy) + r.widen());
+            }
+        }
     }
 }

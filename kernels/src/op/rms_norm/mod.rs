@@ -8,7 +8,7 @@ use crate::dtype::{Element, Float};
 use crate::error::KernelError;
 use crate::kernel::{Bound, Gpu, Kernel, Launch};
 use crate::match_float;
-use crate::op::rows::{operands, read, width, write};
+use crate::op::rows::{operands, operands_and_last, read, width, write};
 
 /// Root-mean-square normalisation of rows.
 ///
@@ -27,18 +27,20 @@ pub static FORWARD: Kernel = Kernel {
 };
 
 /// The cotangents of root-mean-square normalisation. With h = x rstd and g = dy w:
-/// dx = rstd (g - h mean(g h)), dw = sum over rows of dy h.
+/// dx = rstd (g - h mean(g h)) + r, dw = sum over rows of dy h.
 ///
-/// - in: x `(rows.., d)`, w `(d)`, rstd `(rows..)` as the forward gave it, dy like x
+/// - in: x `(rows.., d)`, w `(d)`, rstd `(rows..)` as the forward gave it, dy like x; and r like x, the cotangent that x has from
+///   elsewhere, which may be missing
 /// - out: dx like x, dw `(d)` in the dtype of x
 ///
-/// Rows are summed in blocks of 32, the blocks in order; on a GPU in blocks that the shape and the dtype determine. Counted: 10 operations an element.
+/// dx is rounded once. Rows are summed in blocks of 32, the blocks in order; on a GPU in blocks that the shape and the dtype
+/// determine. Counted: 10 operations an element, and one more with r.
 pub static BACKWARD: Kernel = Kernel {
     name: "rms_norm_backward",
     reference: backward,
     cpu: Some(cpu::backward),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::backward }),
-    flops: |launch| 10 * launch.inputs[0].view.numel() as u64,
+    flops: |launch| (10 + u64::from(launch.inputs.len() > 4)) * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 64.0 },
 };
 
@@ -61,19 +63,20 @@ fn forward(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
 }
 
 fn backward(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
-    let ([x, w, rstd, dy], [dx, dw], _) = operands(launch);
+    let ([x, w, rstd, dy], r, [dx, dw]) = operands_and_last(launch);
     let d = width(x);
     match_float!(x.dtype, T => {
         type Acc = <T as Float>::Acc;
         let (x, w, dy, dx) = (read::<T>(x), read::<T>(w), read::<T>(dy), write::<T>(dx));
+        let r_at = |i: usize| r.map_or(0.0, |r| read::<T>(r)[i].to_f64());
         let mut dw_sum = vec![0.0; d];
-        for (row, r) in read::<Acc>(rstd).iter().enumerate() {
-            let (r, at) = (r.to_f64(), row * d);
-            let h: Vec<f64> = (0..d).map(|i| x[at + i].to_f64() * r).collect();
+        for (row, rstd) in read::<Acc>(rstd).iter().enumerate() {
+            let (rstd, at) = (rstd.to_f64(), row * d);
+            let h: Vec<f64> = (0..d).map(|i| x[at + i].to_f64() * rstd).collect();
             let g: Vec<f64> = (0..d).map(|i| dy[at + i].to_f64() * w[i].to_f64()).collect();
             let gh_mean = g.iter().zip(&h).map(|(g, h)| g * h).sum::<f64>() / d as f64;
             for i in 0..d {
-                dx[at + i] = T::from_f64(r * (g[i] - h[i] * gh_mean));
+                dx[at + i] = T::from_f64(rstd * (g[i] - h[i] * gh_mean) + r_at(at + i));
                 dw_sum[i] += dy[at + i].to_f64() * h[i];
             }
         }
@@ -107,6 +110,11 @@ mod tests {
         let backward_inputs = [x, w, Value::real(&[1], &[0.5]), Value::real(&[1, 4], &[1.0, 0.0, 0.0, 0.0])];
         let cotangents = evaluate(&BACKWARD, &backward_inputs, &[&[1, 4], &[4]], &[]);
         assert_eq!(cotangents, [vec![0.46875, 0.03125, -0.09375, -0.03125], vec![0.5, 0.0, 0.0, 0.0]]);
+        // What x has from elsewhere is added to dx alone.
+        let elsewhere = Value::real(&[1, 4], &[1.0, -2.0, 4.0, 8.0]);
+        let more = [backward_inputs.to_vec(), vec![elsewhere]].concat();
+        let added = evaluate(&BACKWARD, &more, &[&[1, 4], &[4]], &[]);
+        assert_eq!(added, [vec![1.46875, -1.96875, 3.90625, 7.96875], vec![0.5, 0.0, 0.0, 0.0]]);
     }
 
     fn agree(rows: usize, d: usize) {
@@ -120,15 +128,16 @@ mod tests {
             .output_as(Kind::Accumulator, &[rows])
             .scalars(&EPS)
             .run_for(dtypes);
-        Case::new(&BACKWARD)
+        let backward = Case::new(&BACKWARD)
             .input(&shape, &values(4, rows * d))
             .input(&[d], &values(5, d))
             .input_as(Kind::Accumulator, &[rows], &values(6, rows))
             .input(&shape, &values(8, rows * d))
             .output(&shape)
             .output(&[d])
-            .scale(4.0)
-            .run_for(dtypes);
+            .scale(4.0);
+        backward.run_for(dtypes);
+        backward.input(&shape, &values(9, rows * d)).run_for(dtypes);
     }
 
     #[test]

@@ -15,7 +15,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) cumsum(const T *__restrict
     const i64 end = row < rows ? n : 0;
     x += row * n;
     y += row * n;
-    A carry = A(0);
+    // Of many rounds: in f32 a long row would lose what is added to it.
+    double carry = 0;
     for (i64 first = 0; first < n; first += WIDTH * EACH) {
         A sums[EACH], sum = A(0);
 #pragma unroll
@@ -48,8 +49,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) cumsum(const T *__restrict
 #pragma unroll
         for (int k = 0; k < EACH; ++k) {
             const i64 i = first + own * EACH + k;
-            if (i < end) y[BACKWARD ? n - 1 - i : i] = narrow<T>(carry + (before + sums[k]));
+            if (i < end) y[BACKWARD ? n - 1 - i : i] = narrow<T>(A(carry) + (before + sums[k]));
         }
-        carry += total;
+        carry += double(total);
     }
 }

@@ -6,6 +6,7 @@
 // time: 128 registers of sums, 32 + 32 of scores and their cotangents, about 50 more; 8 warps, one block a
 // multiprocessor. At HEAD = 64 a warp has 32 keys and takes 32 rows at a time: 128 + 32 + 32 registers; 4 warps, two blocks.
 // Shared memory: k and v of 128 keys, two tiles of q and d_out, two of lse and delta: 132096 bytes at HEAD = 128, 49664 at 64.
+// Cards that have less take 32 rows at a time at HEAD = 128 too (98816 bytes): BACK_ROWS, a macro of the launch.
 // Its limit at HEAD = 128, per warp and 64 rows: 144 load4, 576 clocks, against 410 clocks for 256 products.
 //
 // queries_back: a block takes 128 rows, 32 a warp, over the keys that they see, 32 at a time. Registers: HEAD of sums, 32
@@ -19,7 +20,6 @@
 #define BLOCK 128
 #define GROUPS (HEAD == 64 ? 2 : 1)
 #define BACK_THREADS (BLOCK / GROUPS * 2)
-#define BACK_ROWS (HEAD == 64 ? 32 : 64)
 #define TILE (BLOCK * WIDE)
 #define ROW_TILE (BACK_ROWS * WIDE)
 #define ROWS_AT (2 * TILE)
