@@ -108,7 +108,7 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn mlp(&self, w1: &Self, b1: &Self, w2: &Self, b2: Option<&Self>) -> Self {
-        let op = Rc::new(Mlp { has_last_bias: b2.is_some() });
+        let op = Rc::new(Mlp { has_last_bias: b2.is_some(), has_residual: false });
         match b2 {
             None => Self::apply_one(op, &[self, w1, b1, w2]),
             Some(b2) => Self::apply_one(op, &[self, w1, b1, w2, b2]),

@@ -1,14 +1,14 @@
-//! Stacks of products by cuBLASLt: how operands of any strides are described to it, which algorithm it chooses for them
-//! (once), and the call. Sums are formed in f32 for f32 and narrower, and in f64 for f64; operands of f32 are rounded to TF32 only
-//! where a [`MatmulPrecision`] gives leave.
+//! Stacks of products by cuBLASLt: how they are described to it, which algorithm it chooses for them (once), and the call.
+//! Sums are formed in f32 for f32 and narrower, and in f64 for f64; operands of f32 are rounded to TF32 only where a
+//! [`MatmulPrecision`] gives leave.
 
 use super::driver::Stream;
 use super::library::{Answer, BLAS, Library, Places, foreign};
+use super::operand::Operand;
 use crate::buffer::Buffer;
 use crate::dtype::DType;
 use crate::error::KernelError;
 use crate::precision::MatmulPrecision;
-use crate::strides::Strides;
 use cudarc::cublaslt::sys::{
     cublasComputeType_t, cublasLtEpilogue_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
     cublasLtMatmulDescAttributes_t, cublasLtMatmulHeuristicResult_t, cublasLtMatmulPreference_t,
@@ -59,56 +59,8 @@ impl Table {
     }
 }
 
-/// One matrix operand as the library sees it: columns behind each other, perhaps turned.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Operand {
-    /// Whether its rows are what lies together.
-    turned: bool,
-    /// Elements from one column (or row, if turned) to the next.
-    lead: usize,
-    /// Elements from one matrix of the stack to the next.
-    step: usize,
-    /// To how many bytes its address is aligned, 256 at most.
-    alignment: u32,
-}
-
-impl Operand {
-    /// Describes a view (g, rows, columns) at an address; `None` if the library has no words for its strides.
-    pub(super) fn of(view: &Strides, address: u64) -> Option<Operand> {
-        let ([_, rows, columns], [_, down, along]) = (dims(&view.shape), dims(&view.strides));
-        let plain = lead((rows, down), (columns, along));
-        let plain = plain.map(|lead| Operand { turned: false, ..Operand::with(view, address, lead) });
-        plain.or_else(|| Operand::by_rows(view, address))
-    }
-
-    /// The same with rows behind each other, even where both are true.
-    pub(super) fn by_rows(view: &Strides, address: u64) -> Option<Operand> {
-        let ([_, rows, columns], [_, down, along]) = (dims(&view.shape), dims(&view.strides));
-        lead((columns, along), (rows, down)).map(|lead| Operand::with(view, address, lead))
-    }
-
-    fn with(view: &Strides, address: u64, lead: usize) -> Operand {
-        let [step, _, _] = dims(&view.strides);
-        Operand { turned: true, lead, step, alignment: 1 << address.trailing_zeros().min(8) }
-    }
-
-    fn transposed(self) -> Operand {
-        Operand { turned: !self.turned, ..self }
-    }
-}
-
-/// Elements from one line to the next, where a line holds so many at this distance and there are so many lines at that one.
-fn lead((inner, near): (usize, usize), (outer, far): (usize, usize)) -> Option<usize> {
-    let least = inner.max(1);
-    let lies = (inner <= 1 || near == 1) && (outer <= 1 || far >= least);
-    lies.then_some(if outer <= 1 { least } else { far })
-}
-
-fn dims(list: &[usize]) -> [usize; 3] {
-    list.try_into().expect("the contract asks for three dims")
-}
-
-/// A stack of products that the library knows how to do: d = a b, (g, m, n) = (g, m, k) (g, k, n).
+/// A stack of products that the library knows how to do: c = a b, (g, m, n) = (g, m, k) (g, k, n), to which a matrix like c may be
+/// added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Task {
     pub(super) dtype: DType,
@@ -116,6 +68,8 @@ pub(super) struct Task {
     pub(super) a: Operand,
     pub(super) b: Operand,
     pub(super) c: Operand,
+    /// What is added to the product; its lines lie as those of c.
+    pub(super) added: Option<Operand>,
     /// Other than plain only where the rows of c lie behind each other: what is added then goes along those of the library.
     pub(super) ending: cublasLtEpilogue_t,
 }
@@ -127,6 +81,8 @@ pub(super) struct Beside {
     pub(super) columns: u64,
     /// A matrix like c, whose rows lie behind each other.
     pub(super) whole: u64,
+    /// Another, which is added to the product.
+    pub(super) added: u64,
 }
 
 impl Task {
@@ -137,7 +93,7 @@ impl Task {
         }
         let [g, m, n, k] = self.extents;
         let (a, b, c) = (self.b.transposed(), self.a.transposed(), self.c.transposed());
-        (Task { extents: [g, n, m, k], a, b, c, ..self }, true)
+        (Task { extents: [g, n, m, k], a, b, c, added: self.added.map(Operand::transposed), ..self }, true)
     }
 }
 
@@ -201,6 +157,8 @@ struct Planned {
     a: usize,
     b: usize,
     c: usize,
+    /// That of c where nothing is added.
+    added: usize,
     algorithm: cublasLtMatmulAlgo_t,
 }
 
@@ -250,11 +208,15 @@ impl Planner {
             return Err(KernelError::Unsupported { kernel: "cublasLtMatmul", device: "cuBLASLt" });
         };
         planned.point(&task, beside)?;
-        // The scale is f64 for f64 and f32 otherwise; both begin with the same bytes where they are 0.
+        // Scales are f64 for f64 and f32 otherwise; both begin with the same bytes where they are 0.
         let (one, zero) = (1f64, 0f64);
         let (narrow_one, is_wide) = (1f32, task.dtype == DType::F64);
         let alpha: *const c_void =
             if is_wide { (&raw const one).cast() } else { (&raw const narrow_one).cast() };
+        let (beta, added) = match task.added {
+            Some(_) => (alpha, beside.added),
+            None => ((&raw const zero).cast(), c),
+        };
         let at = |address: u64| ptr::with_exposed_provenance_mut::<c_void>(address as usize);
         let layout = |handle: usize| -> cublasLtMatrixLayout_t { ptr::with_exposed_provenance_mut(handle) };
         // SAFETY: the descriptions are alive and those of the operands; the scales outlive the call, which reads them on
@@ -269,9 +231,9 @@ impl Planner {
                 layout(planned.a),
                 at(b),
                 layout(planned.b),
-                (&raw const zero).cast(),
-                at(c),
-                layout(planned.c),
+                beta,
+                at(added),
+                layout(planned.added),
                 at(c),
                 layout(planned.c),
                 &planned.algorithm,
@@ -323,6 +285,7 @@ impl Planned {
             a: 0,
             b: 0,
             c: 0,
+            added: 0,
             algorithm: cublasLtMatmulAlgo_t { data: [0; 8] },
         };
         let mut product = ptr::null_mut();
@@ -336,6 +299,10 @@ impl Planned {
         planned.a = layout(table, dtype, [g, m, k], task.a)?;
         planned.b = layout(table, dtype, [g, k, n], task.b)?;
         planned.c = layout(table, dtype, [g, m, n], task.c)?;
+        planned.added = match task.added {
+            Some(added) => layout(table, dtype, [g, m, n], added)?,
+            None => planned.c,
+        };
         planned.algorithm = planned.choose(task)?;
         Ok(planned)
     }
@@ -379,7 +346,8 @@ impl Planned {
         preference.set(P::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &REDUCTIONS)?;
         preference.set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &task.a.alignment)?;
         preference.set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &task.b.alignment)?;
-        preference.set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &task.c.alignment)?;
+        let added = task.added.unwrap_or(task.c);
+        preference.set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &added.alignment)?;
         preference.set(P::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &task.c.alignment)?;
         let mut result = MaybeUninit::<cublasLtMatmulHeuristicResult_t>::zeroed();
         let mut found = 0;
@@ -391,7 +359,7 @@ impl Planned {
                 ptr::with_exposed_provenance_mut(self.product),
                 layout(self.a),
                 layout(self.b),
-                layout(self.c),
+                layout(self.added),
                 layout(self.c),
                 preference.handle,
                 1,
@@ -399,7 +367,8 @@ impl Planned {
                 &mut found,
             )
         }?;
-        if found < 1 && task.ending != cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DEFAULT {
+        let is_plain = task.ending == cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DEFAULT && task.added.is_none();
+        if found < 1 && !is_plain {
             let kernel = "cublasLtMatmulAlgoGetHeuristic";
             return Err(KernelError::Unsupported { kernel, device: "cuBLASLt" });
         }
@@ -453,7 +422,8 @@ fn layout(
 impl Drop for Planned {
     fn drop(&mut self) {
         let table = &self.products.table;
-        for handle in [self.a, self.b, self.c].into_iter().filter(|h| *h != 0) {
+        let own = if self.added == self.c { 0 } else { self.added };
+        for handle in [self.a, self.b, self.c, own].into_iter().filter(|h| *h != 0) {
             // SAFETY: created once, destroyed once.
             let _ = unsafe { table.cublasLtMatrixLayoutDestroy(ptr::with_exposed_provenance_mut(handle)) };
         }

@@ -9,6 +9,7 @@ pub mod driver;
 mod memory;
 mod graph;
 mod launch;
+mod operand;
 mod blas;
 mod product;
 pub mod backend;

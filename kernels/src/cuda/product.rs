@@ -1,10 +1,11 @@
 //! Stacks of products as plans ask for them: operands copied where the library has no words for their strides, and endings by
 //! kernels of our own where it has no algorithm for them.
 
-use super::blas::{Beside, Operand, Planner, Task};
+use super::blas::{Beside, Planner, Task};
 use super::driver::Stream;
 use super::launch::place;
 use super::memory::Memory;
+use super::operand::Operand;
 use crate::buffer::Buffer;
 use crate::dtype::DType;
 use crate::error::KernelError;
@@ -72,6 +73,10 @@ impl Maker<'_> {
         if sums && c_view.shape[0] != 1 {
             return Ok(false);
         }
+        let added = match beside.added {
+            0 => None,
+            address => Operand::by_rows(&c_view, address),
+        };
         let a = self.readable(&Arg { view: &a_view, ..a })?;
         let b = self.readable(&Arg { view: &b_view, ..b })?;
         let task = Task {
@@ -80,6 +85,7 @@ impl Maker<'_> {
             a: a.described,
             b: b.described,
             c: described,
+            added,
             ending,
         };
         match self.give(task, ([a.address, b.address, address], beside)) {
@@ -108,6 +114,19 @@ impl Maker<'_> {
                 let bias = launch.inputs[bias];
                 let spread = spread(bias.view);
                 let terms = [bare, Arg { view: &spread, ..bias }];
+                self.one(&ADD, &terms, again(&mut launch.outputs[product.c]), &[])
+            }
+            Ending::Add { bias: None, residual } => {
+                let terms = [bare, launch.inputs[residual]];
+                self.one(&ADD, &terms, again(&mut launch.outputs[product.c]), &[])
+            }
+            Ending::Add { bias: Some(bias), residual } => {
+                let bias = launch.inputs[bias];
+                let spread = spread(bias.view);
+                let mut layer = self.memory.alloc(whole.numel() * dtype.size())?;
+                let to = ArgMut { buffer: &mut layer, dtype, view: &whole };
+                self.one(&ADD, &[bare, Arg { view: &spread, ..bias }], to, &[])?;
+                let terms = [Arg { buffer: &layer, dtype, view: &whole }, launch.inputs[residual]];
                 self.one(&ADD, &terms, again(&mut launch.outputs[product.c]), &[])
             }
             Ending::BiasGelu { bias, before } => {
@@ -179,6 +198,7 @@ impl Maker<'_> {
             a: a.described,
             b: b.described,
             c: described.expect("row-major memory can be described"),
+            added: None,
             ending: cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DEFAULT,
         };
         self.give(task, ([a.address, b.address, address], Beside::default()))?;
@@ -242,10 +262,14 @@ fn beside(launch: &Launch<'_>, ending: Ending) -> (cublasLtEpilogue_t, Beside) {
     use cublasLtEpilogue_t as E;
     let input = |i: usize| place(launch.inputs[i].buffer, launch.inputs[i].view, launch.inputs[i].dtype);
     let output = |i: usize| place(launch.outputs[i].buffer, launch.outputs[i].view, launch.outputs[i].dtype);
-    let at = |columns, whole| Beside { columns, whole };
+    let at = |columns, whole| Beside { columns, whole, added: 0 };
     match ending {
         Ending::Plain => (E::CUBLASLT_EPILOGUE_DEFAULT, Beside::default()),
         Ending::Bias { bias } => (E::CUBLASLT_EPILOGUE_BIAS, at(input(bias), 0)),
+        Ending::Add { bias, residual } => {
+            let ending = bias.map_or(E::CUBLASLT_EPILOGUE_DEFAULT, |_| E::CUBLASLT_EPILOGUE_BIAS);
+            (ending, Beside { columns: bias.map_or(0, input), whole: 0, added: input(residual) })
+        }
         Ending::BiasGelu { bias, before } => {
             (E::CUBLASLT_EPILOGUE_GELU_AUX_BIAS, at(input(bias), output(before)))
         }

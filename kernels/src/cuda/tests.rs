@@ -309,7 +309,7 @@ fn products_of_all_strides_that_the_library_knows() {
     }
 }
 
-/// A product with the ending that a scalar names: inputs a, b and what is added or was kept; outputs c and what is formed.
+/// A product with the ending that a scalar names: inputs a, b, a bias and a residual; outputs c and what is formed.
 static ENDINGS: Kernel = kernel(
     "endings",
     Gpu {
@@ -319,6 +319,8 @@ static ENDINGS: Kernel = kernel(
                 Ending::Bias { bias: 2 },
                 Ending::BiasGelu { bias: 2, before: 1 },
                 Ending::SumsOfB { sums: 1 },
+                Ending::Add { bias: Some(2), residual: 3 },
+                Ending::Add { bias: None, residual: 3 },
             ][launch.scalars[0].int() as usize];
             plan.product(Product { a: 0, b: 1, c: 0, ending });
             Ok(())
@@ -331,7 +333,7 @@ fn ending<T: Element>(
     on: &dyn Backend,
     number: i64,
     ([g, m, n, k], is_shared): ([usize; 4], bool),
-    [a, b, third]: [&[f64]; 3],
+    operands: [&[f64]; 4],
 ) -> [Vec<f64>; 2] {
     let up = |data: &[f64]| upload(on, &data.iter().map(|x| T::from_f64(*x)).collect::<Vec<T>>()).unwrap();
     let b_view = if is_shared {
@@ -341,8 +343,11 @@ fn ending<T: Element>(
     };
     let whole = Strides::contiguous(&[g, m, n]);
     let line = Strides::contiguous(&[n]);
-    let views = [&Strides::contiguous(&[g, m, k]), &b_view, &line];
-    let buffers = [up(a), up(b), up(third)];
+    // The residual begins inside of its memory.
+    let behind = Strides { offset: 3, ..whole.clone() };
+    let views = [&Strides::contiguous(&[g, m, k]), &b_view, &line, &behind];
+    let [a, b, bias, residual] = operands;
+    let buffers = [up(a), up(b), up(bias), up(&[&[55.0; 3], residual].concat())];
     let inputs: Vec<Arg<'_>> =
         buffers.iter().zip(views).map(|(buffer, view)| Arg { buffer, dtype: T::DTYPE, view }).collect();
     let beside = if number == 1 { &whole } else { &line };
@@ -364,7 +369,7 @@ fn ending<T: Element>(
 fn ending_by_hand(
     number: i64,
     ([g, m, n, k], is_shared): ([usize; 4], bool),
-    [a, b, third]: [&[f64]; 3],
+    [a, b, bias, residual]: [&[f64]; 4],
 ) -> [Vec<f64>; 2] {
     let root = (2.0 / std::f64::consts::PI).sqrt();
     let gate = |x: f64| 0.5 * (1.0 + (root * (x + 0.044715 * x.powi(3))).tanh());
@@ -375,16 +380,18 @@ fn ending_by_hand(
         let sum: f64 = (0..k).map(|l| a[(p * m + i) * k + l] * b[(stack(p) * k + l) * n + j]).sum();
         let at = (p * m + i) * n + j;
         c[at] = match number {
-            0 => sum + third[j],
-            1 => gelu(sum + third[j]),
+            0 => sum + bias[j],
+            1 => gelu(sum + bias[j]),
+            3 => sum + bias[j] + residual[at],
+            4 => sum + residual[at],
             _ => sum,
         };
         if number == 1 {
-            beside[at] = sum + third[j];
+            beside[at] = sum + bias[j];
         }
     }
     match number {
-        0 => beside.fill(77.0),
+        0 | 3 | 4 => beside.fill(77.0),
         2 => (0..g * k * n).for_each(|at| beside[at % n] += b[if is_shared { at % (k * n) } else { at }]),
         _ => {}
     }
@@ -423,14 +430,14 @@ fn products_end_as_they_are_told_by_the_library_or_by_kernels() {
             ([1, 0, 8, 2], false),
         ];
         for (shape @ ([g, m, n, k], is_shared), number) in
-            shapes.into_iter().flat_map(|shape| (0..3).map(move |number| (shape, number)))
+            shapes.into_iter().flat_map(|shape| (0..5).map(move |number| (shape, number)))
         {
             if number == 2 && g > 1 {
                 continue;
             }
             let (a, b) = (memory(g * m * k, 37), memory(if is_shared { k * n } else { g * k * n }, 29));
-            let third = memory(n, 23);
-            let operands = [&a[..], &b, &third];
+            let (bias, residual) = (memory(n, 23), memory(g * m * n, 31));
+            let operands = [&a[..], &b, &bias, &residual];
             let got = ending::<f32>(&*card, number, shape, operands);
             let exact = ending_by_hand(number, shape, operands);
             let apart = got.iter().flatten().zip(exact.iter().flatten()).map(|(x, y)| (x - y).abs());
@@ -438,7 +445,9 @@ fn products_end_as_they_are_told_by_the_library_or_by_kernels() {
         }
         // 256 + 1, and 1 more, in eight bits: the library rounds once, kernels round twice.
         let (a, b, bias) = ([256.0, 1.0], [1.0; 16], [1.0; 8]);
-        let [c, _] = ending::<half::bf16>(&*card, 0, ([1, 1, 8, 2], false), [&a, &b, &bias]);
+        let [c, _] = ending::<half::bf16>(&*card, 0, ([1, 1, 8, 2], false), [&a, &b, &bias, &bias]);
         assert_eq!(c, [if words.is_empty() { 258.0 } else { 256.0 }; 8]);
+        let [c, _] = ending::<half::bf16>(&*card, 3, ([1, 1, 8, 2], false), [&a, &b, &bias, &bias]);
+        assert_eq!(c, [if words.is_empty() { 260.0 } else { 256.0 }; 8], "259 lies between, and 260 is even");
     }
 }

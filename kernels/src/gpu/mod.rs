@@ -192,6 +192,13 @@ pub enum Ending {
         /// The input (n) that is added.
         bias: usize,
     },
+    /// c_ij = (a b)_ij + residual_ij, and + bias_j.
+    Add {
+        /// The input (n) that is added, if there is one.
+        bias: Option<usize>,
+        /// The input, like c, that is added.
+        residual: usize,
+    },
     /// before_ij = (a b)_ij + bias_j, and c = gelu(before) in its tanh form.
     BiasGelu {
         /// The input (n) that is added.

@@ -6,7 +6,7 @@ use crate::cache::Past;
 use crate::module;
 use crate::param::Init;
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Error, Kind, Tensor, Value, unwind};
+use shardgrad_tensor::{Error, Kind, Tensor, Value, ops, unwind};
 
 module! {
     /// softmax(q k^T / sqrt(c)) v in every head, between one product that makes q, k, v and one that joins the heads.
@@ -83,18 +83,34 @@ impl Attention {
     #[track_caller]
     #[must_use]
     pub fn attend(&self, x: &Var, past: Option<&mut Past>) -> Var {
-        let qkv = self.c_attn.forward(x).unbind(2);
+        self.c_proj.forward(&self.mixed(x, past))
+    }
+
+    /// residual + what [`Attention::attend`] yields, in one pass at the end of the last product where nothing happens in between.
+    ///
+    /// # Panics
+    /// As [`Attention::attend`], and if the residual has another shape.
+    #[track_caller]
+    #[must_use]
+    pub fn attend_onto(&self, x: &Var, past: Option<&mut Past>, residual: &Var) -> Var {
+        self.c_proj.forward_onto(&self.mixed(x, past), residual)
+    }
+
+    /// What the heads yield, before they are joined.
+    #[track_caller]
+    fn mixed(&self, x: &Var, past: Option<&mut Past>) -> Var {
+        let (qkv, is_off) = (self.c_attn.forward(x), !self.drop.is_on(x.tape()));
+        if is_off && past.is_none() && qkv.layout().dims()[1].is_whole() {
+            let op = unwind(ops::attention::JoinedAttention::of(&qkv.shape(), self.causal));
+            return Var::apply_one(op, &[&qkv]);
+        }
+        let qkv = qkv.unbind(2);
         let [q, k, v] = [0, 1, 2].map(|i| qkv[i].clone());
         let (k, v) = match past {
             Some(past) => past.extend(&k, &v),
             None => (k, v),
         };
-        let y = if self.drop.is_on(x.tape()) {
-            self.spelled_out(&q, &k, &v)
-        } else {
-            q.attention(&k, &v, self.causal)
-        };
-        self.c_proj.forward(&y)
+        if is_off { q.attention(&k, &v, self.causal) } else { self.spelled_out(&q, &k, &v) }
     }
 
     /// The same by single ops, with dropout between them.

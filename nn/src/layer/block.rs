@@ -62,8 +62,16 @@ impl Block {
     #[must_use]
     pub fn attend(&self, x: &Var, past: Option<&mut Past>) -> Var {
         let (x, y) = self.ln_1.forward_beside(x);
-        let x = x.add(&self.attn_drop.forward(&self.attn.attend(&y, past)));
+        let x = if self.attn_drop.is_off(x.tape()) {
+            self.attn.attend_onto(&y, past, &x)
+        } else {
+            x.add(&self.attn_drop.forward(&self.attn.attend(&y, past)))
+        };
         let (x, y) = self.ln_2.forward_beside(&x);
-        x.add(&self.mlp_drop.forward(&self.mlp.forward(&y)))
+        if self.mlp_drop.is_off(x.tape()) {
+            self.mlp.forward_onto(&y, &x)
+        } else {
+            x.add(&self.mlp_drop.forward(&self.mlp.forward(&y)))
+        }
     }
 }

@@ -37,6 +37,11 @@ impl Dropout {
         self.p > 0.0 && tape.noise().is_some()
     }
 
+    /// Whether on a tape nothing happens here at all.
+    pub(crate) fn is_off(&self, tape: &Tape) -> bool {
+        !self.is_on(tape) && self.point.is_silent()
+    }
+
     /// Any shape with the rows of the batch first, to the same shape.
     ///
     /// # Panics

@@ -47,4 +47,14 @@ impl GatedMlp {
     pub fn forward(&self, x: &Var) -> Var {
         self.down_proj.forward(&self.gate_proj.forward(x).swiglu(&self.up_proj.forward(x)))
     }
+
+    /// residual + y, in one pass at the end of the last product where nothing happens in between: `[.., d]` to `[.., d]`.
+    ///
+    /// # Panics
+    /// As [`GatedMlp::forward`], and if the residual has another shape.
+    #[track_caller]
+    #[must_use]
+    pub fn forward_onto(&self, x: &Var, residual: &Var) -> Var {
+        self.down_proj.forward_onto(&self.gate_proj.forward(x).swiglu(&self.up_proj.forward(x)), residual)
+    }
 }

@@ -132,6 +132,22 @@ impl GroupedAttention {
     #[track_caller]
     #[must_use]
     pub fn attend(&self, x: &Var, past: Option<&mut Past>) -> Var {
+        self.o_proj.forward(&self.mixed(x, past))
+    }
+
+    /// residual + what [`GroupedAttention::attend`] yields, in one pass at the end of the last product where nothing happens in between.
+    ///
+    /// # Panics
+    /// As [`GroupedAttention::attend`], and if the residual has another shape.
+    #[track_caller]
+    #[must_use]
+    pub fn attend_onto(&self, x: &Var, past: Option<&mut Past>, residual: &Var) -> Var {
+        self.o_proj.forward_onto(&self.mixed(x, past), residual)
+    }
+
+    /// What the heads yield, before they are joined.
+    #[track_caller]
+    fn mixed(&self, x: &Var, past: Option<&mut Past>) -> Var {
         let normed =
             |norm: &Option<RmsNorm>, x: Var| norm.as_ref().map_or(x.clone(), |norm| norm.forward(&x));
         let first = past.as_ref().map_or(0, |past| past.len());
@@ -145,12 +161,11 @@ impl GroupedAttention {
             }
             None => (k, v),
         };
-        let y = match self.window {
+        match self.window {
             _ if self.drop.is_on(x.tape()) => self.spelled_out(&q, &k, &v),
             Some(keys) => q.window_attention(&k, &v, keys),
             None => q.attention(&k, &v, true),
-        };
-        self.o_proj.forward(&y)
+        }
     }
 
     /// The same by single ops, with dropout between them.

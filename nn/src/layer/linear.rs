@@ -12,7 +12,7 @@ module! {
     ///
     /// Two points: `input`, where x arrives, and `out`. A product whose inputs are split leaves a pending sum at `out`, before
     /// the bias is added, and a plan that states a layout there says into what it is completed. Where no rank holds a part of a
-    /// sum, one op adds the bias too, and `out` lies behind it.
+    /// sum, one op adds the bias too, and `out` lies behind it; and behind the residual, if no plan speaks of `out`.
     #[derive(Debug)]
     pub struct Linear {
         /// `[in.., out..]`.
@@ -94,6 +94,21 @@ impl Linear {
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var) -> Var {
+        self.ended(x, None)
+    }
+
+    /// residual + (x w + b), in one pass where nothing happens in between: `[.., from..]` to the shape of the residual, `[.., to..]`.
+    ///
+    /// # Panics
+    /// As [`Linear::forward`], and if the residual cannot be added to what comes out.
+    #[track_caller]
+    #[must_use]
+    pub fn forward_onto(&self, x: &Var, residual: &Var) -> Var {
+        self.ended(x, Some(residual))
+    }
+
+    #[track_caller]
+    pub(super) fn ended(&self, x: &Var, residual: Option<&Var>) -> Var {
         #[expect(clippy::manual_map, reason = "the caller's line would be lost in a closure")]
         let bias = match &self.bias {
             Some(bias) => Some(bias.on(x)),
@@ -101,27 +116,54 @@ impl Linear {
         };
         let x = self.input.at(x);
         let weight = self.weight.on(&x);
-        self.through(&x, &weight, bias.as_ref())
+        self.through(&x, &weight, bias.as_ref(), residual)
     }
 
-    /// [`Linear::forward`] of what has arrived, with the parameters on its tape.
+    /// What has arrived, with the parameters on its tape, to the result of the layer.
     #[track_caller]
-    pub(super) fn through(&self, x: &Var, weight: &Var, bias: Option<&Var>) -> Var {
-        if let Some(bias) = bias
-            && self.sums_are_whole(x, weight)
+    pub(super) fn through(&self, x: &Var, weight: &Var, bias: Option<&Var>, residual: Option<&Var>) -> Var {
+        let (num_in, num_out) = (self.num_in, weight.layout().ndim() - self.num_in);
+        let is_whole = self.sums_are_whole(x, weight);
+        if let Some(residual) = residual
+            && is_whole
+            && self.ends_with(residual, x, weight)
         {
-            let op = Rc::new(ops::linear::Linear::new(self.num_in, weight.layout().ndim() - self.num_in));
-            return self.out.at(&Var::apply_one(op, &[x, weight, bias]));
+            let op = Rc::new(ops::linear::Linear::onto(num_in, num_out, bias.is_some()));
+            // What happens in the op is told of the place behind the product.
+            let x = &self.out.at(x);
+            return match bias {
+                Some(bias) => Var::apply_one(op, &[x, weight, bias, residual]),
+                None => Var::apply_one(op, &[x, weight, residual]),
+            };
         }
-        let y = match &self.signature {
-            None => x.matmul(weight),
-            Some(signature) => x.einsum(signature, weight),
+        let y = match (bias, &self.signature) {
+            (Some(bias), _) if is_whole => {
+                let op = Rc::new(ops::linear::Linear::new(num_in, num_out));
+                self.out.at(&Var::apply_one(op, &[x, weight, bias]))
+            }
+            (_, None) => self.out.at(&x.matmul(weight)),
+            (_, Some(signature)) => self.out.at(&x.einsum(signature, weight)),
         };
-        let y = self.out.at(&y);
-        match bias {
-            Some(bias) => y.add(bias),
+        let y = match bias {
+            Some(bias) if !is_whole => y.add(bias),
+            _ => y,
+        };
+        match residual {
+            Some(residual) => residual.add(&y),
             None => y,
         }
+    }
+
+    /// Whether a product of sums that are whole may end with a residual: nothing happens in between, each rank has of the residual
+    /// what it has of the result, whose rows are those of x, and the gradients of x and the weight stay in their states.
+    pub(super) fn ends_with(&self, residual: &Var, x: &Var, weight: &Var) -> bool {
+        let (residual, x, weight) = (residual.layout(), x.layout(), weight.layout());
+        let rows = &x.dims()[..x.ndim() - self.num_in];
+        let replicate = x.replicate().union(weight.replicate());
+        self.out.is_silent()
+            && residual.partial().is_empty()
+            && residual.dims().split_at_checked(rows.len()) == Some((rows, &weight.dims()[self.num_in..]))
+            && residual.replicate().iter().all(|axis| replicate.contains(axis))
     }
 
     /// Whether no rank holds a part of a sum, so that a bias may be added to what comes out of the product.

@@ -78,13 +78,28 @@ impl SelfAttention {
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var, mask: Option<&Var>) -> Var {
+        self.dense.forward(&self.mixed(x, mask))
+    }
+
+    /// residual + what [`SelfAttention::forward`] yields, in one pass at the end of the last product where nothing happens in between.
+    ///
+    /// # Panics
+    /// As [`SelfAttention::forward`], and if the residual has another shape.
+    #[track_caller]
+    #[must_use]
+    pub fn forward_onto(&self, x: &Var, mask: Option<&Var>, residual: &Var) -> Var {
+        self.dense.forward_onto(&self.mixed(x, mask), residual)
+    }
+
+    /// What the heads yield, before they are joined.
+    #[track_caller]
+    fn mixed(&self, x: &Var, mask: Option<&Var>) -> Var {
         let (q, k, v) = (self.query.forward(x), self.key.forward(x), self.value.forward(x));
-        let y = if mask.is_none() && !self.drop.is_on(x.tape()) {
+        if mask.is_none() && !self.drop.is_on(x.tape()) {
             q.attention(&k, &v, false)
         } else {
             self.spelled_out(&q, &k, &v, mask)
-        };
-        self.dense.forward(&y)
+        }
     }
 
     #[track_caller]

@@ -108,10 +108,19 @@ impl BertBlock {
     #[track_caller]
     #[must_use]
     pub fn forward(&self, x: &Var, mask: Option<&Var>) -> Var {
-        let attended = self.attention_drop.forward(&self.attention.forward(x, mask));
-        let x = self.attention_norm.forward(&x.add(&attended));
-        let fed = self.output.forward(&self.intermediate.forward(&x).gelu_exact());
-        self.norm.forward(&x.add(&self.output_drop.forward(&fed)))
+        let attended = if self.attention_drop.is_off(x.tape()) {
+            self.attention.forward_onto(x, mask, x)
+        } else {
+            x.add(&self.attention_drop.forward(&self.attention.forward(x, mask)))
+        };
+        let x = self.attention_norm.forward(&attended);
+        let hidden = self.intermediate.forward(&x).gelu_exact();
+        let fed = if self.output_drop.is_off(x.tape()) {
+            self.output.forward_onto(&hidden, &x)
+        } else {
+            x.add(&self.output_drop.forward(&self.output.forward(&hidden)))
+        };
+        self.norm.forward(&fed)
     }
 }
 

@@ -99,9 +99,9 @@ impl LlamaBlock {
     #[must_use]
     pub fn attend(&self, x: &Var, past: Option<&mut Past>) -> Var {
         let (x, y) = self.input_layernorm.forward_beside(x);
-        let x = x.add(&self.self_attn.attend(&y, past));
+        let x = self.self_attn.attend_onto(&y, past, &x);
         let (x, y) = self.post_attention_layernorm.forward_beside(&x);
-        x.add(&self.mlp.forward(&y))
+        self.mlp.forward_onto(&y, &x)
     }
 }
 

@@ -141,6 +141,41 @@ fn attention_sees_the_past_or_everything() {
     });
 }
 
+/// The result of a layer and all gradients, where one op attends or q, k and v are taken apart; and bytes that kernels moved.
+fn attended(rank: &Rank, is_joined: bool) -> Result<(Vec<Tensor>, u64)> {
+    let model = Model::new(rank, Attention::new(12, 3), &Plan::new(), 1)?;
+    let tape = model.tape();
+    let numbers: Vec<f32> = (0..2 * 4 * 12u16).map(|i| f32::from(i * 37 % 19) / 8.0 - 1.0).collect();
+    let x = tape.constant(Tensor::from_host(rank, &[2, 4, 12], &numbers)?);
+    let y = if is_joined {
+        model.forward(&x)
+    } else {
+        let qkv = model.c_attn.forward(&x).unbind(2);
+        model.c_proj.forward(&qkv[0].attention(&qkv[1], &qkv[2], true))
+    };
+    y.square().mean().backward()?;
+    let mut found: Vec<Tensor> = tape.gradients().into_values().collect();
+    found.push(y.tensor().clone());
+    Ok((found, rank.backend().cost().bytes))
+}
+
+#[test]
+fn gradients_of_queries_keys_and_values_are_written_as_one() {
+    run("", |rank| {
+        let (joined, apart) = (attended(rank, true)?.0, attended(rank, false)?.0);
+        assert_eq!(joined.len(), 5);
+        for (x, y) in joined.iter().zip(&apart) {
+            assert_eq!(x.to_f64()?, y.to_f64()?);
+        }
+        Ok(())
+    });
+    let [joined, apart] = [true, false].map(|is_joined| {
+        let bytes = |rank: &Rank| Ok(attended(rank, is_joined)?.1);
+        World::new(Mesh::single()).dry_run(0, bytes).unwrap()
+    });
+    assert_eq!(apart - joined, 2 * 3 * 2 * 4 * 12 * 4, "three are not read and written once more");
+}
+
 #[test]
 fn dropout_drops_its_share_and_scales_the_rest() {
     run("", |rank| {

@@ -3,6 +3,7 @@
 
 mod support;
 mod layers;
+mod residuals;
 mod gradcheck;
 mod composed;
 mod names;

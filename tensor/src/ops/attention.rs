@@ -8,8 +8,8 @@ use crate::layout::Layout;
 use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float};
 use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
-use shardgrad_dist::Result;
-use shardgrad_kernels::op::attention::{BACKWARD, FORWARD};
+use shardgrad_dist::{Error, Kind, Result};
+use shardgrad_kernels::op::attention::{BACKWARD, BACKWARD_JOINED, FORWARD};
 use shardgrad_kernels::{DType, Kernel, Scalar};
 use smallvec::SmallVec;
 use std::rc::Rc;
@@ -33,6 +33,19 @@ struct AttentionBackward {
     grouped: bool,
 }
 
+/// `b t! p! h c! -> b t! h c!` on one tensor whose p = 3 parts are the q, k and v of [`Attention`]. Its cotangent is one tensor too, as
+/// the product that made it wants it; were they taken apart, it would have to be joined of three. Queries and keys must be whole.
+#[derive(Debug)]
+pub struct JoinedAttention {
+    mask: Mask,
+}
+
+/// The cotangent, linear in g.
+#[derive(Debug)]
+struct JoinedAttentionBackward {
+    mask: Mask,
+}
+
 /// Which keys a query sees.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Mask {
@@ -50,6 +63,25 @@ impl Attention {
     pub(crate) fn of(ndim: usize, mask: Mask) -> Rc<dyn Op> {
         Rc::new(Attention { mask, grouped: ndim == 5 })
     }
+}
+
+impl JoinedAttention {
+    /// Attention of a tensor `[b, t, 3, h, c]`; if causal, a query sees its own key and those before it.
+    ///
+    /// # Errors
+    /// `Kind::Shape` for another shape.
+    pub fn of(shape: &[usize], causal: bool) -> Result<Rc<dyn Op>> {
+        if !matches!(shape, [_, _, 3, _, _]) {
+            let text = format!("joined attention of {shape:?}, which is not batch, token, 3, head, channel");
+            return Err(Error::new(Kind::Shape, text));
+        }
+        Ok(Rc::new(JoinedAttention { mask: if causal { Mask::Causal } else { Mask::None } }))
+    }
+}
+
+/// The views of q, k and v.
+fn parts(qkv: &Piece) -> [Piece; 3] {
+    [0, 1, 2].map(|i| qkv.viewed(qkv.view.select(2, i)))
 }
 
 /// Runs a kernel that knows five dims only: tensors of query heads without groups get r = 1 heads each.
@@ -77,7 +109,8 @@ fn launch_grouped(
             piece.view = piece.view.unsqueeze(3).into();
         }
     }
-    let ((t, range), (s, _), (c, _)) = (local.label("t"), local.label("s"), local.label("c"));
+    // Keys are whole.
+    let ((t, range), s, (c, _)) = (local.label("t"), x[1].view.shape[1], local.label("c"));
     let first = range.start as i64 + s as i64 - t as i64;
     let (causal, window) = match mask {
         Mask::None => (0, 0),
@@ -162,7 +195,74 @@ impl Op for AttentionBackward {
     }
 }
 
+impl Op for JoinedAttention {
+    fn name(&self) -> &'static str {
+        "joined_attention"
+    }
+
+    fn signature(&self) -> &str {
+        "b t! p! h c! -> b t! h c!, b t! h"
+    }
+
+    fn volume(&self, _: usize, args: &[&Layout], outputs: &[Layout]) -> usize {
+        // Keys are not among the labels.
+        outputs.first().map_or(0, Layout::numel).saturating_mul(args[0].extent(1))
+    }
+
+    fn num_saved(&self) -> usize {
+        1
+    }
+
+    fn keeps(&self) -> Keeps {
+        Keeps { inputs: &[0], outputs: &[0, 1] }
+    }
+
+    fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
+        let dtype = common_float(inputs)?;
+        Ok(SmallVec::from_slice(&[dtype, dtype.accumulator()]))
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        let [q, k, v] = parts(x[0]);
+        launch_grouped(local, &FORWARD, &[&q, &k, &v], self.mask, |i| i == 0, |_| true)
+    }
+
+    fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
+        let op = Rc::new(JoinedAttentionBackward { mask: self.mask });
+        let args = [cx.input(0), cx.output(0), cx.output(1), &cx.grad(0)];
+        cx.each(|_| Tensor::results(op.clone(), &args).swap_remove(0))
+    }
+}
+
+impl Op for JoinedAttentionBackward {
+    fn name(&self) -> &'static str {
+        "joined_attention_backward"
+    }
+
+    fn signature(&self) -> &str {
+        "b t! p! h c!, b t! h c!, b t! h, b t! h c! -> b t! p! h c!"
+    }
+
+    fn linear_in(&self) -> &'static [&'static [usize]] {
+        &[&[3]]
+    }
+
+    fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
+        Ok(SmallVec::from_elem(inputs[0], num_outputs))
+    }
+
+    fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
+        let [q, k, v] = parts(x[0]);
+        let args = [&q, &k, &v, x[1], x[2], x[3]];
+        launch_grouped(local, &BACKWARD_JOINED, &args, self.mask, |i| i != 1 && i != 2, |_| false)
+    }
+}
+
 pub(super) fn cases() -> Vec<Case> {
+    let joined = |causal, shape: &[usize]| {
+        let op = JoinedAttention::of(shape, causal).expect("the shape of a case");
+        Case::fixed(op, vec![Input::real(shape)])
+    };
     let case = |mask, q: &[usize], k: &[usize]| {
         let inputs = vec![Input::real(q), Input::real(k), Input::real(k)];
         Case::new(Attention::of(q.len(), mask), inputs)
@@ -172,6 +272,8 @@ pub(super) fn cases() -> Vec<Case> {
         case(Mask::None, &[2, 3, 2, 3], &[2, 5, 2, 3]),
         case(Mask::Causal, &[2, 3, 2, 3, 2], &[2, 4, 2, 2]),
         case(Mask::Window(2), &[2, 4, 2, 1, 2], &[2, 5, 2, 2]),
+        joined(true, &[2, 4, 3, 3, 2]),
+        joined(false, &[3, 3, 3, 2, 2]),
     ]
 }
 
@@ -198,6 +300,29 @@ mod tests {
             );
             let own = q.window_attention(&k, &v, 1).to_host::<f64>()?;
             assert!(own.iter().zip([4.0, 8.0]).all(|(o, e)| (o - e).abs() < 1e-12), "{own:?}");
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn one_tensor_or_its_parts_give_the_same() {
+        World::run(Mesh::single(), |rank| {
+            let numbers: Vec<f32> =
+                (0..2 * 5 * 3 * 2 * 4).map(|i| (i * 37 % 19) as f32 / 8.0 - 1.0).collect();
+            let qkv = Tensor::from_host(rank, &[2, 5, 3, 2, 4], &numbers)?;
+            let [q, k, v] = [0, 1, 2].map(|i| qkv.select(2, i));
+            for causal in [true, false] {
+                let joined = Tensor::apply_one(JoinedAttention::of(&qkv.shape(), causal)?, &[&qkv]);
+                assert_eq!(joined.to_host::<f32>()?, q.attention(&k, &v, causal).to_host::<f32>()?);
+            }
+            assert_eq!(JoinedAttention::of(&[2, 5, 2, 2, 4], true).unwrap_err().kind(), Kind::Shape);
+            let volume = |op: Rc<dyn Op>, args: &[&Tensor]| {
+                let args: Vec<&Layout> = args.iter().map(|x| x.layout()).collect();
+                crate::op::volume(&*op, rank, &args, &[q.layout().clone()])
+            };
+            let apart = volume(Attention::of(4, Mask::None), &[&q, &k, &v]);
+            assert_eq!(volume(JoinedAttention::of(&qkv.shape(), false)?, &[&qkv]), apart);
             Ok(())
         })
         .unwrap();

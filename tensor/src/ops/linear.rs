@@ -1,4 +1,4 @@
-//! y = x w + b in one go: a layer that no rank holds a part of the sum of.
+//! y = x w + b in one go, or with the residual around it: a layer that no rank holds a part of the sum of.
 
 use super::{Case, Input};
 use crate::layout::Layout;
@@ -8,19 +8,23 @@ use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Rank, Result};
 use shardgrad_kernels::Strides;
-use shardgrad_kernels::op::linear::{LINEAR, PRODUCT_SUMS};
+use shardgrad_kernels::op::contract::CONTRACT;
+use shardgrad_kernels::op::linear::{LINEAR, LINEAR_ADD, PRODUCT_ADD, PRODUCT_SUMS};
 use smallvec::smallvec;
 use std::rc::Rc;
 
 /// `..m k!, k! n, n -> ..m n` on x, w and b of one float dtype, where k may be several dims, and n too. The dims that are summed must
-/// be whole: a product whose terms are spread over ranks is pending, and to that a bias is added once, when it is complete.
+/// be whole: a product whose terms are spread over ranks is pending, and to that a bias is added once, when it is complete. So is a
+/// residual r, a last argument `..m n`, that is added after the bias: y = (x w + b) + r. With it there may be no bias.
 ///
 /// dx = g w^T, dw = x^T g and db = the sum of g over all rows; the latter two in one pass over g, pending over what splits the rows.
+/// dr = g.
 #[derive(Debug)]
 pub struct Linear {
     signature: String,
     num_in: usize,
     num_out: usize,
+    has_bias: bool,
 }
 
 /// Both cotangents of the parameters, linear in g.
@@ -32,17 +36,33 @@ struct LinearGrads {
 }
 
 impl Linear {
-    /// A layer that sums over `num_in` dims and yields `num_out`.
+    /// A layer that sums over `num_in` dims and yields `num_out`: on x, w and b.
     #[must_use]
     pub fn new(num_in: usize, num_out: usize) -> Linear {
         let (k, n) = (labels("k", num_in, "!"), labels("n", num_out, ""));
-        Linear { signature: format!("..m{k},{k}{n},{n} -> ..m{n}"), num_in, num_out }
+        let signature = format!("..m{k},{k}{n},{n} -> ..m{n}");
+        Linear { signature, num_in, num_out, has_bias: true }
+    }
+
+    /// The same layer with the residual around it: on x, w, perhaps b, and the residual.
+    #[must_use]
+    pub fn onto(num_in: usize, num_out: usize, has_bias: bool) -> Linear {
+        let (k, n) = (labels("k", num_in, "!"), labels("n", num_out, ""));
+        let bias = if has_bias { format!("{n},") } else { String::new() };
+        let signature = format!("..m{k},{k}{n},{bias} ..m{n} -> ..m{n}");
+        Linear { signature, num_in, num_out, has_bias }
     }
 
     /// The signature of the product with the cotangent that gives dx.
     fn back(&self) -> String {
         let (k, n) = (labels("k", self.num_in, ""), labels("n", self.num_out, ""));
         format!("..m{n},{k}{n} -> ..m{k}")
+    }
+
+    /// The signature of the product with the cotangent that gives dw alone.
+    fn of_weight(&self) -> String {
+        let (k, n) = (labels("k", self.num_in, ""), labels("n", self.num_out, ""));
+        format!("..m{k}, ..m{n} ->{k}{n}")
     }
 
     /// The op that gives dw and db.
@@ -91,6 +111,25 @@ pub(super) fn line(rank: &Rank, x: &Piece) -> Result<Piece> {
     Ok(x.viewed(Strides { offset: x.view.offset, ..Strides::contiguous(&[x.numel()]) }))
 }
 
+/// y = a b, what stands beside it added: a line, and a residual with so many dims for its columns.
+pub(super) fn product(
+    rank: &Rank,
+    factors: [&Piece; 2],
+    [bias, residual]: [Option<&Piece>; 2],
+    y: &mut Piece,
+    num_columns: usize,
+) -> Result<()> {
+    let [a, b] = factors;
+    let bias = bias.map(|x| line(rank, x)).transpose()?;
+    let residual = residual.map(|x| matrix(rank, &x.contiguous(rank)?, num_columns)).transpose()?;
+    as_matrix(y, num_columns, |y| match (&bias, &residual) {
+        (None, None) => launch(rank, &CONTRACT, &[a, b], &mut [y], &[]),
+        (Some(bias), None) => launch(rank, &LINEAR, &[a, b, bias], &mut [y], &[]),
+        (None, Some(r)) => launch(rank, &PRODUCT_ADD, &[a, b, r], &mut [y], &[]),
+        (Some(bias), Some(r)) => launch(rank, &LINEAR_ADD, &[a, b, bias, r], &mut [y], &[]),
+    })
+}
+
 /// dw and db as new memory: x^T g as a matrix, and the sums of g.
 pub(super) fn gradients(
     rank: &Rank,
@@ -131,19 +170,21 @@ impl Op for Linear {
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let rank = local.rank;
         let (a, w) = (matrix(rank, x[0], self.num_in)?, matrix(rank, x[1], self.num_out)?);
-        let b = line(rank, x[2])?;
+        let (b, residual) = x[2..].split_at(usize::from(self.has_bias));
         let mut y = local.output(0)?;
-        as_matrix(&mut y, self.num_out, |y| launch(rank, &LINEAR, &[&a, &w, &b], &mut [y], &[]))?;
+        product(rank, [&a, &w], [b, residual].map(|x| x.first().copied()), &mut y, self.num_out)?;
         Ok(smallvec![y])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let g = cx.grad(0);
-        let parameters = (cx.wanted[1] || cx.wanted[2])
+        let parameters = (self.has_bias && (cx.wanted[1] || cx.wanted[2]))
             .then(|| Tensor::results(Rc::new(self.grads()), &[cx.input(0), &g]));
         cx.each(|i| match (i, &parameters) {
-            (0, _) | (_, None) => Tensor::apply_with(Einsum::of(self.back()), &[&g, cx.input(1)], cx.goal(0)),
-            (i, Some(both)) => both[i - 1].clone(),
+            (0, _) => Tensor::apply_with(Einsum::of(self.back()), &[&g, cx.input(1)], cx.goal(0)),
+            (1 | 2, Some(both)) => both[i - 1].clone(),
+            (1, None) => Tensor::apply_with(Einsum::of(self.of_weight()), &[cx.input(0), &g], cx.goal(1)),
+            _ => g.clone(),
         })
     }
 }
@@ -175,16 +216,24 @@ pub(super) fn cases() -> Vec<Case> {
     let case = |num_in, num_out, shapes: [&[usize]; 3]| {
         Case::new(Rc::new(Linear::new(num_in, num_out)), shapes.map(real).to_vec()).exact()
     };
+    let onto = |num_in, num_out, shapes: &[&[usize]]| {
+        let op = Rc::new(Linear::onto(num_in, num_out, shapes.len() == 4));
+        Case::new(op, shapes.iter().map(|shape| real(shape)).collect()).exact()
+    };
     vec![
         case(1, 1, [&[5, 7], &[7, 4], &[4]]),
         case(1, 2, [&[2, 3, 5], &[5, 3, 2], &[3, 2]]),
         case(2, 1, [&[2, 3, 2], &[3, 2, 4], &[4]]),
+        onto(1, 1, &[&[5, 7], &[7, 4], &[4], &[5, 4]]),
+        onto(2, 1, &[&[2, 3, 2], &[3, 2, 4], &[4], &[2, 4]]),
+        onto(1, 1, &[&[5, 7], &[7, 4], &[5, 4]]),
+        onto(1, 2, &[&[3, 5], &[5, 3, 2], &[3, 3, 2]]),
     ]
 }
 
 #[cfg(test)]
 mod tests {
-    use crate::tensor::Tensor;
+    use super::*;
     use crate::value::Value;
     use shardgrad_dist::{Mesh, World};
 
@@ -195,6 +244,11 @@ mod tests {
             let w = Tensor::from_host(rank, &[2, 3], &[1.0f64, 0.0, -1.0, 2.0, 1.0, 0.0])?;
             let b = Tensor::from_host(rank, &[3], &[10.0f64, 20.0, 30.0])?;
             assert_eq!(x.linear(&w, &b).to_host::<f64>()?, [15.0, 22.0, 29.0, 21.0, 24.0, 27.0]);
+            let r = Tensor::from_host(rank, &[2, 3], &[1.0f64, 2.0, 3.0, -1.0, -2.0, -3.0])?;
+            let both = Tensor::apply_one(Rc::new(Linear::onto(1, 1, true)), &[&x, &w, &b, &r]);
+            assert_eq!(both.to_host::<f64>()?, [16.0, 24.0, 32.0, 20.0, 22.0, 24.0]);
+            let one = Tensor::apply_one(Rc::new(Linear::onto(1, 1, false)), &[&x, &w, &r]);
+            assert_eq!(one.to_host::<f64>()?, [6.0, 4.0, 2.0, 10.0, 2.0, -6.0]);
             Ok(())
         })
         .unwrap();

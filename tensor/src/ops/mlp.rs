@@ -1,6 +1,6 @@
-//! y = gelu(x w1 + b1) w2, and with b2 where the hidden units are whole: two products with what stands between them.
+//! y = gelu(x w1 + b1) w2, and with b2 and the residual where the hidden units are whole: two products with what stands around them.
 
-use super::linear::{as_matrix, gradients, line, matrix, turned};
+use super::linear::{as_matrix, gradients, line, matrix, product, turned};
 use super::{Case, Input};
 use crate::layout::Layout;
 use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
@@ -9,20 +9,23 @@ use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::Strides;
 use shardgrad_kernels::op::contract::CONTRACT;
-use shardgrad_kernels::op::linear::{LINEAR, LINEAR_GELU, PRODUCT_GELU_GRAD};
+use shardgrad_kernels::op::linear::{LINEAR_GELU, PRODUCT_GELU_GRAD};
 use smallvec::smallvec;
 use std::rc::Rc;
 
 /// `..m d!, d! h, h, h e! -> ..m e!` on x, w1, b1 and w2 of one float dtype, with GELU in its tanh form; z = x w1 + b1 and gelu(z) are
-/// kept for the backward (`..m h`). Where h is split the result is pending. With a fifth argument b2 (`e!`), h must be whole. A pending w2
-/// is completed, although y is linear in it: what is kept is not.
+/// kept for the backward (`..m h`). Where h is split the result is pending. With a fifth argument b2 (`e!`), h must be whole; so it must
+/// with a last one, the residual r (`..m e!`), to which the layer adds. A pending w2 is completed, although y is linear in it: what is
+/// kept is not.
 ///
 /// With u = (g w2^T) gelu'(z): dx = u w1^T, dw1 = x^T u, db1 = the sum of u over all rows, dw2 = gelu(z)^T g and db2 = the sum of g.
-/// One op gives all of them.
+/// One op gives all of them. dr = g.
 #[derive(Debug)]
 pub struct Mlp {
     /// Whether there is a b2.
     pub has_last_bias: bool,
+    /// Whether there is an r.
+    pub has_residual: bool,
 }
 
 /// All cotangents, linear in g.
@@ -37,9 +40,11 @@ impl Op for Mlp {
     }
 
     fn signature(&self) -> &str {
-        match self.has_last_bias {
-            false => "..m d!, d! h, h, h e! -> ..m e!, ..m h, ..m h",
-            true => "..m d!, d! h!, h!, h! e!, e! -> ..m e!, ..m h!, ..m h!",
+        match (self.has_last_bias, self.has_residual) {
+            (false, false) => "..m d!, d! h, h, h e! -> ..m e!, ..m h, ..m h",
+            (true, false) => "..m d!, d! h!, h!, h! e!, e! -> ..m e!, ..m h!, ..m h!",
+            (false, true) => "..m d!, d! h!, h!, h! e!, ..m e! -> ..m e!, ..m h!, ..m h!",
+            (true, true) => "..m d!, d! h!, h!, h! e!, e!, ..m e! -> ..m e!, ..m h!, ..m h!",
         }
     }
 
@@ -66,17 +71,16 @@ impl Op for Mlp {
             as_matrix(&mut z, 1, |z| launch(rank, &LINEAR_GELU, &[&a, &w1, &b1], &mut [hidden, z], &[]))
         })?;
         let kept = matrix(rank, &hidden, 1)?;
-        as_matrix(&mut y, 1, |y| match x.get(4) {
-            None => launch(rank, &CONTRACT, &[&kept, &w2], &mut [y], &[]),
-            Some(b2) => launch(rank, &LINEAR, &[&kept, &w2, &line(rank, b2)?], &mut [y], &[]),
-        })?;
+        let (b2, residual) = x[4..].split_at(usize::from(self.has_last_bias));
+        product(rank, [&kept, &w2], [b2, residual].map(|x| x.first().copied()), &mut y, 1)?;
         Ok(smallvec![y, z, hidden])
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        let args = [cx.input(0), cx.input(1), cx.input(3), cx.output(1), cx.output(2), &cx.grad(0)];
+        let g = cx.grad(0);
+        let args = [cx.input(0), cx.input(1), cx.input(3), cx.output(1), cx.output(2), &g];
         let grads = Tensor::results(Rc::new(MlpBackward { has_last_bias: self.has_last_bias }), &args);
-        cx.each(|i| grads[i].clone())
+        cx.each(|i| grads.get(i).unwrap_or(&g).clone())
     }
 }
 
@@ -123,25 +127,26 @@ impl Op for MlpBackward {
 
 pub(super) fn cases() -> Vec<Case> {
     let real = Input::real;
-    let case = |has_last_bias, shapes: &[&[usize]]| {
-        Case::new(Rc::new(Mlp { has_last_bias }), shapes.iter().map(|shape| real(shape)).collect())
+    let case = |has_last_bias, has_residual, shapes: &[&[usize]]| {
+        let op = Rc::new(Mlp { has_last_bias, has_residual });
+        Case::new(op, shapes.iter().map(|shape| real(shape)).collect())
     };
     vec![
-        case(false, &[&[4, 3], &[3, 5], &[5], &[5, 2]]),
-        case(false, &[&[2, 3, 4], &[4, 3], &[3], &[3, 5]]),
-        case(true, &[&[4, 3], &[3, 5], &[5], &[5, 2], &[2]]),
+        case(false, false, &[&[4, 3], &[3, 5], &[5], &[5, 2]]),
+        case(false, false, &[&[2, 3, 4], &[4, 3], &[3], &[3, 5]]),
+        case(true, false, &[&[4, 3], &[3, 5], &[5], &[5, 2], &[2]]),
+        case(false, true, &[&[4, 3], &[3, 5], &[5], &[5, 2], &[4, 2]]),
+        case(true, true, &[&[4, 3], &[3, 5], &[5], &[5, 2], &[2], &[4, 2]]),
     ]
 }
 
 #[cfg(test)]
 mod tests {
-    use super::Mlp;
-    use crate::layout::Layout;
-    use crate::op::{self, Op};
+    use super::*;
+    use crate::op;
     use crate::ops::embedding::Embedding;
     use crate::ops::layer_norm::LayerNorm;
     use crate::ops::linear::Linear;
-    use crate::tensor::Tensor;
     use crate::value::Value;
     use shardgrad_dist::{Mesh, World};
     use shardgrad_kernels::DType;
@@ -157,6 +162,12 @@ mod tests {
             let b2 = Tensor::from_host(rank, &[2], &[-1.0f64, 1.0])?;
             assert_eq!(x.mlp(&w1, &b1, &w2, None).to_host::<f64>()?, [40.0, 65.0]);
             assert_eq!(x.mlp(&w1, &b1, &w2, Some(&b2)).to_host::<f64>()?, [39.0, 66.0]);
+            let r = Tensor::from_host(rank, &[1, 2], &[0.5f64, -6.0])?;
+            let onto = |has_last_bias| Rc::new(Mlp { has_last_bias, has_residual: true });
+            let both = Tensor::apply_one(onto(true), &[&x, &w1, &b1, &w2, &b2, &r]);
+            assert_eq!(both.to_host::<f64>()?, [39.5, 60.0]);
+            let one = Tensor::apply_one(onto(false), &[&x, &w1, &b1, &w2, &r]);
+            assert_eq!(one.to_host::<f64>()?, [40.5, 59.0]);
             Ok(())
         })
         .unwrap();
@@ -172,7 +183,7 @@ mod tests {
                 op::volume(op, rank, &args.iter().collect::<Vec<_>>(), &outputs)
             };
             let of_mlp: [&[usize]; 4] = [&[2, 3, 4], &[4, 16], &[16], &[16, 5]];
-            let mlp = Mlp { has_last_bias: false };
+            let mlp = Mlp { has_last_bias: false, has_residual: false };
             // Six rows of 16 hidden units, to each of which 4 units lead, and from which it leads to 5.
             assert_eq!(volume(&mlp, &of_mlp, &[&[2, 3, 5], &[2, 3, 16], &[2, 3, 16]]), 6 * 16 * 9);
             assert_eq!(volume(&Linear::new(1, 1), &[&[2, 3, 4], &[4, 5], &[5]], &[&[2, 3, 5]]), 6 * 4 * 5);

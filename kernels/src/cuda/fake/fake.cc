@@ -456,22 +456,24 @@ API int cublasLtMatmulPreferenceDestroy(void *preference) { return delete static
 API int cublasLtMatmulPreferenceSetAttribute(void *, int which, const void *, size_t bytes) {
     return bytes == (which == 1 ? 8u : 4u) ? 0 : 7;
 }
-API int cublasLtMatmulAlgoGetHeuristic(void *, void *product, void *, void *, void *, void *, void *, int, void *, int *found) {
-    if (is("plain-products") && static_cast<Product *>(product)->ending != 1) return 15;
+API int cublasLtMatmulAlgoGetHeuristic(void *, void *product, void *, void *, void *c, void *d, void *, int, void *, int *found) {
+    if (is("plain-products") && (static_cast<Product *>(product)->ending != 1 || c != d)) return 15;
     return *found = 1, 0;
 }
 API int cublasLtMatmul(void *, void *product, const void *alpha, const void *a, void *a_layout, const void *b, void *b_layout,
-                       const void *beta, const void *c, void *, void *d, void *d_layout, const void *, void *workspace,
+                       const void *beta, const void *c, void *c_layout, void *d, void *d_layout, const void *, void *workspace,
                        size_t workspace_bytes, void *stream) {
     const Product p = *static_cast<Product *>(product);
-    const Layout x = *static_cast<Layout *>(a_layout), y = *static_cast<Layout *>(b_layout), z = *static_cast<Layout *>(d_layout);
+    const Layout x = *static_cast<Layout *>(a_layout), y = *static_cast<Layout *>(b_layout), z = *static_cast<Layout *>(d_layout),
+                 w = *static_cast<Layout *>(c_layout);
     const uint64_t m = z.rows, n = z.columns, k = p.turned[0] ? x.rows : x.columns;
     const bool wide = p.compute == 70;
     const double one = wide ? *static_cast<const double *>(alpha) : *static_cast<const float *>(alpha);
-    const double zero = wide ? *static_cast<const double *>(beta) : *static_cast<const float *>(beta);
+    const double share = wide ? *static_cast<const double *>(beta) : *static_cast<const float *>(beta);
     const bool fits = (p.turned[0] ? x.columns : x.rows) == m && (p.turned[1] ? y.rows : y.columns) == n &&
         (p.turned[1] ? y.columns : y.rows) == k && x.count == z.count && y.count == z.count && x.type == z.type &&
-        y.type == z.type && wide == (z.type == 1) && one == 1 && zero == 0 && c == d && workspace && workspace_bytes;
+        y.type == z.type && wide == (z.type == 1) && one == 1 && (share == 0 ? c == d : share == 1 && c != d) && workspace &&
+        workspace_bytes && w.type == z.type && w.rows == m && w.columns == n && w.count == z.count;
     if (!fits) return 7;
     const bool sums_rows = p.ending == 208 || p.ending == 256, known = p.ending == 1 || p.ending == 4 || p.ending == 164 || sums_rows;
     if (!known || (sums_rows && z.count != 1) || (p.ending != 1 && !p.columns) || ((p.ending & 128) && p.ending != 256 && !p.whole))
@@ -485,6 +487,7 @@ API int cublasLtMatmul(void *, void *product, const void *alpha, const void *a, 
                     for (uint64_t l = 0; l < k; ++l)
                         sum += left(value(a, x.type, g * x.step + (p.turned[0] ? i * x.lead + l : l * x.lead + i)), p.compute) *
                             left(value(b, y.type, g * y.step + (p.turned[1] ? l * y.lead + j : j * y.lead + l)), p.compute);
+                    if (share == 1) sum += value(c, w.type, g * w.step + j * w.lead + i);
                     const size_t beside = g * p.whole_step + j * p.whole_lead + i;
                     if (p.ending == 4 || p.ending == 164) sum += value(p.columns, z.type, i);
                     if (p.ending == 164) put(p.whole, z.type, beside, sum), sum *= gelu_gate(sum);

@@ -3,15 +3,15 @@
 
 use super::strips::{Queries, in_strips, turn};
 use super::tile::{KEYS, Operand, Pairs, QUERIES, rows, with_operand};
-use super::{BACKWARD, Head, Problem};
+use super::{Head, Problem};
 use crate::cpu::math::Maths;
 use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Float, Real};
 use crate::error::KernelError;
-use crate::kernel::{Arg, Launch};
+use crate::kernel::{Arg, ArgMut, Kernel, Launch};
 use crate::match_float;
-use crate::op::rows::{LANES, operands, sum_pairs, write};
+use crate::op::rows::{LANES, sum_pairs, write};
 
 /// Where the results of one key head go: a row of channels per query (in the order (t, r)), key and value.
 struct Outputs<'a, T> {
@@ -20,25 +20,44 @@ struct Outputs<'a, T> {
     dv: Vec<&'a mut [T]>,
 }
 
-pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
-    let (inputs, [dq, dk, dv], scalars) = operands::<6, 3>(launch);
-    let problem = Problem::new(&inputs[0], &inputs[1], scalars);
-    let c = problem.c;
-    if c == 0 {
+/// Into three outputs, or into one that has a part for each.
+pub(super) fn backward(kernel: &Kernel, pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let inputs: &[Arg<'_>; 6] = launch.inputs.try_into().expect("a launch has the inputs of its contract");
+    let problem = Problem::new(&inputs[0], &inputs[1], launch.scalars);
+    if problem.c == 0 {
         return Ok(());
     }
     match_float!(inputs[0].dtype, T => {
-        let dq = by_key_head(&problem, problem.t * problem.r, problem.r, write::<T>(dq).chunks_exact_mut(c));
-        let dk = by_key_head(&problem, problem.s, 1, write::<T>(dk).chunks_exact_mut(c));
-        let dv = by_key_head(&problem, problem.s, 1, write::<T>(dv).chunks_exact_mut(c));
-        let mut tasks: Vec<_> =
-            dq.into_iter().zip(dk).zip(dv).map(|((dq, dk), dv)| Outputs { dq, dk, dv }).collect();
+        let mut tasks = match &mut *launch.outputs {
+            [d_qkv] => joined::<T>(&problem, d_qkv),
+            outputs => apart::<T>(&problem, outputs.try_into().expect("a launch has the outputs of its contract")),
+        };
         with_operand!(T, P => pool.chunks(&mut tasks, 1, |task, outputs| {
             let mut rooms = [pool.scratch(), pool.scratch(), pool.scratch()];
             backward_head::<T, P>(&problem, rooms.each_mut().map(|room| &mut **room), inputs, task, &mut outputs[0]);
         }));
         Ok(())
-    }, else Err(KernelError::DType { kernel: BACKWARD.name, dtype: inputs[0].dtype }))
+    }, else Err(KernelError::DType { kernel: kernel.name, dtype: inputs[0].dtype }))
+}
+
+fn apart<'s, T: Float>(problem: &Problem, [dq, dk, dv]: &'s mut [ArgMut<'_>; 3]) -> Vec<Outputs<'s, T>> {
+    let c = problem.c;
+    let dq = by_key_head(problem, problem.t * problem.r, problem.r, write::<T>(dq).chunks_exact_mut(c));
+    let dk = by_key_head(problem, problem.s, 1, write::<T>(dk).chunks_exact_mut(c));
+    let dv = by_key_head(problem, problem.s, 1, write::<T>(dv).chunks_exact_mut(c));
+    dq.into_iter().zip(dk).zip(dv).map(|((dq, dk), dv)| Outputs { dq, dk, dv }).collect()
+}
+
+fn joined<'s, T: Float>(problem: &Problem, d_qkv: &'s mut ArgMut<'_>) -> Vec<Outputs<'s, T>> {
+    let &Problem { b, t, g, c, .. } = problem;
+    let room = || Vec::with_capacity(t);
+    let mut tasks: Vec<_> = (0..b * g).map(|_| Outputs { dq: room(), dk: room(), dv: room() }).collect();
+    // Rows come in the order (b, t, part, g).
+    for (at, row) in write::<T>(d_qkv).chunks_exact_mut(c).enumerate() {
+        let (part, task) = (at / g % 3, &mut tasks[at / (3 * t * g) * g + at % g]);
+        [&mut task.dq, &mut task.dk, &mut task.dv][part].push(row);
+    }
+    tasks
 }
 
 /// Hands outputs, which come in the order (b, rows, g, `each`), out to tasks in the order (b, g): `count` each.

@@ -1,11 +1,11 @@
 //! Attention on GPUs. 16-bit heads of up to 128 channels go through tensor cores in tiles (`gpu/tile.cu`), all others
 //! through plain arithmetic (`gpu/plain.cu`).
 
-use super::{ALLOWANCE, BACKWARD, FORWARD, Problem};
+use super::{ALLOWANCE, FORWARD, Problem};
 use crate::dtype::DType;
 use crate::error::KernelError;
 use crate::gpu::{Grid, GridArg, Plan, type_name};
-use crate::kernel::{Arg, Launch};
+use crate::kernel::{Arg, Kernel, Launch};
 use std::borrow::Cow;
 
 /// Tensor cores where HEAD is defined, plain arithmetic elsewhere.
@@ -190,18 +190,24 @@ pub(super) fn forward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), Kernel
     Ok(())
 }
 
-pub(super) fn backward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+/// Into three outputs, or into one that has a part for each.
+pub(super) fn backward(kernel: &Kernel, launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
     let (args, dtype) = (launch.inputs, launch.inputs[0].dtype);
     if !dtype.is_float() {
-        return Err(KernelError::DType { kernel: BACKWARD.name, dtype });
+        return Err(KernelError::DType { kernel: kernel.name, dtype });
     }
     let problem = Problem::new(&args[0], &args[1], launch.scalars);
     if problem.c == 0 {
         return Ok(());
     }
-    check_grid(BACKWARD.name, &problem)?;
+    check_grid(kernel.name, &problem)?;
     let (way, shape) = (Way::new(dtype, &problem), shape(&problem, args));
     let mut defines = defines(way, &problem, launch);
+    let is_joined = launch.outputs.len() == 1;
+    if is_joined {
+        defines.push(("JOINED", "1".into()));
+    }
+    let [dq, dk, dv] = if is_joined { [0; 3] } else { [0, 1, 2] };
     let step = back_rows(way, dtype, plan.shared_bytes_max());
     if matches!(way, Way::Tiles(_)) {
         defines.push(("BACK_ROWS", step.to_string().into()));
@@ -212,8 +218,8 @@ pub(super) fn backward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), Kerne
     let bytes = problem.b * problem.g * padded * dtype.accumulator().size();
     let numbers = [plan.scratch(bytes), plan.scratch(bytes)];
     plan.grid(it.deltas(&numbers, padded));
-    plan.grid(it.keys_back(&numbers, padded, step));
-    plan.grid(it.queries_back(&numbers, padded));
+    plan.grid(it.keys_back(&numbers, &[dk, dv], padded, step));
+    plan.grid(it.queries_back(&numbers, &[dq], padded));
     if matches!(way, Way::Tiles(_)) {
         plan.allow(ALLOWANCE);
     }
@@ -256,7 +262,7 @@ impl Description<'_> {
         grid.args.push(GridArg::I32(padded as i32));
     }
 
-    fn keys_back(&self, numbers: &[GridArg; 2], padded: usize, step: usize) -> Grid {
+    fn keys_back(&self, numbers: &[GridArg; 2], outputs: &[usize], padded: usize, step: usize) -> Grid {
         let (entry, threads) = match self.way {
             Way::Tiles(64) => ("keys_back", 128),
             Way::Tiles(_) => ("keys_back", 256),
@@ -264,11 +270,11 @@ impl Description<'_> {
         };
         let shared_bytes = keys_back_bytes(self.way, self.dtype, step);
         let mut grid = self.grid(entry, self.problem.s, threads, shared_bytes);
-        self.operands(&mut grid, numbers, &[1, 2], padded);
+        self.operands(&mut grid, numbers, outputs, padded);
         grid
     }
 
-    fn queries_back(&self, numbers: &[GridArg; 2], padded: usize) -> Grid {
+    fn queries_back(&self, numbers: &[GridArg; 2], outputs: &[usize], padded: usize) -> Grid {
         // 128 rows of q and d_out, two tiles of k and v.
         let (entry, step) = match self.way {
             Way::Tiles(64) => ("queries_back", 64),
@@ -277,7 +283,7 @@ impl Description<'_> {
         };
         let shared_bytes = self.way.shared_bytes(self.dtype, 4 * BLOCK + 8 * step, 0);
         let mut grid = self.grid(entry, self.problem.t * self.problem.r, 128, shared_bytes);
-        self.operands(&mut grid, numbers, &[0], padded);
+        self.operands(&mut grid, numbers, outputs, padded);
         grid
     }
 }

@@ -15,7 +15,7 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::{Element, Float};
 use crate::error::KernelError;
-use crate::kernel::{Arg, ArgMut, Bound, Gpu, Kernel, Launch, Scalar};
+use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch, Scalar};
 use crate::match_float;
 use crate::op::rows::{operands, write};
 use std::ops::Range;
@@ -55,8 +55,30 @@ pub static FORWARD: Kernel = Kernel {
 pub static BACKWARD: Kernel = Kernel {
     name: "attention_backward",
     reference: backward,
-    cpu: Some(backward::backward),
-    gpu: Some(Gpu { source: gpu::BACKWARD_SOURCE, plan: gpu::backward }),
+    cpu: Some(|pool, launch| backward::backward(&BACKWARD, pool, launch)),
+    gpu: Some(Gpu {
+        source: gpu::BACKWARD_SOURCE,
+        plan: |launch, plan| gpu::backward(&BACKWARD, launch, plan),
+    }),
+    flops: |launch| 10 * multiply_adds(launch),
+    bound: Bound { ulps: 256.0 },
+};
+
+/// [`BACKWARD`] of q, k and v that one product made, into one tensor as that product wrote it.
+///
+/// - in: as for [`BACKWARD`], with r = 1 and s = t
+/// - out: dq, dk and dv as the parts of `(b, t, 3, g, c)`, contiguous
+/// - scalars: as for [`FORWARD`]
+///
+/// The same sums in the same order. Counted: 10 c operations per visible pair of query and key.
+pub static BACKWARD_JOINED: Kernel = Kernel {
+    name: "attention_backward_joined",
+    reference: backward_joined,
+    cpu: Some(|pool, launch| backward::backward(&BACKWARD_JOINED, pool, launch)),
+    gpu: Some(Gpu {
+        source: gpu::BACKWARD_SOURCE,
+        plan: |launch, plan| gpu::backward(&BACKWARD_JOINED, launch, plan),
+    }),
     flops: |launch| 10 * multiply_adds(launch),
     bound: Bound { ulps: 256.0 },
 };
@@ -172,41 +194,54 @@ fn forward(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
 }
 
 fn backward(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
-    let ([q, k, v, o, lse, d_out], [dq, dk, dv], scalars) = operands(launch);
-    let p = Problem::new(q, k, scalars);
-    match_float!(q.dtype, T => {
-        type Acc = <T as Float>::Acc;
-        let (mut dk_sum, mut dv_sum) = (vec![0.0; p.b * p.s * p.g * p.c], vec![0.0; p.b * p.s * p.g * p.c]);
-        let dq = write::<T>(dq);
-        for [b, g, r] in heads(p) {
-            let (k, v) = (Head::<T>::new(k, b, &[g]), Head::<T>::new(v, b, &[g]));
-            let [q, o, d_out] = [q, o, d_out].map(|arg| Head::<T>::new(arg, b, &[g, r]));
-            let lse = Head::<Acc>::new(lse, b, &[g, r]);
-            for i in 0..p.t {
-                let mut dq_sum = vec![0.0; p.c];
-                let delta = d_out.dot(i, &o, i, p.c);
-                for j in p.visible(i) {
-                    let prob = (p.scale * q.dot(i, &k, j, p.c) - lse.at(i, 0).to_f64()).exp();
-                    let ds = p.scale * prob * (d_out.dot(i, &v, j, p.c) - delta);
-                    let at = ((b * p.s + j) * p.g + g) * p.c;
-                    for channel in 0..p.c {
-                        dq_sum[channel] += ds * k.at(j, channel).to_f64();
-                        dk_sum[at + channel] += ds * q.at(i, channel).to_f64();
-                        dv_sum[at + channel] += prob * d_out.at(i, channel).to_f64();
-                    }
-                }
-                let row = ((b * p.t + i) * p.g + g) * p.r + r;
-                dq[row * p.c..][..p.c].iter_mut().zip(dq_sum).for_each(|(dq, sum)| *dq = T::from_f64(sum));
-            }
-        }
-        store_sums::<T>(dk, &dk_sum);
-        store_sums::<T>(dv, &dv_sum);
+    let (inputs, outputs, scalars) = operands::<6, 3>(launch);
+    match_float!(inputs[0].dtype, T => {
+        let sums = cotangents::<T>(Problem::new(&inputs[0], &inputs[1], scalars), inputs);
+        outputs.into_iter().zip(&sums).for_each(|(out, sums)| store_sums::<T>(write(out), sums));
         Ok(())
-    }, else Err(KernelError::DType { kernel: BACKWARD.name, dtype: q.dtype }))
+    }, else Err(KernelError::DType { kernel: BACKWARD.name, dtype: inputs[0].dtype }))
 }
 
-fn store_sums<T: Element>(out: &mut ArgMut<'_>, sums: &[f64]) {
-    write::<T>(out).iter_mut().zip(sums).for_each(|(out, &sum)| *out = T::from_f64(sum));
+fn backward_joined(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let (inputs, [out], scalars) = operands::<6, 1>(launch);
+    let p = Problem::new(&inputs[0], &inputs[1], scalars);
+    match_float!(inputs[0].dtype, T => {
+        let (sums, row) = (cotangents::<T>(p, inputs), (p.g * p.c).max(1));
+        for (at, out) in write::<T>(out).chunks_exact_mut(row).enumerate() {
+            store_sums::<T>(out, &sums[at % 3][at / 3 * row..][..row]);
+        }
+        Ok(())
+    }, else Err(KernelError::DType { kernel: BACKWARD_JOINED.name, dtype: inputs[0].dtype }))
+}
+
+/// Sums of dq, dk and dv.
+fn cotangents<T: Float>(p: Problem, [q, k, v, o, lse, d_out]: &[Arg<'_>; 6]) -> [Vec<f64>; 3] {
+    let of_keys = || vec![0.0; p.b * p.s * p.g * p.c];
+    let (mut dq, mut dk, mut dv) = (vec![0.0; p.b * p.t * p.g * p.r * p.c], of_keys(), of_keys());
+    for [b, g, r] in heads(p) {
+        let (k, v) = (Head::<T>::new(k, b, &[g]), Head::<T>::new(v, b, &[g]));
+        let [q, o, d_out] = [q, o, d_out].map(|arg| Head::<T>::new(arg, b, &[g, r]));
+        let lse = Head::<T::Acc>::new(lse, b, &[g, r]);
+        for i in 0..p.t {
+            let row = ((b * p.t + i) * p.g + g) * p.r + r;
+            let delta = d_out.dot(i, &o, i, p.c);
+            for j in p.visible(i) {
+                let prob = (p.scale * q.dot(i, &k, j, p.c) - lse.at(i, 0).to_f64()).exp();
+                let ds = p.scale * prob * (d_out.dot(i, &v, j, p.c) - delta);
+                let at = ((b * p.s + j) * p.g + g) * p.c;
+                for channel in 0..p.c {
+                    dq[row * p.c + channel] += ds * k.at(j, channel).to_f64();
+                    dk[at + channel] += ds * q.at(i, channel).to_f64();
+                    dv[at + channel] += prob * d_out.at(i, channel).to_f64();
+                }
+            }
+        }
+    }
+    [dq, dk, dv]
+}
+
+fn store_sums<T: Element>(out: &mut [T], sums: &[f64]) {
+    out.iter_mut().zip(sums).for_each(|(out, &sum)| *out = T::from_f64(sum));
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::dtype::DType;
-use crate::op::check::{Case, Kind, values};
+use crate::op::check::{Case, Kind, places, values};
 use crate::op::differences::{Value, compare, dot, evaluate};
 use crate::strides::Strides;
 
@@ -81,6 +81,47 @@ fn agree(shape: [usize; 6], scalars: &[Scalar], dtypes: &[DType]) {
         .scale(4.0)
         .allow(ALLOWANCE)
         .run_for(dtypes);
+}
+
+/// Of one tensor, parts of which are q, k and v: the same bits as apart, and within the bound on cards.
+fn agree_joined([b, t, g, c]: [usize; 4], scalars: &[Scalar], dtypes: &[DType]) {
+    let (all, of_queries, of_keys) = ([b, t, 3, g, c], [b, t, g, 1, c], [b, t, g, c]);
+    let qkv = values(5, all.iter().product());
+    let part = |i: usize| Strides::contiguous(&all).select(2, i);
+    let taken = |i: usize| places(&part(i)).into_iter().map(|at| qkv[at]).collect::<Vec<f64>>();
+    let [q, k, v] = [taken(0), taken(1), taken(2)];
+    let apart = [Value::real(&of_queries, &q), Value::real(&of_keys, &k), Value::real(&of_keys, &v)];
+    let saved = attend(&apart, scalars);
+    let with = |kernel: &'static Kernel| {
+        let case = Case::new(kernel).input_view(Kind::Tested, part(0).unsqueeze(3), &qkv);
+        let case = case.input_view(Kind::Tested, part(1), &qkv).input_view(Kind::Tested, part(2), &qkv);
+        let case = case.input(&of_queries, &saved[0]);
+        let case = case.input_as(Kind::Accumulator, &of_queries[..4], &saved[1]);
+        case.input(&of_queries, &values(4, q.len())).scalars(scalars).scale(4.0).allow(ALLOWANCE)
+    };
+    let joined = with(&BACKWARD_JOINED).output(&all);
+    joined.run_for(dtypes);
+    let apart = with(&BACKWARD).output(&of_queries).output(&of_keys).output(&of_keys);
+    for dtype in dtypes {
+        let (joined, apart) = (joined.fast(*dtype).remove(0), apart.fast(*dtype));
+        for (i, of_part) in apart.iter().enumerate() {
+            let found: Vec<f64> = places(&part(i)).into_iter().map(|at| joined[at]).collect();
+            assert_eq!(&found, of_part, "part {i} of {all:?} in {dtype}");
+        }
+    }
+}
+
+#[test]
+fn cotangents_of_one_tensor_lie_in_one() {
+    agree_joined([1, 1, 1, 1], &scalars(1.0, true, 0), &DType::FLOATS);
+    agree_joined([2, 5, 3, 4], &scalars(0.5, true, 0), &DType::FLOATS);
+    agree_joined([2, 70, 2, 8], &scalars(0.3, false, 0), &[DType::F32, DType::BF16]);
+    agree_joined([1, 130, 2, 16], &windowed(0.25, 0, 40), &[DType::F64, DType::F16]);
+    agree_joined([1, 45, 3, 64], &scalars(0.125, true, 0), &[DType::BF16]);
+    agree_joined([1, 9, 2, 136], &scalars(0.1, true, 0), &[DType::F32, DType::BF16]);
+    for empty in [[0, 3, 2, 4], [2, 0, 2, 4], [2, 3, 0, 4], [2, 3, 2, 0]] {
+        agree_joined(empty, &scalars(0.5, true, 0), &[DType::F32]);
+    }
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! The processor's way: the product, and what stands around it while rows of it are in the cache.
 
-use super::{LINEAR, LINEAR_GELU, PRODUCT_GELU_GRAD, PRODUCT_SUMS};
+use super::{LINEAR, LINEAR_ADD, LINEAR_GELU, PRODUCT_ADD, PRODUCT_GELU_GRAD, PRODUCT_SUMS};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::Float;
 use crate::error::KernelError;
@@ -20,6 +20,31 @@ pub(super) fn linear(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelE
             c.iter_mut().zip(&bias[col..]).for_each(|(c, bias)| *c = T::narrow(c.widen() + bias.widen()));
         }));
     }, else return Err(KernelError::DType { kernel: LINEAR.name, dtype: c.dtype }));
+    Ok(())
+}
+
+pub(super) fn linear_add(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([a, b, bias, r], [c], _) = operands(launch);
+    match_float!(c.dtype, T => {
+        let (bias, r, columns) = (read::<T>(bias), read::<T>(r), c.view.shape[2]);
+        ended::<T>(pool, [a, b], c, None, &|[row, col], c, _| vectorized(#[inline(always)] || {
+            for ((c, bias), r) in c.iter_mut().zip(&bias[col..]).zip(&r[row * columns + col..]) {
+                *c = T::narrow(c.widen() + bias.widen() + r.widen());
+            }
+        }));
+    }, else return Err(KernelError::DType { kernel: LINEAR_ADD.name, dtype: c.dtype }));
+    Ok(())
+}
+
+pub(super) fn product_add(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+    let ([a, b, r], [c], _) = operands(launch);
+    match_float!(c.dtype, T => {
+        let (r, columns) = (read::<T>(r), c.view.shape[2]);
+        ended::<T>(pool, [a, b], c, None, &|[row, col], c, _| vectorized(#[inline(always)] || {
+            let r = &r[row * columns + col..];
+            c.iter_mut().zip(r).for_each(|(c, r)| *c = T::narrow(c.widen() + r.widen()));
+        }));
+    }, else return Err(KernelError::DType { kernel: PRODUCT_ADD.name, dtype: c.dtype }));
     Ok(())
 }
 

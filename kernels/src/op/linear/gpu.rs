@@ -24,7 +24,8 @@ pub(super) fn ended(
 ) -> Result<(), KernelError> {
     if float(kernel.name, launch)?.size() == 2 {
         // What comes out of a product may be rounded before the ending, and once more between its parts.
-        plan.allow(if matches!(ending, Ending::Bias { .. }) { 1.0 } else { 2.0 });
+        let is_one = matches!(ending, Ending::Bias { .. } | Ending::Add { bias: None, .. });
+        plan.allow(if is_one { 1.0 } else { 2.0 });
     }
     plan.product(Product { a: 0, b: 1, c: 0, ending });
     Ok(())

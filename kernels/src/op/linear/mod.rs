@@ -1,5 +1,5 @@
-//! Products with what stands around them in a layer of a model: a bias, the gated unit GELU in its tanh form (Hendrycks and Gimpel,
-//! arXiv 1606.08415), and their gradients. On a card the library of products does both in one call where it can.
+//! Products with what stands around them in a layer of a model: a bias, a residual, the gated unit GELU in its tanh form (Hendrycks
+//! and Gimpel, arXiv 1606.08415), and their gradients. On a card the library of products does both in one call where it can.
 
 mod cpu;
 mod gpu;
@@ -42,6 +42,61 @@ pub static LINEAR: Kernel = Kernel {
     gpu: Some(Gpu {
         source: "",
         plan: |launch, plan| gpu::ended(&LINEAR, launch, plan, Ending::Bias { bias: 2 }),
+    }),
+    flops,
+    bound: BOUND,
+};
+
+/// c_ij = (sum_l a_il b_lj + bias_j) + r_ij, for every matrix of a stack: a layer and the residual around it.
+///
+/// - in: as for [`LINEAR`], and r (g, m, n), contiguous, same dtype
+/// - out: c (g, m, n), contiguous, same dtype
+///
+/// Terms are added in the accumulator in this order, on cards perhaps r before the bias. In 16-bit floats the sum over l may be
+/// rounded before, and without an algorithm of a card's library once more between the two. Counted: 2 g m n k.
+pub static LINEAR_ADD: Kernel = Kernel {
+    name: "linear_add",
+    reference: |_, launch| {
+        let ([a, b, bias, r], [c], _) = operands(launch);
+        match_float!(a.dtype, T => {
+            let (bias, sums) = (read::<T>(bias), products::<T>(a, b));
+            let columns = bias.len().max(1);
+            let to = write::<T>(c).iter_mut().zip(read::<T>(r)).zip(sums).enumerate();
+            to.for_each(|(at, ((c, r), sum))| *c = T::from_f64(sum + bias[at % columns].to_f64() + r.to_f64()));
+        }, else return Err(KernelError::DType { kernel: LINEAR_ADD.name, dtype: a.dtype }));
+        Ok(())
+    },
+    cpu: Some(cpu::linear_add),
+    gpu: Some(Gpu {
+        source: "",
+        plan: |launch, plan| {
+            gpu::ended(&LINEAR_ADD, launch, plan, Ending::Add { bias: Some(2), residual: 3 })
+        },
+    }),
+    flops,
+    bound: BOUND,
+};
+
+/// c_ij = sum_l a_il b_lj + r_ij, for every matrix of a stack: [`LINEAR_ADD`] without a bias.
+///
+/// - in: a (g, m, k), b (g, k, n), any strides; r (g, m, n), contiguous; one float dtype
+/// - out: c (g, m, n), contiguous, same dtype
+///
+/// In 16-bit floats the sum over l may be rounded before r is added. Counted: 2 g m n k.
+pub static PRODUCT_ADD: Kernel = Kernel {
+    name: "product_add",
+    reference: |_, launch| {
+        let ([a, b, r], [c], _) = operands(launch);
+        match_float!(a.dtype, T => {
+            let to = write::<T>(c).iter_mut().zip(read::<T>(r)).zip(products::<T>(a, b));
+            to.for_each(|((c, r), sum)| *c = T::from_f64(sum + r.to_f64()));
+        }, else return Err(KernelError::DType { kernel: PRODUCT_ADD.name, dtype: a.dtype }));
+        Ok(())
+    },
+    cpu: Some(cpu::product_add),
+    gpu: Some(Gpu {
+        source: "",
+        plan: |launch, plan| gpu::ended(&PRODUCT_ADD, launch, plan, Ending::Add { bias: None, residual: 2 }),
     }),
     flops,
     bound: BOUND,

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::dtype::DType;
+use crate::op::binary::ADD;
 use crate::op::check::{Case, values};
 use crate::op::differences::{Value, evaluate};
 
@@ -28,6 +29,11 @@ fn by_hand() {
     let bias = || Value::real(&[3], &[10.0, 20.0, -40.0]);
     let c = evaluate(&LINEAR, &[a(), b(), bias()], &[&[1, 2, 3]], &[]).remove(0);
     assert_eq!(c, [15.0, 22.0, -41.0, 21.0, 24.0, -43.0]);
+    let r = || Value::real(&[1, 2, 3], &[-15.0, 3.0, 0.5, 0.0, -25.0, 100.0]);
+    let c_r = evaluate(&LINEAR_ADD, &[a(), b(), bias(), r()], &[&[1, 2, 3]], &[]).remove(0);
+    assert_eq!(c_r, [0.0, 25.0, -40.5, 21.0, -1.0, 57.0]);
+    let c_r = evaluate(&PRODUCT_ADD, &[a(), b(), r()], &[&[1, 2, 3]], &[]).remove(0);
+    assert_eq!(c_r, [-10.0, 5.0, -0.5, 11.0, -21.0, 97.0]);
     let both = evaluate(&LINEAR_GELU, &[a(), b(), bias()], &[&[1, 2, 3], &[1, 2, 3]], &[]);
     // So far out gelu is x or 0.
     assert_eq!(both[1], c);
@@ -49,10 +55,31 @@ fn the_fast_path_agrees() {
         let (bias, z) = (values(3, n), values(4, g * m * n));
         let c = &[g, m, n];
         product_case(&LINEAR, shape).input(&[n], &bias).output(c).allow(1.0).run();
+        product_case(&LINEAR_ADD, shape).input(&[n], &bias).input(c, &z).output(c).allow(1.0).run();
+        product_case(&PRODUCT_ADD, shape).input(c, &z).output(c).allow(1.0).run();
         product_case(&LINEAR_GELU, shape).input(&[n], &bias).output(c).output(c).allow(2.0).run();
         product_case(&PRODUCT_GELU_GRAD, shape).input(c, &z).output(c).output(&[n]).allow(2.0).run();
         if g == 1 {
             product_case(&PRODUCT_SUMS, shape).strided().output(c).output(&[n]).run();
+        }
+    }
+}
+
+/// The processor adds the residual as a kernel of its own would: the same bits.
+#[test]
+fn a_residual_is_added_last() {
+    for shape @ [g, m, n, _] in SHAPES {
+        let (bias, r, c) = (values(3, n), values(4, g * m * n), &[g, m, n]);
+        let with_bias = product_case(&LINEAR, shape).input(&[n], &bias).output(c);
+        let without = product_case(&CONTRACT, shape).output(c);
+        let added = [
+            product_case(&LINEAR_ADD, shape).input(&[n], &bias).input(c, &r).output(c),
+            product_case(&PRODUCT_ADD, shape).input(c, &r).output(c),
+        ];
+        for (layer, added) in [with_bias, without].iter().zip(added) {
+            let y = layer.fast(DType::F32).remove(0);
+            let sum = Case::new(&ADD).input(c, &y).input(c, &r).output(c).fast(DType::F32);
+            assert_eq!(added.fast(DType::F32), sum, "{shape:?}");
         }
     }
 }
@@ -62,6 +89,12 @@ fn other_dtypes_are_refused() {
     let bias = [1.0, 2.0];
     let case = product_case(&LINEAR, [1, 2, 2, 2]).input(&[2], &bias).output(&[1, 2, 2]);
     assert!(case.verify(&[DType::I64]).unwrap_err().contains("linear: no kernel for dtype i64"));
+    let r = [1.0; 4];
+    let case = product_case(&LINEAR_ADD, [1, 2, 2, 2]).input(&[2], &bias).input(&[1, 2, 2], &r);
+    let refused = case.output(&[1, 2, 2]).verify(&[DType::I64]).unwrap_err();
+    assert!(refused.contains("linear_add: no kernel for dtype i64"));
+    let case = product_case(&PRODUCT_ADD, [1, 2, 2, 2]).input(&[1, 2, 2], &r).output(&[1, 2, 2]);
+    assert!(case.verify(&[DType::I64]).unwrap_err().contains("product_add: no kernel for dtype i64"));
     let case = product_case(&PRODUCT_SUMS, [1, 2, 2, 2]).output(&[1, 2, 2]).output(&[2]);
     assert!(case.verify(&[DType::I64]).unwrap_err().contains("product_sums: no kernel for dtype i64"));
 }

@@ -151,8 +151,8 @@ extern "C" __global__ void __launch_bounds__(BACK_THREADS, GROUPS)
         factors[m][0] = factors[m][1] = scale;
         ones[m][0] = ones[m][1] = 1.0f;
     }
-    deliver<GROUPS>(dk, factors, own * WIDE, to_keys(p, dk_data, p.c), key + own, c);
-    deliver<GROUPS>(dv, ones, TILE + own * WIDE, to_keys(p, dv_data, p.c), key + own, c);
+    deliver<GROUPS>(dk, factors, own * WIDE, to_dk(p, dk_data, p.c), key + own, c);
+    deliver<GROUPS>(dv, ones, TILE + own * WIDE, to_dv(p, dv_data, p.c), key + own, c);
 }
 
 // Begins to load keys and values.
@@ -240,5 +240,5 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     arrive();
     __syncthreads();
     float factors[2][2] = {{scale, scale}, {scale, scale}};
-    deliver<2>(sums, factors, warp * 32 * WIDE, to_queries(p, dq_data, p.c), own, c);
+    deliver<2>(sums, factors, warp * 32 * WIDE, to_dq(p, dq_data, p.c), own, c);
 }

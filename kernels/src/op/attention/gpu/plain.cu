@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         }
         gather(sums, weights, k, key, c);
     }
-    auto dq = to_queries(p, dq_data, c);
+    auto dq = to_dq(p, dq_data, c);
 #pragma unroll
     for (int w = 0; w < W; w++) deliver(sums[w], scale, dq, own + w, c);
 }
@@ -170,10 +170,10 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         gather(dv, weights, d_out, start, c);
         gather(dk, slopes, q, start, c);
     }
-    auto to_dk = to_keys(p, dk_data, c), to_dv = to_keys(p, dv_data, c);
+    auto keys = to_dk(p, dk_data, c), values = to_dv(p, dv_data, c);
 #pragma unroll
     for (int w = 0; w < W; w++) {
-        deliver(dk[w], scale, to_dk, own + w, c);
-        deliver(dv[w], ACC(1), to_dv, own + w, c);
+        deliver(dk[w], scale, keys, own + w, c);
+        deliver(dv[w], ACC(1), values, own + w, c);
     }
 }

@@ -67,14 +67,29 @@ template <class E> __device__ __forceinline__ KeyRows<E> of_keys(const Problem &
     return {data, strides[1], strides[3], (int)p.s};
 }
 
-// The same for contiguous outputs (b, t, g, r, c) and (b, s, g, c).
-template <class E> __device__ __forceinline__ QueryRows<E> to_queries(const Problem &p, E *data, i64 c) {
-    data += (blockIdx.z * p.t * p.g + blockIdx.y) * group(p) * c;
-    return {data, p.g * group(p) * c, c, 1, group(p), rows_of(p)};
+// The same for contiguous outputs (b, t, g, r, c) and (b, s, g, c); or, where each query has as many parts, for one of them: of
+// (b, t, parts, g, r, c) and (b, s, parts, g, c).
+template <class E> __device__ __forceinline__ QueryRows<E> to_queries(const Problem &p, E *data, i64 c, int parts = 1, int part = 0) {
+    data += ((blockIdx.z * p.t * parts + part) * p.g + blockIdx.y) * group(p) * c;
+    return {data, parts * p.g * group(p) * c, c, 1, group(p), rows_of(p)};
 }
-template <class E> __device__ __forceinline__ KeyRows<E> to_keys(const Problem &p, E *data, i64 c) {
-    data += (blockIdx.z * p.s * p.g + blockIdx.y) * c;
-    return {data, p.g * c, 1, (int)p.s};
+template <class E> __device__ __forceinline__ KeyRows<E> to_keys(const Problem &p, E *data, i64 c, int parts = 1, int part = 0) {
+    data += ((blockIdx.z * p.s * parts + part) * p.g + blockIdx.y) * c;
+    return {data, parts * p.g * c, 1, (int)p.s};
+}
+
+// Cotangents of q, k and v lie apart, or, if JOINED is 1, are the three parts of one tensor.
+#ifndef JOINED
+#define JOINED 0
+#endif
+template <class E> __device__ __forceinline__ QueryRows<E> to_dq(const Problem &p, E *data, i64 c) {
+    return to_queries(p, data, c, 1 + 2 * JOINED, 0);
+}
+template <class E> __device__ __forceinline__ KeyRows<E> to_dk(const Problem &p, E *data, i64 c) {
+    return to_keys(p, data, c, 1 + 2 * JOINED, JOINED);
+}
+template <class E> __device__ __forceinline__ KeyRows<E> to_dv(const Problem &p, E *data, i64 c) {
+    return to_keys(p, data, c, 1 + 2 * JOINED, 2 * JOINED);
 }
 
 __device__ __forceinline__ int clamped(i64 x, i64 most) {
