@@ -31,15 +31,16 @@ fn model(folder: &Folder, dtype: DType, values: impl Fn(&str, usize) -> Option<f
     dir
 }
 
-/// Trains on rows of eight `a`, the row `row` with a `z` in it, two rows a step. Gives what was said and how many steps
-/// were taken.
+/// Trains on rows of eight `a`, the row `row` with a `z` in it, two rows a step, on a mesh, behind which options may stand. Gives
+/// what was said and how many steps were taken.
 fn train(folder: &Folder, model: &str, row: usize, mesh: &str, dtype: &str) -> (String, usize) {
     let mut text = vec![b'a'; 800];
     text[8 * row + 3] = b'z';
     let (data, out) = (folder.file("text", text), folder.path("out"));
-    let given = ["train", "--model", model, "--data", &data, "--out", &out, "--mesh", mesh, "--dtype", dtype];
+    let given = ["train", "--model", model, "--data", &data, "--out", &out, "--dtype", dtype, "--mesh"];
+    let mesh_and_options: Vec<&str> = mesh.split(' ').collect();
     let rest = ["--no-shuffle", "--batch", "2", "--seq", "8", "--steps", "5", "--eval-every", "0"];
-    let (code, said) = told(&[&given[..], &rest].concat());
+    let (code, said) = told(&[&given[..], &mesh_and_options, &rest].concat());
     assert_eq!(code, 1, "{mesh}: {said}");
     // Without a good step nothing is left behind; after one its weights would be, were all of them finite.
     let steps = fs::read_to_string(Path::new(&out).join("metrics.jsonl")).map_or(0, |m| m.lines().count());
@@ -69,7 +70,7 @@ fn the_op_of_the_forward_pass_and_the_rank_that_holds_it_are_named() {
         ("dp=2", "0 (dp=0)"),
         ("tp=2", "1 (tp=1)"),
         ("dp=2,tp=2", "1 (dp=0, tp=1)"),
-        ("pp=2", "1 (pp=1)"),
+        ("pp=2 --cut 1,1", "1 (pp=1)"),
     ] {
         let (said, steps) = train(&folder, &model, 50, mesh, "f32");
         assert_eq!(steps, 0);
@@ -106,7 +107,9 @@ fn a_parameter_that_is_not_a_number_is_told_from_an_op_at_the_step_that_meets_it
         ("dp=2", "1 (dp=1)"),
         ("tp=2", "0 (tp=0)"),
         ("dp=2,tp=2", "2 (dp=1, tp=0)"),
-        ("pp=2", "0 (pp=0)"),
+        ("pp=2 --cut 1,1", "0 (pp=0)"),
+        // The second stage is the head alone: few ops, of which the first is given what the first stage made of the parameter.
+        ("pp=2 --cut 2,0", "0 (pp=0)"),
     ] {
         let (said, steps) = train(&folder, &model, 5, mesh, "f32");
         assert_eq!(steps, 2, "{mesh}");
@@ -153,7 +156,8 @@ fn what_is_measured_or_chosen_with_such_weights_is_an_error() {
 fn an_op_of_the_backward_pass_is_named() {
     let folder = Folder::new("not-finite-backward");
     let model = model(&folder, DType::F32, |name, i| large_head(name, i, 3e38));
-    for (mesh, rank) in [("dp=1", '0'), ("dp=2", '0'), ("tp=2", '0'), ("dp=2,tp=2", '0'), ("pp=2", '1')] {
+    let on_pipeline = ("pp=2 --cut 1,1", '1');
+    for (mesh, rank) in [("dp=1", '0'), ("dp=2", '0'), ("tp=2", '0'), ("dp=2,tp=2", '0'), on_pipeline] {
         let (said, steps) = train(&folder, &model, 50, mesh, "f32");
         assert_eq!(steps, 0);
         assert!(said.contains("the loss is 5.5"), "{mesh}: the forward pass is sound: {said}");

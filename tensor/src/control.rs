@@ -78,14 +78,14 @@ pub fn first_not_finite(
     let found = Watch::end(rank);
     done?;
     let text = found.as_ref().map(|f| f.lines.join("\n")).unwrap_or_default();
-    // Of each rank of the whole world: which op it was, counted from 1, whether it was given what is not a number, and
-    // the length of what there is to say.
+    // Of each rank of the whole world: which op it was, counted from 1, where what is not a number came from, and the length of
+    // what there is to say.
     let world = rank.world();
     let (num_ranks, me) = (world.mesh().num_ranks(), world.index());
     let mut word = vec![0.0; 3 * num_ranks];
     if let Some(found) = &found {
-        let given = f64::from(u8::from(found.was_given));
-        word[3 * me..3 * me + 3].copy_from_slice(&[(found.number + 1) as f64, given, text.len() as f64]);
+        let source = f64::from(found.source as u8);
+        word[3 * me..3 * me + 3].copy_from_slice(&[(found.number + 1) as f64, source, text.len() as f64]);
     }
     let word = world_sum(world, &word, site)?;
     // An op that made one comes before all that were given one: those may stand behind it in a pipeline.
@@ -97,6 +97,15 @@ pub fn first_not_finite(
     let text = String::from_utf8(bytes).map_err(|e| Error::new(Kind::Collective, e.to_string()))?;
     let lines = ["first", "at", "asked for", "rank"].into_iter().zip(text.lines().map(String::from));
     Ok(Some(lines.filter(|(_, text)| !text.is_empty()).collect()))
+}
+
+/// Tells the watch of [`first_not_finite`] what another stage has sent, so that who was given it is not blamed for it.
+///
+/// # Errors
+/// What the device reports.
+pub fn note_sent(tensor: &Tensor) -> Result<()> {
+    let rank = tensor.rank();
+    if Context::of(rank).is_watched() { Watch::look_at_sent(rank, tensor.piece()) } else { Ok(()) }
 }
 
 impl Tensor {

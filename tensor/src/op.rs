@@ -156,7 +156,7 @@ pub fn differentiable_args<O: Op + ?Sized>(op: &O, args: &[&Layout]) -> SmallVec
 }
 
 /// Which values a vjp reads; nothing else is kept alive by the tape.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Keeps {
     /// Indices of arguments.
     pub inputs: &'static [usize],

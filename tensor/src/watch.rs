@@ -14,6 +14,8 @@ const CARRIER: &str = "redistribute";
 #[derive(Debug, Default)]
 pub(crate) struct Watch {
     num_ops: Cell<u64>,
+    /// Whether another rank has sent a number that is not finite.
+    was_sent: Cell<bool>,
     found: RefCell<Option<Finding>>,
 }
 
@@ -22,11 +24,22 @@ pub(crate) struct Watch {
 pub(crate) struct Finding {
     /// How many ops came before.
     pub(crate) number: u64,
-    /// Whether the op was given what is not a number: a parameter was bad, or, between the stages of a pipeline, what was
-    /// received.
-    pub(crate) was_given: bool,
+    /// Where what is not a number comes from.
+    pub(crate) source: Source,
     /// The op and what it made; where in the model; the line that asked for it, if any; the rank.
     pub(crate) lines: [String; 4],
+}
+
+/// Where a number that is not finite comes from; of two ranks, the one with the lesser source is where it began. Numbers of ops
+/// cannot be compared between the stages of a pipeline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Source {
+    /// The op made it.
+    Op,
+    /// The op was given it: a parameter was bad.
+    Given,
+    /// The op was given it after another stage had sent one.
+    Sent,
 }
 
 impl Watch {
@@ -34,6 +47,7 @@ impl Watch {
     pub(crate) fn begin(rank: &Rank) {
         let watch = rank.extension::<Watch>();
         watch.num_ops.set(0);
+        watch.was_sent.set(false);
         *watch.found.borrow_mut() = None;
         Context::of(rank).set_watched(true);
     }
@@ -42,6 +56,14 @@ impl Watch {
     pub(crate) fn end(rank: &Rank) -> Option<Finding> {
         Context::of(rank).set_watched(false);
         rank.extension::<Watch>().found.borrow_mut().take()
+    }
+
+    /// Looks at what another stage has sent to a watched rank.
+    pub(crate) fn look_at_sent(rank: &Rank, piece: &Piece) -> Result<()> {
+        if worst(rank, piece)?.is_some() {
+            rank.extension::<Watch>().was_sent.set(true);
+        }
+        Ok(())
     }
 
     /// Looks at the result of an op on a watched rank. What is infinite already may stay so: masks are.
@@ -75,8 +97,12 @@ impl Watch {
                 given = Some((i, found));
             }
         }
-        // An infinity counts too: numbers of ops cannot be compared between the stages of a pipeline.
-        let was_given = given.is_some();
+        // An infinity counts too.
+        let source = match (given, watch.was_sent.get()) {
+            (None, _) => Source::Op,
+            (Some(_), false) => Source::Given,
+            (Some(_), true) => Source::Sent,
+        };
         let what = match given {
             _ if op == CARRIER && value.is_nan() => return Ok(()),
             Some((i, (at, x))) if x.is_nan() => {
@@ -96,7 +122,7 @@ impl Watch {
         };
         let place = format!("{}{pass}", context.path());
         let lines = [what, place, line, rank.describe()];
-        *watch.found.borrow_mut() = Some(Finding { number, was_given, lines });
+        *watch.found.borrow_mut() = Some(Finding { number, source, lines });
         Ok(())
     }
 }

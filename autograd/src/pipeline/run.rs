@@ -12,6 +12,7 @@ use crate::replay::Values;
 use crate::tape::Tape;
 use crate::var::Var;
 use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Phase, Rank, Result};
+use shardgrad_tensor::control::note_sent;
 use shardgrad_tensor::piece::Piece;
 use shardgrad_tensor::{Layout, Tensor, Value};
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -427,7 +428,9 @@ fn receive(rank: &Rank, call: &Call<'_>, layout: Layout, from: usize) -> Result<
     let shape = layout.local_shape(rank.coordinates());
     let buffer = rank.world().recv(call, shape.iter().product(), from)?;
     let piece = Piece::received(buffer, layout.dtype(), &shape);
-    Ok(Tensor::assemble(rank, layout, piece))
+    let tensor = Tensor::assemble(rank, layout, piece);
+    note_sent(&tensor)?;
+    Ok(tensor)
 }
 
 /// Where in the model, and by which line, a value is made.

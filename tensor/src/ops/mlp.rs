@@ -28,10 +28,20 @@ pub struct Mlp {
     pub has_residual: bool,
 }
 
-/// All cotangents, linear in g.
+/// Cotangents, linear in g. A backward pass in halves asks for those of x first and for those of the parameters later; u is formed in
+/// both, with the same bits.
 #[derive(Debug)]
 struct MlpBackward {
     has_last_bias: bool,
+    part: Part,
+}
+
+/// Whose cotangents are formed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Part {
+    All,
+    Input,
+    Parameters,
 }
 
 impl Op for Mlp {
@@ -56,6 +66,15 @@ impl Op for Mlp {
         Keeps { inputs: &[0, 1, 3], outputs: &[1, 2] }
     }
 
+    fn keeps_for(&self, wanted: &[bool]) -> Keeps {
+        match self.part(wanted) {
+            Some(Part::All) => self.keeps(),
+            Some(Part::Input) => Keeps { inputs: &[1, 3], outputs: &[1] },
+            Some(Part::Parameters) => Keeps { inputs: &[0, 3], outputs: &[1, 2] },
+            None => Keeps::default(),
+        }
+    }
+
     fn volume(&self, _: usize, args: &[&Layout], outputs: &[Layout]) -> usize {
         let hidden = outputs.get(1).map_or(0, Layout::numel);
         let [x, w2] = [0, 3].map(|i| args[i].shape().last().copied().unwrap_or(1));
@@ -78,9 +97,39 @@ impl Op for Mlp {
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let g = cx.grad(0);
-        let args = [cx.input(0), cx.input(1), cx.input(3), cx.output(1), cx.output(2), &g];
-        let grads = Tensor::results(Rc::new(MlpBackward { has_last_bias: self.has_last_bias }), &args);
-        cx.each(|i| grads.get(i).unwrap_or(&g).clone())
+        let Some(part) = self.part(cx.wanted) else { return cx.each(|_| g.clone()) };
+        let [x, w1, w2] = [0, 1, 3].map(|i| cx.inputs[i].as_ref());
+        let [z, hidden] = [1, 2].map(|i| cx.outputs[i].as_ref());
+        let read = match part {
+            Part::All => [x, w1, w2, z, hidden].to_vec(),
+            Part::Input => vec![w1, w2, z],
+            Part::Parameters => vec![x, w2, z, hidden],
+        };
+        let kept = read.into_iter().map(|t| t.expect("the op keeps what its part reads"));
+        let args: Vec<&Tensor> = kept.chain([&g]).collect();
+        let grads = Tensor::results(Rc::new(MlpBackward { has_last_bias: self.has_last_bias, part }), &args);
+        let first = usize::from(part == Part::Parameters);
+        cx.each(|i| match i < self.num_layer_args() {
+            true => grads[i - first].clone(),
+            false => g.clone(),
+        })
+    }
+}
+
+impl Mlp {
+    /// The arguments before the residual.
+    fn num_layer_args(&self) -> usize {
+        4 + usize::from(self.has_last_bias)
+    }
+
+    /// Which cotangents of the layer are wanted; `None` where that of the residual is all.
+    fn part(&self, wanted: &[bool]) -> Option<Part> {
+        match (wanted[0], wanted[1..self.num_layer_args()].contains(&true)) {
+            (true, true) => Some(Part::All),
+            (true, false) => Some(Part::Input),
+            (false, true) => Some(Part::Parameters),
+            (false, false) => None,
+        }
     }
 }
 
@@ -90,36 +139,62 @@ impl Op for MlpBackward {
     }
 
     fn signature(&self) -> &str {
-        match self.has_last_bias {
-            false => "..m d!, d! h, h e!, ..m h, ..m h, ..m e! -> ..m d!, d! h, h, h e!",
-            true => "..m d!, d! h!, h! e!, ..m h!, ..m h!, ..m e! -> ..m d!, d! h!, h!, h! e!, e!",
+        match (self.part, self.has_last_bias) {
+            (Part::All, false) => "..m d!, d! h, h e!, ..m h, ..m h, ..m e! -> ..m d!, d! h, h, h e!",
+            (Part::All, true) => {
+                "..m d!, d! h!, h! e!, ..m h!, ..m h!, ..m e! -> ..m d!, d! h!, h!, h! e!, e!"
+            }
+            (Part::Input, false) => "d! h, h e!, ..m h, ..m e! -> ..m d!",
+            (Part::Input, true) => "d! h!, h! e!, ..m h!, ..m e! -> ..m d!",
+            (Part::Parameters, false) => "..m d!, h e!, ..m h, ..m h, ..m e! -> d! h, h, h e!",
+            (Part::Parameters, true) => "..m d!, h! e!, ..m h!, ..m h!, ..m e! -> d! h!, h!, h! e!, e!",
         }
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
-        &[&[5]]
+        match self.part {
+            Part::All => &[&[5]],
+            Part::Input => &[&[3]],
+            Part::Parameters => &[&[4]],
+        }
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let rank = local.rank;
         let matrices = x.iter().map(|x| matrix(rank, x, 1)).collect::<Result<Vec<_>>>()?;
-        let [x, w1, w2, z, hidden, g] = &matrices[..] else {
-            unreachable!("the signature has six arguments")
+        let (x, w1, [w2, z], hidden, g) = match (self.part, &matrices[..]) {
+            (Part::All, [x, w1, w2, z, hidden, g]) => (Some(x), Some(w1), [w2, z], Some(hidden), g),
+            (Part::Input, [w1, w2, z, g]) => (None, Some(w1), [w2, z], None, g),
+            (Part::Parameters, [x, w2, z, hidden, g]) => (Some(x), None, [w2, z], Some(hidden), g),
+            _ => unreachable!("the signature says how many arguments there are"),
         };
         let z = z.contiguous(rank)?;
         let mut outputs: Pieces =
             (0..local.inference.outputs.len()).map(|i| local.output(i)).collect::<Result<_>>()?;
         let mut u = Piece::alloc(rank, g.dtype, &z.view.shape)?;
-        let shape = outputs[2].view.clone();
-        outputs[2].view = Strides::contiguous(&[shape.numel()]).into();
-        launch(rank, &PRODUCT_GELU_GRAD, &[g, &turned(w2), &z], &mut [&mut u, &mut outputs[2]], &[])?;
-        outputs[2].view = shape;
-        as_matrix(&mut outputs[0], 1, |dx| launch(rank, &CONTRACT, &[&u, &turned(w1)], &mut [dx], &[]))?;
-        as_matrix(&mut outputs[1], 1, |dw| launch(rank, &CONTRACT, &[&turned(x), &u], &mut [dw], &[]))?;
-        match &mut outputs[3..] {
-            [dw2, db2] => gradients(rank, hidden, g, dw2, db2, 1)?,
-            [dw2] => as_matrix(dw2, 1, |dw| launch(rank, &CONTRACT, &[&turned(hidden), g], &mut [dw], &[]))?,
-            _ => unreachable!("the signature has four results or five"),
+        let (dx, params) = outputs.split_at_mut(usize::from(w1.is_some()));
+        // Of x alone the sums of u are of no use, and small.
+        let num_hidden = z.view.shape[2];
+        let mut unused = None;
+        let db1 = match params.get_mut(1) {
+            Some(db1) => db1,
+            None => unused.insert(Piece::alloc(rank, g.dtype, &[num_hidden])?),
+        };
+        let shape = std::mem::replace(&mut db1.view, Strides::contiguous(&[num_hidden]).into());
+        launch(rank, &PRODUCT_GELU_GRAD, &[g, &turned(w2), &z], &mut [&mut u, &mut *db1], &[])?;
+        db1.view = shape;
+        if let (Some(w1), [dx]) = (w1, dx) {
+            as_matrix(dx, 1, |dx| launch(rank, &CONTRACT, &[&u, &turned(w1)], &mut [dx], &[]))?;
+        }
+        if let (Some(x), Some(hidden), [dw1, _, rest @ ..]) = (x, hidden, params) {
+            as_matrix(dw1, 1, |dw| launch(rank, &CONTRACT, &[&turned(x), &u], &mut [dw], &[]))?;
+            match rest {
+                [dw2, db2] => gradients(rank, hidden, g, dw2, db2, 1)?,
+                [dw2] => {
+                    as_matrix(dw2, 1, |dw| launch(rank, &CONTRACT, &[&turned(hidden), g], &mut [dw], &[]))?
+                }
+                _ => unreachable!("there are four parameters at most, and three at least"),
+            }
         }
         Ok(outputs)
     }
@@ -150,6 +225,7 @@ mod tests {
     use crate::value::Value;
     use shardgrad_dist::{Mesh, World};
     use shardgrad_kernels::DType;
+    use std::panic::Location;
 
     #[test]
     fn far_from_zero_by_hand() {
@@ -197,6 +273,57 @@ mod tests {
                 ),
                 48
             );
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn halves_of_the_backward_pass_form_what_they_are_asked_for() {
+        World::run(Mesh::single(), |rank| {
+            let real = |shape: &[usize], stream| {
+                Tensor::normal(rank, &Layout::invariant(rank.mesh(), DType::F64, shape), 1, stream, 1.0)
+            };
+            let (m, d, h) = (6, 8, 32);
+            let inputs =
+                [real(&[m, d], 0)?, real(&[d, h], 1)?, real(&[h], 2)?, real(&[h, d], 3)?, real(&[d], 4)?];
+            let op = Mlp { has_last_bias: true, has_residual: false };
+            let outputs = op::apply(
+                &(Rc::new(Mlp { ..op }) as Rc<dyn Op>),
+                &inputs.each_ref(),
+                &[],
+                Location::caller(),
+            )?;
+            let g = real(&[m, d], 5)?;
+            let layouts = |tensors: &[Tensor]| tensors.iter().map(|t| t.layout().clone()).collect::<Vec<_>>();
+            let pulled = |wanted: [bool; 5]| {
+                let keeps = op.keeps_for(&wanted);
+                let kept = |all: &[Tensor], which: &[usize]| -> Vec<Option<Tensor>> {
+                    all.iter().enumerate().map(|(i, t)| which.contains(&i).then(|| t.clone())).collect()
+                };
+                let before = rank.backend().cost().flops;
+                let cotangents = op.vjp(&Vjp {
+                    rank,
+                    inputs: &kept(&inputs, keeps.inputs),
+                    outputs: &kept(&outputs, keeps.outputs),
+                    input_layouts: &layouts(&inputs),
+                    output_layouts: &layouts(&outputs),
+                    grads: &[Some(g.clone())],
+                    wanted: &wanted,
+                    taken: std::cell::RefCell::default(),
+                });
+                let values: Vec<Option<Vec<f64>>> =
+                    cotangents.iter().map(|c| c.as_ref().map(|c| c.to_f64().unwrap())).collect();
+                (values, rank.backend().cost().flops - before)
+            };
+            let (all, of_all) = pulled([true; 5]);
+            let (input, of_input) = pulled([true, false, false, false, false]);
+            let (params, of_params) = pulled([false, true, true, true, true]);
+            assert_eq!((&input[0], &params[1..]), (&all[0], &all[1..]), "the same bits");
+            assert!(input[1..].iter().chain(&params[..1]).all(Option::is_none));
+            // Two products of four, three of four.
+            let product = 2 * (m * d * h) as u64;
+            assert!(of_all > 4 * product && of_input < 3 * product && of_params < 4 * product);
             Ok(())
         })
         .unwrap();
