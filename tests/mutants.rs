@@ -87,13 +87,13 @@ const HEAD: &str = "\
 A check that has never failed proves nothing. So bugs of the kinds that frameworks have shipped are planted, and a test
 must find each of them.
 
-Some are values in the tests: ops with one part replaced (`tensor/tests/ops/planted.rs`, `autograd/tests/fuzz.rs`), layers,
-plans and updates that are wrong (`tests/invariants`), wrong declarations and planners (`tensor/tests/algebra.rs`,
-`tensor/tests/planner.rs`). They run with every `cargo test`.
+Some are values in the tests: ops with one part replaced (`tensor/tests/ops/planted.rs`, `autograd/tests/fuzz.rs`),
+layers, plans and updates that are wrong (`tests/invariants`), wrong declarations and planners
+(`tensor/tests/algebra.rs`, `tensor/tests/planner.rs`). They run with every `cargo test`.
 
-The others are patches in `tests/mutants`. There is no switch in the code for them: `.ci/mutants` copies the tree, plants one
-at a time, and runs the test that the patch names; one that passes in spite of the bug ends the run with an error. `cargo test`
-sees to it that each patch still fits the code. This page is written by
+The others are patches in `tests/mutants`. There is no switch in the code for them: `.ci/mutants` copies the tree,
+plants one at a time, and runs the test that the patch names; one that passes in spite of the bug ends the run with an
+error. `cargo test` sees to it that each patch still fits the code. This page is written by
 `SHARDGRAD_UPDATE=1 cargo test --test main mutants`.
 ";
 
