@@ -51,15 +51,12 @@ fn normal_pairs(bits: &[u32], numbers: &mut [f64]) {
     );
 }
 
+/// Takes the bits of a batch, how many of them to skip, and which elements the next ones are for.
+type Fill<'f> = dyn FnMut(&[u32; BATCH], usize, Range<usize>) + 'f;
+
 /// Walks over the local elements from `start` on that `count` counts: hands out the bits of a batch, how many of them to
 /// skip, and which elements (counted from `start`) the next ones are for. Compiled once for all dtypes.
-fn each_batch(
-    place: &Place,
-    seed: (u64, u64),
-    start: usize,
-    count: usize,
-    fill: &mut dyn FnMut(&[u32; BATCH], usize, Range<usize>),
-) {
+fn each_batch(place: &Place, seed: (u64, u64), start: usize, count: usize, fill: &mut Fill<'_>) {
     let mut bits = [0; BATCH];
     let mut at = 0;
     while at < count {
