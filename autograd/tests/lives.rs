@@ -2,7 +2,9 @@
 
 use shardgrad_autograd::{Tape, Var};
 use shardgrad_dist::{Error, Mesh, Rank, Result, World};
+use shardgrad_tensor::ops::linear::Linear;
 use shardgrad_tensor::{DType, Indexing, Layout, Tensor, Value};
+use std::rc::Rc;
 
 fn vector(rank: &Rank, values: &[f64]) -> Result<Tensor> {
     Tensor::from_host(rank, &[values.len()], values)
@@ -409,6 +411,12 @@ fn what_no_wanted_cotangent_reads_is_not_kept() {
             assert_eq!(kept([false, true, false], text)?, of_x);
         }
         assert_eq!(kept([true, false, true], &|x, w, b| x.linear(w, b))?, of_x + of_w);
+        // A residual is read by no cotangent.
+        let onto = |x: &Var, w: &Var, _: &Var| {
+            let residual = x.slice(1, 0..2);
+            Var::apply_one(Rc::new(Linear::onto(1, 1, false)), &[x, w, &residual])
+        };
+        assert_eq!(kept([true, false, false], &onto)?, of_w);
         assert_eq!(kept([true, false, false], &|x, _, _| x.mul(&x.detach()))?, of_x);
         Ok(())
     });

@@ -397,7 +397,7 @@ mod tests {
             (0..100).map(|r| all.iter().copied().filter(|s| *s > r).collect()).collect();
         let waits: Vec<&[usize]> = chain.iter().map(Vec::as_slice).collect();
         assert_eq!(found(&waits, None, 0), (None, 100));
-        // Those that wait for nobody else's sake are not asked at all.
+        // Ranks that it does not wait for, directly or through others, are not asked at all.
         assert_eq!(found(&waits, None, 97), (None, 3));
     }
 }

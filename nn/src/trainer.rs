@@ -45,8 +45,8 @@ pub struct Settings {
     /// pass is captured, and what it computes beside its ops stays as it was, as does all that it reads which is neither argument
     /// nor parameter. Where arguments or parameters lie otherwise than before, and where the loss scale or what is frozen has
     /// changed, the pass is captured anew. A loss that draws random numbers of the step, or reaches for the host, is run in each
-    /// step. A captured pass keeps its memory until [`Trainer::loss_part`] is called; what is held of its losses is overwritten by
-    /// the next step.
+    /// step. A captured pass keeps its memory until [`Trainer::loss_part`] is called; what is held of its losses and gradients is
+    /// overwritten by the next step.
     pub capture: bool,
 }
 
@@ -246,7 +246,7 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// bits. What ops, arguments and collectives report.
     #[track_caller]
     pub fn step(&mut self, control: &[f64]) -> Result<StepReport> {
-        let (loss, gradients) = match self.settings.capture {
+        let (parts, gradients) = match self.settings.capture {
             true => self.captured_gradients()?,
             false => self.gradients()?,
         };
@@ -255,7 +255,10 @@ impl<'t, M: Module> Trainer<'t, M> {
         let args = StepArgs { lr, clip: self.settings.clip, control, loss_scale: self.factor() };
         self.updating = Some(self.optim.num_steps());
         let Trainer { model, optim, .. } = self;
-        let report = optim::step(&mut **optim, model.rank(), model.params(), (gradients, Some(&loss)), args)?;
+        let report =
+            optim::step(&mut **optim, model.rank(), model.params(), (gradients, Some(&parts)), args)?;
+        // The memory of a captured step goes with the last of what it made.
+        drop(parts);
         self.updating = None;
         let mut control = report.control;
         let loss = control.remove(0);

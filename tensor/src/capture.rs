@@ -45,7 +45,7 @@ pub type Outcome<T> = std::result::Result<(Captured, T), Error>;
 /// be done without: a fault of its own shows there.
 ///
 /// # Errors
-/// `Kind::Unsupported` if it cannot be noted, and somebody holds on to what it has made until then, which has no contents.
+/// `Kind::Unsupported` if the work fails, and somebody holds on to what it has made until then, which has no contents.
 ///
 /// # Panics
 /// With the panic of `work`, unless that is an [`Error`].
@@ -64,27 +64,31 @@ pub fn capture<T>(rank: &Rank, reads: &[Tensor], work: impl FnOnce() -> Result<T
         }
         if failed.is_some() { Err(KernelError::Captured { what: "fails" }) } else { Ok(()) }
     });
+    if failed.is_some() || noted.is_err() {
+        // Where the work was left in the middle, so was what says where it stood.
+        context.set_path(&path);
+        context.set_backward(is_backward);
+        context.set_closed(is_closed);
+    }
+    let failed = match failed {
+        Some(Err(panic)) => resume_unwind(panic),
+        Some(Ok(cause)) => Some(cause),
+        None => None,
+    };
     let why = match (noted, made, reads) {
         (Ok(graph), Some(made), Some(reads)) => {
             return Ok(Ok((Captured { rank: rank.clone(), graph, reads }, made)));
         }
         (Err(error @ KernelError::Unmade { .. }), ..) => {
             let error = Error::from(error);
-            let cause = failed.and_then(Result::ok);
-            return Err(cause.into_iter().fold(error, |error, cause| error.detail("cause", cause.message())));
+            return Err(failed
+                .into_iter()
+                .fold(error, |error, cause| error.detail("cause", cause.message())));
         }
         (Err(error), ..) => Error::from(error),
         (Ok(_), ..) => Error::from(KernelError::Unsupported { kernel: "capture", device: "the host" }),
     };
-    // Where the work was left in the middle, so was what says where it stood.
-    context.set_path(&path);
-    context.set_backward(is_backward);
-    context.set_closed(is_closed);
-    match failed {
-        Some(Err(panic)) => resume_unwind(panic),
-        Some(Ok(cause)) => Ok(Err(cause)),
-        None => Ok(Err(why)),
-    }
+    Ok(Err(failed.unwrap_or(why)))
 }
 
 impl Captured {

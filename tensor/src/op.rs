@@ -88,8 +88,9 @@ pub trait Op: fmt::Debug {
         None
     }
 
-    /// About how many multiply-adds a forward pass takes, or how many elements it goes through: the larger tensors of the op. An op
-    /// that multiplies every index with every other gives `tuples`, which its signature runs over.
+    /// About how many multiply-adds a forward pass takes, or how many elements it goes through: the largest tensor of the op.
+    /// `outputs` are the visible ones. An op that multiplies every index with every other gives `tuples`, which its signature
+    /// runs over.
     fn volume(&self, tuples: usize, args: &[&Layout], outputs: &[Layout]) -> usize {
         let _ = tuples;
         args.iter().copied().chain(outputs).map(Layout::numel).max().unwrap_or(0)
@@ -169,6 +170,7 @@ impl Keeps {
     #[must_use]
     pub fn of_product(wanted: &[bool]) -> Keeps {
         let inputs: &[usize] = match wanted {
+            all if !all.contains(&true) => &[],
             [true, rest @ ..] if !rest.contains(&true) => &[1],
             [false, ..] => &[0],
             _ => &[0, 1],

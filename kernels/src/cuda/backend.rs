@@ -160,7 +160,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Cuda {
     fn new(card: &Card, settings: Settings) -> Result<Cuda, KernelError> {
         let stream = Stream::new(&card.context)?;
-        let chunks = Arc::new(Chunks { context: card.context.clone() });
+        let chunks = Arc::new(Chunks::of(&card.context));
         let memory = Memory::new(chunks, settings.memory_bytes_max);
         let workspace = memory.alloc(WORKSPACE_BYTES)?;
         let mut noted = memory.alloc(FAULTS_MAX * FAULT_BYTES)?;

@@ -156,3 +156,26 @@ fn what_ended_early_leaves_no_memory_and_no_contents_behind() {
     drop(held);
     assert_eq!(card.memory().in_use_bytes, before.in_use_bytes);
 }
+
+#[test]
+fn memory_that_is_given_up_while_work_is_noted_is_given_back_later() {
+    let Some(folder) = fake::card("small-card") else { return };
+    let card = backend(&folder);
+    // Of 160 MiB.
+    for _ in 0..4 {
+        let mut held = None;
+        let first = card.capture(&mut || {
+            held = Some(card.alloc(60 << 20)?);
+            Ok(())
+        });
+        drop(first.unwrap());
+        let second = card.capture(&mut || {
+            // The last handle of the memory of the first graph.
+            held = None;
+            Ok(())
+        });
+        drop(second.unwrap());
+    }
+    let most = card.alloc(80 << 20).map(|_| ());
+    assert_eq!(most, Ok(()));
+}

@@ -24,6 +24,9 @@ pub(super) trait Source: fmt::Debug + Send + Sync {
     fn take(&self, bytes: usize) -> Result<Option<u64>, KernelError>;
     /// Takes a chunk back in which no block is in use.
     fn give(&self, address: u64);
+
+    /// Gives back what could not be given back before.
+    fn give_late(&self) {}
 }
 
 /// Chunks and blocks, as addresses.
@@ -119,6 +122,7 @@ impl Memory {
 
     /// Gives chunks back to the driver in which nothing is in use.
     pub(super) fn give_back_empty(&self) {
+        self.source.give_late();
         self.books().empty_chunks().into_iter().for_each(|address| self.source.give(address));
     }
 
@@ -224,17 +228,36 @@ impl Drop for Memory {
 /// Chunks of a card.
 #[derive(Debug)]
 pub(super) struct Chunks {
-    pub(super) context: Arc<Context>,
+    context: Arc<Context>,
+    /// What could not be given back yet, as nothing can while a stream of the card notes work.
+    late: Mutex<Vec<u64>>,
+}
+
+impl Chunks {
+    pub(super) fn of(context: &Arc<Context>) -> Chunks {
+        Chunks { context: context.clone(), late: Mutex::default() }
+    }
+
+    fn late(&self) -> MutexGuard<'_, Vec<u64>> {
+        self.late.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl Source for Chunks {
     fn take(&self, bytes: usize) -> Result<Option<u64>, KernelError> {
+        self.give_late();
         self.context.take(bytes)
     }
 
     fn give(&self, address: u64) {
-        // A lost context has nothing to give back.
-        let _ = self.context.give(address);
+        if self.context.give(address).is_err() {
+            self.late().push(address);
+        }
+    }
+
+    fn give_late(&self) {
+        let late = std::mem::take(&mut *self.late());
+        late.into_iter().for_each(|address| self.give(address));
     }
 }
 

@@ -89,7 +89,7 @@ impl Attention {
     /// residual + what [`Attention::attend`] yields, in one pass at the end of the last product where nothing happens in between.
     ///
     /// # Panics
-    /// As [`Attention::attend`], and if the residual has another shape.
+    /// As [`Attention::attend`], and if the residual cannot be added to what comes out.
     #[track_caller]
     #[must_use]
     pub fn attend_onto(&self, x: &Var, past: Option<&mut Past>, residual: &Var) -> Var {

@@ -51,7 +51,7 @@ impl GatedMlp {
     /// residual + y, in one pass at the end of the last product where nothing happens in between: `[.., d]` to `[.., d]`.
     ///
     /// # Panics
-    /// As [`GatedMlp::forward`], and if the residual has another shape.
+    /// As [`GatedMlp::forward`], and if the residual cannot be added to what comes out.
     #[track_caller]
     #[must_use]
     pub fn forward_onto(&self, x: &Var, residual: &Var) -> Var {

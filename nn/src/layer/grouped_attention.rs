@@ -138,7 +138,7 @@ impl GroupedAttention {
     /// residual + what [`GroupedAttention::attend`] yields, in one pass at the end of the last product where nothing happens in between.
     ///
     /// # Panics
-    /// As [`GroupedAttention::attend`], and if the residual has another shape.
+    /// As [`GroupedAttention::attend`], and if the residual cannot be added to what comes out.
     #[track_caller]
     #[must_use]
     pub fn attend_onto(&self, x: &Var, past: Option<&mut Past>, residual: &Var) -> Var {

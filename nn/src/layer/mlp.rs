@@ -44,7 +44,7 @@ impl Mlp {
     /// residual + y, in one pass at the end of the last product where nothing happens in between: `[.., d]` to `[.., d]`.
     ///
     /// # Panics
-    /// As [`Mlp::forward`], and if the residual has another shape.
+    /// As [`Mlp::forward`], and if the residual cannot be added to what comes out.
     #[track_caller]
     #[must_use]
     pub fn forward_onto(&self, x: &Var, residual: &Var) -> Var {

@@ -84,7 +84,7 @@ impl SelfAttention {
     /// residual + what [`SelfAttention::forward`] yields, in one pass at the end of the last product where nothing happens in between.
     ///
     /// # Panics
-    /// As [`SelfAttention::forward`], and if the residual has another shape.
+    /// As [`SelfAttention::forward`], and if the residual cannot be added to what comes out.
     #[track_caller]
     #[must_use]
     pub fn forward_onto(&self, x: &Var, mask: Option<&Var>, residual: &Var) -> Var {

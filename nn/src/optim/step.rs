@@ -142,7 +142,8 @@ pub trait Optimizer: fmt::Debug {
 
     /// Changes the parameters of that step, at the common learning rate `lr`, each by its gradient times `grad_scale`. They
     /// come all at once, since one launch can take care of many. A gradient lies as its parameter is stored, and no parameter
-    /// comes twice.
+    /// comes twice. It is of this step only: of a captured one the next writes over it, so that a rule that needs it later
+    /// copies it ([`Tensor::copied`]).
     ///
     /// # Errors
     /// What the kernels report. Parameters may be lost then.

@@ -160,7 +160,8 @@ impl Op for Linear {
     }
 
     fn keeps_for(&self, wanted: &[bool]) -> Keeps {
-        Keeps::of_product(wanted)
+        // The cotangent of the residual is g itself.
+        Keeps::of_product(&wanted[..2 + usize::from(self.has_bias)])
     }
 
     fn volume(&self, tuples: usize, _: &[&Layout], _: &[Layout]) -> usize {

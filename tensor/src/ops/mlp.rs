@@ -75,10 +75,10 @@ impl Op for Mlp {
         }
     }
 
-    fn volume(&self, _: usize, args: &[&Layout], outputs: &[Layout]) -> usize {
-        let hidden = outputs.get(1).map_or(0, Layout::numel);
-        let [x, w2] = [0, 3].map(|i| args[i].shape().last().copied().unwrap_or(1));
-        hidden.saturating_mul(x + w2)
+    fn volume(&self, _: usize, args: &[&Layout], _: &[Layout]) -> usize {
+        let (width, hidden) = (args[1].extent(0), args[1].extent(1));
+        let rows = args[0].numel() / width.max(1);
+        rows.saturating_mul(hidden).saturating_mul(width + args[3].extent(1))
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
@@ -261,7 +261,7 @@ mod tests {
             let of_mlp: [&[usize]; 4] = [&[2, 3, 4], &[4, 16], &[16], &[16, 5]];
             let mlp = Mlp { has_last_bias: false, has_residual: false };
             // Six rows of 16 hidden units, to each of which 4 units lead, and from which it leads to 5.
-            assert_eq!(volume(&mlp, &of_mlp, &[&[2, 3, 5], &[2, 3, 16], &[2, 3, 16]]), 6 * 16 * 9);
+            assert_eq!(volume(&mlp, &of_mlp, &[&[2, 3, 5]]), 6 * 16 * 9, "of what a program tells");
             assert_eq!(volume(&Linear::new(1, 1), &[&[2, 3, 4], &[4, 5], &[5]], &[&[2, 3, 5]]), 6 * 4 * 5);
             let rows: [&[usize]; 2] = [&[50_000, 8], &[2, 3]];
             assert_eq!(volume(&Embedding, &rows, &[&[2, 3, 8]]), 48, "the table is not read as a whole");

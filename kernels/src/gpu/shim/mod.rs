@@ -117,7 +117,7 @@ pub(crate) fn run_on_small_card(
     order: u64,
 ) -> Option<Result<f64, String>> {
     let [large, small] = [SHARED_BYTES_MAX, SHARED_BYTES_MIN].map(|max| plan(kernel, launch, max));
-    let small = small.ok().filter(|small| large.is_ok_and(|large| large != *small))?;
+    let small = small.ok().filter(|small| large.is_ok_and(|large| large.steps() != small.steps()))?;
     Some(run_planned(kernel, &small, launch, order))
 }
 

@@ -34,8 +34,8 @@ pub static FORWARD: Kernel = Kernel {
 ///   that x has from elsewhere, which may be missing
 /// - out: dx like x, dw `(d)`, db `(d)` in the dtype of x
 ///
-/// dx is rounded once. Rows are summed in blocks of 32, the blocks in order; on a GPU in blocks that the shape and the dtype
-/// determine. Counted: 14 operations an element, and one more with r.
+/// dx is rounded once. Rows are summed in blocks of 32, 64 blocks in order, then these; on a GPU in blocks that the shape,
+/// the dtype, where operands begin and whether there is an r determine. Counted: 14 operations an element, and one more with r.
 pub static BACKWARD: Kernel = Kernel {
     name: "layer_norm_backward",
     reference: backward,

@@ -33,8 +33,8 @@ pub static FORWARD: Kernel = Kernel {
 ///   elsewhere, which may be missing
 /// - out: dx like x, dw `(d)` in the dtype of x
 ///
-/// dx is rounded once. Rows are summed in blocks of 32, the blocks in order; on a GPU in blocks that the shape and the dtype
-/// determine. Counted: 10 operations an element, and one more with r.
+/// dx is rounded once. Rows are summed in blocks of 32, 64 blocks in order, then these; on a GPU in blocks that the shape,
+/// the dtype, where operands begin and whether there is an r determine. Counted: 10 operations an element, and one more with r.
 pub static BACKWARD: Kernel = Kernel {
     name: "rms_norm_backward",
     reference: backward,
