@@ -95,8 +95,11 @@ proptest! {
 
 #[test]
 fn large_and_thin_products_too() {
-    for dims in [[200, 1040, 30], [1, 130, 700], [130, 1, 700], [3, 5, 1025], [25, 33, 513], [193, 40, 257]] {
-        for kinds in [[0, 0, 0], [0, 1, 0], [1, 0, 1]] {
+    let thin = [[200, 1040, 30], [1, 130, 700], [130, 1, 700], [3, 5, 1025], [25, 33, 513], [193, 40, 257]];
+    // A turned left operand is read where it lies for few columns and short steps, else packed.
+    let turned = [[70, 100, 300], [600, 100, 40], [30, 200, 70]];
+    for dims in thin.into_iter().chain(turned) {
+        for kinds in [[0, 0, 0], [0, 1, 0], [1, 0, 0], [1, 0, 1]] {
             examine::<f32>(dims, kinds, true).unwrap();
             examine::<f64>(dims, kinds, false).unwrap();
         }

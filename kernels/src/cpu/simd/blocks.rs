@@ -17,6 +17,10 @@ const STRIPS: usize = 8;
 const COLS: usize = 768;
 /// Up to so many strips of the other operand, packing does not pay.
 const FEW: usize = 2;
+/// Nor up to so many, where the steps of the depth lie no further apart than [`NEAR`] elements: half a page of f32.
+const SOME: usize = 4;
+/// See [`SOME`]: tiles that touch a new page in each step wait for its translation.
+const NEAR: usize = 512;
 
 /// A matrix that is written.
 pub(crate) struct Target<T> {
@@ -142,7 +146,8 @@ impl<'t, R: Real> Blocked<'t, R> {
         // What is packed for few rows is used at once, and should not leave the first-level cache before.
         let cols_max = if strips.count <= FEW { wide } else { COLS };
         let col_step = n.div_ceil(n.div_ceil(cols_max).max(1)).next_multiple_of(wide);
-        let in_place_a = a.direct && (a.col == 1 || a.row == 1 && n <= FEW * wide);
+        let in_place_a =
+            a.direct && (a.col == 1 || a.row == 1 && (n <= FEW * wide || n <= SOME * wide && a.col <= NEAR));
         // Rows no longer than those of packed strips lie as well as these.
         let in_place_b = b.direct && b.col == 1 && (strips.count <= FEW || b.row <= COLS_MAX);
         if k == 0 && !accumulate {
