@@ -1,6 +1,7 @@
 //! Kernels as ops of plain tensors, on all threads of one rank.
 
 use super::line::{Bench, Work, check};
+use super::memory::Sizes;
 use shardgrad::prelude::*;
 
 /// A kernel: what it is called on, and the plain loops that say what is right.
@@ -74,6 +75,17 @@ const CASES: &[Case] = &[
     },
 ];
 
+/// Operands of what is bound by memory: of 64 MiB, which second-level caches do not hold.
+const LARGE: Sizes = Sizes {
+    dtype: DType::F32,
+    rows: [16_384, 1024],
+    side: 4096,
+    heads: [4, 1024, 32, 128],
+    hidden: [2048, 8192],
+    logits: [512, 32_768],
+    parameters: 16 << 20,
+};
+
 /// Checks and measures every case.
 pub(super) fn run(bench: &Bench) -> Result<()> {
     World::run(Mesh::single(), |rank| {
@@ -89,7 +101,9 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
             })?;
             bench.tell("kernels", case.name, "", seconds, (case.work)());
         }
-        Ok(())
+        let own = &**rank.backend();
+        LARGE.small().cases().iter().try_for_each(|case| case.check(own, own, 1e-5))?;
+        LARGE.cases().iter().try_for_each(|case| case.measure(bench, "kernels", own))
     })?;
     Ok(())
 }

@@ -4,6 +4,8 @@ mod line;
 mod roof;
 mod chart;
 mod steps;
+mod case;
+mod memory;
 mod kernels;
 mod collectives;
 mod tape;
