@@ -258,12 +258,13 @@ fn widened<const N: usize, T: Float<Acc = f32>>(rows: [&[T]; N], y: &mut [T], ru
     }
 }
 
-/// Cuts an output of any strides into parts: `walk` visits it (its first operand) in memory order; `task` gets the
-/// part of the walk, the memory that it covers and where that begins.
+/// Cuts an output of any strides into parts of at least `rows_min` rows of the outermost dim: `walk` visits it (its first
+/// operand) in memory order; `task` gets the part of the walk, the memory that it covers and where that begins.
 pub(crate) fn scatter<const N: usize, U: Element>(
     pool: &Pool,
     walk: &Walk<N>,
     y: &mut ArgMut<'_>,
+    rows_min: usize,
     task: impl Fn(&Walk<N>, &mut [U], usize) + Sync,
 ) {
     let (rows, steps) = walk.dims()[0];
@@ -274,7 +275,7 @@ pub(crate) fn scatter<const N: usize, U: Element>(
     let (start, step) = (y.view.offset, steps[0]);
     let memory = &mut y.buffer.as_mut::<U>().expect("an output buffer has one handle")[start..y.view.reach()];
     assert!(rows == 1 || memory.len() <= rows * step, "the contract asks for an output without overlap");
-    let per_task = (TASK / (numel / rows)).max(1);
+    let per_task = (TASK / (numel / rows)).max(rows_min);
     pool.chunks(memory, (per_task * step).max(1), |i, memory| {
         let first = i * per_task;
         task(&walk.rows(first..rows.min(first + per_task)), memory, start + first * step);

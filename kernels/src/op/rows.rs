@@ -1,5 +1,6 @@
 //! What the row-wise kernels share: contiguous operands as slices, fixed tasks, and sums in a fixed order.
 
+use crate::cpu::simd::expect_behind;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
 use crate::error::KernelError;
@@ -127,6 +128,7 @@ pub(crate) fn largest<T: Copy, R: Real>(x: &[T], value: impl Fn(T) -> R) -> R {
     let mut lanes = [R::NEG_INFINITY; LANES];
     let (chunks, rest) = x.as_chunks::<LANES>();
     for chunk in chunks {
+        expect_behind(chunk);
         for i in 0..LANES {
             lanes[i] = larger(lanes[i], value(chunk[i]));
         }

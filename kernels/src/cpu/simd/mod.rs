@@ -71,6 +71,35 @@ pub fn vectorized<R>(body: impl FnOnce() -> R) -> R {
     body()
 }
 
+/// How far ahead memory is asked for that is read in one long run: about what arrives while a miss is waited for.
+const AHEAD_BYTES: usize = 4096;
+
+/// Asks for the cache lines of some elements ahead of their use.
+#[inline(always)]
+pub(crate) fn expect<T>(some: &[T]) {
+    lines(some.as_ptr().cast(), size_of_val(some));
+}
+
+/// Asks for the cache lines that will be read some time after these elements, if the run goes on.
+#[inline(always)]
+pub(crate) fn expect_behind<T>(now: &[T]) {
+    lines(now.as_ptr().cast::<i8>().wrapping_add(AHEAD_BYTES), size_of_val(now));
+}
+
+/// Nothing is read, so that lines may lie anywhere.
+#[inline(always)]
+fn lines(start: *const i8, bytes: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for line in (0..bytes).step_by(64) {
+        // SAFETY: every CPU of this architecture has the instruction, and an address that is none does nothing.
+        unsafe {
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(start.wrapping_add(line))
+        };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (start, bytes);
+}
+
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx2,fma,bmi2,f16c")]
 fn avx512<R>(body: impl FnOnce() -> R) -> R {

@@ -10,9 +10,14 @@ use crate::op::pointwise::scatter;
 use crate::op::rows::operands;
 use crate::op::walk::Walk;
 use half::{bf16, f16};
+use std::ops::Range;
 
-/// Rows and columns of a tile that is turned: both sides of it stay in the first-level cache.
-const TILE: usize = 32;
+/// Rows and columns of a tile that is turned: a few cache lines of both sides, which stay in the first-level cache.
+const TILE: usize = 64;
+/// Rows of y in a task that turns, if there are enough for all threads: a page of f32 in each column of x.
+const ROWS: usize = 1024;
+/// Columns of y that are turned for all rows of a task before the next ones: as many pages of x as have their translations at hand.
+const COLS: usize = 512;
 
 pub(super) fn copy(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([x], [y], _) = operands(launch);
@@ -49,12 +54,16 @@ pub(super) fn copy(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelErr
 fn each<S: Element, D: Element>(pool: &Pool, x: &Arg<'_>, y: &mut ArgMut<'_>, f: impl Fn(S) -> D + Sync) {
     let from = x.buffer.as_slice::<S>();
     let walk = Walk::in_memory_order([y.view, x.view]);
-    scatter::<2, D>(pool, &walk, y, |walk, to, start| {
-        let inner = walk.dims().len() - 1;
-        match (walk.steps(), walk.dims()[..inner].iter().position(|&(_, [_, step])| step == 1)) {
-            ([1, step], Some(turned)) if step > 1 => turn(walk, turned, from, to, start, &f),
-            _ => runs(walk, from, to, start, &f),
-        }
+    let (dims, inner) = (walk.dims(), walk.dims().len() - 1);
+    let side_by_side = dims[..inner].iter().position(|&(_, [_, step])| step == 1);
+    let turned = side_by_side.filter(|_| matches!(walk.steps(), [1, step] if step > 1));
+    let rows_min = match turned {
+        Some(0) => (dims[0].0 / pool.num_threads()).clamp(1, ROWS).next_multiple_of(TILE),
+        _ => 1,
+    };
+    scatter::<2, D>(pool, &walk, y, rows_min, |walk, to, start| match turned {
+        Some(turned) => turn(walk, turned, from, to, start, &f),
+        None => runs(walk, from, to, start, &f),
     });
 }
 
@@ -62,7 +71,7 @@ fn one_by_one<S: Element, D: Element>(pool: &Pool, x: &Arg<'_>, y: &mut ArgMut<'
     let from = x.buffer.as_slice::<S>();
     let walk = Walk::in_memory_order([y.view, x.view]);
     let [to_step, from_step] = walk.steps();
-    scatter::<2, D>(pool, &walk, y, |walk, to, start| {
+    scatter::<2, D>(pool, &walk, y, 1, |walk, to, start| {
         walk.runs(0..walk.numel(), |[to_at, from_at], length| {
             (0..length).for_each(|i| to[to_at - start + i * to_step] = f(from[from_at + i * from_step]));
         });
@@ -107,10 +116,12 @@ fn turn<S: Element, D: Element>(
         for other in 0..length {
             let (to, from) =
                 (&mut to[to_at + other * to_step - start..], &from[from_at + other * from_step..]);
-            for row in (0..rows).step_by(TILE) {
+            let rows_of = |cols: Range<usize>| (0..rows).step_by(TILE).map(move |row| (row, cols.clone()));
+            let cols_of = (0..cols).step_by(COLS).map(|col| col..cols.min(col + COLS));
+            for (row, cols) in cols_of.flat_map(rows_of) {
                 let height = TILE.min(rows - row);
-                for col in (0..cols).step_by(TILE) {
-                    let width = TILE.min(cols - col);
+                for col in cols.clone().step_by(TILE) {
+                    let width = TILE.min(cols.end - col);
                     for (j, tile) in tile[..width].iter_mut().enumerate() {
                         tile[..height].copy_from_slice(&from[row + (col + j) * col_step..][..height]);
                     }

@@ -38,7 +38,7 @@ fn fast(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     match_dtype!(y.dtype, T => {
         let value = T::from_f64(scalars[0].real());
         let walk = Walk::in_memory_order([y.view]);
-        scatter::<1, T>(pool, &walk, y, |walk, memory, start| {
+        scatter::<1, T>(pool, &walk, y, 1, |walk, memory, start| {
             let [step] = walk.steps();
             walk.runs(0..walk.numel(), |[at], length| match step {
                 1 => memory[at - start..][..length].fill(value),

@@ -1,5 +1,6 @@
 //! Reductions in the stated order, along rows or across them.
 
+use crate::cpu::simd::expect_behind;
 use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Element, Float, Real};
@@ -250,6 +251,7 @@ impl<F: Fold> Tree<F> {
             #[inline(always)]
             || {
                 for part in row.chunks(BLOCK) {
+                    expect_behind(part);
                     self.push(block::<F>(part));
                 }
             },

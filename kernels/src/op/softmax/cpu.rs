@@ -2,12 +2,16 @@
 
 use super::{BACKWARD, FORWARD};
 use crate::cpu::math::Maths;
+use crate::cpu::simd::expect;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Float, Real};
 use crate::error::KernelError;
 use crate::kernel::Launch;
 use crate::match_float;
 use crate::op::rows::{largest, operands, read, rows_per_task, sum, sum_pairs, width, write};
+
+/// Elements for which memory is asked for at a time.
+const RUN: usize = 256;
 
 pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([x], [y], _) = operands(launch);
@@ -30,8 +34,12 @@ pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kernel
 #[inline(always)]
 fn forward_row<T: Float<Acc: Maths>>(x: &[T], e: &mut [T::Acc], y: &mut [T]) {
     let max = largest(x, T::widen);
-    for (e, x) in e.iter_mut().zip(x) {
-        *e = (x.widen() - max).exp();
+    for ((e, x), y) in e.chunks_mut(RUN).zip(x.chunks(RUN)).zip(y.chunks(RUN)) {
+        // What is written has to be brought first, which the exponentials leave time for.
+        expect(y);
+        for (e, x) in e.iter_mut().zip(x) {
+            *e = (x.widen() - max).exp();
+        }
     }
     let scale = T::Acc::ONE / sum(e, |v| v);
     for (y, &e) in y.iter_mut().zip(&*e) {
