@@ -5,8 +5,8 @@ use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::{KernelError, MemoryStats};
 use crate::kernel::{Cost, Kernel, Launch};
-use crate::latch::Latch;
 use crate::precision::MatmulPrecision;
+use crate::tally::Tally;
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
@@ -104,7 +104,7 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// [`KernelError::OutOfMemory`].
     fn alloc(&self, bytes: usize) -> Result<Buffer, KernelError>;
 
-    /// Runs a kernel. Every output buffer has one handle.
+    /// Runs a kernel. Every output buffer has one handle. One launch comes after another: a back end is that of one rank.
     ///
     /// # Errors
     /// What the kernel reports.
@@ -234,7 +234,7 @@ impl Machine for Host {
     fn backend(&self, settings: Settings) -> Result<Arc<dyn Backend>, KernelError> {
         let allocator = Allocator::with_limit(settings.memory_bytes_max);
         let pool = Pool::new(settings.num_threads).with_precision(settings.precision);
-        Ok(Arc::new(Cpu { allocator, pool, cost: Latch::default() }))
+        Ok(Arc::new(Cpu { allocator, pool, cost: Tally::default() }))
     }
 }
 
@@ -270,7 +270,7 @@ pub fn download<T: Element>(
 pub struct Cpu {
     allocator: Allocator,
     pool: Pool,
-    cost: Latch<Cost>,
+    cost: Tally,
 }
 
 impl Cpu {
@@ -283,7 +283,7 @@ impl Cpu {
     /// The same on memory of a given allocator.
     #[must_use]
     pub fn with_allocator(num_threads: usize, allocator: Allocator) -> Arc<dyn Backend> {
-        Arc::new(Cpu { allocator, pool: Pool::new(num_threads), cost: Latch::default() })
+        Arc::new(Cpu { allocator, pool: Pool::new(num_threads), cost: Tally::default() })
     }
 }
 
@@ -303,8 +303,7 @@ impl Backend for Cpu {
             "{}: a view reaches outside of its buffer",
             kernel.name
         );
-        let cost = kernel.cost(launch);
-        self.cost.with(|sum| *sum += cost);
+        self.cost.add(kernel.cost(launch));
         kernel.cpu.unwrap_or(kernel.reference)(&self.pool, launch)
     }
 
@@ -313,7 +312,7 @@ impl Backend for Cpu {
     }
 
     fn cost(&self) -> Cost {
-        self.cost.with(|sum| *sum)
+        self.cost.sum()
     }
 
     fn num_threads(&self) -> usize {

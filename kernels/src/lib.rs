@@ -18,6 +18,7 @@ pub mod precision;
 pub mod cpu;
 pub mod gpu;
 pub mod kernel;
+mod tally;
 pub mod backend;
 pub mod null;
 pub mod op;

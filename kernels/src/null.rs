@@ -4,13 +4,13 @@ use crate::backend::{Backend, Device};
 use crate::buffer::{Allocator, Buffer};
 use crate::error::{KernelError, MemoryStats};
 use crate::kernel::{Cost, Kernel, Launch};
-use crate::latch::Latch;
+use crate::tally::Tally;
 use std::sync::Arc;
 
 /// Shapes, bytes and costs only. Buffers have a size and no memory.
 #[derive(Debug, Default)]
 pub struct Null {
-    cost: Latch<Cost>,
+    cost: Tally,
     allocator: Allocator,
 }
 
@@ -32,8 +32,7 @@ impl Backend for Null {
     }
 
     fn launch(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
-        let cost = kernel.cost(launch);
-        self.cost.with(|sum| *sum += cost);
+        self.cost.add(kernel.cost(launch));
         Ok(())
     }
 
@@ -42,7 +41,7 @@ impl Backend for Null {
     }
 
     fn cost(&self) -> Cost {
-        self.cost.with(|sum| *sum)
+        self.cost.sum()
     }
 
     fn num_threads(&self) -> usize {
