@@ -218,6 +218,12 @@ impl Pool {
     // Compiled once for each T, not for each task.
     fn cut<T: Send>(&self, out: &mut [T], chunk: usize, task: &(dyn Fn(usize, &mut [T]) + Sync)) {
         let (len, chunk) = (out.len(), chunk.max(1));
+        if len <= chunk {
+            // Nothing to cut, and nothing to hand out.
+            return if len > 0 {
+                task(0, out)
+            };
+        }
         let start = Shares(out.as_mut_ptr());
         self.run(len.div_ceil(chunk), &|i| {
             let from = i * chunk;

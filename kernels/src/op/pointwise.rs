@@ -138,22 +138,25 @@ fn compiled<const N: usize, T: Element, U: Element>(
     }
 }
 
-// Loops by number: what std makes of `array::map` is compiled for each formula anew, and there are hundreds.
+/// The most inputs that a formula has.
+const INPUTS_MAX: usize = 3;
+
+// Rows by name, and one loop: the compiler sees then that all rows are as long as y, and uses vectors up to the end of it. What std
+// makes of `array::map` is compiled for each formula anew, and there are hundreds.
 #[inline(always)]
-fn apply<const N: usize, T: Element, U: Element>(
-    mut rows: [&[T]; N],
-    y: &mut [U],
-    f: &impl Fn(U, [T; N]) -> U,
-) {
-    for row in &mut rows {
-        *row = &row[..y.len()];
-    }
-    for (i, y) in y.iter_mut().enumerate() {
-        let mut x = [T::default(); N];
-        for n in 0..N {
-            x[n] = rows[n][i];
+fn apply<const N: usize, T: Element, U: Element>(rows: [&[T]; N], y: &mut [U], f: &impl Fn(U, [T; N]) -> U) {
+    const { assert!(N >= 1 && N <= INPUTS_MAX, "a formula has one to three inputs") };
+    let len = y.len();
+    let [a, b, c] = [&rows[0][..len], &rows[if N > 1 { 1 } else { 0 }][..len], &rows[N - 1][..len]];
+    for i in 0..len {
+        let mut x = [a[i]; N];
+        if N > 1 {
+            x[1] = b[i];
         }
-        *y = f(*y, x);
+        if N > 2 {
+            x[2] = c[i];
+        }
+        y[i] = f(y[i], x);
     }
 }
 
