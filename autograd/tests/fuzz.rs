@@ -5,7 +5,7 @@ use shardgrad_autograd::{Var, fuzz_model};
 use shardgrad_dist::{Error, Result};
 use shardgrad_tensor::op::{Cotangents, Local, Op, Pieces, Vjp};
 use shardgrad_tensor::ops::{Case, Entry, Input, OPS};
-use shardgrad_tensor::{DType, Piece, Tensor, Value};
+use shardgrad_tensor::{DType, Piece, Tensor, Value, View};
 use std::io::Write as _;
 use std::rc::Rc;
 
@@ -88,10 +88,10 @@ impl Op for Planted {
         let x = match self {
             // What lies at the start of the memory, in the order of the memory.
             Planted::Dense if x[0].numel() * x[0].dtype.size() <= x[0].buffer.bytes() => {
-                let mut view = (*x[0].view).clone();
+                let mut view = x[0].view.geometry();
                 view.offset = 0;
                 (0..shape.len()).for_each(|d| view.strides[d] = shape[d + 1..].iter().product());
-                x[0].viewed(view)
+                x[0].viewed(View::new(view.into()))
             }
             _ => x[0].clone(),
         };

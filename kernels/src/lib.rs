@@ -34,4 +34,4 @@ pub use kernel::{Arg, ArgMut, Bound, Cost, Gpu, HostCode, Kernel, Launch, Scalar
 pub use null::Null;
 pub use open::open;
 pub use precision::MatmulPrecision;
-pub use strides::{Dims, Strides};
+pub use strides::{Dims, Geometry, Strides};

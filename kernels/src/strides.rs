@@ -1,13 +1,14 @@
 //! How the elements of a local tensor lie in its buffer: extents, strides and an offset. Pure arithmetic.
 
 use smallvec::SmallVec;
+use std::ops::Deref;
 
 /// A short list of extents or strides, inline up to six.
 pub type Dims = SmallVec<[usize; 6]>;
 
 /// Extents, strides and offset of a view, all counted in elements. Strides are not negative; 0 broadcasts.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Strides {
+pub struct Geometry {
     /// Extent per dim.
     pub shape: Dims,
     /// Distance between neighbours per dim.
@@ -16,15 +17,70 @@ pub struct Strides {
     pub offset: usize,
 }
 
+/// A view: its [`Geometry`], to be read, and what every launch asks of that, worked out once. None is changed; another is made.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Strides {
+    geometry: Geometry,
+    numel: usize,
+    num_places: usize,
+    is_contiguous: bool,
+}
+
+impl Geometry {
+    /// Whether the last `count` dims lie row-major without gaps among themselves.
+    #[must_use]
+    pub fn inner_contiguous(&self, count: usize) -> bool {
+        let (mut expected, ndim) = (1usize, self.shape.len());
+        if self.shape.contains(&0) {
+            return true;
+        }
+        for d in (ndim - count..ndim).rev() {
+            if self.shape[d] != 1 && self.strides[d] != expected {
+                return false;
+            }
+            expected = expected.saturating_mul(self.shape[d]);
+        }
+        true
+    }
+}
+
+impl Deref for Strides {
+    type Target = Geometry;
+    fn deref(&self) -> &Geometry {
+        &self.geometry
+    }
+}
+
+impl From<Geometry> for Strides {
+    fn from(geometry: Geometry) -> Strides {
+        Strides::new(geometry.shape, geometry.strides, geometry.offset)
+    }
+}
+
 impl Clone for Strides {
     fn clone(&self) -> Strides {
         // Plain numbers: one copy each instead of one push per dim.
         let [shape, strides] = [&self.shape, &self.strides].map(|dims| Dims::from_slice(dims));
-        Strides { shape, strides, offset: self.offset }
+        Strides { geometry: Geometry { shape, strides, offset: self.offset }, ..*self }
     }
 }
 
 impl Strides {
+    /// The view of some extents and as many strides.
+    #[must_use]
+    pub fn new(shape: Dims, strides: Dims, offset: usize) -> Strides {
+        debug_assert_eq!(shape.len(), strides.len(), "each dim has an extent and a stride");
+        let geometry = Geometry { shape, strides, offset };
+        let places = |(&extent, &step): (&usize, &usize)| if step == 0 { extent.min(1) } else { extent };
+        let product = |n: usize, extent| n.saturating_mul(extent);
+        Strides {
+            numel: geometry.shape.iter().copied().fold(1, product),
+            num_places: geometry.shape.iter().zip(&geometry.strides).map(places).fold(1, product),
+            is_contiguous: geometry.inner_contiguous(geometry.shape.len()),
+            geometry,
+        }
+    }
+
     /// Row-major, no gaps, offset 0.
     #[must_use]
     pub fn contiguous(shape: &[usize]) -> Strides {
@@ -32,7 +88,20 @@ impl Strides {
         for d in (1..shape.len()).rev() {
             strides[d - 1] = strides[d] * shape[d].max(1);
         }
-        Strides { shape: Dims::from_slice(shape), strides, offset: 0 }
+        Strides::new(Dims::from_slice(shape), strides, 0)
+    }
+
+    /// The same from another element on.
+    #[must_use]
+    pub fn at(mut self, offset: usize) -> Strides {
+        self.geometry.offset = offset;
+        self
+    }
+
+    /// A geometry to make another view of.
+    #[must_use]
+    pub fn geometry(&self) -> Geometry {
+        self.clone().geometry
     }
 
     /// The number of dims.
@@ -44,69 +113,57 @@ impl Strides {
     /// The number of elements.
     #[must_use]
     pub fn numel(&self) -> usize {
-        self.shape.iter().product()
+        self.numel
     }
 
     /// Whether the elements lie row-major without gaps (dims of extent 1 do not matter, nor does the offset).
     #[must_use]
     pub fn is_contiguous(&self) -> bool {
-        self.inner_contiguous(self.ndim())
+        self.is_contiguous
     }
 
-    /// Whether the last `count` dims lie row-major without gaps among themselves.
+    /// Whether another view has the same extents.
     #[must_use]
-    pub fn inner_contiguous(&self, count: usize) -> bool {
-        let mut expected = 1;
-        if self.shape.contains(&0) {
-            return true;
-        }
-        for d in (self.ndim() - count..self.ndim()).rev() {
-            if self.shape[d] != 1 && self.strides[d] != expected {
-                return false;
-            }
-            expected *= self.shape[d];
-        }
-        true
+    pub fn is_shaped_as(&self, other: &Strides) -> bool {
+        // Element by element: dims are few, and a call that compares memory is dear.
+        self.numel == other.numel && self.shape.iter().eq(&other.shape)
     }
 
     /// The view with dims in another order: dim i of the result is dim `order[i]` of this one.
     #[must_use]
     pub fn permute(&self, order: &[usize]) -> Strides {
-        Strides {
-            shape: order.iter().map(|&d| self.shape[d]).collect(),
-            strides: order.iter().map(|&d| self.strides[d]).collect(),
-            offset: self.offset,
-        }
+        let turned = |dims: &Dims| order.iter().map(|&d| dims[d]).collect();
+        Strides::new(turned(&self.shape), turned(&self.strides), self.offset)
     }
 
     /// The view of `start..end` along a dim.
     #[must_use]
     pub fn narrow(&self, dim: usize, start: usize, end: usize) -> Strides {
         debug_assert!(start <= end && end <= self.shape[dim], "a narrowed range lies inside its dim");
-        let mut view = self.clone();
-        view.shape[dim] = end - start;
+        let mut geometry = self.geometry();
+        geometry.shape[dim] = end - start;
         if start < end {
-            view.offset += start * self.strides[dim];
+            geometry.offset += start * self.strides[dim];
         }
-        view
+        geometry.into()
     }
 
     /// The view of one index along a dim, which disappears.
     #[must_use]
     pub fn select(&self, dim: usize, index: usize) -> Strides {
-        let mut view = self.narrow(dim, index, index + 1);
-        view.shape.remove(dim);
-        view.strides.remove(dim);
-        view
+        let mut geometry = self.narrow(dim, index, index + 1).geometry;
+        geometry.shape.remove(dim);
+        geometry.strides.remove(dim);
+        geometry.into()
     }
 
     /// The view with a dim of extent 1 put in before `dim`.
     #[must_use]
     pub fn unsqueeze(&self, dim: usize) -> Strides {
-        let mut view = self.clone();
-        view.shape.insert(dim, 1);
-        view.strides.insert(dim, 0);
-        view
+        let mut geometry = self.geometry();
+        geometry.shape.insert(dim, 1);
+        geometry.strides.insert(dim, 0);
+        geometry.into()
     }
 
     /// The view repeated to a longer shape, aligned at the last dim; `None` if an extent is neither equal nor 1.
@@ -121,7 +178,7 @@ impl Strides {
                 return None;
             }
         }
-        Some(Strides { shape: shape.into(), strides, offset: self.offset })
+        Some(Strides::new(shape.into(), strides, self.offset))
     }
 
     /// The view under another shape of equal numel; `None` if that needs a copy.
@@ -133,7 +190,7 @@ impl Strides {
             "a reshape keeps the number of elements"
         );
         if self.is_contiguous() {
-            return Some(Strides { offset: self.offset, ..Strides::contiguous(shape) });
+            return Some(Strides::contiguous(shape).at(self.offset));
         }
         let old: Vec<(usize, usize)> =
             self.shape.iter().copied().zip(self.strides.iter().copied()).filter(|&(n, _)| n != 1).collect();
@@ -166,14 +223,13 @@ impl Strides {
             i += 1;
             j += 1;
         }
-        Some(Strides { shape: shape.into(), strides, offset: self.offset })
+        Some(Strides::new(shape.into(), strides, self.offset))
     }
 
     /// The number of elements, of which those that are repeated along a dim count once.
     #[must_use]
     pub fn num_places(&self) -> usize {
-        let dims = self.shape.iter().zip(&self.strides);
-        dims.map(|(&extent, &step)| if step == 0 { extent.min(1) } else { extent }).product()
+        self.num_places
     }
 
     /// One past the furthest element that the view reaches (0 if it is empty).
@@ -208,7 +264,7 @@ mod tests {
         let repeated = s.broadcast(&[5, 2, 3, 4]).unwrap();
         assert_eq!((repeated.numel(), repeated.num_places()), (120, 24));
         assert_eq!(Strides::contiguous(&[3]).broadcast(&[0, 3]).unwrap().num_places(), 0);
-        let far = Strides { strides: [1 << 63, 1, 1][..].into(), ..Strides::contiguous(&[3, 1, 1]) };
+        let far = Strides::new([3, 1, 1][..].into(), [1 << 63, 1, 1][..].into(), 0);
         assert_eq!(far.reach(), usize::MAX, "what does not fit does not wrap");
     }
 

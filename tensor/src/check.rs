@@ -150,7 +150,7 @@ impl Global {
         }
         let gap = if self.dtype.is_float() { f64::NAN } else { 77.0 };
         let mut piece = Piece::filled(rank, self.dtype, &[step + 1], gap)?;
-        let view = Strides { shape, strides, offset: 1 };
+        let view = Strides::new(shape, strides, 1);
         piece.write(rank, view.clone(), dense.piece())?;
         Ok(Tensor::assemble(rank, dense.layout().clone(), piece.viewed(view)))
     }

@@ -174,14 +174,14 @@ pub fn local_sums_once<'a>(
         let own: Vec<usize> = (0..counted.len()).filter(|&i| counted[i].dtype == dtype).collect();
         own.iter().zip(filled..).for_each(|(&i, place)| places[i] = place);
         let pieces: Vec<&Piece> = own.iter().map(|&i| &counted[i]).collect();
-        sums.view = Strides { offset: filled, ..Strides::contiguous(&[own.len()]) }.into();
+        sums.view = Strides::contiguous(&[own.len()]).at(filled).into();
         launch(rank, &SUM_SQUARES_MANY, &pieces, &mut [&mut sums], &[])?;
         filled += own.len();
     }
     let mut counts = Vec::with_capacity(scalars.len());
     for (scalar, offset) in scalars.iter().zip(filled..) {
         counts.push(scalar.counts_once()?);
-        sums.write(rank, Strides { offset, ..Strides::contiguous(&[]) }, scalar.piece())?;
+        sums.write(rank, Strides::contiguous(&[]).at(offset), scalar.piece())?;
     }
     let num_sums = filled + scalars.len();
     let sums: Vec<f64> = if num_sums == 0 { Vec::new() } else { sums.front(rank, num_sums)? };

@@ -191,7 +191,7 @@ impl Move<'_> {
         let mut offset = 0;
         for (i, count) in counts.iter().enumerate() {
             let part = x.viewed(self.slice(x, d, &self.member(axis, i)));
-            let at = Strides { offset, ..Strides::contiguous(&part.view.shape) };
+            let at = Strides::contiguous(&part.view.shape).at(offset);
             packed.write(self.rank, at, &part)?;
             offset += count;
         }
@@ -212,7 +212,7 @@ impl Move<'_> {
         let mut whole = Piece::alloc(self.rank, flat.dtype, shape)?;
         let (mut offset, mut start) = (0, 0);
         for part in parts {
-            let from = flat.viewed(Strides { offset, ..Strides::contiguous(part) });
+            let from = flat.viewed(Strides::contiguous(part).at(offset));
             let at = whole.view.narrow(d, start, start + part[d]);
             whole.write(self.rank, at, &from)?;
             offset += from.numel();

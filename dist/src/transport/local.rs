@@ -3,13 +3,13 @@
 use crate::call::ReduceOp;
 use crate::error::Result;
 use shardgrad_kernels::op::{copy, ranks};
-use shardgrad_kernels::{Arg, ArgMut, Backend, Buffer, DType, Dims, Launch, Strides};
+use shardgrad_kernels::{Arg, ArgMut, Backend, Buffer, DType, Launch, Strides};
 use smallvec::SmallVec;
 use std::ops::Range;
 
 /// The view of a range of a flat buffer.
 fn flat(range: &Range<usize>) -> Strides {
-    Strides { shape: Dims::from_slice(&[range.len()]), strides: Dims::from_slice(&[1]), offset: range.start }
+    Strides::contiguous(&[range.len()]).at(range.start)
 }
 
 /// Copies elements `from` of `x` to the place `at` in `y`.

@@ -98,11 +98,7 @@ impl Maker<'_> {
     fn apart(&self, launch: &mut Launch<'_>, product: Product) -> Result<(), KernelError> {
         let (dtype, shape) = (launch.outputs[product.c].dtype, launch.outputs[product.c].view.shape.clone());
         let whole = Strides::contiguous(&shape);
-        let spread = |x: &Strides| Strides {
-            shape: shape.clone(),
-            strides: [0, 0, 1].into_iter().collect(),
-            offset: x.offset,
-        };
+        let spread = |x: &Strides| Strides::new(shape.clone(), [0, 0, 1][..].into(), x.offset);
         let mut bare = self.memory.alloc(whole.numel() * dtype.size())?;
         let factors = [launch.inputs[product.a], launch.inputs[product.b]];
         let to = ArgMut { buffer: &mut bare, dtype, view: &whole };
@@ -243,11 +239,8 @@ struct Readable {
 fn as_one([a, b, c]: [&Strides; 3]) -> [Strides; 3] {
     let joined = |x: &Strides| {
         let lies = x.strides[0] == x.strides[1] * x.shape[1];
-        lies.then(|| Strides {
-            shape: [1, x.shape[0] * x.shape[1], x.shape[2]].into_iter().collect(),
-            strides: [0, x.strides[1], x.strides[2]].into_iter().collect(),
-            offset: x.offset,
-        })
+        let shape = [1, x.shape[0] * x.shape[1], x.shape[2]];
+        lies.then(|| Strides::new(shape[..].into(), [0, x.strides[1], x.strides[2]][..].into(), x.offset))
     };
     if b.strides[0] == 0
         && let (Some(a), Some(c)) = (joined(a), joined(c))

@@ -168,7 +168,7 @@ fn a_plan_is_run_with_its_arguments() {
     let card = backend(&folder);
     let data: Vec<f32> = (0..500).map(|i| i as f32).collect();
     let x = upload(&*card, &data).unwrap();
-    let view = Strides { shape: [100].into_iter().collect(), strides: [4].into_iter().collect(), offset: 8 };
+    let view = Strides::new([100][..].into(), [4][..].into(), 8);
     let mut y = card.alloc(4 * 120).unwrap();
     let to = Strides::contiguous(&[120]).narrow(0, 20, 120);
     let inputs = [Arg { buffer: &x, dtype: DType::F32, view: &view }];
@@ -344,7 +344,7 @@ fn ending<T: Element>(
     let whole = Strides::contiguous(&[g, m, n]);
     let line = Strides::contiguous(&[n]);
     // The residual begins inside of its memory.
-    let behind = Strides { offset: 3, ..whole.clone() };
+    let behind = whole.clone().at(3);
     let views = [&Strides::contiguous(&[g, m, k]), &b_view, &line, &behind];
     let [a, b, bias, residual] = operands;
     let buffers = [up(a), up(b), up(bias), up(&[&[55.0; 3], residual].concat())];

@@ -339,11 +339,12 @@ fn reversed(operand: &Operand) -> Operand {
 
 /// The same values with unused elements before, between and behind them.
 fn gapped(operand: &Operand) -> Operand {
-    let mut view = Strides::contiguous(&operand.view.shape.iter().map(|n| n + 1).collect::<Vec<_>>());
+    let mut view =
+        Strides::contiguous(&operand.view.shape.iter().map(|n| n + 1).collect::<Vec<_>>()).geometry();
     view.shape.clone_from(&operand.view.shape);
     view.strides.iter_mut().for_each(|s| *s *= 2);
     view.offset = 3;
-    moved(operand, view)
+    moved(operand, view.into())
 }
 
 /// The same values seen through another view; the rest of the memory is not a number (or stale).

@@ -36,7 +36,7 @@ impl Place {
 
     /// The view of it.
     fn of(self, view: &Strides) -> Strides {
-        let (mut seen, [row, col], last) = (view.clone(), self.start(), view.ndim() - 1);
+        let (mut seen, [row, col], last) = (view.geometry(), self.start(), view.ndim() - 1);
         let (row_step, col_step) = (view.strides[last - 1], view.strides[last]);
         seen.shape.truncate(last - 1);
         seen.strides.truncate(last - 1);
@@ -45,7 +45,7 @@ impl Place {
         if self.len() > 0 {
             seen.offset += row * row_step + col * col_step;
         }
-        seen
+        seen.into()
     }
 }
 

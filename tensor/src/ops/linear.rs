@@ -108,7 +108,7 @@ pub(super) fn as_matrix<T>(out: &mut Piece, num_columns: usize, call: impl FnOnc
 /// A piece without gaps as one dim.
 pub(super) fn line(rank: &Rank, x: &Piece) -> Result<Piece> {
     let x = x.contiguous(rank)?;
-    Ok(x.viewed(Strides { offset: x.view.offset, ..Strides::contiguous(&[x.numel()]) }))
+    Ok(x.viewed(Strides::contiguous(&[x.numel()]).at(x.view.offset)))
 }
 
 /// y = a b, what stands beside it added: a line, and a residual with so many dims for its columns.

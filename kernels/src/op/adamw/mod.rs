@@ -204,7 +204,7 @@ mod tests {
             let own = (0..k).flat_map(|i| [3e-3 + 1e-4 * i as f64, 0.1 * (i % 2) as f64]);
             let scalars: Vec<Scalar> = common.into_iter().chain(own).map(Scalar::Real).collect();
             let case = sizes.iter().enumerate().fold(Case::new(&STEP_MANY), |case, (i, &n)| {
-                let view = |offset| Strides { offset, ..Strides::contiguous(&[n]) };
+                let view = |offset| Strides::contiguous(&[n]).at(offset);
                 let squares: Vec<f64> = values(i as u64 + 4, n).iter().map(|v| v * v).collect();
                 let [grad, param, m] = [1, 2, 3].map(|seed| values(i as u64 + seed, n + 5));
                 case.input_view(Kind::Tested, view(if i % 5 == 4 { 5 } else { 0 }), &grad)

@@ -44,8 +44,7 @@ const fn kernel(ulps: f64) -> Kernel {
 }
 
 fn verdict(fault: i64) -> Result<(), String> {
-    let mut view = Strides::contiguous(&[2, 4]);
-    view.strides = [8, 2][..].into();
+    let view = Strides::new([2, 4][..].into(), [8, 2][..].into(), 0);
     Case::new(&kernel(2.0))
         .input(&[2, 4], &values(3, 8))
         .output_view(Kind::Tested, view, &[STALE; 16])

@@ -50,9 +50,7 @@ fn any_strides_on_both_sides() {
     let full = Strides::contiguous(&[3, 40, 37]);
     let lies = |shape: &[usize]| {
         let gapped: Vec<usize> = shape.iter().map(|n| n + 2).collect();
-        let mut gaps = Strides::contiguous(&gapped);
-        gaps.shape = shape.into();
-        gaps.offset = 5;
+        let gaps = Strides::new(shape.into(), Strides::contiguous(&gapped).strides.clone(), 5);
         [Strides::contiguous(shape), gaps]
     };
     let mut views = vec![];

@@ -96,10 +96,9 @@ pub(crate) fn update(plan: &mut Plan, launch: &Launch<'_>, formula: Formula) {
 pub(crate) fn rows_map(plan: &mut Plan, launch: &Launch<'_>, n: usize, formula: Formula) {
     let rows = launch.outputs[0].view.numel() / n.max(1);
     let views: Vec<Strides> = (launch.inputs.iter().enumerate())
-        .map(|(i, x)| Strides {
-            shape: [rows, n][..].into(),
-            strides: if i == 0 { [n, 1][..].into() } else { [1, 0][..].into() },
-            offset: x.view.offset,
+        .map(|(i, x)| {
+            let strides = if i == 0 { [n, 1] } else { [1, 0] };
+            Strides::new([rows, n][..].into(), strides[..].into(), x.view.offset)
         })
         .collect();
     let inputs = launch.inputs.iter().zip(&views).enumerate();

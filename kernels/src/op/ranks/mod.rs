@@ -205,7 +205,7 @@ mod tests {
 
     fn case(kernel: &Kernel, k: usize, n: usize) -> Case<'_> {
         (0..k).fold(Case::new(kernel), |case, i| {
-            let view = Strides { offset: 7 * i, ..Strides::contiguous(&[n]) };
+            let view = Strides::contiguous(&[n]).at(7 * i);
             case.input_view(Kind::Tested, view, &values(i as u64, n + 7 * i + 2))
         })
     }
@@ -223,7 +223,7 @@ mod tests {
 
     #[test]
     fn fast_paths_agree() {
-        let view = Strides { offset: 3, ..Strides::contiguous(&[1300]) };
+        let view = Strides::contiguous(&[1300]).at(3);
         for kernel in [&SUM, &MAX, &MIN] {
             for k in [1, 2, 3, 5, 8, 13] {
                 let case = case(kernel, k, 1300).output_view(Kind::Tested, view.clone(), &[77.0; 1310]);

@@ -352,7 +352,7 @@ fn block_across<F: Fold, T: Float<Acc = F::From>>(
             widen(&x.memory[base + at + i * step..][..width], row);
         }
     });
-    let side_by_side = Strides { shape: [range.len()][..].into(), strides: [width][..].into(), offset: 0 };
+    let side_by_side = Strides::new([range.len()][..].into(), [width][..].into(), 0);
     joined::<F>(wide, &Walk::new([&side_by_side]), 0..range.len(), out);
 }
 

@@ -72,7 +72,7 @@ fn squares_of_many_agree() {
     for k in [0, 1, 7, sizes.len()] {
         let case = Case::new(&SUM_SQUARES_MANY).output_as(Kind::Fixed(DType::F64), &[k]);
         let case = sizes[sizes.len() - k..].iter().enumerate().fold(case, |case, (i, &n)| {
-            let view = Strides { offset: [0, 3][i % 2], ..Strides::contiguous(&[n]) };
+            let view = Strides::contiguous(&[n]).at([0, 3][i % 2]);
             case.input_view(Kind::Tested, view, &values(i as u64, n + 3))
         });
         case.run();
