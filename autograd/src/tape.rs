@@ -151,10 +151,10 @@ impl Tape {
     }
 
     fn with(rank: &Rank, records: bool, outline: bool) -> Tape {
-        let spare = rank.extension::<Spare>();
+        let spare = rank.extension::<Spare>().clone();
         Tape(Rc::new(Inner {
             rank: rank.clone(),
-            context: Context::of(rank),
+            context: rank.extension::<Context>().clone(),
             arena: RefCell::new(spare.0.take().unwrap_or_default()),
             spare,
             records: Cell::new(records),

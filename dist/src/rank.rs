@@ -7,7 +7,7 @@ use crate::trace::Trace;
 use crate::transport::Transport;
 use shardgrad_kernels::{Backend, Buffer, DType, Device};
 use std::any::{Any, TypeId};
-use std::cell::RefCell;
+use std::cell::{OnceCell, RefCell};
 use std::fmt;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -42,8 +42,18 @@ struct Inner {
     coordinate: Vec<usize>,
     backend: Arc<dyn Backend>,
     link: Link,
-    /// A handful, each found by its type.
-    extensions: RefCell<Vec<(TypeId, Rc<dyn Any>)>>,
+    extensions: Extensions,
+}
+
+/// A handful of things, each found by its type: a chain, in which what was lent stays where it is.
+#[derive(Default)]
+struct Extensions(OnceCell<Box<Extension>>);
+
+struct Extension {
+    kind: TypeId,
+    /// An `Rc` of the type.
+    handle: Box<dyn Any>,
+    others: Extensions,
 }
 
 /// Gives a transport back the patience that it had.
@@ -84,7 +94,7 @@ impl Rank {
     }
 
     fn linked(mesh: Mesh, index: usize, backend: Arc<dyn Backend>, link: Link) -> Rank {
-        let (coordinate, extensions) = (mesh.coordinate(index), RefCell::default());
+        let (coordinate, extensions) = (mesh.coordinate(index), Extensions::default());
         Rank(Rc::new(Inner { index, coordinate, backend, link, extensions, mesh }))
     }
 
@@ -203,20 +213,26 @@ impl Rank {
 
     /// The one `T` of this rank, made by `Default` when first asked for: a place for caches of upper crates.
     #[must_use]
-    pub fn extension<T: Default + 'static>(&self) -> Rc<T> {
-        let here = TypeId::of::<T>();
-        let find = |all: &[(TypeId, Rc<dyn Any>)]| all.iter().find(|e| e.0 == here).map(|e| e.1.clone());
-        let known = find(&self.0.extensions.borrow());
-        let slot = known.unwrap_or_else(|| {
-            // To make it may have asked for it, and for others.
-            let fresh: Rc<dyn Any> = Rc::new(T::default());
-            let mut all = self.0.extensions.borrow_mut();
-            find(&all).unwrap_or_else(|| {
-                all.push((here, fresh.clone()));
-                fresh
-            })
-        });
-        slot.downcast().expect("a slot holds the type that it is filed under")
+    pub fn extension<T: Default + 'static>(&self) -> &Rc<T> {
+        let kind = TypeId::of::<T>();
+        let mut place = &self.0.extensions;
+        loop {
+            match place.0.get() {
+                Some(here) if here.kind == kind => {
+                    return here
+                        .handle
+                        .downcast_ref()
+                        .expect("a place holds the type that it is filed under");
+                }
+                Some(other) => place = &other.others,
+                None => {
+                    // To make it may ask for others, which then lie here.
+                    let handle = Box::new(Rc::new(T::default()));
+                    let fresh = Extension { kind, handle, others: Extensions::default() };
+                    let _ = place.0.set(Box::new(fresh));
+                }
+            }
+        }
     }
 
     /// Combines `numel` elements of all members, y = x_0 op x_1 op ..., in a fixed balanced tree over the

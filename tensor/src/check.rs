@@ -263,7 +263,7 @@ impl Call<'_> {
                 None => x.clone(),
                 Some(to) => {
                     let op = Redistribute::between(self.rank, x.layout(), to)?;
-                    op::apply(&op, &[x], &[], self.site)?.remove(0)
+                    op::apply(&*op, &[x], &[], self.site)?.remove(0)
                 }
             });
         }

@@ -1,6 +1,7 @@
 //! What one rank remembers between ops: caches that change no result, and where the program stands.
 
 use crate::memo::{Memo, Quick};
+use crate::plans::Plans;
 use crate::recent::Recent;
 use crate::route::RouteCache;
 use crate::signature::Signature;
@@ -16,6 +17,8 @@ pub struct Context {
     pub routes: RouteCache,
     /// What was inferred, by question.
     pub(crate) inferences: Memo,
+    /// What was planned, by op.
+    pub(crate) plans: Plans,
     signatures: RefCell<HashMap<Box<str>, Rc<Signature>, Quick>>,
     recent_signatures: Recent<Signature>,
     backward: Cell<bool>,
@@ -27,7 +30,7 @@ pub struct Context {
 impl Context {
     /// The context of a rank.
     #[must_use]
-    pub fn of(rank: &Rank) -> Rc<Context> {
+    pub fn of(rank: &Rank) -> &Context {
         rank.extension::<Context>()
     }
 

@@ -140,6 +140,11 @@ impl Inference {
         what
     }
 
+    /// Whether another says the same of the same arguments.
+    pub(crate) fn is_as(&self, other: &Inference) -> bool {
+        (&self.steps, &self.targets, &self.outputs) == (&other.steps, &other.targets, &other.outputs)
+    }
+
     /// The numbers of the labels of all dims.
     ///
     /// # Panics

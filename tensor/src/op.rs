@@ -1,17 +1,21 @@
 //! What an op is, and how one is applied: infer or refuse, take the implied steps, run the local piece.
 
 mod message;
+mod plan;
+mod volume;
 
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
 use crate::memo::Question;
 use crate::piece::{Piece, launch, listed};
+pub use crate::plans::Fixed;
 use crate::refusal::Refusal;
 use crate::tensor::Tensor;
 use crate::watch::Watch;
+use message::failed;
 pub use message::offers;
-use message::{describe, failed, refused};
+pub use plan::plan;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::{DType, Kernel, Scalar};
 use smallvec::{SmallVec, smallvec};
@@ -20,6 +24,7 @@ use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
 use std::rc::Rc;
+pub use volume::{tuples, volume};
 
 /// Local results of one forward: the outputs, then the values kept for the vjp.
 pub type Pieces = SmallVec<[Piece; 1]>;
@@ -29,12 +34,19 @@ pub type Cotangents = SmallVec<[Option<Tensor>; 4]>;
 pub type DTypes = SmallVec<[DType; 4]>;
 
 /// An operation, stated once. Everything else is derived from what stands here.
-pub trait Op: fmt::Debug {
+pub trait Op: fmt::Debug + 'static {
     /// Name in messages, traces and the op table.
     fn name(&self) -> &'static str;
 
     /// Index signature (see [`Signature`](crate::signature::Signature)). Outputs that only the vjp reads come last.
     fn signature(&self) -> &str;
+
+    /// The type and the signature, where they are all that dtypes and layouts of the outputs depend on beside the arguments: then
+    /// what was inferred once is found by them, without asking the op. So it is by default where there are no fields; an op with
+    /// fields may say that they do not matter.
+    fn fixed(&self) -> Option<Fixed> {
+        Fixed::of_unit(self, self.signature())
+    }
 
     /// Groups of arguments in which the op is linear jointly, the other arguments held fixed.
     fn linear_in(&self) -> &'static [&'static [usize]] {
@@ -335,42 +347,6 @@ impl Vjp<'_> {
     }
 }
 
-/// Dtypes, steps and output layouts of an op on some arguments of a rank, whose context is given too, or the error with
-/// its repairs.
-///
-/// # Errors
-/// `Kind::DType`, `Kind::Shape` or `Kind::Layout`, in the fixed form of messages.
-pub fn plan(
-    op: &dyn Op,
-    (rank, context): (&Rank, &Context),
-    args: &[&Layout],
-    want: &[Option<Layout>],
-    site: &'static Location<'static>,
-) -> Result<Rc<Inference>> {
-    rank.check();
-    let signature = context.signature(op.signature());
-    // Read where they lie, as in `run`.
-    let outputs = listed(args, |l| l.dtype(), |dtypes| op.dtypes(dtypes, signature.num_outputs()));
-    let outputs = match &outputs {
-        Ok(outputs) => outputs,
-        Err(e) => {
-            let named = Error::new(e.kind(), format!("{}: {}", op.name(), e.message()));
-            let described = describe(named, op, rank, args, site);
-            let told = e.details().iter();
-            return Err(told.fold(described, |error, (label, text)| error.detail(label, text.as_str())));
-        }
-    };
-    let inference =
-        op.infer(context, args, outputs, want).map_err(|refusal| refused(op, rank, args, &refusal, site))?;
-    assert!(
-        inference.targets.iter().all(Option::is_none) || !context.is_closed(),
-        "bug in shardgrad: {} implies a step inside a vjp ({args:?})",
-        op.name()
-    );
-    inference.settle(args);
-    Ok(inference)
-}
-
 /// Runs the local piece of an op on arguments that already have their target layouts, given by their pieces.
 ///
 /// # Errors
@@ -379,9 +355,44 @@ pub fn run(
     op: &dyn Op,
     x: &[&Piece],
     inference: &Rc<Inference>,
-    (rank, context): (&Rank, &Context),
+    place: (&Rank, &Context),
     site: &'static Location<'static>,
 ) -> Result<SmallVec<[Tensor; 2]>> {
+    with_pieces(op, x, inference, place, site, |pieces| {
+        let tensor = |(i, piece)| Tensor::output(place.0, inference, i, piece);
+        if pieces.len() == 1
+            && let Some(piece) = pieces.pop()
+        {
+            return smallvec![tensor((0, piece))];
+        }
+        pieces.drain(..).enumerate().map(tensor).collect()
+    })
+}
+
+/// [`run`] for who needs the first output alone.
+fn run_one(
+    op: &dyn Op,
+    x: &[&Piece],
+    inference: &Rc<Inference>,
+    place: (&Rank, &Context),
+    site: &'static Location<'static>,
+) -> Result<Tensor> {
+    with_pieces(op, x, inference, place, site, |pieces| {
+        pieces.truncate(1);
+        Tensor::output(place.0, inference, 0, pieces.pop().expect("an op has an output"))
+    })
+}
+
+/// Runs the local piece of an op and hands on what it made.
+#[inline]
+fn with_pieces<R>(
+    op: &dyn Op,
+    x: &[&Piece],
+    inference: &Inference,
+    (rank, context): (&Rank, &Context),
+    site: &'static Location<'static>,
+    take: impl FnOnce(&mut Pieces) -> R,
+) -> Result<R> {
     let local = Local { rank, inputs: inference.inputs(), inference, site };
     // Taken from where it lies: memory that was just written is slow to move.
     let mut made = op.forward(&local, x);
@@ -391,40 +402,7 @@ pub fn run(
     if context.is_watched() {
         Watch::look(rank, op.name(), x, &outputs.iter().collect::<Vec<_>>(), site)?;
     }
-    if outputs.len() == 1
-        && let Some(piece) = outputs.pop()
-    {
-        return Ok(smallvec![Tensor::output(rank, inference, 0, piece)]);
-    }
-    let tensor = |(i, piece)| Tensor::output(rank, inference, i, piece);
-    Ok(outputs.drain(..).enumerate().map(tensor).collect())
-}
-
-/// [`Op::volume`] of an op on some layouts: an estimate of its cost that needs no kernel.
-#[must_use]
-pub fn volume(op: &dyn Op, rank: &Rank, args: &[&Layout], outputs: &[Layout]) -> usize {
-    op.volume(tuples(op, rank, args, outputs), args, outputs)
-}
-
-/// How many index tuples the signature of an op runs over.
-#[must_use]
-pub fn tuples(op: &dyn Op, rank: &Rank, args: &[&Layout], outputs: &[Layout]) -> usize {
-    let signature = Context::of(rank).signature(op.signature());
-    let made = outputs.first().map_or(0, Layout::numel);
-    let Ok(labels) =
-        signature.bind(|i| args.get(i).map_or(0, |l| l.ndim()), |k| outputs.get(k).map(Layout::ndim))
-    else {
-        return made;
-    };
-    let mut extents: SmallVec<[usize; 8]> = SmallVec::from_elem(1, labels.count());
-    for (layout, row) in args.iter().zip(labels.inputs()) {
-        for (d, label) in row.iter().enumerate().take(layout.ndim()) {
-            if let Some(extent) = extents.get_mut(usize::from(*label)) {
-                *extent = (*extent).max(layout.extent(d));
-            }
-        }
-    }
-    extents.iter().fold(1, |all: usize, extent| all.saturating_mul(*extent)).max(made)
+    Ok(take(outputs))
 }
 
 /// The outputs of an op in outline: layouts without values. Nothing is computed, nothing moves.
@@ -439,17 +417,28 @@ pub fn outline(inference: &Inference, rank: &Rank) -> SmallVec<[Tensor; 2]> {
 /// # Errors
 /// What [`plan`] and [`run`] report.
 pub fn apply(
-    op: &Rc<dyn Op>,
+    op: &dyn Op,
     args: &[&Tensor],
     want: &[Option<Layout>],
     site: &'static Location<'static>,
 ) -> Result<SmallVec<[Tensor; 2]>> {
+    planned(op, args, want, site, |x, inference, place| run(op, x, inference, place, site))
+}
+
+/// Plans an op on plain tensors, takes the implied steps, and hands on the pieces, the plan and where it is to be run.
+#[inline]
+fn planned<R>(
+    op: &dyn Op,
+    args: &[&Tensor],
+    want: &[Option<Layout>],
+    site: &'static Location<'static>,
+    go: impl Fn(&[&Piece], &Rc<Inference>, (&Rank, &Context)) -> Result<R>,
+) -> Result<R> {
     let rank = args.first().expect("an op has at least one argument").rank();
-    let context = Context::of(rank);
-    let place = (rank, &*context);
-    let inference = listed(args, |t| t.layout(), |layouts| plan(&**op, place, layouts, want, site))?;
+    let place = (rank, Context::of(rank));
+    let inference = listed(args, |t| t.layout(), |layouts| plan(op, place, layouts, want, site))?;
     if inference.targets.iter().all(Option::is_none) {
-        return listed(args, |t| t.piece(), |x| run(&**op, x, &inference, place, site));
+        return listed(args, |t| t.piece(), |x| go(x, &inference, place));
     }
     let moved = |(t, target): (&&Tensor, &Option<Layout>)| match target {
         None => Ok((*t).clone()),
@@ -457,7 +446,7 @@ pub fn apply(
     };
     let moved: SmallVec<[Tensor; 4]> =
         args.iter().zip(&inference.targets).map(moved).collect::<Result<_>>()?;
-    listed(&moved, Tensor::piece, |x| run(&**op, x, &inference, place, site))
+    listed(&moved, Tensor::piece, |x| go(x, &inference, place))
 }
 
 impl Tensor {
@@ -465,7 +454,7 @@ impl Tensor {
     #[track_caller]
     #[must_use]
     pub fn results(op: Rc<dyn Op>, args: &[&Tensor]) -> SmallVec<[Tensor; 2]> {
-        let mut outputs = unwind(apply(&op, args, &[], Location::caller()));
+        let mut outputs = unwind(apply(&*op, args, &[], Location::caller()));
         outputs.truncate(outputs.len() - op.num_saved());
         outputs
     }
@@ -474,7 +463,14 @@ impl Tensor {
     #[track_caller]
     #[must_use]
     pub fn result(op: Rc<dyn Op>, args: &[&Tensor]) -> Tensor {
-        first(unwind(apply(&op, args, &[], Location::caller())))
+        Tensor::result_of(&*op, args)
+    }
+
+    /// [`Tensor::result`] of an op that nobody holds.
+    #[track_caller]
+    #[must_use]
+    pub fn result_of(op: &dyn Op, args: &[&Tensor]) -> Tensor {
+        one(op, args, &[], Location::caller())
     }
 
     /// Applies an op with one visible output whose layout is known beforehand: it decides extent and split of labels
@@ -482,13 +478,14 @@ impl Tensor {
     #[track_caller]
     #[must_use]
     pub fn apply_with(op: Rc<dyn Op>, args: &[&Tensor], want: Layout) -> Tensor {
-        first(unwind(apply(&op, args, &[Some(want)], Location::caller())))
+        one(&*op, args, &[Some(want)], Location::caller())
     }
 }
 
-/// The first output of an op.
-fn first(mut outputs: SmallVec<[Tensor; 2]>) -> Tensor {
-    outputs.swap_remove(0)
+/// The first output of an op on plain tensors. Misuse unwinds with the error.
+fn one(op: &dyn Op, args: &[&Tensor], want: &[Option<Layout>], site: &'static Location<'static>) -> Tensor {
+    let made = planned(op, args, want, site, |x, inference, place| run_one(op, x, inference, place, site));
+    made.unwrap_or_else(|e| e.at(site).raise())
 }
 
 /// The value, or an unwinding to the rank boundary with the error.

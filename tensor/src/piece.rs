@@ -202,6 +202,7 @@ pub(crate) fn launch_lent<'a>(
 #[inline(always)]
 pub fn listed<'a, T, U: 'a, R>(items: &'a [T], f: impl Fn(&'a T) -> U, go: impl FnOnce(&[U]) -> R) -> R {
     match items {
+        [] => go(&[]),
         [a] => go(&[f(a)]),
         [a, b] => go(&[f(a), f(b)]),
         [a, b, c] => go(&[f(a), f(b), f(c)]),

@@ -7,7 +7,7 @@ use std::rc::Rc;
 /// So many places there are: more than a step of a usual model has different questions.
 const PLACES: usize = 512;
 
-/// Handles of things that lie in a table as well. Who looks at a place compares what is there with what is wanted, so any number
+/// Handles of things. Who looks at a place compares what is there with what is wanted, so any number
 /// may say where to look: addresses, which cost nothing and need not be the same for equal things.
 pub(crate) struct Recent<T>(RefCell<Box<[Option<Rc<T>>; PLACES]>>);
 

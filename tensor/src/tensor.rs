@@ -9,7 +9,7 @@ use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::binary::{ACCUMULATE, ADD};
 use shardgrad_kernels::op::random::{NORMAL, UNIFORM};
 use shardgrad_kernels::{Buffer, DType, Dims, Element, Scalar, Strides};
-use std::cell::RefCell;
+use std::cell::{OnceCell, RefCell};
 use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
@@ -31,7 +31,7 @@ struct Inner {
     lies: Lies,
     piece: Piece,
     /// Other layouts of the same value, made once by implied steps outside of a tape.
-    forms: RefCell<Vec<Tensor>>,
+    forms: OnceCell<Box<RefCell<Vec<Tensor>>>>,
 }
 
 impl Lies {
@@ -72,7 +72,10 @@ impl Tensor {
             "the piece has the local shape of {layout} on rank {}",
             rank.index()
         );
-        Tensor(Rc::new(Inner { rank: rank.clone(), lies, piece, forms: RefCell::default() }))
+        // Part by part: as a whole it would be read at once where its parts were just written, and wait for them.
+        let Piece { buffer, dtype, view } = piece;
+        let piece = Piece { buffer, dtype, view };
+        Tensor(Rc::new(Inner { rank: rank.clone(), lies, piece, forms: OnceCell::new() }))
     }
 
     /// The rank that holds this piece.
@@ -230,12 +233,12 @@ impl Tensor {
 
     /// Another layout of this value, if an implied step outside of a tape has made it already.
     pub(crate) fn form(&self, layout: &Layout) -> Option<Tensor> {
-        self.0.forms.borrow().iter().find(|t| t.layout() == layout).cloned()
+        self.0.forms.get()?.borrow().iter().find(|t| t.layout() == layout).cloned()
     }
 
     /// Keeps another layout of this value for the next op that implies it.
     pub(crate) fn keep_form(&self, form: Tensor) {
-        self.0.forms.borrow_mut().push(form);
+        self.0.forms.get_or_init(Box::default).borrow_mut().push(form);
     }
 
     /// This tensor with another of the same layout added to it, in place where nobody else holds the memory.

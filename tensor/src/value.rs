@@ -81,6 +81,12 @@ pub trait Value: Clone {
         Self::apply(op, args).swap_remove(0)
     }
 
+    /// Applies an op with one visible output that was made for this call: plain tensors need no handle of it.
+    #[track_caller]
+    fn apply_new<O: Op + 'static>(op: O, args: &[&Self]) -> Self {
+        Self::apply_one(Rc::new(op), args)
+    }
+
     /// x w over the last dim of x and the last but one of w: `[.., m, k] x [.., k, n] -> [.., m, n]`. Leading dims are
     /// matched from the right; one that is missing or has extent 1 is repeated. A vector is `[k]` on either side.
     #[track_caller]
@@ -100,7 +106,7 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn linear(&self, w: &Self, b: &Self) -> Self {
-        Self::apply_one(Rc::new(Linear::new(1, 1)), &[self, w, b])
+        Self::apply_new(Linear::new(1, 1), &[self, w, b])
     }
 
     /// gelu(x w1 + b1) w2 (+ b2), GELU in its tanh form: `[..m, d]`, `[d, h]`, `[h]`, `[h, e]` (and `[e]`) give `[..m, e]`. d and e
@@ -119,126 +125,126 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn einsum(&self, signature: &str, other: &Self) -> Self {
-        Self::apply_one(Rc::new(unwind(einsum::Einsum::new(signature))), &[self, other])
+        Self::apply_new(unwind(einsum::Einsum::new(signature)), &[self, other])
     }
 
     /// x + y; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn add(&self, other: &Self) -> Self {
-        Self::apply_one(Add::between(self.layout().extents(), other.layout().extents()), &[self, other])
+        Self::apply_new(Add::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
     /// x - y; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn sub(&self, other: &Self) -> Self {
-        Self::apply_one(Sub::between(self.layout().extents(), other.layout().extents()), &[self, other])
+        Self::apply_new(Sub::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
     /// x y elementwise; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn mul(&self, other: &Self) -> Self {
-        Self::apply_one(Mul::between(self.layout().extents(), other.layout().extents()), &[self, other])
+        Self::apply_new(Mul::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
     /// x / y; missing dims and extents of 1 are repeated, shapes aligned at the last dim.
     #[track_caller]
     #[must_use]
     fn div(&self, other: &Self) -> Self {
-        Self::apply_one(Div::between(self.layout().extents(), other.layout().extents()), &[self, other])
+        Self::apply_new(Div::between(self.layout().extents(), other.layout().extents()), &[self, other])
     }
 
     /// c x for a number c.
     #[track_caller]
     #[must_use]
     fn scale(&self, factor: f64) -> Self {
-        Self::apply_one(Rc::new(Scale { factor }), &[self])
+        Self::apply_new(Scale { factor }, &[self])
     }
 
     /// x + c for a number c. A pending sum is completed.
     #[track_caller]
     #[must_use]
     fn add_scalar(&self, term: f64) -> Self {
-        Self::apply_one(Rc::new(AddScalar { term }), &[self])
+        Self::apply_new(AddScalar { term }, &[self])
     }
 
     /// -x.
     #[track_caller]
     #[must_use]
     fn neg(&self) -> Self {
-        Self::apply_one(Rc::new(Neg), &[self])
+        Self::apply_new(Neg, &[self])
     }
 
     /// exp(x).
     #[track_caller]
     #[must_use]
     fn exp(&self) -> Self {
-        Self::apply_one(Rc::new(Exp), &[self])
+        Self::apply_new(Exp, &[self])
     }
 
     /// ln(x).
     #[track_caller]
     #[must_use]
     fn log(&self) -> Self {
-        Self::apply_one(Rc::new(Log), &[self])
+        Self::apply_new(Log, &[self])
     }
 
     /// The square root of x.
     #[track_caller]
     #[must_use]
     fn sqrt(&self) -> Self {
-        Self::apply_one(Rc::new(Sqrt), &[self])
+        Self::apply_new(Sqrt, &[self])
     }
 
     /// x^2.
     #[track_caller]
     #[must_use]
     fn square(&self) -> Self {
-        Self::apply_one(Rc::new(Square), &[self])
+        Self::apply_new(Square, &[self])
     }
 
     /// 1 / x.
     #[track_caller]
     #[must_use]
     fn reciprocal(&self) -> Self {
-        Self::apply_one(Rc::new(Reciprocal), &[self])
+        Self::apply_new(Reciprocal, &[self])
     }
 
     /// tanh(x).
     #[track_caller]
     #[must_use]
     fn tanh(&self) -> Self {
-        Self::apply_one(Rc::new(Tanh), &[self])
+        Self::apply_new(Tanh, &[self])
     }
 
     /// max(x, 0).
     #[track_caller]
     #[must_use]
     fn relu(&self) -> Self {
-        Self::apply_one(Rc::new(Relu), &[self])
+        Self::apply_new(Relu, &[self])
     }
 
     /// x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
     #[track_caller]
     #[must_use]
     fn gelu(&self) -> Self {
-        Self::apply_one(Rc::new(Gelu), &[self])
+        Self::apply_new(Gelu, &[self])
     }
 
     /// x / (1 + exp(-x)).
     #[track_caller]
     #[must_use]
     fn silu(&self) -> Self {
-        Self::apply_one(Rc::new(Silu), &[self])
+        Self::apply_new(Silu, &[self])
     }
 
     /// silu(x) u elementwise, with silu(x) = x / (1 + exp(-x)).
     #[track_caller]
     #[must_use]
     fn swiglu(&self, u: &Self) -> Self {
-        Self::apply_one(Rc::new(SwiGlu), &[self, u])
+        Self::apply_new(SwiGlu, &[self, u])
     }
 
     /// The sum of all elements, a scalar.
@@ -275,14 +281,14 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn sum_squares(&self) -> Self {
-        Self::apply_one(Rc::new(SumSquares), &[self])
+        Self::apply_new(SumSquares, &[self])
     }
 
     /// The largest element along the last dim, in the accumulator dtype, without gradient.
     #[track_caller]
     #[must_use]
     fn max_last(&self) -> Self {
-        Self::apply_one(Rc::new(MaxLast), &[self])
+        Self::apply_new(MaxLast, &[self])
     }
 
     /// x repeated `extent` times along a new dim, counted in the result.
@@ -391,21 +397,21 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn softmax(&self) -> Self {
-        Self::apply_one(Rc::new(Softmax), &[self])
+        Self::apply_new(Softmax, &[self])
     }
 
     /// (x - mean) / sqrt(var + eps) w + b over the last dim.
     #[track_caller]
     #[must_use]
     fn layer_norm(&self, w: &Self, b: &Self, eps: f64) -> Self {
-        Self::apply_one(Rc::new(LayerNorm { eps, has_residual: false }), &[self, w, b])
+        Self::apply_new(LayerNorm { eps, has_residual: false }, &[self, w, b])
     }
 
     /// x / sqrt(mean(x^2) + eps) w over the last dim.
     #[track_caller]
     #[must_use]
     fn rms_norm(&self, w: &Self, eps: f64) -> Self {
-        Self::apply_one(Rc::new(RmsNorm { eps, has_residual: false }), &[self, w])
+        Self::apply_new(RmsNorm { eps, has_residual: false }, &[self, w])
     }
 
     /// Rotary positions on `[b, t, .., c]`: channels i and i + c/2 turned by (first + index along t) `frequencies[i]`.
@@ -419,7 +425,7 @@ pub trait Value: Clone {
     #[track_caller]
     #[must_use]
     fn embedding(&self, index: &Self) -> Self {
-        Self::apply_one(Rc::new(Embedding), &[self, index])
+        Self::apply_new(Embedding, &[self, index])
     }
 
     /// Scaled dot-product attention of queries `[b, t, h, c]` on keys and values `[b, s, h, c]`; or of grouped queries
@@ -474,21 +480,5 @@ pub trait Value: Clone {
     #[must_use]
     fn dropout_of_step(&self, p: f64, key: u64, step: u64, first_row: u64) -> Self {
         Self::apply_one(unwind(Dropout::of_step(p, key, step, first_row)), &[self])
-    }
-}
-
-impl Value for Tensor {
-    fn tensor(&self) -> &Tensor {
-        self
-    }
-
-    #[track_caller]
-    fn apply(op: Rc<dyn Op>, args: &[&Self]) -> SmallVec<[Self; 2]> {
-        Tensor::results(op, args)
-    }
-
-    #[track_caller]
-    fn apply_one(op: Rc<dyn Op>, args: &[&Self]) -> Self {
-        Tensor::result(op, args)
     }
 }

@@ -120,7 +120,7 @@ const PAIRS: usize = 10_358;
 fn there_and_back(rank: &Rank, x: &Global, [from, to]: [&Layout; 2]) -> Result<Option<String>> {
     let site = Location::caller();
     let op = Redistribute::between(rank, from, to)?;
-    let moved = op::apply(&op, &[&x.place_strided(rank, from)?], &[], site)?.remove(0);
+    let moved = op::apply(&*op, &[&x.place_strided(rank, from)?], &[], site)?.remove(0);
     let there = x.differs(&moved, 0.0, site)?;
     let grads = [Some(x.place_strided(rank, &to.dual())?)];
     let back = op.vjp(&Vjp {

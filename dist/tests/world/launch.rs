@@ -33,7 +33,7 @@ fn extensions_are_one_per_type_and_rank() {
     struct Count(Cell<usize>);
     World::run(mesh("tp=2"), |rank| {
         rank.extension::<Count>().0.set(rank.index() + 7);
-        let again: Rc<Count> = rank.clone().extension();
+        let again: Rc<Count> = rank.clone().extension().clone();
         assert_eq!(again.0.get(), rank.index() + 7);
         assert_eq!(rank.extension::<Cell<u8>>().get(), 0);
         assert!(rank.clone() == *rank);

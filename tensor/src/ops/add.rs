@@ -2,7 +2,7 @@
 
 use super::broadcast::Broadcast;
 use super::{Case, Input};
-use crate::op::{Cotangents, Local, Op, Pieces, Vjp};
+use crate::op::{Cotangents, Fixed, Local, Op, Pieces, Vjp};
 use crate::piece::Piece;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::binary::ADD;
@@ -19,8 +19,8 @@ pub struct Add {
 impl Add {
     /// The sum of tensors of some shapes.
     #[must_use]
-    pub fn between(first: &[usize], second: &[usize]) -> Rc<dyn Op> {
-        Rc::new(Add { shape: Broadcast::between(first, second) })
+    pub fn between(first: &[usize], second: &[usize]) -> Add {
+        Add { shape: Broadcast::between(first, second) }
     }
 
     /// The same from numbers of dims alone: no extent of 1 is repeated.
@@ -37,6 +37,10 @@ impl Op for Add {
 
     fn signature(&self) -> &str {
         self.shape.signature()
+    }
+
+    fn fixed(&self) -> Option<Fixed> {
+        self.shape.fixed::<Add>()
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
@@ -60,9 +64,10 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new(Add::of(3, 2), vec![real(&[2, 5, 3]), real(&[5, 3])]).exact(),
         Case::new(Add::of(1, 3), vec![real(&[5]), real(&[2, 3, 5])]).exact(),
         Case::new(Add::of(1, 0), vec![real(&[5]), real(&[])]).exact(),
-        Case::fixed(Add::between(&[5, 1], &[3]), vec![real(&[5, 1]), real(&[3])]).exact(),
-        Case::fixed(Add::between(&[1, 3], &[5, 1]), vec![real(&[1, 3]), real(&[5, 1])]).exact(),
-        Case::fixed(Add::between(&[2, 5, 3], &[5, 1]), vec![real(&[2, 5, 3]), real(&[5, 1])]).exact(),
+        Case::fixed(Rc::new(Add::between(&[5, 1], &[3])), vec![real(&[5, 1]), real(&[3])]).exact(),
+        Case::fixed(Rc::new(Add::between(&[1, 3], &[5, 1])), vec![real(&[1, 3]), real(&[5, 1])]).exact(),
+        Case::fixed(Rc::new(Add::between(&[2, 5, 3], &[5, 1])), vec![real(&[2, 5, 3]), real(&[5, 1])])
+            .exact(),
     ]
 }
 

@@ -3,13 +3,12 @@
 
 use super::labels::{DIMS_MAX, letter};
 use super::sum::Sum;
-use crate::op::{Local, Op, Pieces};
+use crate::op::{Fixed, Local, Op, Pieces};
 use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::reduce::SUM;
 use shardgrad_kernels::{Dims, Kernel, Scalar};
-use smallvec::smallvec;
 use std::borrow::Cow;
 use std::rc::Rc;
 
@@ -33,6 +32,8 @@ pub(super) struct Any {
     signature: String,
     shapes: Vec<Dims>,
 }
+
+const SAME: &str = "..m, ..m -> ..m";
 
 const SECOND: [&str; 6] = [
     "..m,  -> ..m",
@@ -105,10 +106,20 @@ impl Broadcast {
     /// The signature of the op.
     pub(super) fn signature(&self) -> &str {
         match self {
-            Broadcast::Same => "..m, ..m -> ..m",
+            Broadcast::Same => SAME,
             Broadcast::Second(n) => SECOND[(*n).min(5)],
             Broadcast::First(n) => FIRST[(*n).min(5)],
             Broadcast::Any(any) => &any.signature,
+        }
+    }
+
+    /// What is fixed of an op with one of the signatures that stand above.
+    pub(super) fn fixed<O: Op + 'static>(&self) -> Option<Fixed> {
+        match self {
+            Broadcast::Same => Some(Fixed::of::<O>(SAME)),
+            Broadcast::Second(n) => Some(Fixed::of::<O>(SECOND[(*n).min(5)])),
+            Broadcast::First(n) => Some(Fixed::of::<O>(FIRST[(*n).min(5)])),
+            Broadcast::Any(_) => None,
         }
     }
 
@@ -119,18 +130,19 @@ impl Broadcast {
         x: &[&Piece],
         scalars: &[Scalar],
     ) -> Result<Pieces> {
-        let mut out = local.output(0)?;
-        if x.iter().all(|p| p.view.shape == out.view.shape) {
-            launch(local.rank, kernel, x, &mut [&mut out], scalars)?;
-            return Ok(smallvec![out]);
+        let mut made = Pieces::from_buf([local.output(0)?]);
+        let out = &mut made[0];
+        if x.iter().all(|p| p.view.is_shaped_as(&out.view)) {
+            launch(local.rank, kernel, x, &mut [out], scalars)?;
+            return Ok(made);
         }
         let spread = |p: &&Piece| {
             let view = p.view.broadcast(&out.view.shape);
             p.viewed(view.expect("the signature has matched the dims from the last on"))
         };
         let spread: Vec<Piece> = x.iter().map(spread).collect();
-        launch(local.rank, kernel, &spread.iter().collect::<Vec<_>>(), &mut [&mut out], scalars)?;
-        Ok(smallvec![out])
+        launch(local.rank, kernel, &spread.iter().collect::<Vec<_>>(), &mut [out], scalars)?;
+        Ok(made)
     }
 
     /// The cotangent of argument `i` from what it would be without repetition: summed over the dims along which it was

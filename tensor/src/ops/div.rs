@@ -4,7 +4,7 @@ use super::broadcast::Broadcast;
 use super::mul::mul;
 use super::neg::neg;
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
+use crate::op::{Cotangents, Fixed, Keeps, Local, Op, Pieces, Vjp};
 use crate::piece::Piece;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
@@ -22,8 +22,8 @@ pub struct Div {
 impl Div {
     /// The quotient of tensors of some shapes.
     #[must_use]
-    pub fn between(first: &[usize], second: &[usize]) -> Rc<dyn Op> {
-        Rc::new(Div { shape: Broadcast::between(first, second) })
+    pub fn between(first: &[usize], second: &[usize]) -> Div {
+        Div { shape: Broadcast::between(first, second) }
     }
 
     /// The same from numbers of dims alone: no extent of 1 is repeated.
@@ -35,7 +35,7 @@ impl Div {
 
 /// x / y of plain tensors.
 pub(super) fn div(x: &Tensor, y: &Tensor) -> Tensor {
-    Tensor::result(Div::between(&x.shape(), &y.shape()), &[x, y])
+    Tensor::result_of(&Div::between(x.layout().extents(), y.layout().extents()), &[x, y])
 }
 
 impl Op for Div {
@@ -45,6 +45,10 @@ impl Op for Div {
 
     fn signature(&self) -> &str {
         self.shape.signature()
+    }
+
+    fn fixed(&self) -> Option<Fixed> {
+        self.shape.fixed::<Div>()
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
@@ -77,9 +81,9 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new(Div::of(2, 2), vec![real(&[5, 3]), positive(&[5, 3])]),
         Case::new(Div::of(2, 1), vec![real(&[5, 8]), positive(&[8])]),
         Case::new(Div::of(1, 2), vec![real(&[5]), positive(&[3, 5])]),
-        Case::fixed(Div::between(&[5, 1], &[3]), vec![real(&[5, 1]), positive(&[3])]),
-        Case::fixed(Div::between(&[1, 3], &[5, 1]), vec![real(&[1, 3]), positive(&[5, 1])]),
-        Case::fixed(Div::between(&[2, 5, 3], &[5, 1]), vec![real(&[2, 5, 3]), positive(&[5, 1])]),
+        Case::fixed(Rc::new(Div::between(&[5, 1], &[3])), vec![real(&[5, 1]), positive(&[3])]),
+        Case::fixed(Rc::new(Div::between(&[1, 3], &[5, 1])), vec![real(&[1, 3]), positive(&[5, 1])]),
+        Case::fixed(Rc::new(Div::between(&[2, 5, 3], &[5, 1])), vec![real(&[2, 5, 3]), positive(&[5, 1])]),
     ]
 }
 

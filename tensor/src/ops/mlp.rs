@@ -288,12 +288,7 @@ mod tests {
             let inputs =
                 [real(&[m, d], 0)?, real(&[d, h], 1)?, real(&[h], 2)?, real(&[h, d], 3)?, real(&[d], 4)?];
             let op = Mlp { has_last_bias: true, has_residual: false };
-            let outputs = op::apply(
-                &(Rc::new(Mlp { ..op }) as Rc<dyn Op>),
-                &inputs.each_ref(),
-                &[],
-                Location::caller(),
-            )?;
+            let outputs = op::apply(&op, &inputs.each_ref(), &[], Location::caller())?;
             let g = real(&[m, d], 5)?;
             let layouts = |tensors: &[Tensor]| tensors.iter().map(|t| t.layout().clone()).collect::<Vec<_>>();
             let pulled = |wanted: [bool; 5]| {

@@ -2,7 +2,7 @@
 
 use super::broadcast::Broadcast;
 use super::{Case, Input};
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
+use crate::op::{Cotangents, Fixed, Keeps, Local, Op, Pieces, Vjp};
 use crate::piece::Piece;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
@@ -20,8 +20,8 @@ pub struct Mul {
 impl Mul {
     /// The product of tensors of some shapes.
     #[must_use]
-    pub fn between(first: &[usize], second: &[usize]) -> Rc<dyn Op> {
-        Rc::new(Mul { shape: Broadcast::between(first, second) })
+    pub fn between(first: &[usize], second: &[usize]) -> Mul {
+        Mul { shape: Broadcast::between(first, second) }
     }
 
     /// The same from numbers of dims alone: no extent of 1 is repeated.
@@ -33,7 +33,7 @@ impl Mul {
 
 /// x y of plain tensors.
 pub(super) fn mul(x: &Tensor, y: &Tensor) -> Tensor {
-    Tensor::result(Mul::between(&x.shape(), &y.shape()), &[x, y])
+    Tensor::result_of(&Mul::between(x.layout().extents(), y.layout().extents()), &[x, y])
 }
 
 impl Op for Mul {
@@ -43,6 +43,10 @@ impl Op for Mul {
 
     fn signature(&self) -> &str {
         self.shape.signature()
+    }
+
+    fn fixed(&self) -> Option<Fixed> {
+        self.shape.fixed::<Mul>()
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
@@ -73,9 +77,10 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new(Mul::of(2, 1), vec![real(&[5, 8]), real(&[8])]).exact(),
         Case::new(Mul::of(2, 3), vec![real(&[5, 3]), real(&[2, 5, 3])]).exact(),
         Case::new(Mul::of(1, 0), vec![real(&[5]), real(&[])]).exact(),
-        Case::fixed(Mul::between(&[5, 1], &[3]), vec![real(&[5, 1]), real(&[3])]).exact(),
-        Case::fixed(Mul::between(&[1, 3], &[5, 1]), vec![real(&[1, 3]), real(&[5, 1])]).exact(),
-        Case::fixed(Mul::between(&[2, 5, 3], &[5, 1]), vec![real(&[2, 5, 3]), real(&[5, 1])]).exact(),
+        Case::fixed(Rc::new(Mul::between(&[5, 1], &[3])), vec![real(&[5, 1]), real(&[3])]).exact(),
+        Case::fixed(Rc::new(Mul::between(&[1, 3], &[5, 1])), vec![real(&[1, 3]), real(&[5, 1])]).exact(),
+        Case::fixed(Rc::new(Mul::between(&[2, 5, 3], &[5, 1])), vec![real(&[2, 5, 3]), real(&[5, 1])])
+            .exact(),
     ]
 }
 

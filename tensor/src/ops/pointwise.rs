@@ -1,11 +1,13 @@
 //! The backward of the pointwise functions that have a kernel of their own for it.
 
-use crate::op::{Local, Op, Pieces};
+use crate::op::{Fixed, Local, Op, Pieces};
 use crate::piece::Piece;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::{Kernel, Scalar};
 use std::rc::Rc;
+
+const SIGNATURE: &str = "..m, ..m -> ..m";
 
 /// dx = f(kept) g: `..m, ..m -> ..m` on the kept argument (or result) and the cotangent, linear in the cotangent.
 #[derive(Debug)]
@@ -33,7 +35,11 @@ impl Op for PointwiseBackward {
     }
 
     fn signature(&self) -> &str {
-        "..m, ..m -> ..m"
+        SIGNATURE
+    }
+
+    fn fixed(&self) -> Option<Fixed> {
+        Some(Fixed::of::<PointwiseBackward>(SIGNATURE))
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {

@@ -109,7 +109,7 @@ impl Op for Redistribute {
         let site = self.site.get().unwrap_or(Location::caller());
         cx.each(|i| {
             let grad = unwind(grad.clone().widened(wide));
-            let outputs = unwind(apply(&op, &[&grad], &[Some(cx.goal(i))], site));
+            let outputs = unwind(apply(&*op, &[&grad], &[Some(cx.goal(i))], site));
             outputs.into_iter().next().expect("redistribute has one output")
         })
     }

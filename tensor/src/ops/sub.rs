@@ -3,7 +3,7 @@
 use super::broadcast::Broadcast;
 use super::neg::neg;
 use super::{Case, Input};
-use crate::op::{Cotangents, Local, Op, Pieces, Vjp};
+use crate::op::{Cotangents, Fixed, Local, Op, Pieces, Vjp};
 use crate::piece::Piece;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::binary::SUB;
@@ -20,8 +20,8 @@ pub struct Sub {
 impl Sub {
     /// The difference of tensors of some shapes.
     #[must_use]
-    pub fn between(first: &[usize], second: &[usize]) -> Rc<dyn Op> {
-        Rc::new(Sub { shape: Broadcast::between(first, second) })
+    pub fn between(first: &[usize], second: &[usize]) -> Sub {
+        Sub { shape: Broadcast::between(first, second) }
     }
 
     /// The same from numbers of dims alone: no extent of 1 is repeated.
@@ -38,6 +38,10 @@ impl Op for Sub {
 
     fn signature(&self) -> &str {
         self.shape.signature()
+    }
+
+    fn fixed(&self) -> Option<Fixed> {
+        self.shape.fixed::<Sub>()
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
@@ -62,9 +66,10 @@ pub(super) fn cases() -> Vec<Case> {
         Case::new(Sub::of(2, 2), vec![real(&[5, 3]), real(&[5, 3])]).exact(),
         Case::new(Sub::of(2, 1), vec![real(&[5, 8]), real(&[8])]).exact(),
         Case::new(Sub::of(1, 2), vec![real(&[5]), real(&[3, 5])]).exact(),
-        Case::fixed(Sub::between(&[5, 1], &[3]), vec![real(&[5, 1]), real(&[3])]).exact(),
-        Case::fixed(Sub::between(&[1, 3], &[5, 1]), vec![real(&[1, 3]), real(&[5, 1])]).exact(),
-        Case::fixed(Sub::between(&[2, 5, 3], &[5, 1]), vec![real(&[2, 5, 3]), real(&[5, 1])]).exact(),
+        Case::fixed(Rc::new(Sub::between(&[5, 1], &[3])), vec![real(&[5, 1]), real(&[3])]).exact(),
+        Case::fixed(Rc::new(Sub::between(&[1, 3], &[5, 1])), vec![real(&[1, 3]), real(&[5, 1])]).exact(),
+        Case::fixed(Rc::new(Sub::between(&[2, 5, 3], &[5, 1])), vec![real(&[2, 5, 3]), real(&[5, 1])])
+            .exact(),
     ]
 }
 
