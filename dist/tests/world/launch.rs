@@ -4,7 +4,6 @@ use crate::support::{down, mesh, on, over, up};
 use shardgrad_dist::{Error, Kind, Rank, ReduceOp, Result, World};
 use shardgrad_kernels::DType;
 use std::cell::Cell;
-use std::rc::Rc;
 
 #[test]
 fn ranks_know_where_they_stand() {
@@ -33,7 +32,7 @@ fn extensions_are_one_per_type_and_rank() {
     struct Count(Cell<usize>);
     World::run(mesh("tp=2"), |rank| {
         rank.extension::<Count>().0.set(rank.index() + 7);
-        let again: Rc<Count> = rank.clone().extension().clone();
+        let again = rank.clone().extension::<Count>().clone();
         assert_eq!(again.0.get(), rank.index() + 7);
         assert_eq!(rank.extension::<Cell<u8>>().get(), 0);
         assert!(rank.clone() == *rank);

@@ -1,7 +1,7 @@
 //! y = x + c for a number c.
 
 use super::{Case, Input};
-use crate::op::{Cotangents, Local, Op, Pieces, Vjp};
+use crate::op::{Cotangents, Fixed, Local, Op, Pieces, Vjp};
 use crate::piece::Piece;
 use shardgrad_dist::Result;
 use shardgrad_kernels::Scalar;
@@ -15,13 +15,19 @@ pub struct AddScalar {
     pub term: f64,
 }
 
+const SIGNATURE: &str = "..m -> ..m";
+
 impl Op for AddScalar {
     fn name(&self) -> &'static str {
         "add_scalar"
     }
 
     fn signature(&self) -> &str {
-        "..m -> ..m"
+        SIGNATURE
+    }
+
+    fn fixed(&self) -> Option<Fixed> {
+        Some(Fixed::of::<AddScalar>(SIGNATURE))
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {

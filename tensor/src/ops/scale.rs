@@ -1,7 +1,7 @@
 //! y = c x for a number c.
 
 use super::{Case, Input};
-use crate::op::{Cotangents, Local, Op, Pieces, Vjp};
+use crate::op::{Cotangents, Fixed, Local, Op, Pieces, Vjp};
 use crate::piece::Piece;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
@@ -21,13 +21,19 @@ pub(super) fn scale(x: &Tensor, factor: f64) -> Tensor {
     Tensor::result(Rc::new(Scale { factor }), &[x])
 }
 
+const SIGNATURE: &str = "..m -> ..m";
+
 impl Op for Scale {
     fn name(&self) -> &'static str {
         "scale"
     }
 
     fn signature(&self) -> &str {
-        "..m -> ..m"
+        SIGNATURE
+    }
+
+    fn fixed(&self) -> Option<Fixed> {
+        Some(Fixed::of::<Scale>(SIGNATURE))
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {

@@ -9,7 +9,7 @@ use super::{Case, Input};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp, infer_by_signature};
+use crate::op::{Cotangents, DTypes, Fixed, Local, Op, Pieces, Vjp, infer_by_signature};
 use crate::piece::{Piece, View, launch};
 use crate::refusal::Refusal;
 use crate::tensor::Tensor;
@@ -68,6 +68,13 @@ impl Op for Sum {
 
     fn signature(&self) -> &str {
         &self.signature
+    }
+
+    fn fixed(&self) -> Option<Fixed> {
+        match self.signature {
+            Cow::Borrowed(text) => Some(Fixed::of::<Sum>(text)),
+            Cow::Owned(_) => None,
+        }
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
