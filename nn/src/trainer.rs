@@ -36,7 +36,7 @@ pub struct Settings {
     pub param_dtype: Option<DType>,
     /// Learning rates; `None` keeps the optimizer's.
     pub schedule: Option<Schedule>,
-    /// Bound of the global gradient norm; `None` does not clip.
+    /// Bound of the global gradient norm, above 0; `None` does not clip.
     pub clip: Option<f64>,
     /// Whether forward and backward are captured in the first step and replayed in the others, with the same bits, where that can
     /// be: in a world of one rank, without a pipeline, on a device that does such things; [`Trainer::not_captured`] says why not.
@@ -121,9 +121,9 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// it was. Layers that draw random numbers draw those of the step all the same.
     ///
     /// # Errors
-    /// As [`Model::new`]; `Kind::Config` for rows that the microbatches do not divide, for a pipeline that the model cannot be
-    /// cut for, and what [`Optimizer::check`] refuses; `Kind::DType` on a pipeline for a loss of 16 bits, which
-    /// [`Trainer::step`] refuses elsewhere; what `read` reports.
+    /// As [`Model::new`]; `Kind::Config` for rows that the microbatches do not divide, for a clip that is not above 0, for a
+    /// pipeline that the model cannot be cut for, and what [`Optimizer::check`] refuses; `Kind::DType` on a pipeline for a loss
+    /// of 16 bits, which [`Trainer::step`] refuses elsewhere; what `read` reports.
     pub fn new(
         rank: &Rank,
         module: M,
@@ -243,7 +243,7 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// # Errors
     /// `Kind::NotFinite` on every rank, before the update, if the loss, a gradient or a control sum is not finite; with a
     /// loss scale above 1, gradients that are not finite only skip the update and halve the scale. `Kind::DType` for a loss of 16
-    /// bits. What ops, arguments and collectives report.
+    /// bits. `Kind::Config` as [`Optimizer::step`]. What ops, arguments and collectives report.
     #[track_caller]
     pub fn step(&mut self, control: &[f64]) -> Result<StepReport> {
         let (parts, gradients) = match self.settings.capture {
@@ -479,11 +479,12 @@ fn wide(loss: Var) -> Result<Var> {
 }
 
 fn check(settings: &Settings) -> Result<()> {
-    let Settings { rows, microbatches, .. } = *settings;
+    let Settings { rows, microbatches, clip, .. } = *settings;
+    optim::check_clip(clip)?;
     if rows == 0 || microbatches == 0 || !rows.is_multiple_of(microbatches) {
         let text = format!("{microbatches} microbatches do not divide a batch of {rows} rows");
-        let legal = (1..=rows).filter(|m| rows.is_multiple_of(*m));
-        let nearest = legal.min_by_key(|m| m.abs_diff(microbatches)).unwrap_or(1);
+        let legal = (1..=rows.isqrt()).filter(|m| rows.is_multiple_of(*m)).flat_map(|m| [m, rows / m]);
+        let nearest = legal.min_by_key(|m| (m.abs_diff(microbatches), *m)).unwrap_or(1);
         return Err(Error::new(Kind::Config, text).detail("help", format!("use {nearest} microbatches")));
     }
     Ok(())

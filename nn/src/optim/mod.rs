@@ -13,5 +13,5 @@ pub(crate) use norm::LossParts;
 pub use norm::{Norm, grad_norm};
 pub use schedule::Schedule;
 pub use sgd::Sgd;
-pub(crate) use step::step;
 pub use step::{Group, Kept, Optimizer, Report, StepArgs};
+pub(crate) use step::{check_clip, step};

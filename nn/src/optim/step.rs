@@ -71,11 +71,37 @@ pub(super) const BELOW_ONE: Range = (|x| (0.0..1.0).contains(&x), "a number of a
 
 /// Refuses a setting outside of its range: its steps would leave numbers that are none, or no descent.
 #[track_caller]
-pub(super) fn check_setting(what: &str, x: f64, (fits, range): Range) {
-    if !(x.is_finite() && fits(x)) {
-        let text = format!("{what} is {x}, which is not {range}");
-        Error::new(Kind::Config, text).at(Location::caller()).raise();
+pub(super) fn check_setting(what: &str, x: f64, range: Range) {
+    if let Err(e) = within(what, x, range) {
+        e.at(Location::caller()).raise();
     }
+}
+
+/// Whether a setting is within its range.
+fn within(what: impl fmt::Display, x: f64, (fits, range): Range) -> Result<()> {
+    if x.is_finite() && fits(x) {
+        return Ok(());
+    }
+    Err(Error::new(Kind::Config, format!("{what} is {x}, which is not {range}")))
+}
+
+/// Refuses a bound of the gradient norm that would turn steps round, or leave nothing of them. An infinite one binds nothing.
+///
+/// # Errors
+/// `Kind::Config`.
+pub(crate) fn check_clip(clip: Option<f64>) -> Result<()> {
+    let Some(most) = clip.filter(|most| *most != f64::INFINITY) else { return Ok(()) };
+    within("the bound of the gradient norm (clip)", most, POSITIVE)
+        .map_err(|e| e.detail("help", "1.0 is usual; None does not clip"))
+}
+
+/// Refuses what would turn a step round, or leave weights that are not finite.
+fn check_args(step: u64, args: &StepArgs<'_>) -> Result<()> {
+    within(format_args!("the learning rate of step {step}"), args.lr, NOT_NEGATIVE)
+        .map_err(|e| e.detail("help", "look at the schedule of learning rates"))?;
+    check_clip(args.clip)?;
+    within("the loss scale", args.loss_scale, POSITIVE)
+        .map_err(|e| e.detail("help", "give a power of two of at least 1"))
 }
 
 /// What an optimizer keeps of a parameter that has been stepped, and what a run needs to go on beside its parameters.
@@ -96,9 +122,9 @@ pub(super) fn unlike(param: &Param, found: usize, wanted: usize) -> Error {
 /// What a step is told.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepArgs<'a> {
-    /// The learning rate.
+    /// The learning rate, 0 or above.
     pub lr: f64,
-    /// Bound of the global gradient norm; `None` does not clip.
+    /// Bound of the global gradient norm, above 0; `None` does not clip.
     pub clip: Option<f64>,
     /// Numbers that are summed over all ranks along with the norm; as many on every rank.
     pub control: &'a [f64],
@@ -176,7 +202,8 @@ pub trait Optimizer: fmt::Debug {
     /// mesh; every rank calls this together. Parameters without a gradient stay as they are.
     ///
     /// # Errors
-    /// What the collective and the kernels report.
+    /// `Kind::Config` before anything is communicated for a rate below 0, for a clip or a loss scale that is not above 0, and for
+    /// any of them that is no number; what [`Optimizer::check`] refuses. What the collective and the kernels report.
     #[track_caller]
     fn step<M: Module>(
         &mut self,
@@ -219,10 +246,7 @@ pub(crate) fn step(
     args: StepArgs<'_>,
 ) -> Result<Report> {
     optim.check(params)?;
-    if !args.lr.is_finite() {
-        let text = format!("the learning rate of step {} is {}", optim.num_steps() + 1, args.lr);
-        return Err(Error::new(Kind::Config, text).detail("help", "look at the schedule of learning rates"));
-    }
+    check_args(optim.num_steps() + 1, &args)?;
     let norm = norm_and_loss(rank, params, (&gradients, loss), args.control)?;
     let applied = norm.grad_norm.is_finite() && norm.control.iter().all(|x| x.is_finite());
     let grad_norm = norm.grad_norm / args.loss_scale;

@@ -2,8 +2,8 @@
 
 use crate::support::{ROWS, Setup, batch, run};
 use shardgrad_autograd::Var;
-use shardgrad_nn::optim::{Group, Kept};
-use shardgrad_nn::{AdamW, Gpt2, Model, Optimizer, Param, Plan, Schedule, Settings, Sgd, Trainer};
+use shardgrad_nn::optim::{Group, Kept, LossScale};
+use shardgrad_nn::{AdamW, Gpt2, Model, Optimizer, Param, Plan, Schedule, Settings, Sgd, StepArgs, Trainer};
 use shardgrad_tensor::{DType, Elementwise, Kind, Mesh, Rank, Result, Tensor, Value, World};
 use std::ops::Range;
 
@@ -237,7 +237,107 @@ fn settings_that_leave_no_numbers_are_refused() {
         let mut trainer = Trainer::new(rank, module, &plan, AdamW::new(0.1), settings, read, loss)?;
         trainer.step(&[])?;
         let error = trainer.step(&[]).unwrap_err();
-        assert_eq!((error.kind(), error.message()), (Kind::Config, "the learning rate of step 2 is NaN"));
+        let told = "the learning rate of step 2 is NaN, which is not a finite number of at least 0";
+        assert_eq!((error.kind(), error.message()), (Kind::Config, told));
+        Ok(())
+    });
+}
+
+#[test]
+fn settings_of_a_step_that_would_not_go_down_are_refused_before_anything_moves() {
+    type Change = fn(&mut StepArgs<'static>);
+    let lr = "the learning rate of step 1 is";
+    let clip = "the bound of the gradient norm (clip) is";
+    let changes: [(Change, &str); 11] = [
+        (|args| args.lr = -0.1, lr),
+        (|args| args.lr = f64::NAN, lr),
+        (|args| args.lr = f64::INFINITY, lr),
+        (|args| args.clip = Some(-1.0), clip),
+        (|args| args.clip = Some(0.0), clip),
+        (|args| args.clip = Some(f64::NAN), clip),
+        (|args| args.clip = Some(f64::NEG_INFINITY), clip),
+        (|args| args.loss_scale = 0.0, "the loss scale is 0"),
+        (|args| args.loss_scale = -1.0, "the loss scale is -1"),
+        (|args| args.loss_scale = f64::NAN, "the loss scale is NaN"),
+        (|args| args.loss_scale = f64::INFINITY, "the loss scale is inf"),
+    ];
+    run("dp=2", |rank| {
+        let (setup, mut optim) = (Setup::new(), Sgd::new(0.1));
+        let model = setup.model(rank)?;
+        let weights =
+            || -> Result<Vec<Vec<u8>>> { model.params().iter().map(|p| p.tensor().to_bytes()).collect() };
+        let mut take = |args: StepArgs<'_>| {
+            let tape = model.tape();
+            setup.backward(&model, &tape)?;
+            optim.step(&model, tape.gradients(), args)
+        };
+        let before = weights()?;
+        for (change, told) in changes {
+            let mut args = StepArgs::new(0.1);
+            change(&mut args);
+            let error = take(args).unwrap_err();
+            assert_eq!(error.kind(), Kind::Config, "{error}");
+            assert!(error.message().starts_with(told), "{error}");
+            assert_eq!(error.details()[0].0, "help", "{error}");
+        }
+        assert!(weights()? == before, "a step that was refused moved weights");
+        // No step, a bound that binds nothing, and a small scale are none of these.
+        assert!(take(StepArgs::new(0.0))?.applied && weights()? == before);
+        let loose = StepArgs { clip: Some(f64::INFINITY), loss_scale: 0.5, ..StepArgs::new(0.0) };
+        assert!(take(loose)?.applied && weights()? == before);
+        Ok(())
+    });
+}
+
+/// A trainer of the tiny model with other settings.
+fn descending(rank: &Rank, settings: Settings) -> Result<Trainer<'static, Gpt2>> {
+    let read = |rank: &Rank, _: u64, rows: Range<usize>| Ok(vec![batch(rank, &Plan::gpt2(), rows, 0)?]);
+    let loss = |model: &Gpt2, x: &[Var]| model.loss(&x[0], &x[0]);
+    let module = Gpt2::new(&Setup::new().config);
+    Trainer::new(rank, module, &Plan::gpt2(), Sgd::new(0.1), settings, read, loss)
+}
+
+#[test]
+fn microbatches_that_do_not_divide_the_rows_are_refused_at_once() {
+    // The last ones took hours.
+    for (rows, microbatches, nearest) in
+        [(12, 5, 4), (12, 7, 6), (12, 100, 12), (12, 0, 1), (7, 4, 1), (7, 5, 7), (0, 3, 1), (1 << 40, 3, 2)]
+    {
+        run("", |rank| {
+            let settings = Settings { microbatches, ..Settings::new(rows) };
+            let error = descending(rank, settings).map(drop).unwrap_err();
+            let told = format!("{microbatches} microbatches do not divide a batch of {rows} rows");
+            assert_eq!((error.kind(), error.message()), (Kind::Config, told.as_str()));
+            assert_eq!(error.details()[0].1, format!("use {nearest} microbatches"));
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_trainer_refuses_settings_that_would_not_go_down() {
+    run("", |rank| {
+        let made = |settings: Settings| descending(rank, settings);
+        for clip in [-1.0, 0.0, f64::NAN] {
+            let error = made(Settings { clip: Some(clip), ..Settings::new(ROWS) }).map(drop).unwrap_err();
+            assert_eq!(error.kind(), Kind::Config, "{error}");
+            assert!(error.message().contains("(clip) is"), "{error}");
+        }
+        for schedule in [Schedule::constant(-0.1), Schedule::constant(0.1).cosine(0, -1.0)] {
+            let error =
+                made(Settings { schedule: Some(schedule), ..Settings::new(ROWS) })?.step(&[]).unwrap_err();
+            assert!(error.message().starts_with("the learning rate of step 1 is -"), "{error}");
+        }
+        for scale in [0.0, -1.0, f64::NAN] {
+            let mut trainer = made(Settings::new(ROWS))?;
+            trainer.set_loss_scale(Some(LossScale::new(scale, 0)));
+            let error = trainer.step(&[]).unwrap_err();
+            assert_eq!(error.kind(), Kind::Config, "{error}");
+            assert!(error.message().starts_with("the loss scale is"), "{error}");
+            assert_eq!(trainer.model().not_finite()?, Vec::<String>::new());
+            trainer.set_loss_scale(None);
+            trainer.step(&[])?;
+        }
         Ok(())
     });
 }
