@@ -192,10 +192,10 @@ impl LlamaConfig {
         self.windows.get(layer).copied().flatten()
     }
 
-    /// Query heads of each key head.
+    /// Query heads of each key head, of which a model has at least one.
     #[must_use]
     pub fn heads_per_key(&self) -> usize {
-        self.num_attention_heads / self.num_key_value_heads
+        self.num_attention_heads / self.num_key_value_heads.max(1)
     }
 
     /// Reads the text of the config file at `path` (named in errors).

@@ -10,7 +10,8 @@ use crate::module;
 use crate::param::Init;
 use crate::plan::Plan;
 use shardgrad_autograd::Var;
-use shardgrad_tensor::Value;
+use shardgrad_tensor::{Error, Kind, Value};
+use std::panic::Location;
 
 module! {
     /// x + self_attn(input_layernorm(x)), then x + mlp(post_attention_layernorm(x)).
@@ -105,15 +106,30 @@ impl LlamaBlock {
     }
 }
 
+/// Refuses query heads of which each key head would not have as many: the model would have others than its config tells.
+#[track_caller]
+fn check_heads(config: &LlamaConfig) {
+    let (heads, key_heads) = (config.num_attention_heads, config.num_key_value_heads);
+    if key_heads == 0 || !heads.is_multiple_of(key_heads) {
+        let text = format!("{key_heads} key heads do not divide {heads} heads");
+        Error::new(Kind::Config, text)
+            .detail("help", "give a `num_key_value_heads` that divides `num_attention_heads`")
+            .at(Location::caller())
+            .raise();
+    }
+}
+
 impl Llama {
     /// A model of this shape. Fresh weights are normal with standard deviation `initializer_range`; biases are zero, norms
     /// one.
     ///
     /// # Panics
-    /// Unwinds with `Kind::Config` if heads have an odd number of channels, or the dropout probability is not in `0..1`.
+    /// Unwinds with `Kind::Config` if the key heads do not divide the query heads, if heads have an odd number of channels, or if
+    /// the dropout probability is not in `0..1`.
     #[track_caller]
     #[must_use]
     pub fn new(config: &LlamaConfig) -> Llama {
+        check_heads(config);
         let (d, frequencies) = (config.hidden_size, config.rotary.frequencies(config.head_dim));
         let table = || Embedding::new(config.vocab_size, d).init(Init::Normal(config.initializer_range));
         Llama {

@@ -5,7 +5,7 @@ use crate::traces::{counts, traced};
 use shardgrad_autograd::Noise;
 use shardgrad_nn::optim::grad_norm;
 use shardgrad_nn::{Init, Llama, LlamaConfig, LlamaKind, Model, Param, Plan, model::LlamaBlock, module};
-use shardgrad_tensor::{DType, Phase, Result, Value};
+use shardgrad_tensor::{DType, Kind, Mesh, Phase, Result, Value, World};
 
 /// Two groups of two heads of 4 channels, rows of width 10, 11 tokens, 2 blocks.
 pub(crate) fn config(kind: LlamaKind) -> LlamaConfig {
@@ -46,6 +46,21 @@ fn outcome(config: &LlamaConfig, mesh: &str, noise: bool, recompute: bool) -> Ou
     let first = outcomes.swap_remove(0);
     assert!(outcomes.iter().all(|o| o.loss == first.loss && o.gradients == first.gradients), "{mesh}");
     first
+}
+
+#[test]
+fn key_heads_that_do_not_divide_the_heads_are_refused() {
+    for heads in [[4, 3], [4, 0], [2, 4], [0, 0]] {
+        let config = LlamaConfig::new(LlamaKind::Llama, VOCAB, 8, [16, 7], 1, heads);
+        let error = World::run(Mesh::single(), |_| {
+            let _ = Llama::new(&config);
+            Ok(())
+        })
+        .unwrap_err();
+        assert_eq!(error.kind(), Kind::Config, "{error}");
+        assert_eq!(error.message(), format!("{} key heads do not divide {} heads", heads[1], heads[0]));
+        assert!(error.site().is_some_and(|site| site.file().ends_with("training/llama.rs")), "{error}");
+    }
 }
 
 #[test]
