@@ -8,7 +8,7 @@ use super::files::TensorWriter;
 use super::header::DIGEST;
 use serde_json::json;
 use shardgrad_tensor::{DType, Result};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::path::{Path, PathBuf};
 
 /// Name, dtype and shape of a tensor.
@@ -42,19 +42,32 @@ struct Index {
     names: Vec<String>,
 }
 
+/// Refuses two tensors of one name, in whichever files they would lie: the index could tell of one of them only.
+fn check_names(dir: &Path, entries: &[Entry]) -> Result<()> {
+    let mut names = HashSet::new();
+    match entries.iter().find(|(name, ..)| !names.insert(name)) {
+        None => Ok(()),
+        Some((name, ..)) => {
+            let error = refuse(dir, format_args!("tensor `{name}` is given twice"));
+            Err(error.detail("help", "give each tensor of the model a name of its own"))
+        }
+    }
+}
+
 impl WeightsWriter {
     /// For the text of a config, if there is one, and the tensors of a list, in files of at most `bytes_max` bytes of tensors;
     /// one that is larger has a file of its own. What is not whole of saves that have ended is removed first.
     ///
     /// # Errors
-    /// `Kind::Io` if something that is no file (a link, a folder, a device) has a name that is to be written or removed; what
-    /// [`TensorWriter::create`] reports of the first file.
+    /// `Kind::Checkpoint` for two tensors of one name; `Kind::Io` if something that is no file (a link, a folder, a device) has a
+    /// name that is to be written or removed; what [`TensorWriter::create`] reports of the first file.
     pub fn create(
         dir: &Path,
         config: Option<&str>,
         entries: &[Entry],
         bytes_max: u64,
     ) -> Result<WeightsWriter> {
+        check_names(dir, entries)?;
         let bytes = |e: &Entry| (e.2.iter().product::<usize>() * e.1.size()) as u64;
         let mut groups: Vec<Vec<Entry>> = vec![Vec::new()];
         let mut sum = 0;
@@ -316,6 +329,19 @@ mod tests {
                 assert_eq!(read(dir).unwrap(), (vec![3; 6], what.to_string()));
                 assert_eq!(scratch.names().len(), 5, "nothing is left: {:?}", scratch.names());
             }
+        }
+    }
+
+    #[test]
+    fn names_that_fall_together_are_refused_before_anything_is_written() {
+        let scratch = Scratch::new();
+        let entries = ["a", "same", "same"].map(|name| (name.to_string(), DType::U8, vec![2]));
+        for bytes_max in [2, 100] {
+            let error = WeightsWriter::create(&scratch.path(""), Some(NEW), &entries, bytes_max).unwrap_err();
+            assert_eq!(error.kind(), Kind::Checkpoint);
+            assert!(error.message().ends_with("tensor `same` is given twice"), "{error}");
+            assert_eq!(error.details()[0].1, "give each tensor of the model a name of its own");
+            assert_eq!(scratch.names(), [""; 0]);
         }
     }
 
