@@ -109,6 +109,8 @@ pub(super) fn commit(dir: &Path, config: Option<Pending>, parts: Vec<Pending>, l
                 files.iter_mut().for_each(Pending::keep);
             }
         }
+        // In a folder without a model, too, they are all that there is of one.
+        files.iter_mut().for_each(Pending::keep);
         sync_folder(dir)?;
     }
     place(dir, files).map_err(|e| {
