@@ -1,10 +1,10 @@
 //! GPT-2's `config.json`, as `transformers` reads and writes it.
 
 use super::disk::{refuse, write_text};
-use super::fields::{CONFIG_FILE, Faults, Ids, dtype_name, fields};
+use super::fields::{CONFIG_FILE, Faults, Ids, below, dtype_name, fields};
 use super::fit::{Claims, config_text};
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use shardgrad_tensor::{DType, Result};
 use std::path::Path;
 
@@ -46,6 +46,8 @@ pub struct Gpt2Config {
     pub other_eos_token_ids: Vec<usize>,
     /// The dtype of the stored weights.
     pub dtype: DType,
+    /// Fields that change nothing here: written back as they were read.
+    pub others: Map<String, Value>,
 }
 
 /// The preset names and their shapes: (name, vocabulary, positions, width, blocks, heads).
@@ -90,6 +92,7 @@ impl Gpt2Config {
             eos_token_id: None,
             other_eos_token_ids: Vec::new(),
             dtype: DType::F32,
+            others: Map::new(),
         }
     }
 
@@ -171,7 +174,7 @@ impl Gpt2Config {
     /// The text of the config file.
     #[must_use]
     pub fn to_json(&self) -> String {
-        let value = json!({
+        let told = json!({
             "activation_function": "gelu_new",
             "architectures": ["GPT2LMHeadModel"],
             "attn_pdrop": self.attn_pdrop,
@@ -191,7 +194,7 @@ impl Gpt2Config {
             "torch_dtype": dtype_name(self.dtype),
             "vocab_size": self.vocab_size,
         });
-        format!("{value:#}\n")
+        format!("{:#}\n", below(&self.others, told))
     }
 
     /// One token or a list, as `transformers` writes it.
@@ -211,7 +214,7 @@ impl Gpt2Config {
     }
 }
 
-/// What is read. A field that changes what the model computes is named here; all others are passed over.
+/// What is read. A field that changes what the model computes is named here; all others are kept.
 #[derive(Deserialize)]
 struct Raw {
     model_type: Option<String>,
@@ -238,10 +241,12 @@ struct Raw {
     add_cross_attention: Option<bool>,
     pruned_heads: Option<Value>,
     quantization_config: Option<Value>,
+    #[serde(flatten)]
+    others: Map<String, Value>,
 }
 
 impl Raw {
-    fn check(self) -> Result<Gpt2Config, Vec<String>> {
+    fn check(mut self) -> Result<Gpt2Config, Vec<String>> {
         let mut faults = Faults(self.unsupported());
         let mut config = Gpt2Config::new(
             faults.extent("vocab_size", self.vocab_size, None),
@@ -269,6 +274,8 @@ impl Raw {
         let mut ends = self.eos_token_id.as_ref().map_or_else(Vec::new, Ids::list).into_iter();
         (config.eos_token_id, config.other_eos_token_ids) = (ends.next(), ends.collect());
         config.dtype = faults.dtype(self.torch_dtype.as_deref(), self.dtype.as_deref());
+        self.others.remove("architectures");
+        config.others = self.others;
         faults.none_or(config)
     }
 
@@ -335,7 +342,8 @@ mod tests {
     #[test]
     fn the_published_config_is_the_preset() {
         let preset = Gpt2Config::preset("gpt2-124m").unwrap();
-        assert_eq!(parse(PUBLISHED).unwrap(), preset.with_dropout(0.1));
+        let read = parse(PUBLISHED).unwrap();
+        assert_eq!(Gpt2Config { others: Map::new(), ..read }, preset.with_dropout(0.1));
         assert!(Gpt2Config::preset_names().all(|name| {
             let config = Gpt2Config::preset(name).unwrap();
             config.n_embd.is_multiple_of(config.n_head) && parse(&config.to_json()).unwrap() == config
@@ -359,6 +367,27 @@ mod tests {
         assert_eq!(value["torch_dtype"], "bfloat16");
         assert_eq!(value["bos_token_id"], Value::Null);
         assert_eq!(value["layer_norm_epsilon"], 1e-5);
+    }
+
+    #[test]
+    fn fields_that_change_nothing_here_are_written_back() {
+        let kept = [
+            ("pad_token_id", json!(50256)),
+            ("use_cache", json!(false)),
+            ("task_specific_params", json!({"text-generation": {"do_sample": true}})),
+            ("id2label", json!({"0": "good"})),
+        ];
+        let told: String = kept.iter().map(|(name, value)| format!(", \"{name}\": {value}")).collect();
+        let own = Gpt2Config::new(8, 4, 4, 1, 2).to_json();
+        let read = parse(&format!("{}{told}}}", own.trim_end().strip_suffix('}').unwrap())).unwrap();
+        assert_eq!(read.others.len(), kept.len(), "{:?}", read.others);
+        let mut read = Gpt2Config { n_layer: 3, ..read };
+        // No field that is kept takes the place of one that is told.
+        read.others.insert("n_embd".to_string(), json!(1));
+        let written: Value = serde_json::from_str(&read.to_json()).unwrap();
+        for (name, value) in kept.into_iter().chain([("n_layer", json!(3)), ("n_embd", json!(4))]) {
+            assert_eq!(written[name], value, "{name}");
+        }
     }
 
     #[test]
