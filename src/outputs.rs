@@ -153,6 +153,11 @@ pub(crate) fn check_target<'a>(
     try_to_write(path).map_err(|e| cannot("write", path, &e).detail("help", help()))
 }
 
+/// What a run replaces or removes in its folder: its own files, and those of the model.
+pub(crate) fn written(out: &Path) -> Vec<PathBuf> {
+    FILES.into_iter().chain(["model"]).map(|name| out.join(name)).collect()
+}
+
 /// Where a path leads, links followed, whether something stands there or not.
 pub(crate) fn place(path: &Path) -> PathBuf {
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));

@@ -113,6 +113,39 @@ fn what_is_refused_leaves_an_earlier_run_as_it_is() {
 }
 
 #[test]
+fn a_run_reads_nothing_of_what_it_writes() {
+    let folder = Folder::new("inside");
+    fs::create_dir_all(folder.path("texts")).unwrap();
+    folder.file("texts/a.txt", "The quick brown fox jumps over the lazy dog. ".repeat(50));
+    let (texts, out) = (folder.path("texts"), folder.path("texts/run"));
+    let train =
+        |read: [&str; 2]| told(&[&["train", "--out", &out, "--steps", "2"], &read[..], &SMALL].concat());
+    let losses = || -> Vec<String> {
+        let (code, said) = train(["--data", &texts]);
+        assert_eq!(code, 0, "{said}");
+        let metrics = fs::read_to_string(format!("{out}/metrics.jsonl")).unwrap();
+        metrics.lines().map(|line| line.split(',').nth(1).unwrap().to_string()).collect()
+    };
+    // The second run reads what the first one read, though there is more in the folder now.
+    let first = losses();
+    assert!(first.len() == 2 && first[0].starts_with("\"loss\":"), "{first:?}");
+    assert_eq!(losses(), first);
+    let before = files(Path::new(&out));
+    for (option, name) in [
+        ("--data", "metrics.jsonl"),
+        ("--data", "../run/loss.svg"),
+        ("--data", "model/config.json"),
+        ("--data", "model"),
+        ("--tokens", "model/model.safetensors"),
+    ] {
+        let (code, said) = train([option, &format!("{out}/{name}")]);
+        let parts = ["the run would replace it while it reads it", "--out DIR", name];
+        assert!(code == 2 && parts.iter().all(|part| said.contains(part)), "{option} {name}: {said}");
+    }
+    assert!(files(Path::new(&out)) == before, "nothing has changed");
+}
+
+#[test]
 fn a_run_outlives_those_who_read_what_it_says() {
     let folder = Folder::new("outlives");
     let data = text(&folder, 50);

@@ -168,18 +168,19 @@ impl DataArgs {
     }
 
     /// How documents are read for a model, and for the folder that it comes from; files that are needed meanwhile lie in
-    /// `scratch`.
+    /// `scratch`, and nothing is read of what is `written`.
     pub(crate) fn how<'a>(
         &self,
         model: Option<&'a Path>,
         config: &'a ModelConfig,
         scratch: Option<&'a Path>,
+        written: &'a [PathBuf],
     ) -> Result<How<'a>> {
         if let Some(end) = self.end_of_text.filter(|id| *id as usize >= config.vocab_size()) {
             let why = format!("--end-of-text {end} is outside of the vocabulary 0..{}", config.vocab_size());
             return Err(Error::new(Kind::Config, why).detail("help", "give one of the tokens of the model"));
         }
-        Ok(How { model, config, width: self.width, end: self.end_of_text, scratch })
+        Ok(How { model, config, width: self.width, end: self.end_of_text, scratch, written })
     }
 }
 

@@ -26,7 +26,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
         }
         None => {
             super::refuse_texts(&config)?;
-            let how = args.source.how(Some(&args.model), &config, None)?;
+            let how = args.source.how(Some(&args.model), &config, None, &[])?;
             let corpus = Arc::new(super::documents(&args.source.data, &how)?);
             let what = format!("{} split of {corpus}", args.split);
             (Sampler::of_text(corpus, args.split, seq, Order::InFileOrder)?, what)

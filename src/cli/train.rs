@@ -10,10 +10,10 @@ use steps::{Ended, take_steps};
 
 use super::Failure;
 use super::args::{TrainArgs, check_tokens};
-use crate::data::{Order, Sampler, Split};
+use crate::data::{Order, Sampler, Split, refuse_written};
 use crate::interrupt::Interrupt;
 use crate::metrics::Metrics;
-use crate::outputs::{Companions, Lines, OutFolder, check_target, place};
+use crate::outputs::{Companions, Lines, OutFolder, check_target, place, written};
 use crate::plot;
 use crate::trace::Trace;
 use crate::train::{Ahead, Recipe};
@@ -193,7 +193,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
     let in_place = args.model.dir().is_some_and(|dir| place(dir) == place(&out.join("model")));
     let companions = (!in_place).then(|| Companions::open(args.model.dir())).transpose()?;
     if let Some(trace) = &args.trace {
-        let own = [metrics.clone(), out.join("loss.svg"), out.join("schedule.txt"), out.join("model")];
+        let own = written(&args.out);
         let read = args.source.inputs().chain(args.source.source(trace)).chain(args.model.dir());
         let read = read.chain(args.pipeline.lists());
         check_target("--trace", trace, read.chain(own.iter().map(PathBuf::as_path)))?;
@@ -242,8 +242,10 @@ fn rows(args: &TrainArgs, config: &ModelConfig, lines: &Lines) -> Result<Rows> {
     let order = if args.no_shuffle { Order::InFileOrder } else { Order::Shuffled { seed: steps.seed } };
     let mut unit = "token";
     let (rows, held_out) = match &args.source.tokens {
+    let written: Vec<PathBuf> = written(&args.out).iter().map(|own| place(own)).collect();
         Some(path) => {
             let file = super::token_rows(path, config)?;
+            refuse_written(path, &written)?;
             if steps.seq.is_some() {
                 file.require_seq(seq)?;
             }
@@ -251,7 +253,7 @@ fn rows(args: &TrainArgs, config: &ModelConfig, lines: &Lines) -> Result<Rows> {
         }
         None => {
             super::refuse_texts(config)?;
-            let how = args.source.how(args.model.dir(), config, Some(&args.out))?;
+            let how = args.source.how(args.model.dir(), config, Some(&args.out), &written)?;
             let corpus = Arc::new(super::documents(&args.source.data, &how)?);
             unit = corpus.unit();
             if !args.json {

@@ -34,6 +34,8 @@ pub(crate) struct How<'a> {
     pub(crate) end: Option<u32>,
     /// The folder of files that are needed while the program runs; as [`How::scratch`] says if `None`.
     pub(crate) scratch: Option<&'a Path>,
+    /// Files and folders that the program replaces meanwhile, links followed: nothing is read there.
+    pub(crate) written: &'a [PathBuf],
 }
 
 impl How<'_> {
@@ -98,17 +100,18 @@ impl Corpus {
     ///
     /// A file whose name ends in `.bin` holds token numbers and is taken as it is. Any other is a text in UTF-8, and between
     /// two texts stands the end-of-text token. Texts of bytes and numbers stay on disk and are read by position; of texts that
-    /// a tokenizer cuts the tokens are written to disk and read from there.
+    /// a tokenizer cuts the tokens are written to disk and read from there. What the program itself writes into a folder
+    /// ([`How::written`]) is passed over.
     ///
     /// # Errors
     /// `Kind::Data` naming the file if it is missing, a pipe or a device, empty, not UTF-8 (with the offset of the first bad
-    /// byte), or has a length that its numbers do not divide; `Kind::Config` for a width where no file has numbers, and for a token between texts where there are
-    /// no two; for a folder without files; what the tokenizer of the model
-    /// reports; `Kind::Io` if the system refuses.
+    /// byte), written by the program, or has a length that its numbers do not divide; `Kind::Config` for a width where no file
+    /// has numbers, and for a token between texts where there are no two; for a folder without files; what the tokenizer of the
+    /// model reports; `Kind::Io` if the system refuses.
     pub(crate) fn open(paths: &[PathBuf], how: &How<'_>) -> Result<Corpus> {
         let mut files = Vec::new();
         for path in paths {
-            expand(path, &mut files)?;
+            expand(path, how.written, &mut files)?;
         }
         how.check_width(&files)?;
         how.check_end(files.iter().filter(|path| !is_numbers(path)).count())?;
@@ -156,14 +159,33 @@ fn refuse(path: &Path, why: &str, help: &str) -> Error {
     Error::new(Kind::Data, format!("{}: {why}", path.display())).detail("help", help)
 }
 
-/// A file, or the files of a folder in the order of their paths; hidden ones are passed over.
-fn expand(path: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
+/// Whether a path leads to one of these places, or below one.
+fn is_at(places: &[PathBuf], path: &Path) -> bool {
+    let lies = |at: PathBuf| places.iter().any(|place| at.starts_with(place));
+    !places.is_empty() && fs::canonicalize(path).is_ok_and(lies)
+}
+
+/// Refuses what the program would replace while it reads it.
+///
+/// # Errors
+/// `Kind::Data` naming it.
+pub(crate) fn refuse_written(path: &Path, written: &[PathBuf]) -> Result<()> {
+    if is_at(written, path) {
+        let why = "the run would replace it while it reads it";
+        return Err(refuse(path, why, "give another folder with --out DIR, or copy what is to be read"));
+    }
+    Ok(())
+}
+
+/// A file, or the files of a folder in the order of their paths; hidden ones, and those that are written, are passed over.
+fn expand(path: &Path, written: &[PathBuf], files: &mut Vec<PathBuf>) -> Result<()> {
     const HELP: &str = "give names of UTF-8 text files, folders of them, or .bin files with --data";
     let kind = match fs::metadata(path) {
         Err(e) if e.kind() == ErrorKind::NotFound => return Err(refuse(path, "there is no such file", HELP)),
         Err(e) => return Err(failed(path, &e)),
         Ok(found) => found,
     };
+    refuse_written(path, written)?;
     if kind.is_file() {
         files.push(path.to_path_buf());
         return Ok(());
@@ -177,6 +199,9 @@ fn expand(path: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     for entry in walk {
         let entry =
             entry.map_err(|e| Error::new(Kind::Io, format!("cannot read {}: {e}", path.display())))?;
+        if is_at(written, entry.path()) {
+            continue;
+        }
         if entry.depth() > 0 && entry.path_is_symlink() {
             let why = "is a link, which is not followed in a folder";
             return Err(refuse(
@@ -265,6 +290,7 @@ mod tests {
     use super::super::corpus::Split;
     use super::super::scratch::Scratch;
     use super::*;
+    use std::os::unix::fs::symlink;
 
     fn config(vocab: usize, end: Option<usize>) -> ModelConfig {
         let ModelConfig::Gpt2(mut config) = ModelConfig::preset("tiny").unwrap() else { panic!("a GPT-2") };
@@ -272,8 +298,12 @@ mod tests {
         config.into()
     }
 
+    fn how(config: &ModelConfig) -> How<'_> {
+        How { model: None, config, width: None, end: None, scratch: None, written: &[] }
+    }
+
     fn open_as(paths: &[PathBuf], config: &ModelConfig, width: Option<Width>) -> Result<Corpus> {
-        Corpus::open(paths, &How { model: None, config, width, end: None, scratch: None })
+        Corpus::open(paths, &How { width, ..how(config) })
     }
 
     fn ids(corpus: &Corpus) -> Vec<i64> {
@@ -349,10 +379,33 @@ mod tests {
         let beyond = open_as(&all, &config(256, Some(50256)), None).unwrap();
         assert_eq!(beyond.tokens(Split::All), b"1\n2\nbb\nc", "a token that the model lacks");
         let config = config(300, Some(299));
-        let asked = How { model: None, config: &config, width: None, end: Some(7), scratch: None };
+        let asked = How { end: Some(7), ..how(&config) };
         assert_eq!(ids(&Corpus::open(&all, &asked).unwrap())[1], 7);
         let two = [dir.path("c"), dir.path("b.txt")];
         assert_eq!(open_as(&two, &config, None).unwrap().to_string(), "2 files, 4 tokens");
+    }
+
+    #[test]
+    fn what_is_written_meanwhile_is_no_text() {
+        let dir = Scratch::new();
+        for name in ["a.txt", "run/b.txt", "run/metrics.jsonl", "run/model/vocab.txt", "run/models.txt"] {
+            dir.file(name, &name[..1]);
+        }
+        symlink(dir.path("run/metrics.jsonl"), dir.path("link")).unwrap();
+        let places = ["run/metrics.jsonl", "run/model"].map(|name| dir.path(name).canonicalize().unwrap());
+        let config = config(256, None);
+        let written = How { written: &places, ..how(&config) };
+        let read = |path: PathBuf| Corpus::open(&[path], &written).map(|corpus| corpus.tokens(Split::All));
+        assert_eq!(read(dir.path("")).unwrap(), b"a\nr\nr", "a.txt, run/b.txt and run/models.txt");
+        assert_eq!(read(dir.path("run")).unwrap(), b"r\nr");
+        for name in
+            ["run/metrics.jsonl", "run/../run/metrics.jsonl", "link", "run/model/vocab.txt", "run/model"]
+        {
+            let error = read(dir.path(name)).unwrap_err();
+            assert_eq!(error.kind(), Kind::Data, "{name}");
+            assert!(error.message().ends_with("the run would replace it while it reads it"), "{error}");
+            assert!(error.details()[0].1.contains("--out DIR"), "{error}");
+        }
     }
 
     #[test]

@@ -15,7 +15,7 @@ mod sampler;
 
 pub(crate) use batch::Batch;
 pub(crate) use corpus::{Corpus, Split, Width};
-pub(crate) use files::How;
+pub(crate) use files::{How, refuse_written};
 pub(crate) use sampler::{Order, Sampler};
 pub(crate) use sources::is_source;
 pub(crate) use tokens::{TokenFile, Vocabulary};
