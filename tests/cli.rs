@@ -52,6 +52,17 @@ fn text(folder: &Folder) -> String {
 }
 
 #[test]
+fn a_held_out_part_may_be_too_short_where_nothing_is_measured() {
+    let folder = Folder::new("unmeasured");
+    let (data, out) = (folder.file("text", "abc".repeat(100)), folder.path("out"));
+    let train = ["train", "--data", &data, "--out", &out, "--seq", "64", "--steps", "1", "--mesh", "dp=1"];
+    let (code, said) = told(&train);
+    assert!(code == 2 && said.contains("the held-out last tenth has 30 bytes"), "{said}");
+    let (code, said) = told(&[&train[..], &["--eval-every", "0"]].concat());
+    assert_eq!(code, 0, "{said}");
+}
+
+#[test]
 fn misuse_has_exit_code_2_and_a_repair() {
     let folder = Folder::new("misuse");
     let data = text(&folder);

@@ -230,6 +230,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
 /// What is trained on.
 struct Rows {
     rows: Sampler,
+    /// By what losses are measured, if they are.
     held_out: Option<Sampler>,
     /// What a loss is measured by.
     unit: &'static str,
@@ -241,8 +242,8 @@ fn rows(args: &TrainArgs, config: &ModelConfig, lines: &Lines) -> Result<Rows> {
     let steps = &args.steps;
     let order = if args.no_shuffle { Order::InFileOrder } else { Order::Shuffled { seed: steps.seed } };
     let mut unit = "token";
-    let (rows, held_out) = match &args.source.tokens {
     let written: Vec<PathBuf> = written(&args.out).iter().map(|own| place(own)).collect();
+    let (rows, held_out) = match &args.source.tokens {
         Some(path) => {
             let file = super::token_rows(path, config)?;
             refuse_written(path, &written)?;
@@ -259,8 +260,9 @@ fn rows(args: &TrainArgs, config: &ModelConfig, lines: &Lines) -> Result<Rows> {
             if !args.json {
                 lines.say(format_args!("reading {corpus}"));
             }
-            let held_out = Sampler::of_text(corpus.clone(), Split::Val, seq, Order::InFileOrder)?;
-            (Sampler::of_text(corpus, Split::Train, seq, order)?, Some(held_out))
+            let held_out = || Sampler::of_text(corpus.clone(), Split::Val, seq, Order::InFileOrder);
+            let held_out = args.eval_every().map(|_| held_out()).transpose()?;
+            (Sampler::of_text(corpus, Split::Train, seq, order)?, held_out)
         }
     };
     Ok(Rows { rows, held_out, unit })
