@@ -225,6 +225,11 @@ fn lists_go_from_a_plan_through_a_file_into_training() {
         let (code, said) = told(&["plan", "--schedule", &lists, option, &lists]);
         assert!(code == 2 && said.contains("would replace a file of"), "{said}");
     }
+    // Two outputs of one name: the second would replace the first.
+    let both = folder.path("both");
+    let (code, said) = told(&["plan", "--save", &both, "--svg", &both]);
+    assert!(code == 2 && said.contains("would replace a file of") && said.contains("--svg FILE"), "{said}");
+    assert!(fs::metadata(&both).is_err());
     let output = train(&lists, &["--trace", &lists]);
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(output.status.code() == Some(2) && said.contains("would replace a file of"), "{said}");

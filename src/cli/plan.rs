@@ -57,9 +57,12 @@ fn save(path: &Path, schedule: &Schedule) -> Result<()> {
 
 /// Runs the command.
 pub(crate) fn run(args: &PlanArgs) -> Result<()> {
-    let outputs = [("--save", &args.save), ("--svg", &args.svg)];
-    for (option, path) in outputs.iter().filter_map(|(option, path)| Some((option, path.as_ref()?))) {
-        check_target(option, path, args.schedule.file.as_deref())?;
+    let read = args.schedule.file.as_deref();
+    if let Some(path) = &args.save {
+        check_target("--save", path, read)?;
+    }
+    if let Some(path) = &args.svg {
+        check_target("--svg", path, read.into_iter().chain(args.save.as_deref()))?;
     }
     let schedule = lists(args)?;
     let (num_stages, num_ranks) = (schedule.num_stages(), schedule.ranks.len());
