@@ -1,5 +1,6 @@
 //! Models of `transformers`: folders that it wrote, with the logits that it computed, recorded by `tests/hf/make_fixtures.py`.
 
+use crate::distance::far;
 use shardgrad::nn::hf::{CONFIG_FILE, TensorFile, TensorWriter, WEIGHTS_FILE, Weights};
 use shardgrad::nn::{Bert, Family, LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
@@ -69,9 +70,7 @@ fn expected(name: &str, tensor: &str) -> Vec<f64> {
 
 /// The largest difference in units of the largest number.
 fn distance(a: &[f64], b: &[f64]) -> f64 {
-    assert_eq!(a.len(), b.len());
-    let scale = b.iter().fold(0.0, |m: f64, x| m.max(x.abs()));
-    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max) / scale
+    far(a, b) / b.iter().fold(0.0, |m: f64, x| m.max(x.abs()))
 }
 
 #[test]

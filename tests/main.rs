@@ -1,5 +1,6 @@
 //! The one test binary of the root package. Each module is one subject; a crate's own tests stand beside its code.
 
+mod distance;
 mod agreement;
 mod cli;
 mod captured;

@@ -45,6 +45,19 @@ fn wrong_gradients_are_found() {
 }
 
 #[test]
+fn what_is_no_number_is_found() {
+    let one = sample().train(&Mesh::single(), Bug::None).unwrap();
+    let mut many = sample().train(&sample().mesh(), Bug::None).unwrap();
+    let loss = std::mem::replace(&mut many.loss, f64::NAN);
+    assert!(same_gradients(&one, &many, 1e-6).is_err(), "of the loss");
+    assert!(same_gradients(&many, &many, 1e-6).is_err(), "of both losses");
+    many.loss = loss;
+    many.gradients.values_mut().next().expect("a parameter")[0] = f64::NAN;
+    assert!(same_gradients(&one, &many, 1e-6).is_err(), "of a gradient");
+    assert!(same_gradients(&many, &many, 1e-6).is_err(), "of both gradients");
+}
+
+#[test]
 fn dead_parameters_are_found() {
     for bug in [Bug::ZeroVjp, Bug::Detached, Bug::Masked] {
         let many = sample().train(&sample().mesh(), bug).unwrap();

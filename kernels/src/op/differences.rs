@@ -97,7 +97,9 @@ pub(crate) fn compare(
                 loss(&moved)
             };
             let found = (at(step) - at(-step)) / (2.0 * step);
-            if (found - claimed).abs() > 1e-7 * (1.0 + found.abs()) {
+            // What is no number is not near.
+            let near = (found - claimed).abs() <= 1e-7 * (1.0 + found.abs());
+            if !near {
                 return Err(format!(
                     "input {number}, element {place}: {claimed} but differences give {found}"
                 ));
@@ -123,5 +125,9 @@ mod tests {
         compare(&x, &[(0, vec![0.75, 3.0, 12.0])], loss).unwrap();
         let wrong = compare(&x, &[(0, vec![0.75, 3.0, 12.001])], loss).unwrap_err();
         assert!(wrong.contains("element 2"), "{wrong}");
+        let none = compare(&x, &[(0, vec![0.75, f64::NAN, 12.0])], loss).unwrap_err();
+        assert!(none.contains("element 1: NaN"), "{none}");
+        let bare = compare(&x, &[(0, vec![0.75, 3.0, 12.0])], |_| f64::NAN).unwrap_err();
+        assert!(bare.contains("differences give NaN"), "{bare}");
     }
 }

@@ -1,7 +1,7 @@
 //! Parameters in f32 that are computed with in bf16: nothing that is small is lost, what moves forward is narrow, and sums of
 //! gradients are wide.
 
-use crate::support::{ROWS, Setup, batch, run, values};
+use crate::support::{ROWS, Setup, batch, far, run, values};
 use crate::traces::traced;
 use shardgrad_autograd::{Tape, Var};
 use shardgrad_nn::optim::Schedule;
@@ -236,7 +236,7 @@ fn meshes_agree_and_runs_repeat_to_the_bit() {
     ] {
         let training = Training { plan: plan.clone(), ..Training::new(BF16) };
         let many = training.run(mesh);
-        let worst = one.iter().zip(&many[0].0).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        let worst = far(&one, &many[0].0);
         assert!(worst < 0.03, "{mesh} {plan:?}: {worst}, {one:?} {:?}", many[0].0);
         assert!(training.run(mesh) == many, "{mesh}: two runs differ");
         let again = Training { recompute: true, plan, ..Training::new(BF16) }.run(mesh);

@@ -1,7 +1,7 @@
 //! Reading a text token by token: what is kept of it changes no number, on any mesh.
 
 use crate::llama;
-use crate::support::{VOCAB, config, run};
+use crate::support::{VOCAB, config, far, run};
 use shardgrad_nn::{LanguageModel, LlamaConfig, LlamaKind, Model, ModelConfig, Reading};
 use shardgrad_tensor::{DType, Error, Kind, Mesh, Phase, Result, Tensor, Value, World};
 
@@ -32,11 +32,6 @@ fn at_once(model: &Model<LanguageModel>, text: &[i64]) -> Result<Vec<f64>> {
     let ids = Tensor::from_host(model.rank(), &[1, text.len()], text)?;
     let logits = model.forward(&model.inference().constant(ids));
     logits.slice(1, text.len() - 1..text.len()).tensor().to_f64()
-}
-
-fn far(a: &[f64], b: &[f64]) -> f64 {
-    assert_eq!(a.len(), b.len());
-    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
 }
 
 #[test]

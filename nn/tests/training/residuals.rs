@@ -1,6 +1,6 @@
 //! Layers around which there is a residual: it is added by their last product, and nothing else changes.
 
-use crate::support::run;
+use crate::support::{far, run};
 use shardgrad_autograd::{Noise, Var};
 use shardgrad_nn::{
     Attention, Block, GatedMlp, GroupedAttention, Init, Linear, Mlp, Model, Param, Plan, SelfAttention,
@@ -120,8 +120,8 @@ fn the_layout_of_a_residual_says_who_adds_it() {
             let what = format!("{} on {mesh} under\n{plan}", NAMES[which]);
             let alone = run("", |rank| outcome(rank, &Plan::new(), DType::F64, which, false)).remove(0);
             let split = run(mesh, |rank| outcome(rank, &plan, DType::F64, which, true)).remove(0);
-            let far = split.iter().zip(&alone).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
-            assert!(far < 1e-12 && split.len() == alone.len(), "{what}: {far}");
+            let far = far(&split, &alone);
+            assert!(far < 1e-12, "{what}: {far}");
             let [joined, apart] = [true, false].map(|joined| traffic(mesh, &plan, which, joined));
             assert_eq!(joined < apart, is_joined, "{what}: {joined} {apart}");
         }

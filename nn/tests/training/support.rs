@@ -113,14 +113,31 @@ impl Outcome {
         );
         for (name, gradient) in &self.gradients {
             let others = &other.gradients[name];
-            let worst = gradient.iter().zip(others).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
-            assert!(gradient.len() == others.len() && worst < 1e-10, "{what}: {name} differs by {worst:e}");
+            let worst = far(gradient, others);
+            assert!(worst < 1e-10, "{what}: {name} differs by {worst:e}");
         }
     }
 }
 
 pub(crate) fn near(a: f64, b: f64) -> bool {
     (a - b).abs() <= 1e-10 * a.abs().max(1.0)
+}
+
+/// The largest difference of numbers that stand at one place; infinite where one is not a number.
+pub(crate) fn far(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let apart = a.iter().zip(b).map(|(a, b)| (a - b).abs());
+    apart.fold(0.0, |far, d| if d.is_nan() { f64::INFINITY } else { far.max(d) })
+}
+
+#[test]
+fn what_is_no_number_is_far_from_all() {
+    let nan = f64::NAN;
+    assert_eq!(far(&[1.0, -2.0], &[1.5, -4.0]), 2.0);
+    for other in [[nan, 0.0], [0.0, nan], [nan, nan]] {
+        assert_eq!((far(&[0.0; 2], &other), far(&other, &other)), (f64::INFINITY, f64::INFINITY));
+    }
+    assert!(!near(nan, nan) && !near(0.0, nan) && !near(nan, 0.0));
 }
 
 /// Gradients by name, gathered.
