@@ -248,6 +248,14 @@ pub fn upload<T: Element>(backend: &dyn Backend, data: &[T]) -> Result<Buffer, K
     Ok(buffer)
 }
 
+/// Copies elements from the host to the start of a buffer that has one handle (not on the null back end).
+///
+/// # Errors
+/// What the device reports.
+pub fn refill<T: Element>(backend: &dyn Backend, data: &[T], to: &mut Buffer) -> Result<(), KernelError> {
+    backend.upload(bytes_of(data), to)
+}
+
 /// The first `numel` elements of a buffer on the host (none on the null back end).
 ///
 /// # Errors

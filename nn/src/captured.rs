@@ -1,14 +1,16 @@
-//! The pass of a training step as captured work: forward and backward of all microbatches, from the arguments of the loss to the
-//! gradients. It is captured anew whenever something else than numbers changes.
+//! A training step as captured work: its pass, which is forward and backward of all microbatches, from the arguments of the loss to
+//! the gradients, and behind it the update, from the norm to the parameters. Each is captured anew whenever something else than
+//! numbers changes. The host gives one right after the other and then waits for both.
 
-use crate::optim::LossParts;
+use crate::optim::{LossParts, Optimizer, Report, StepArgs, Update};
 use crate::param::Param;
 use shardgrad_autograd::Gradients;
 use shardgrad_tensor::{Captured, Error, Kind, Rank, Result, Tensor, capture};
 use std::cell::RefCell;
+use std::panic::Location;
 
 /// After more captures in a row than this, each of which served one step only, there are none any more: they take longer than
-/// the pass itself. A loss scale that is too large at the start falls less often.
+/// the work itself. A loss scale that is too large at the start falls less often.
 const SINGLES_MAX: usize = 32;
 
 /// What a pass leaves behind.
@@ -39,10 +41,15 @@ struct Kept {
     frozen: Vec<bool>,
 }
 
-/// The captured pass of a trainer, if it has one now.
+/// A captured update.
+struct KeptUpdate {
+    work: Captured,
+    update: Update,
+}
+
+/// Whether one kind of work is captured, and why it is not.
 #[derive(Default)]
-pub(crate) struct Capture {
-    kept: RefCell<Option<Kept>>,
+struct Asked {
     why_not: Option<Error>,
     /// Captures in a row, up to this one, that were not replayed in a second step.
     singles: usize,
@@ -50,62 +57,175 @@ pub(crate) struct Capture {
     is_put_off: bool,
 }
 
+impl Asked {
+    /// What could not be captured is asked for again, once, if the device refused it.
+    fn refused(&mut self, why: Error) {
+        let was_put_off = std::mem::replace(&mut self.is_put_off, true);
+        self.why_not = Some(why).filter(|why| was_put_off || why.kind() == Kind::Unsupported);
+    }
+
+    /// Counts a step of work that was captured before, or was not.
+    fn count(&mut self, is_kept: bool) {
+        self.singles = if is_kept { 0 } else { self.singles + 1 };
+        if self.singles > SINGLES_MAX {
+            self.end("it had to be captured anew in each step");
+        }
+    }
+
+    fn end(&mut self, why: &str) {
+        self.why_not = Some(Error::new(Kind::Unsupported, why));
+    }
+}
+
+/// The captured step of a trainer, as far as it has one now.
+#[derive(Default)]
+pub(crate) struct Capture {
+    /// Its gradients are what the update reads.
+    update: RefCell<Option<KeptUpdate>>,
+    pass: RefCell<Option<Kept>>,
+    asked: Asked,
+    asked_update: Asked,
+}
+
 impl Capture {
     /// A trainer without one, for a reason.
     pub(crate) fn refused(why: Error) -> Capture {
-        Capture { why_not: Some(why), ..Capture::default() }
+        let asked = Asked { why_not: Some(why), ..Asked::default() };
+        Capture { asked, ..Capture::default() }
     }
 
-    /// Why no pass is captured any more.
+    /// Why no pass is captured any more, or no update.
     pub(crate) fn why_not(&self) -> Option<&Error> {
-        self.why_not.as_ref()
+        self.asked.why_not.as_ref().or(self.asked_update.why_not.as_ref())
     }
 
-    /// Lets go of the captured pass, and of its memory.
+    /// Whether passes are captured.
+    pub(crate) fn is_on(&self) -> bool {
+        self.asked.why_not.is_none()
+    }
+
+    /// Lets go of the captured step, and of its memory.
     pub(crate) fn forget(&self) {
-        *self.kept.borrow_mut() = None;
+        *self.update.borrow_mut() = None;
+        *self.pass.borrow_mut() = None;
     }
 
-    /// What `pass` gives on the arguments of a step, at a factor of the loss, by captured work; `None` where it cannot be
-    /// captured, and nothing was done.
-    pub(crate) fn run(
+    /// What `pass` gives on the arguments of a step, at a factor of the loss, once [`Capture::step`] was called; `None` where it
+    /// cannot be captured, and nothing was done. Parameters that are trained are nobody else's afterwards.
+    pub(crate) fn ready(
         &mut self,
         (rank, params): (&Rank, &[Param]),
         arguments: &[Vec<Tensor>],
         factor: f64,
         pass: impl FnOnce(&[Vec<Tensor>]) -> Result<Passes>,
     ) -> Result<Option<Passes>> {
-        if self.why_not.is_some() {
-            return Ok(None);
-        }
-        let kept = match self.kept.take() {
+        // The update changes them in place: now, so that pass and update find them at the same places.
+        params.iter().filter(|param| param.is_here() && !param.is_frozen()).try_for_each(Param::own)?;
+        let kept = match self.pass.take() {
             Some(kept) if kept.fits(params, factor) => kept.refilled(arguments)?,
             _ => None,
         };
-        self.singles = if kept.is_some() { 0 } else { self.singles + 1 };
+        self.asked.count(kept.is_some());
         let kept = match kept {
             Some(kept) => kept,
-            None => match Kept::new((rank, params), arguments, factor, pass)? {
-                Ok(kept) => kept,
-                Err(why) => {
-                    let was_put_off = std::mem::replace(&mut self.is_put_off, true);
-                    self.why_not = Some(why).filter(|why| was_put_off || why.kind() == Kind::Unsupported);
-                    return Ok(None);
+            None => {
+                self.forget();
+                match Kept::new((rank, params), arguments, factor, pass)? {
+                    Ok(kept) => kept,
+                    Err(why) => {
+                        self.asked.refused(why);
+                        return Ok(None);
+                    }
                 }
-            },
+            }
         };
-        kept.work.replay()?;
         let made = kept.made.clone();
-        let why = if made.is_of_step {
-            "its loss draws the random numbers of the step"
-        } else if self.singles > SINGLES_MAX {
-            "it had to be captured anew in each step"
-        } else {
-            *self.kept.get_mut() = Some(kept);
-            return Ok(Some(made));
-        };
-        self.why_not = Some(Error::new(Kind::Unsupported, why));
+        if made.is_of_step {
+            self.asked.end("its loss draws the random numbers of the step");
+        }
+        *self.pass.get_mut() = Some(kept);
         Ok(Some(made))
+    }
+
+    /// Replays the pass that is ready, and behind it the step of an optimizer on what it makes; `None` where only the pass was, since
+    /// the step cannot be captured. `began` is set while parameters may be of no step.
+    pub(crate) fn step(
+        &mut self,
+        optim: &mut dyn Optimizer,
+        of: (&Rank, &[Param]),
+        made: (&Gradients, &LossParts),
+        args: StepArgs<'_>,
+        began: &mut bool,
+    ) -> Result<Option<Report>> {
+        // Told to the device before the pass, so that nothing lies between that and the update.
+        let update = match self.is_on() && self.asked_update.why_not.is_none() {
+            true => self.ready_update(optim, of, made, args)?,
+            false => None,
+        };
+        let pass = self.pass.take().expect("a pass is ready");
+        pass.work.replay()?;
+        *self.pass.get_mut() = Some(pass).filter(|_| self.is_on());
+        let Some(kept) = update else { return Ok(None) };
+        *began = true;
+        kept.work.replay()?;
+        let report = kept.update.end(optim, began)?;
+        *self.update.get_mut() = Some(kept).filter(|_| self.asked_update.why_not.is_none());
+        Ok(Some(report))
+    }
+
+    /// The update that reads what the pass makes, captured and told its numbers; `None` if it cannot be.
+    fn ready_update(
+        &mut self,
+        optim: &mut dyn Optimizer,
+        (rank, params): (&Rank, &[Param]),
+        (gradients, loss): (&Gradients, &LossParts),
+        args: StepArgs<'_>,
+    ) -> Result<Option<KeptUpdate>> {
+        let kept = match self.update.take() {
+            Some(kept) => kept.refilled(optim, params, args)?,
+            None => None,
+        };
+        self.asked_update.count(kept.is_some());
+        if kept.is_some() {
+            return Ok(kept);
+        }
+        let update = Update::new(optim, (rank, params), (gradients.clone(), Some(loss.clone())), args)?;
+        Ok(match KeptUpdate::new(optim, rank, update)? {
+            Ok(kept) => Some(kept),
+            Err(why) => {
+                let text = format!("its optimizer: {}", why.message());
+                self.asked_update.refused(Error::new(why.kind(), text));
+                None
+            }
+        })
+    }
+}
+
+impl KeptUpdate {
+    /// An update that is captured, or why it cannot be.
+    fn new(
+        optim: &mut dyn Optimizer,
+        rank: &Rank,
+        mut update: Update,
+    ) -> Result<std::result::Result<KeptUpdate, Error>> {
+        let site = Location::caller();
+        let written = update.written(optim);
+        let captured = capture(rank, written, || {
+            update.find(site)?;
+            update.change(optim)
+        })?;
+        Ok(captured.map(|(work, ())| KeptUpdate { work, update }))
+    }
+
+    /// This update told other numbers; `None` if it cannot be told these, or if what it changes lies elsewhere.
+    fn refilled(
+        mut self,
+        optim: &mut dyn Optimizer,
+        params: &[Param],
+        args: StepArgs<'_>,
+    ) -> Result<Option<KeptUpdate>> {
+        let fits = self.update.refill(optim, params, args)? && self.work.finds(&self.update.written(optim));
+        Ok(fits.then_some(self))
     }
 }
 
@@ -128,7 +248,7 @@ impl Kept {
         }
         let reads: Vec<Tensor> = params.iter().map(Param::tensor).collect();
         let frozen = params.iter().map(Param::is_frozen).collect();
-        let captured = capture(rank, &reads, || pass(&fixed))?;
+        let captured = capture(rank, reads, || pass(&fixed))?;
         Ok(captured.map(|(work, made)| Kept { work, arguments: fixed, made, factor, frozen }))
     }
 

@@ -311,19 +311,11 @@ impl Param {
         Ok(())
     }
 
-    /// Replaces the stored tensor by a function of it; the function gets the only handle that the model has.
-    pub(crate) fn update(&self, change: impl FnOnce(Tensor) -> Result<Tensor>) -> Result<()> {
-        let mut placed = self.0.placed.borrow_mut();
-        let placed = placed.as_mut().ok_or_else(unplaced)?;
-        let stored = placed.stored.take().ok_or_else(|| lost(&placed.name))?;
-        placed.stored = Some(change(stored).map_err(|e| e.detail("parameter", &*placed.name))?);
-        Ok(())
-    }
-
-    /// The same for several parameters at once; the function keeps their order.
+    /// Replaces the stored tensors of several parameters by a function of them, which gets the only handles that the model has. They
+    /// come back in their order, whatever became of it.
     pub(crate) fn update_all<'a>(
         params: impl Iterator<Item = &'a Param> + Clone,
-        change: impl FnOnce(Vec<Tensor>) -> Result<Vec<Tensor>>,
+        change: impl FnOnce(Vec<Tensor>) -> (Vec<Tensor>, Result<()>),
     ) -> Result<()> {
         let take = |param: &Param| {
             let mut placed = param.0.placed.borrow_mut();
@@ -331,10 +323,27 @@ impl Param {
             placed.stored.take().ok_or_else(|| lost(&placed.name))
         };
         let stored = params.clone().map(take).collect::<Result<Vec<Tensor>>>()?;
-        for (param, tensor) in params.zip(change(stored)?) {
+        let (changed, done) = change(stored);
+        for (param, tensor) in params.zip(changed) {
             param.0.placed.borrow_mut().as_mut().ok_or_else(unplaced)?.stored = Some(tensor);
         }
-        Ok(())
+        done
+    }
+
+    /// Copies the stored tensor where somebody else holds its memory, so that it can be changed in place.
+    pub(crate) fn own(&self) -> Result<()> {
+        let own = |mut tensors: Vec<Tensor>| {
+            let done = tensors.iter_mut().try_for_each(Tensor::own);
+            (tensors, done)
+        };
+        Param::update_all(std::iter::once(self), own)
+    }
+
+    /// Forgets a value that is one of no step.
+    pub(crate) fn lose(&self) {
+        if let Some(placed) = self.0.placed.borrow_mut().as_mut() {
+            placed.stored = None;
+        }
     }
 
     /// Names the parameter and says how it lies, without a value as yet.

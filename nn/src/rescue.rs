@@ -80,7 +80,7 @@ mod tests {
     use crate::optim::{Optimizer, Sgd};
     use crate::trainer::{Settings, Trainer};
     use shardgrad_autograd::Var;
-    use shardgrad_tensor::{DType, Mesh, Value, World};
+    use shardgrad_tensor::{DType, GatedStep, Mesh, Value, World};
     use std::ops::Range;
     use std::sync::Mutex;
 
@@ -101,15 +101,19 @@ mod tests {
             self.0.num_steps()
         }
 
-        fn begin(&mut self) {
-            self.0.begin();
+        fn rates(&mut self, params: &[&Param], lr: f64) -> Result<Vec<f64>> {
+            self.0.rates(params, lr)
         }
 
-        fn change(&mut self, params: &[(&Param, Tensor)], lr: f64, grad_scale: f64) -> Result<()> {
-            if self.1 && self.num_steps() == 2 {
+        fn change(&mut self, params: &[(&Param, Tensor)], step: &GatedStep) -> Result<()> {
+            if self.1 && self.num_steps() == 1 {
                 return Err(Error::new(Kind::OutOfMemory, "no room for an update"));
             }
-            self.0.change(params, lr, grad_scale)
+            self.0.change(params, step)
+        }
+
+        fn count(&mut self, params: &[&Param]) {
+            self.0.count(params);
         }
     }
 

@@ -3,7 +3,7 @@
 use crate::captured::{Capture, Passes};
 use crate::checkpoint::check_parameters;
 use crate::module::Module;
-use crate::optim::{self, LossParts, LossScale, Optimizer, Schedule, StepArgs};
+use crate::optim::{self, LossParts, LossScale, Optimizer, Report, Schedule, StepArgs};
 use crate::placed::Model;
 use crate::plan::Plan;
 use crate::precision::Precision;
@@ -38,15 +38,16 @@ pub struct Settings {
     pub schedule: Option<Schedule>,
     /// Bound of the global gradient norm, above 0; `None` does not clip.
     pub clip: Option<f64>,
-    /// Whether forward and backward are captured in the first step and replayed in the others, with the same bits, where that can
-    /// be: in a world of one rank, without a pipeline, on a device that does such things; [`Trainer::not_captured`] says why not.
+    /// Whether steps are captured in the first one and replayed in the others, with the same bits, where that can be: in a world of
+    /// one rank, without a pipeline, on a device that does such things; [`Trainer::not_captured`] says why not. All from forward to
+    /// update is given at once then, and the host waits once, at the end.
     ///
-    /// What changes from step to step comes in through `read` then, as on a pipeline ([`Trainer::new`]): the loss runs when its
-    /// pass is captured, and what it computes beside its ops stays as it was, as does all that it reads which is neither argument
-    /// nor parameter. Where arguments or parameters lie otherwise than before, and where the loss scale or what is frozen has
-    /// changed, the pass is captured anew. A loss that draws random numbers of the step, or reaches for the host, is run in each
-    /// step. A captured pass keeps its memory until [`Trainer::loss_part`] is called; what is held of its losses and gradients is
-    /// overwritten by the next step.
+    /// What changes from step to step comes in through `read` then, as on a pipeline ([`Trainer::new`]), beside rates and control
+    /// numbers: the loss runs when its pass is captured, and what it computes beside its ops stays as it was, as does all that it reads
+    /// which is neither argument nor parameter. Where arguments, parameters or what the optimizer keeps lie otherwise than before, and
+    /// where the loss scale or what is frozen has changed, the step is captured anew. A loss that draws random numbers of the step, or
+    /// reaches for the host, is run in each step, and so is an update that does ([`Optimizer::change`]). A captured step keeps its
+    /// memory until [`Trainer::loss_part`] is called; what is held of its losses and gradients is overwritten by the next step.
     pub capture: bool,
 }
 
@@ -105,8 +106,8 @@ pub struct Trainer<'t, M> {
     capture: Capture,
     loss_scale: Option<LossScale>,
     step: u64,
-    /// While the optimizer is asked for a step: how many it had taken before.
-    updating: Option<u64>,
+    /// Whether an update has begun and not ended: parameters may be of no step.
+    is_updating: bool,
     passes: RefCell<Vec<Passed>>,
 }
 
@@ -167,7 +168,7 @@ impl<'t, M: Module> Trainer<'t, M> {
             capture,
             loss_scale,
             step: 0,
-            updating: None,
+            is_updating: false,
             passes,
         })
     }
@@ -219,14 +220,13 @@ impl<'t, M: Module> Trainer<'t, M> {
         self.staged.as_ref().map_or_else(Vec::new, Staged::starts)
     }
 
-    /// Why steps are not captured, from the first step on that was not; `None` where they are, or were not to be.
+    /// Why steps, or their updates, are not captured, from the first on that was not; `None` where they are, or were not to be.
     #[must_use]
     pub fn not_captured(&self) -> Option<&Error> {
         self.capture.why_not().filter(|_| self.settings.capture)
     }
 
-    /// What the last step did on this rank, and when: forward and backward passes, and transfers between stages. Nothing of one
-    /// that was replayed as a whole.
+    /// What the last step did on this rank, and when: passes, and transfers between stages. Nothing of one that was replayed.
     #[must_use]
     pub fn passes(&self) -> Vec<Passed> {
         self.passes.borrow().clone()
@@ -246,20 +246,13 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// bits. `Kind::Config` as [`Optimizer::step`]. What ops, arguments and collectives report.
     #[track_caller]
     pub fn step(&mut self, control: &[f64]) -> Result<StepReport> {
-        let (parts, gradients) = match self.settings.capture {
-            true => self.captured_gradients()?,
-            false => self.gradients()?,
-        };
         let step = self.step;
         let lr = self.settings.schedule.as_ref().map_or_else(|| self.optim.lr(), |s| s.lr(step as usize));
         let args = StepArgs { lr, clip: self.settings.clip, control, loss_scale: self.factor() };
-        self.updating = Some(self.optim.num_steps());
-        let Trainer { model, optim, .. } = self;
-        let report =
-            optim::step(&mut **optim, model.rank(), model.params(), (gradients, Some(&parts)), args)?;
-        // The memory of a captured step goes with the last of what it made.
-        drop(parts);
-        self.updating = None;
+        let report = match self.settings.capture && self.capture.is_on() {
+            true => self.captured_step(args)?,
+            false => self.update(self.gradients()?, args)?,
+        };
         let mut control = report.control;
         let loss = control.remove(0);
         let finite = loss.is_finite() && control.iter().all(|x| x.is_finite());
@@ -289,7 +282,7 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// # Errors
     /// `Kind::Unsupported` where an update had begun and not ended: weights are those of no step then. What the device reports.
     pub fn rescue(&self) -> Result<Rescued> {
-        if self.updating.is_some_and(|before| before != self.optim.num_steps()) {
+        if self.is_updating {
             let text = format!("the update of step {} had begun and did not end", self.step + 1);
             return Err(Error::new(Kind::Unsupported, text).detail("rank", self.rank().describe()));
         }
@@ -384,23 +377,34 @@ impl<'t, M: Module> Trainer<'t, M> {
         Ok(self.pass(read)?.parts())
     }
 
-    /// The same by captured work, where that can be.
-    fn captured_gradients(&mut self) -> Result<(LossParts, Gradients)> {
-        if self.capture.why_not().is_some() {
-            return self.gradients();
-        }
+    /// The optimizer's part of a step.
+    #[track_caller]
+    fn update(&mut self, (loss, gradients): (LossParts, Gradients), args: StepArgs<'_>) -> Result<Report> {
+        let Trainer { model, optim, is_updating, .. } = self;
+        let of = (model.rank(), model.params());
+        optim::step(&mut **optim, of, (gradients, Some(loss)), args, is_updating)
+    }
+
+    /// A step by captured work, as far as that can be. What it leaves behind is let go of when it ends.
+    #[track_caller]
+    fn captured_step(&mut self, args: StepArgs<'_>) -> Result<Report> {
         let arguments = (0..self.settings.microbatches).map(|microbatch| self.arguments(microbatch));
         let arguments: Vec<Vec<Tensor>> = arguments.collect::<Result<_>>()?;
         let mut capture = std::mem::take(&mut self.capture);
         let pass = |arguments: &[Vec<Tensor>]| self.pass(|microbatch| Ok(arguments[microbatch].clone()));
-        let made = capture.run((self.rank(), self.model.params()), &arguments, self.factor(), pass);
+        let made = capture.ready((self.rank(), self.model.params()), &arguments, self.factor(), pass);
         self.passes.borrow_mut().clear();
         self.capture = capture;
-        let made = match made? {
-            Some(made) => made,
-            None => self.pass(|microbatch| Ok(arguments[microbatch].clone()))?,
+        let Some(made) = made? else {
+            return self.update(self.pass(|microbatch| Ok(arguments[microbatch].clone()))?.parts(), args);
         };
-        Ok(made.parts())
+        let (loss, gradients) = made.parts();
+        let Trainer { model, optim, capture, is_updating, .. } = self;
+        let of = (model.rank(), model.params());
+        match capture.step(&mut **optim, of, (&gradients, &loss), args, is_updating)? {
+            Some(report) => Ok(report),
+            None => self.update((loss, gradients), args),
+        }
     }
 
     /// Forward and backward of all microbatches. Nothing is read by the host.

@@ -37,8 +37,8 @@ impl Place {
 pub type Outcome<T> = std::result::Result<(Captured, T), Error>;
 
 /// Runs `work` so that what it launches is noted and not done. What comes out has numbers once [`Captured::replay`] was
-/// called, and other ones at the same places each time. `reads` are tensors that the work reads and that may be replaced
-/// between its replays ([`Captured::finds`]).
+/// called, and other ones at the same places each time. `reads` are tensors that the work reads or writes and that may be replaced
+/// between its replays ([`Captured::finds`]); they are let go of before it begins.
 ///
 /// The work is done with this rank alone: nothing of it may reach the host, or another rank. Numbers that are passed by value
 /// (factors, keys of random numbers) stay as they are. Where it cannot be noted, nothing of it was done, and the same work may
@@ -49,8 +49,8 @@ pub type Outcome<T> = std::result::Result<(Captured, T), Error>;
 ///
 /// # Panics
 /// With the panic of `work`, unless that is an [`Error`].
-pub fn capture<T>(rank: &Rank, reads: &[Tensor], work: impl FnOnce() -> Result<T>) -> Result<Outcome<T>> {
-    let reads: Option<Vec<Place>> = reads.iter().map(Place::of).collect();
+pub fn capture<T>(rank: &Rank, reads: Vec<Tensor>, work: impl FnOnce() -> Result<T>) -> Result<Outcome<T>> {
+    let reads: Option<Vec<Place>> = reads.into_iter().map(|tensor| Place::of(&tensor)).collect();
     let context = Context::of(rank);
     let (path, is_backward) = (context.path(), context.phase() == Phase::Backward);
     let is_closed = context.is_closed();
@@ -153,7 +153,7 @@ mod tests {
     fn the_processor_captures_nothing_and_runs_nothing() {
         World::run(Mesh::single(), |rank| {
             let x = Tensor::from_host(rank, &[2], &[1.0f32, 2.0])?;
-            let outcome = capture(rank, &[x], || -> Result<()> { panic!("it is run") })?;
+            let outcome = capture(rank, vec![x], || -> Result<()> { panic!("it is run") })?;
             assert_eq!(outcome.unwrap_err().kind(), Kind::Unsupported);
             Ok(())
         })

@@ -22,13 +22,23 @@ pub fn world_sum(rank: &Rank, values: &[f64], site: &'static Location<'static>) 
     if mesh.num_ranks() == 1 {
         return Ok(values.to_vec());
     }
+    let sums = sum_over_world(rank, Piece::upload(rank, &[values.len()], values)?, site)?;
+    Ok(if sums.buffer.has_memory() { sums.front(rank, values.len())? } else { values.to_vec() })
+}
+
+/// The same of numbers that lie on the device, without waiting for them: f64, row-major from the first byte of their memory.
+pub(crate) fn sum_over_world(rank: &Rank, own: Piece, site: &'static Location<'static>) -> Result<Piece> {
+    let rank = rank.world();
+    let mesh = rank.mesh();
+    if mesh.num_ranks() == 1 {
+        return Ok(own);
+    }
     let axes = mesh.axes().filter(|a| mesh.size(*a) > 1).collect();
-    let own = Piece::upload(rank, &[values.len()], values)?;
     let context = Context::of(rank);
     let path = context.path();
     let call = Call { axes, dtype: DType::F64, phase: Phase::Control, path: &path, site };
-    let sums = rank.all_reduce(&call, &own.buffer, values.len(), ReduceOp::Sum)?;
-    Ok(if sums.has_memory() { download(&**rank.backend(), &sums, values.len())? } else { values.to_vec() })
+    let sums = rank.all_reduce(&call, &own.buffer, own.numel(), ReduceOp::Sum)?;
+    Ok(Piece::received(sums, DType::F64, &own.view.shape))
 }
 
 /// Hands `len` bytes on along an axis, from the rank at place `from` to the one at place `to`; `bytes` is read on the first of
@@ -121,7 +131,7 @@ impl Tensor {
     }
 
     /// Whether this rank's part of a scalar counts in [`Tensor::local_part_once`].
-    fn counts_once(&self) -> Result<bool> {
+    pub(crate) fn counts_once(&self) -> Result<bool> {
         let (layout, rank) = (self.layout(), self.rank());
         if layout.ndim() != 0 {
             return Err(Error::new(Kind::Shape, format!("{layout} is no scalar")));
@@ -132,71 +142,57 @@ impl Tensor {
 }
 
 /// This rank's share of the sum of the squares of all elements of some tensors, in f64: added up over the world, every global
-/// element counts once. Copies count where this rank stands at 0 on every axis that does not split the tensor. The sums of all
-/// tensors of one dtype are one launch, and all of them are one copy to the host; they are added up in the order of the tensors.
+/// element counts once. Copies count where this rank stands at 0 on every axis that does not split the tensor. The sums of
+/// neighbours of one dtype are one launch, and all of them are one copy to the host; they are added up in the order of the tensors.
 /// No communication; 0 on the null back end.
 ///
 /// # Errors
 /// `Kind::Layout` for a pending sum, whose squares are not known before it is completed.
 pub fn local_sum_squares_once<'a>(rank: &Rank, tensors: impl IntoIterator<Item = &'a Tensor>) -> Result<f64> {
-    Ok(local_sums_once(rank, tensors, &[])?.0)
+    let counted = counted_once(rank, tensors)?;
+    let mut sums = Piece::alloc(rank, DType::F64, &[counted.len()])?;
+    sum_squares(rank, &counted, &mut sums)?;
+    let sums: Vec<f64> = if counted.is_empty() { Vec::new() } else { sums.front(rank, counted.len())? };
+    Ok(sums.iter().fold(0.0, |all, sum| all + sum))
 }
 
-/// [`local_sum_squares_once`] of some tensors, and [`Tensor::local_part_once`] of some scalars, by one copy to the host.
-///
-/// # Errors
-/// As those.
-pub fn local_sums_once<'a>(
+/// What counts on this rank where every global element counts once: pieces without gaps.
+pub(crate) fn counted_once<'a>(
     rank: &Rank,
     tensors: impl IntoIterator<Item = &'a Tensor>,
-    scalars: &[Tensor],
-) -> Result<(f64, Vec<f64>)> {
+) -> Result<Vec<Piece>> {
     let mut counted = Vec::new();
     for tensor in tensors {
-        let (layout, rank) = (tensor.layout(), tensor.rank());
+        let (layout, own) = (tensor.layout(), tensor.rank());
         if !layout.partial().is_empty() {
             return Err(Error::new(Kind::Layout, format!("the squares of a pending sum, {layout}"))
                 .detail("help", "complete it first, or bring a gradient to its stored layout"));
         }
         let split = layout.sharded_axes();
-        if layout.mesh().axes().any(|a| !split.contains(a) && rank.coordinate(a) != 0) {
-            continue;
+        if layout.mesh().axes().all(|a| split.contains(a) || own.coordinate(a) == 0) {
+            counted.push(tensor.piece().contiguous(rank)?);
         }
-        counted.push(tensor.piece().contiguous(rank)?);
     }
-    let mut dtypes: Vec<DType> = counted.iter().map(|piece| piece.dtype).collect();
-    dtypes.sort_unstable();
-    dtypes.dedup();
-    let mut sums = Piece::alloc(rank, DType::F64, &[counted.len() + scalars.len()])?;
-    // The place of each tensor's sum: those of one dtype lie side by side.
-    let (mut places, mut filled) = (vec![0; counted.len()], 0);
-    for dtype in dtypes {
-        let own: Vec<usize> = (0..counted.len()).filter(|&i| counted[i].dtype == dtype).collect();
-        own.iter().zip(filled..).for_each(|(&i, place)| places[i] = place);
-        let pieces: Vec<&Piece> = own.iter().map(|&i| &counted[i]).collect();
-        sums.view = Strides::contiguous(&[own.len()]).at(filled).into();
-        launch(rank, &SUM_SQUARES_MANY, &pieces, &mut [&mut sums], &[])?;
-        filled += own.len();
+    Ok(counted)
+}
+
+/// The sum of the squares of each piece, to the front of f64 memory; neighbours of one dtype are one launch.
+pub(crate) fn sum_squares(rank: &Rank, pieces: &[Piece], sums: &mut Piece) -> Result<()> {
+    let (whole, mut filled) = (sums.view.clone(), 0);
+    for alike in pieces.chunk_by(|a, b| a.dtype == b.dtype) {
+        let inputs: Vec<&Piece> = alike.iter().collect();
+        sums.view = Strides::contiguous(&[alike.len()]).at(filled).into();
+        launch(rank, &SUM_SQUARES_MANY, &inputs, &mut [&mut *sums], &[])?;
+        filled += alike.len();
     }
-    let mut counts = Vec::with_capacity(scalars.len());
-    for (scalar, offset) in scalars.iter().zip(filled..) {
-        counts.push(scalar.counts_once()?);
-        sums.write(rank, Strides::contiguous(&[]).at(offset), scalar.piece())?;
-    }
-    let num_sums = filled + scalars.len();
-    let sums: Vec<f64> = if num_sums == 0 { Vec::new() } else { sums.front(rank, num_sums)? };
-    // There are none on the null back end.
-    let at = |place: usize| sums.get(place).copied().unwrap_or(0.0);
-    let squares = places.iter().fold(0.0, |all, &place| all + at(place));
-    let parts = counts.iter().zip(filled..).map(|(counts, place)| if *counts { at(place) } else { 0.0 });
-    Ok((squares, parts.collect()))
+    sums.view = whole;
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::layout::Layout;
-    use crate::value::Value;
     use shardgrad_dist::{Mesh, World};
 
     #[test]
@@ -216,12 +212,6 @@ mod tests {
                     // Of one tensor, and of several of two dtypes.
                     for (tensors, times) in [(vec![&x], 1.0), (vec![&x, &wide, &x, &x], 4.0)] {
                         let word = [local_sum_squares_once(rank, tensors)?, 1.0];
-                        let parts = [x.sum().square(), x.cast(DType::F64).sum()];
-                        let (squares, each) = local_sums_once(rank, [&x], &parts)?;
-                        assert_eq!(squares, local_sum_squares_once(rank, [&x])?);
-                        for (part, one) in parts.iter().zip(each) {
-                            assert_eq!(one, part.local_part_once()?, "{layout}");
-                        }
                         let sums = world_sum(rank, &word, Location::caller())?;
                         assert_eq!(sums, [times * expected, rank.mesh().num_ranks() as f64], "{layout}");
                     }

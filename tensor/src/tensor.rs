@@ -248,9 +248,7 @@ impl Tensor {
     #[track_caller]
     pub fn accumulate(mut self, other: &Tensor) -> Result<Tensor> {
         debug_assert_eq!(self.layout(), other.layout(), "cotangents of one value share a layout");
-        let owned = Rc::get_mut(&mut self.0)
-            .is_some_and(|i| i.piece.view.is_contiguous() && i.piece.buffer.is_unique());
-        let rank = self.rank().clone();
+        let (owned, rank) = (self.is_own(), self.rank().clone());
         if owned && !Context::of(&rank).is_watched() {
             return self.update(|sum| launch(&rank, &ACCUMULATE, &[other.piece()], &mut [sum], &[]));
         }
@@ -272,6 +270,28 @@ impl Tensor {
         let mut piece = self.into_own_piece()?;
         change(&mut piece)?;
         Ok(Tensor::assemble(&rank, layout, piece))
+    }
+
+    /// Copies the numbers where somebody else holds their memory, or where they lie with gaps, so that they can be changed in place.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn own(&mut self) -> Result<()> {
+        if let Some(inner) = Rc::get_mut(&mut self.0) {
+            // Other layouts of this value may lie in the same memory.
+            inner.forms.get_mut().clear();
+        }
+        if self.is_own() {
+            return Ok(());
+        }
+        let copy = self.piece().converted(self.rank(), self.dtype())?;
+        *self = Tensor::assemble(self.rank(), self.layout().clone(), copy);
+        Ok(())
+    }
+
+    /// Whether nobody else holds this tensor or its memory, and it lies without gaps.
+    fn is_own(&mut self) -> bool {
+        Rc::get_mut(&mut self.0).is_some_and(|i| i.piece.view.is_contiguous() && i.piece.buffer.is_unique())
     }
 
     /// Layout and piece, if this is the only handle of the tensor.

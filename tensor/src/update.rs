@@ -1,14 +1,14 @@
-//! Optimizer steps in place: on what each rank stores, without communication.
+//! Optimizer steps in place: on what each rank stores, without communication, and without the host.
 
+use crate::gate::GatedStep;
 use crate::layout::Layout;
 use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
-use shardgrad_kernels::op::adamw::{STEP, STEP_MANY};
-use shardgrad_kernels::op::sgd;
+use shardgrad_kernels::op::{adamw, sgd};
 use shardgrad_kernels::{DType, Scalar};
 
-/// The numbers of one AdamW step; see [`STEP`] for the formula.
+/// The numbers of one parameter in an AdamW step; see [`adamw::STEP`] for the formula.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamWRates {
     /// Learning rate.
@@ -25,8 +25,15 @@ pub struct AdamWRates {
     pub correction1: f64,
     /// 1 - beta2^t.
     pub correction2: f64,
-    /// The factor of a gradient clip, or 1.
-    pub grad_scale: f64,
+}
+
+impl AdamWRates {
+    /// In the order in which a step is told.
+    #[must_use]
+    pub fn row(&self) -> [f64; adamw::NUM_RATES] {
+        let AdamWRates { lr, beta1, beta2, eps, weight_decay, correction1, correction2 } = *self;
+        [lr, beta1, beta2, eps, weight_decay, correction1, correction2]
+    }
 }
 
 /// The running means that AdamW keeps for one parameter: this rank's part, in the accumulator of its dtype. It holds
@@ -73,20 +80,13 @@ impl Moments {
         [&self.m, &self.v].map(|piece| Tensor::assemble(rank, self.layout.clone(), piece.clone()))
     }
 
-    /// The parameter after a step. It is changed in place where nobody else holds its memory, and so are the means.
+    /// Copies means that somebody else holds, so that they can be changed in place.
     ///
     /// # Errors
-    /// `Kind::Layout` if parameter or gradient lie otherwise than the means; `Kind::OutOfMemory`.
-    pub fn step(&mut self, param: Tensor, grad: &Tensor, rates: &AdamWRates) -> Result<Tensor> {
-        self.check(&param, grad)?;
-        let rank = param.rank().clone();
-        let grad = grad.piece().contiguous(&rank)?;
-        own(&rank, &mut self.m)?;
-        own(&rank, &mut self.v)?;
-        let AdamWRates { lr, beta1, beta2, eps, weight_decay, correction1, correction2, grad_scale } = *rates;
-        let scalars =
-            [lr, beta1, beta2, eps, weight_decay, correction1, correction2, grad_scale].map(Scalar::Real);
-        param.update(|p| launch(&rank, &STEP, &[&grad], &mut [p, &mut self.m, &mut self.v], &scalars))
+    /// `Kind::OutOfMemory`.
+    pub fn own(&mut self, rank: &Rank) -> Result<()> {
+        own(rank, &mut self.m)?;
+        own(rank, &mut self.v)
     }
 
     fn check(&self, param: &Tensor, grad: &Tensor) -> Result<()> {
@@ -103,7 +103,7 @@ impl Moments {
     }
 }
 
-/// One parameter of [`step_many`].
+/// One parameter of an [`adamw()`] step.
 #[derive(Debug)]
 pub struct AdamWStep<'a> {
     /// The parameter before the step.
@@ -112,54 +112,45 @@ pub struct AdamWStep<'a> {
     pub grad: &'a Tensor,
     /// Its means.
     pub moments: &'a mut Moments,
-    /// Its numbers. Betas, eps and the factor of the gradient are those of the first parameter.
-    pub rates: AdamWRates,
 }
 
-/// The parameters after a step each, in their order: [`Moments::step`] of many at once, and with the same bits. All parameters
-/// of one dtype with the same corrections are one launch. If it fails, parameters and means are of no more use.
+/// Takes an AdamW step, if it is one that is taken. The first parameter has the first [`adamw::NUM_RATES`] rates of the step
+/// ([`AdamWRates::row`]), and so on. All parameters of one dtype are one launch. Parameters are changed in place where nobody else
+/// holds their memory, and so are their means. They come out in their order; if it fails, parameters and means may have changed in
+/// part, unless the launches were noted and not done.
 ///
 /// # Errors
-/// As for [`Moments::step`].
-pub fn step_many(steps: Vec<AdamWStep<'_>>) -> Result<Vec<Tensor>> {
-    steps.iter().try_for_each(|step| step.moments.check(&step.param, step.grad))?;
-    let Some(first) = steps.first() else { return Ok(Vec::new()) };
-    let rank = &first.param.rank().clone();
-    let AdamWRates { beta1, beta2, eps, grad_scale, .. } = first.rates;
-    let (mut layouts, mut params) = (Vec::with_capacity(steps.len()), Vec::with_capacity(steps.len()));
-    let mut others = Vec::with_capacity(steps.len());
-    for AdamWStep { param, grad, moments, rates } in steps {
-        layouts.push(param.layout().clone());
-        params.push(param.into_own_piece()?);
-        own(rank, &mut moments.m)?;
-        own(rank, &mut moments.v)?;
-        others.push((grad.piece().contiguous(rank)?, moments, rates));
-    }
-    let launch_of =
-        |dtype: DType, rates: &AdamWRates| (dtype, rates.correction1.to_bits(), rates.correction2.to_bits());
-    let mut launches: Vec<_> = layouts.iter().zip(&others).map(|(l, o)| launch_of(l.dtype(), &o.2)).collect();
-    launches.sort_unstable();
-    launches.dedup();
-    for of in launches {
-        let (mut grads, mut outputs) = (Vec::new(), Vec::new());
-        let (_, correction1, correction2) = of;
-        let [correction1, correction2] = [correction1, correction2].map(f64::from_bits);
-        let mut scalars = vec![beta1, beta2, eps, correction1, correction2, grad_scale];
-        for (param, (grad, moments, rates)) in params.iter_mut().zip(&mut others) {
-            if launch_of(param.dtype, rates) == of {
-                grads.push(&*grad);
-                outputs.extend([param, &mut moments.m, &mut moments.v]);
-                scalars.extend([rates.lr, rates.weight_decay]);
+/// `Kind::Layout` if a parameter or gradient lies otherwise than the means; `Kind::OutOfMemory`.
+pub fn adamw(steps: Vec<AdamWStep<'_>>, of: &GatedStep) -> (Vec<Tensor>, Result<()>) {
+    let steps = steps.into_iter().map(|AdamWStep { param, grad, moments }| (param, (grad, moments)));
+    let own = |param: &Tensor, (grad, moments): &mut (&Tensor, &mut Moments)| {
+        moments.check(param, grad)?;
+        moments.own(param.rank())
+    };
+    in_place(steps.collect(), own, |rank, params, others| {
+        let contiguous = others.iter().map(|(grad, _)| grad.piece().contiguous(rank));
+        let contiguous = contiguous.collect::<Result<Vec<Piece>>>()?;
+        let (rates, gate) = (of.rates(adamw::NUM_RATES), of.gate());
+        let mut dtypes: Vec<DType> = params.iter().map(|param| param.dtype).collect();
+        dtypes.sort_unstable();
+        dtypes.dedup();
+        for dtype in dtypes {
+            let (mut inputs, mut outputs, mut rows) = (Vec::new(), Vec::new(), Vec::new());
+            for (i, (param, (_, moments))) in params.iter_mut().zip(&mut *others).enumerate() {
+                if param.dtype == dtype {
+                    inputs.push(&contiguous[i]);
+                    outputs.extend([param, &mut moments.m, &mut moments.v]);
+                    rows.push(Scalar::Int(i as i64));
+                }
             }
+            inputs.extend([&rates, &gate]);
+            launch(rank, &adamw::STEP, &inputs, &mut outputs, &rows)?;
         }
-        let scalars: Vec<Scalar> = scalars.into_iter().map(Scalar::Real).collect();
-        launch(rank, &STEP_MANY, &grads, &mut outputs, &scalars)?;
-    }
-    Ok(layouts.into_iter().zip(params).map(|(layout, p)| Tensor::assemble(rank, layout, p)).collect())
+        Ok(())
+    })
 }
 
-/// The numbers of one step of gradient descent with momentum; see [`sgd::STEP`] for the
-/// formula.
+/// The numbers of one parameter in a step of gradient descent with momentum; see [`sgd::STEP`] for the formula.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SgdRates {
     /// Learning rate.
@@ -168,10 +159,14 @@ pub struct SgdRates {
     pub momentum: f64,
     /// Decay: this times a parameter is added to its gradient.
     pub weight_decay: f64,
-    /// The factor of a gradient clip, or 1.
-    pub grad_scale: f64,
-    /// Whether the step looks ahead, after Nesterov.
-    pub nesterov: bool,
+}
+
+impl SgdRates {
+    /// In the order in which a step is told.
+    #[must_use]
+    pub fn row(&self) -> [f64; sgd::NUM_RATES] {
+        [self.lr, self.momentum, self.weight_decay]
+    }
 }
 
 /// The velocity that gradient descent with momentum keeps for one parameter: this rank's part, in the accumulator of its
@@ -213,29 +208,79 @@ impl Velocity {
         Tensor::assemble(rank, self.layout.clone(), self.v.clone())
     }
 
-    /// The parameter after a step. It is changed in place where nobody else holds its memory, and so is the velocity.
+    /// Copies a velocity that somebody else holds, so that it can be changed in place.
     ///
     /// # Errors
-    /// `Kind::Layout` if parameter or gradient lie otherwise than the velocity; `Kind::OutOfMemory`.
-    pub fn step(&mut self, param: Tensor, grad: &Tensor, rates: &SgdRates) -> Result<Tensor> {
-        let layout = param.layout().clone();
-        if layout.with_dtype(self.layout.dtype()) != self.layout || *grad.layout() != layout {
-            let text = format!(
-                "an SGD step of {layout} with a gradient of {} and a velocity of {}",
-                grad.layout(),
-                self.layout
-            );
-            return Err(Error::new(Kind::Layout, text));
-        }
-        let rank = param.rank().clone();
-        let grad = grad.piece().contiguous(&rank)?;
-        own(&rank, &mut self.v)?;
-        let SgdRates { lr, momentum, weight_decay, grad_scale, nesterov } = *rates;
-        let [lr, momentum, weight_decay, grad_scale] =
-            [lr, momentum, weight_decay, grad_scale].map(Scalar::Real);
-        let scalars = [lr, momentum, weight_decay, grad_scale, Scalar::Int(i64::from(nesterov))];
-        param.update(|p| launch(&rank, &sgd::STEP, &[&grad], &mut [p, &mut self.v], &scalars))
+    /// `Kind::OutOfMemory`.
+    pub fn own(&mut self, rank: &Rank) -> Result<()> {
+        own(rank, &mut self.v)
     }
+
+    fn check(&self, param: &Tensor, grad: &Tensor) -> Result<()> {
+        let layout = param.layout();
+        if layout.with_dtype(self.layout.dtype()) == self.layout && grad.layout() == layout {
+            return Ok(());
+        }
+        let text = format!(
+            "an SGD step of {layout} with a gradient of {} and a velocity of {}",
+            grad.layout(),
+            self.layout
+        );
+        Err(Error::new(Kind::Layout, text))
+    }
+}
+
+/// One parameter of a [`descent`].
+#[derive(Debug)]
+pub struct SgdStep<'a> {
+    /// The parameter before the step.
+    pub param: Tensor,
+    /// Its gradient.
+    pub grad: &'a Tensor,
+    /// Its velocity.
+    pub velocity: &'a mut Velocity,
+}
+
+/// Takes a step of gradient descent, as [`adamw()`] does; after Nesterov, it looks ahead. The first parameter has the first
+/// [`sgd::NUM_RATES`] rates of the step ([`SgdRates::row`]), and so on.
+///
+/// # Errors
+/// `Kind::Layout` if a parameter or gradient lies otherwise than the velocity; `Kind::OutOfMemory`.
+pub fn descent(steps: Vec<SgdStep<'_>>, nesterov: bool, of: &GatedStep) -> (Vec<Tensor>, Result<()>) {
+    let steps = steps.into_iter().map(|SgdStep { param, grad, velocity }| (param, (grad, velocity)));
+    let own = |param: &Tensor, (grad, velocity): &mut (&Tensor, &mut Velocity)| {
+        velocity.check(param, grad)?;
+        velocity.own(param.rank())
+    };
+    in_place(steps.collect(), own, |rank, params, others| {
+        let (gate, scalars) = (of.gate(), [Scalar::Int(i64::from(nesterov))]);
+        for (i, (param, (grad, velocity))) in params.iter_mut().zip(others).enumerate() {
+            let (grad, rates) = (grad.piece().contiguous(rank)?, of.row(i, sgd::NUM_RATES));
+            launch(rank, &sgd::STEP, &[&grad, &rates, &gate], &mut [param, &mut velocity.v], &scalars)?;
+        }
+        Ok(())
+    })
+}
+
+/// Changes parameters on memory that nobody else holds, with what a rule keeps of each; they come out whatever becomes of it.
+fn in_place<K>(
+    steps: Vec<(Tensor, K)>,
+    own: impl Fn(&Tensor, &mut K) -> Result<()>,
+    change: impl FnOnce(&Rank, &mut [Piece], &mut [K]) -> Result<()>,
+) -> (Vec<Tensor>, Result<()>) {
+    let (mut params, mut kept): (Vec<Tensor>, Vec<K>) = steps.into_iter().unzip();
+    let ready = params.iter_mut().zip(&mut kept).try_for_each(|(param, kept)| {
+        own(param, kept)?;
+        param.own()
+    });
+    let Some(rank) = params.first().map(|param| param.rank().clone()).filter(|_| ready.is_ok()) else {
+        return (params, ready);
+    };
+    let parts = params.into_iter().map(|param| param.into_parts().expect("nobody else holds it"));
+    let (layouts, mut pieces): (Vec<Layout>, Vec<Piece>) = parts.unzip();
+    let done = change(&rank, &mut pieces, &mut kept);
+    let params = layouts.into_iter().zip(pieces);
+    (params.map(|(layout, piece)| Tensor::assemble(&rank, layout, piece)).collect(), done)
 }
 
 /// Copies a piece that somebody else holds, or that has gaps, so that it can be written.
@@ -249,8 +294,10 @@ fn own(rank: &Rank, piece: &mut Piece) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::gate::StepTold;
     use shardgrad_dist::{Mesh, World};
     use shardgrad_kernels::DType;
+    use std::panic::Location;
 
     const RATES: AdamWRates = AdamWRates {
         lr: 0.1,
@@ -260,8 +307,34 @@ mod tests {
         weight_decay: 0.5,
         correction1: 0.5,
         correction2: 0.25,
-        grad_scale: 0.5,
     };
+
+    /// A step that multiplies gradients by a half, with some rates.
+    fn halving(rank: &Rank, rates: Vec<f64>) -> Result<GatedStep> {
+        let told = StepTold { clip: None, loss_scale: 2.0, control: Vec::new(), rates };
+        let mut step = GatedStep::new(rank, told, false)?;
+        step.find([], (&[], 1), Location::caller())?;
+        Ok(step)
+    }
+
+    /// One parameter after an AdamW step.
+    fn one(param: Tensor, grad: &Tensor, moments: &mut Moments, rates: AdamWRates) -> Result<Tensor> {
+        let of = halving(param.rank(), rates.row().to_vec())?;
+        let (mut params, done) = adamw(vec![AdamWStep { param, grad, moments }], &of);
+        done.map(|()| params.remove(0))
+    }
+
+    /// One parameter after a step of descent.
+    fn descended(
+        param: Tensor,
+        grad: &Tensor,
+        velocity: &mut Velocity,
+        (rates, nesterov): (SgdRates, bool),
+    ) -> Result<Tensor> {
+        let of = halving(param.rank(), rates.row().to_vec())?;
+        let (mut params, done) = descent(vec![SgdStep { param, grad, velocity }], nesterov, &of);
+        done.map(|()| params.remove(0))
+    }
 
     #[test]
     fn a_step_by_hand_on_split_parameters() {
@@ -272,7 +345,7 @@ mod tests {
             let kept = param.clone();
             let grad = Tensor::full(rank, &layout, 4.0)?;
             let mut moments = Moments::zeros(rank, &layout)?;
-            let stepped = moments.step(param, &grad, &RATES)?;
+            let stepped = one(param, &grad, &mut moments, RATES)?;
             assert_eq!(stepped.to_f64()?, [8.0 - 0.4 - 0.05, 4.0 - 0.2 - 0.05, -0.05]);
             assert_eq!(kept.to_f64()?, [8.0, 4.0, 0.0], "a value that somebody holds does not change");
             for mean in moments.tensors(rank) {
@@ -291,14 +364,14 @@ mod tests {
             let grad = Tensor::full(rank, &layout, 1.0)?;
             let address = param.piece().buffer.address();
             let mut moments = Moments::zeros(rank, &layout)?;
-            let param = moments.step(param, &grad, &RATES)?;
+            let param = one(param, &grad, &mut moments, RATES)?;
             assert_eq!(param.piece().buffer.address(), address);
             let mut other = moments.clone();
             let values = |m: &Moments| -> Result<Vec<Vec<f64>>> {
                 m.tensors(rank).iter().map(Tensor::to_f64).collect()
             };
             let before = values(&moments)?;
-            let _ = other.step(param, &grad, &RATES)?;
+            let _ = one(param, &grad, &mut other, RATES)?;
             assert_eq!(values(&moments)?, before);
             assert!(values(&other)?.iter().zip(&before).all(|(new, old)| new != old));
             let saved = Moments::from_tensors(&layout, moments.tensors(rank))?;
@@ -323,16 +396,19 @@ mod tests {
             let mut moments = zeros.collect::<Result<Vec<Moments>>>()?;
             // Means that somebody else holds stay as they are.
             let mut other = moments.clone();
+            let of = halving(rank, (0..texts.len()).flat_map(|i| rates(i).row()).collect())?;
             for round in 0..3 {
                 let grads = (0..texts.len()).map(|i| tensor(i, round)).collect::<Result<Vec<Tensor>>>()?;
                 let kept = tensor(2, 9)?;
                 let mut steps = Vec::new();
                 for (i, moments) in moments.iter_mut().enumerate() {
                     let param = if i == 2 { kept.clone() } else { tensor(i, 9)? };
-                    steps.push(AdamWStep { param, grad: &grads[i], moments, rates: rates(i) });
+                    steps.push(AdamWStep { param, grad: &grads[i], moments });
                 }
-                for (i, many) in step_many(steps)?.into_iter().enumerate() {
-                    let one = other[i].step(tensor(i, 9)?, &grads[i], &rates(i))?;
+                let (stepped, done) = adamw(steps, &of);
+                done?;
+                for (i, many) in stepped.into_iter().enumerate() {
+                    let one = one(tensor(i, 9)?, &grads[i], &mut other[i], rates(i))?;
                     assert_eq!((many.to_f64()?, many.layout()), (one.to_f64()?, one.layout()));
                 }
                 assert_eq!(kept.to_f64()?, tensor(2, 9)?.to_f64()?, "a value that somebody holds");
@@ -341,10 +417,13 @@ mod tests {
                 let [a, b] = [many, one].map(|m| m.tensors(rank).map(|t| t.to_f64().unwrap()));
                 assert_eq!(a, b);
             }
-            assert!(step_many(Vec::new())?.is_empty());
+            assert!(adamw(Vec::new(), &of).0.is_empty());
+            // What fails hands the parameters out all the same.
             let (param, grad) = (tensor(0, 9)?, &tensor(2, 9)?);
-            let wrong = AdamWStep { param, grad, moments: &mut moments[0], rates: RATES };
-            assert_eq!(step_many(vec![wrong]).unwrap_err().kind(), Kind::Layout);
+            let wrong = AdamWStep { param, grad, moments: &mut moments[0] };
+            let (params, done) = adamw(vec![wrong], &of);
+            assert_eq!(done.unwrap_err().kind(), Kind::Layout);
+            assert_eq!(params[0].to_f64()?, tensor(0, 9)?.to_f64()?);
             Ok(())
         })
         .unwrap();
@@ -357,7 +436,8 @@ mod tests {
             let (split, whole) = (parse("f32[4@tp]")?, parse("f32[4]")?);
             assert!(Moments::zeros(rank, &parse("f32[4] ~tp")?).is_err());
             let mut moments = Moments::zeros(rank, &split)?;
-            let wrong = moments.step(Tensor::zeros(rank, &split)?, &Tensor::zeros(rank, &whole)?, &RATES);
+            let (param, grad) = (Tensor::zeros(rank, &split)?, Tensor::zeros(rank, &whole)?);
+            let wrong = one(param, &grad, &mut moments, RATES);
             assert_eq!(wrong.unwrap_err().kind(), Kind::Layout);
             assert!(Moments::from_tensors(&whole, moments.tensors(rank)).is_err());
             Ok(())
@@ -372,20 +452,19 @@ mod tests {
             let layout = Layout::parse("f64[3@tp]", rank.mesh())?;
             let param = Tensor::from_global(rank, &layout, &[8.0f64, 4.0, 0.0])?;
             let grad = Tensor::full(rank, &layout, 4.0)?;
-            let rates =
-                SgdRates { lr: 0.5, momentum: 0.5, weight_decay: 0.5, grad_scale: 0.5, nesterov: false };
+            let rates = SgdRates { lr: 0.5, momentum: 0.5, weight_decay: 0.5 };
             let mut velocity = Velocity::zeros(rank, &layout)?;
-            let param = velocity.step(param, &grad, &rates)?;
+            let param = descended(param, &grad, &mut velocity, (rates, false))?;
             assert_eq!(param.to_f64()?, [5.0, 2.0, -1.0]);
             let mut ahead = Velocity::from_tensor(&layout, &velocity.tensor(rank))?;
-            let plain = velocity.step(param.clone(), &grad, &rates)?;
+            let plain = descended(param.clone(), &grad, &mut velocity, (rates, false))?;
             // g = 4.5, 3, 1.5 and v = 7.5, 5, 2.5.
             assert_eq!(plain.to_f64()?, [1.25, -0.5, -2.25]);
             assert_eq!(velocity.tensor(rank).to_f64()?, [7.5, 5.0, 2.5]);
-            let nesterov = ahead.step(param, &grad, &SgdRates { nesterov: true, ..rates })?;
+            let nesterov = descended(param, &grad, &mut ahead, (rates, true))?;
             assert_eq!(nesterov.to_f64()?, [5.0 - 4.125, 2.0 - 2.75, -1.0 - 1.375]);
             let whole = Tensor::zeros(rank, &Layout::parse("f64[3]", rank.mesh())?)?;
-            assert!(velocity.step(whole.clone(), &grad, &rates).is_err());
+            assert!(descended(whole.clone(), &grad, &mut velocity, (rates, false)).is_err());
             assert!(Velocity::from_tensor(&layout, &whole).is_err());
             Ok(())
         })

@@ -10,18 +10,34 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+/// What the host asked of the device, besides noting work.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Asked {
+    Launch,
+    Replay,
+    Upload,
+    /// The host has waited for all work.
+    Download,
+}
+
 /// The device, and how often its ranks have captured work to the end and replayed some.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Addressed {
     counts: Arc<[AtomicUsize; 2]>,
-    /// How many captures it refuses first.
-    refusals: Arc<AtomicUsize>,
+    asked: Arc<Mutex<Vec<Asked>>>,
+    /// How many captures it refuses first, and at the launch of which kernel.
+    refusals: (Arc<AtomicUsize>, &'static str),
 }
 
 impl Addressed {
-    /// A device that refuses some captures in the middle.
-    pub(super) fn refusing(count: usize) -> Addressed {
-        Addressed { refusals: Arc::new(count.into()), ..Addressed::default() }
+    /// A device that refuses some captures in the middle, when a kernel is launched.
+    pub(super) fn refusing(count: usize, kernel: &'static str) -> Addressed {
+        Addressed { refusals: (Arc::new(count.into()), kernel), ..Addressed::default() }
+    }
+
+    /// What it was asked since the last call of this.
+    pub(super) fn take_asked(&self) -> Vec<Asked> {
+        std::mem::take(&mut *locked(&self.asked))
     }
 
     pub(super) fn num_captures(&self) -> usize {
@@ -41,8 +57,8 @@ impl Machine for Addressed {
     fn backend(&self, _: Settings) -> Result<Arc<dyn Backend>, KernelError> {
         let host = Cpu::backend(1);
         let store = Arc::new(Store { host: host.clone(), books: Mutex::default() });
-        let (counts, refusals) = (self.counts.clone(), self.refusals.clone());
-        Ok(Arc::new(OneRank { host, store, counts, refusals, noting: Mutex::default() }))
+        let (device, noting) = (self.clone(), Mutex::default());
+        Ok(Arc::new(OneRank { host, store, device, noting }))
     }
 }
 
@@ -203,12 +219,15 @@ impl Drop for Work {
 struct OneRank {
     host: Arc<dyn Backend>,
     store: Arc<Store>,
-    counts: Arc<[AtomicUsize; 2]>,
-    refusals: Arc<AtomicUsize>,
+    device: Addressed,
     noting: Mutex<Option<Work>>,
 }
 
 impl OneRank {
+    fn note(&self, asked: Asked) {
+        locked(&self.device.asked).push(asked);
+    }
+
     fn not_captured(&self, what: &'static str) -> Result<(), KernelError> {
         if locked(&self.noting).is_some() { Err(KernelError::Captured { what }) } else { Ok(()) }
     }
@@ -233,13 +252,15 @@ impl Backend for OneRank {
         let noted = Noted::of(kernel, launch);
         let mut noting = locked(&self.noting);
         let Some(work) = &mut *noting else {
+            self.note(Asked::Launch);
             return locked(&self.store.books).run(&*self.host, &noted);
         };
         let used: Vec<u64> = noted.inputs.iter().chain(&noted.outputs).map(|x| x.address).collect();
         used.into_iter().for_each(|address| work.keep(address));
         work.launches.push(noted);
-        let refuses = work.launches.len() == 100
-            && self.refusals.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1)).is_ok();
+        let (refusals, at) = &self.device.refusals;
+        let refuses = kernel.name == *at
+            && refusals.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1)).is_ok();
         let error = || KernelError::Device { call: "launch", why: "not now".into(), lasting: false };
         if refuses { Err(error()) } else { Ok(()) }
     }
@@ -258,6 +279,7 @@ impl Backend for OneRank {
 
     fn upload(&self, from: &[u8], to: &mut Buffer) -> Result<(), KernelError> {
         self.not_captured("copies from the host")?;
+        self.note(Asked::Upload);
         assert!(to.is_unique(), "a buffer that is written has one handle");
         let address = to.device_address().unwrap();
         self.host.upload(from, locked(&self.store.books).contents.get_mut(&address).unwrap())
@@ -265,6 +287,7 @@ impl Backend for OneRank {
 
     fn download(&self, from: &Buffer, to: &mut [u8]) -> Result<(), KernelError> {
         self.not_captured("copies to the host")?;
+        self.note(Asked::Download);
         self.host.download(&locked(&self.store.books).contents[&from.device_address().unwrap()], to)
     }
 
@@ -285,12 +308,13 @@ impl Backend for OneRank {
             drop(books);
             return Err(if bytes > 0 { KernelError::Unmade { bytes } } else { error });
         }
-        self.counts[0].fetch_add(1, Ordering::Relaxed);
+        self.device.counts[0].fetch_add(1, Ordering::Relaxed);
         Ok(Graph::new(Arc::new(noted)))
     }
 
     fn replay(&self, graph: &Graph) -> Result<(), KernelError> {
-        self.counts[1].fetch_add(1, Ordering::Relaxed);
+        self.device.counts[1].fetch_add(1, Ordering::Relaxed);
+        self.note(Asked::Replay);
         let work: &Work = graph.work().expect("a graph of this device");
         let mut books = locked(&self.store.books);
         work.launches.iter().try_for_each(|launch| books.run(&*self.host, launch))

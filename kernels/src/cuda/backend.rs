@@ -11,7 +11,7 @@ use super::product::Maker;
 use crate::backend::{Backend, Device, Graph, Machine, Mark, Settings};
 use crate::buffer::Buffer;
 use crate::error::{KernelError, MemoryStats};
-use crate::gpu::{Plan, Step};
+use crate::gpu::{FAULTS_MAX, GridArg, Plan, Step};
 use crate::kernel::{Cost, Kernel, Launch};
 use smallvec::SmallVec;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -94,8 +94,6 @@ impl Staging {
 
 /// Words of `Fault` of the prelude: lock and found, index, position, rows.
 const FAULT_BYTES: usize = 32;
-/// More than there are kernels that look at indices.
-const FAULTS_MAX: usize = 64;
 
 /// Where kernels note indices that point outside: a place for each kernel that was launched with one.
 #[derive(Debug)]
@@ -105,6 +103,11 @@ struct Faults {
 }
 
 impl Faults {
+    /// Where the places of all kernels begin.
+    fn first(&self) -> u64 {
+        self.noted.device_address().expect("faults are noted on the card")
+    }
+
     /// The place of a kernel.
     fn address(&mut self, kernel: &'static str) -> u64 {
         let at = self.kernels.iter().position(|k| *k == kernel).unwrap_or_else(|| {
@@ -112,7 +115,7 @@ impl Faults {
             assert!(self.kernels.len() <= FAULTS_MAX, "bug: more kernels with faults than places for them");
             self.kernels.len() - 1
         });
-        self.noted.device_address().expect("faults are noted on the card") + (at * FAULT_BYTES) as u64
+        self.first() + (at * FAULT_BYTES) as u64
     }
 }
 
@@ -193,12 +196,11 @@ impl Cuda {
         for step in plan.steps() {
             match step {
                 Step::Grid(grid) => {
-                    let fault = if grid.args.contains(&crate::gpu::GridArg::Fault) {
-                        locked(&self.faults).address(kernel.name)
-                    } else {
-                        0
-                    };
-                    let operands = Operands { launch, scratch: &scratch, fault };
+                    let mut faults = locked(&self.faults);
+                    let notes = grid.args.contains(&GridArg::Fault);
+                    let fault = if notes { faults.address(kernel.name) } else { 0 };
+                    let operands = Operands { launch, scratch: &scratch, fault, faults: faults.first() };
+                    drop(faults);
                     self.programs.launch(&self.stream, kernel.name, gpu.source, grid, &operands)?;
                 }
                 Step::Product(product) => {

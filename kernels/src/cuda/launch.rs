@@ -168,6 +168,8 @@ pub(super) struct Operands<'a, 'b> {
     pub(super) scratch: &'a [Buffer],
     /// Where faults of this kernel are noted.
     pub(super) fault: u64,
+    /// Where those of all kernels are.
+    pub(super) faults: u64,
 }
 
 impl Operands<'_, '_> {
@@ -183,6 +185,7 @@ impl Operands<'_, '_> {
             }
             GridArg::Scratch(i) => self.scratch[i].device_address().expect("scratch memory is of the card"),
             GridArg::Fault => self.fault,
+            GridArg::Faults => self.faults,
             _ => unreachable!("only operands have addresses"),
         }
     }
@@ -206,9 +209,11 @@ impl Args {
     fn push(&mut self, arg: &GridArg, address: &impl Fn(&GridArg) -> u64) {
         self.starts.push(self.words.len());
         match arg {
-            GridArg::Input(_) | GridArg::Output(_) | GridArg::Scratch(_) | GridArg::Fault => {
-                self.words.push(address(arg));
-            }
+            GridArg::Input(_)
+            | GridArg::Output(_)
+            | GridArg::Scratch(_)
+            | GridArg::Fault
+            | GridArg::Faults => self.words.push(address(arg)),
             // The low half of a word comes first in memory.
             GridArg::I32(x) => self.words.push(u64::from(x.cast_unsigned())),
             GridArg::F32(x) => self.words.push(u64::from(x.to_bits())),

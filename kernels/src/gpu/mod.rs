@@ -12,6 +12,9 @@ use std::fmt::Write as _;
 /// Declarations that stand before the source of every kernel: types, conversions, reductions in a block.
 pub const PRELUDE: &str = include_str!("prelude.cuh");
 
+/// How many kernels can note an index that points outside: more than look at indices.
+pub const FAULTS_MAX: usize = 64;
+
 /// What elements of a dtype are in CUDA C++; truth values are bytes.
 #[must_use]
 pub fn type_name(dtype: DType) -> &'static str {
@@ -153,6 +156,9 @@ pub enum GridArg {
     Scratch(usize),
     /// Where a kernel notes an index that points outside (`Fault *` of the prelude).
     Fault,
+    /// Where all kernels of a rank note such: [`FAULTS_MAX`] records side by side, all zero where nothing was noted since the host
+    /// was told.
+    Faults,
     /// `int`.
     I32(i32),
     /// `long long`.

@@ -33,6 +33,7 @@ pub mod embedding;
 pub mod one_hot;
 pub mod triangle;
 pub mod sort;
+pub mod gate;
 pub mod adamw;
 pub mod sgd;
 pub mod random;
@@ -157,8 +158,9 @@ pub static KERNELS: &[&Kernel] = &[
     &one_hot::ONE_HOT,
     &triangle::TRIANGLE,
     &sort::SORT,
+    &gate::WORD,
+    &gate::GATE,
     &adamw::STEP,
-    &adamw::STEP_MANY,
     &sgd::STEP,
     &random::UNIFORM,
     &random::NORMAL,

@@ -3,8 +3,8 @@
 use super::step::{BELOW_ONE, Group, Groups, Kept, NOT_NEGATIVE, Optimizer, POSITIVE, check_setting, unlike};
 use crate::param::Param;
 use shardgrad_autograd::Key;
-use shardgrad_tensor::update::{AdamWRates, AdamWStep, Moments, step_many};
-use shardgrad_tensor::{DType, Error, Kind, Result, Tensor};
+use shardgrad_tensor::update::{AdamWRates, AdamWStep, Moments, adamw};
+use shardgrad_tensor::{DType, Error, GatedStep, Kind, Result, Tensor};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
@@ -32,7 +32,7 @@ struct Means {
     moments: Moments,
 }
 
-/// What [`AdamW`] knows of a parameter that has been stepped.
+/// What [`AdamW`] knows of a parameter for which a step was tried.
 #[derive(Clone, Debug)]
 pub struct AdamWState {
     /// How often it was stepped.
@@ -108,7 +108,7 @@ impl AdamW {
     }
 
     /// The numbers of a parameter's step number `t`, from 1.
-    fn rates(&self, param: &Param, t: u64, lr: f64, grad_scale: f64) -> AdamWRates {
+    fn rates_at(&self, param: &Param, t: u64, lr: f64) -> AdamWRates {
         let [lr, weight_decay] = self.groups.of(param, lr, self.weight_decay);
         let [beta1, beta2] = self.betas;
         let correction = |beta: f64| 1.0 - beta.powf(t as f64);
@@ -120,11 +120,10 @@ impl AdamW {
             weight_decay,
             correction1: correction(beta1),
             correction2: correction(beta2),
-            grad_scale,
         }
     }
 
-    /// What is kept of a parameter, once it has been stepped: what a run needs to go on, beside its parameters.
+    /// What is kept of a parameter, once a step of it was tried: what a run needs to go on, beside its parameters.
     #[must_use]
     pub fn state(&self, param: &Param) -> Option<AdamWState> {
         let Means { num_steps, moments } = self.kept.get(&param.key())?;
@@ -167,10 +166,6 @@ impl Optimizer for AdamW {
         self.num_steps
     }
 
-    fn begin(&mut self) {
-        self.num_steps += 1;
-    }
-
     fn check(&self, params: &[Param]) -> Result<()> {
         let is_narrow = |p: &Param| p.layout().dtype().accumulator() == DType::F32;
         let kept = self.eps as f32;
@@ -200,30 +195,41 @@ impl Optimizer for AdamW {
         self.restore(num_steps, states.iter().map(|(param, state)| (param, state.clone())))
     }
 
-    fn change(&mut self, params: &[(&Param, Tensor)], lr: f64, grad_scale: f64) -> Result<()> {
-        let mut rates = Vec::with_capacity(params.len());
-        for (param, _) in params {
+    fn rates(&mut self, params: &[&Param], lr: f64) -> Result<Vec<f64>> {
+        let mut rates = Vec::new();
+        for param in params {
+            let rank = param.tensor().rank().clone();
             let kept = match self.kept.entry(param.key()) {
                 Entry::Occupied(kept) => kept.into_mut(),
                 Entry::Vacant(new) => {
-                    let moments = Moments::zeros(param.tensor().rank(), &param.layout())?;
-                    new.insert(Means { num_steps: 0, moments })
+                    new.insert(Means { num_steps: 0, moments: Moments::zeros(&rank, &param.layout())? })
                 }
             };
-            kept.num_steps += 1;
-            let t = kept.num_steps;
-            rates.push(self.rates(param, t, lr, grad_scale));
+            kept.moments.own(&rank)?;
+            let t = kept.num_steps + 1;
+            rates.extend(self.rates_at(param, t, lr).row());
         }
+        Ok(rates)
+    }
+
+    fn change(&mut self, params: &[(&Param, Tensor)], step: &GatedStep) -> Result<()> {
         let mut moments: BTreeMap<Key, &mut Moments> =
             self.kept.iter_mut().map(|(key, kept)| (*key, &mut kept.moments)).collect();
         Param::update_all(params.iter().map(|(param, _)| *param), |tensors| {
             let mut steps = Vec::with_capacity(params.len());
-            for ((param, (of, grad)), rates) in tensors.into_iter().zip(params).zip(rates) {
+            for (param, (of, grad)) in tensors.into_iter().zip(params) {
                 let moments =
-                    moments.remove(&of.key()).expect("they were made above, and each parameter comes once");
-                steps.push(AdamWStep { param, grad, moments, rates });
+                    moments.remove(&of.key()).expect("rates were asked for, and each parameter comes once");
+                steps.push(AdamWStep { param, grad, moments });
             }
-            step_many(steps)
+            adamw(steps, step)
         })
+    }
+
+    fn count(&mut self, params: &[&Param]) {
+        self.num_steps += 1;
+        for param in params {
+            self.kept.entry(param.key()).and_modify(|kept| kept.num_steps += 1);
+        }
     }
 }

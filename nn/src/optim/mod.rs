@@ -13,5 +13,6 @@ pub(crate) use norm::LossParts;
 pub use norm::{Norm, grad_norm};
 pub use schedule::Schedule;
 pub use sgd::Sgd;
+pub use shardgrad_tensor::{GatedStep, Taken};
 pub use step::{Group, Kept, Optimizer, Report, StepArgs};
-pub(crate) use step::{check_clip, step};
+pub(crate) use step::{Update, check_clip, step};

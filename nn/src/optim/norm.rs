@@ -2,8 +2,7 @@
 
 use crate::param::Param;
 use shardgrad_autograd::Gradients;
-use shardgrad_tensor::control::{local_sums_once, world_sum};
-use shardgrad_tensor::{Rank, Result, Tensor};
+use shardgrad_tensor::{GatedStep, Rank, Result, StepTold, Tensor};
 use std::panic::Location;
 
 /// The norm, and what else was summed over the world with it.
@@ -29,23 +28,14 @@ pub(crate) struct LossParts {
 /// What the collective reports.
 #[track_caller]
 pub fn grad_norm(rank: &Rank, params: &[Param], gradients: &Gradients, control: &[f64]) -> Result<Norm> {
-    norm_and_loss(rank, params, (gradients, None), control)
+    let told = StepTold { clip: None, loss_scale: 1.0, control: control.to_vec(), rates: Vec::new() };
+    let mut step = GatedStep::new(rank, told, false)?;
+    step.find(counted(params, gradients), (&[], 1), Location::caller())?;
+    let found = step.read()?;
+    Ok(Norm { grad_norm: found.grad_norm, control: found.sums })
 }
 
-/// The same with a loss, if there is one, whose sum over all ranks stands before the other numbers. The host waits for the work
-/// of this rank once.
-#[track_caller]
-pub(crate) fn norm_and_loss(
-    rank: &Rank,
-    params: &[Param],
-    (gradients, loss): (&Gradients, Option<&LossParts>),
-    control: &[f64],
-) -> Result<Norm> {
-    let counted = params.iter().filter(|p| p.counts_here()).filter_map(|p| gradients.get(&p.key()));
-    let (squares, parts) = local_sums_once(rank, counted, loss.map_or(&[], |loss| &loss.tensors))?;
-    let mut word = vec![squares];
-    word.extend(loss.map(|loss| parts.iter().fold(0.0, |sum, part| sum + part / loss.count as f64)));
-    word.extend_from_slice(control);
-    let mut sums = world_sum(rank, &word, Location::caller())?;
-    Ok(Norm { grad_norm: sums.remove(0).sqrt(), control: sums })
+/// The gradients whose elements count on this rank.
+pub(super) fn counted<'a>(params: &'a [Param], gradients: &'a Gradients) -> impl Iterator<Item = &'a Tensor> {
+    params.iter().filter(|p| p.counts_here()).filter_map(|p| gradients.get(&p.key()))
 }

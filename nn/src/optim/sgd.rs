@@ -3,8 +3,8 @@
 use super::step::{Group, Groups, Kept, NOT_NEGATIVE, Optimizer, Range, check_setting, unlike};
 use crate::param::Param;
 use shardgrad_autograd::Key;
-use shardgrad_tensor::update::{SgdRates, Velocity};
-use shardgrad_tensor::{Result, Tensor};
+use shardgrad_tensor::update::{SgdRates, SgdStep, Velocity, descent};
+use shardgrad_tensor::{GatedStep, Result, Tensor};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
@@ -87,13 +87,7 @@ impl Sgd {
         self
     }
 
-    fn rates(&self, param: &Param, lr: f64, grad_scale: f64) -> SgdRates {
-        let [lr, weight_decay] = self.groups.of(param, lr, self.weight_decay);
-        let Sgd { momentum, nesterov, .. } = *self;
-        SgdRates { lr, momentum, weight_decay, grad_scale, nesterov }
-    }
-
-    /// The velocity of a parameter, once it has been stepped: what a run needs to go on, beside its parameters.
+    /// The velocity of a parameter, once a step of it was tried: what a run needs to go on, beside its parameters.
     #[must_use]
     pub fn velocity(&self, param: &Param) -> Option<Tensor> {
         Some(self.velocities.get(&param.key())?.tensor(param.tensor().rank()))
@@ -135,10 +129,6 @@ impl Optimizer for Sgd {
         self.num_steps
     }
 
-    fn begin(&mut self) {
-        self.num_steps += 1;
-    }
-
     fn check(&self, params: &[Param]) -> Result<()> {
         self.groups.check(params)
     }
@@ -156,15 +146,37 @@ impl Optimizer for Sgd {
         self.restore(num_steps, velocities.iter().map(|(param, velocity)| (param, velocity.clone())))
     }
 
-    fn change(&mut self, params: &[(&Param, Tensor)], lr: f64, grad_scale: f64) -> Result<()> {
-        for (param, gradient) in params {
-            let rates = self.rates(param, lr, grad_scale);
+    fn rates(&mut self, params: &[&Param], lr: f64) -> Result<Vec<f64>> {
+        let mut rates = Vec::new();
+        for param in params {
+            let rank = param.tensor().rank().clone();
             let velocity = match self.velocities.entry(param.key()) {
                 Entry::Occupied(known) => known.into_mut(),
-                Entry::Vacant(new) => new.insert(Velocity::zeros(param.tensor().rank(), &param.layout())?),
+                Entry::Vacant(new) => new.insert(Velocity::zeros(&rank, &param.layout())?),
             };
-            param.update(|tensor| velocity.step(tensor, gradient, &rates))?;
+            velocity.own(&rank)?;
+            let [lr, weight_decay] = self.groups.of(param, lr, self.weight_decay);
+            rates.extend(SgdRates { lr, momentum: self.momentum, weight_decay }.row());
         }
-        Ok(())
+        Ok(rates)
+    }
+
+    fn change(&mut self, params: &[(&Param, Tensor)], step: &GatedStep) -> Result<()> {
+        let mut velocities: BTreeMap<Key, &mut Velocity> =
+            self.velocities.iter_mut().map(|(key, velocity)| (*key, velocity)).collect();
+        Param::update_all(params.iter().map(|(param, _)| *param), |tensors| {
+            let mut steps = Vec::with_capacity(params.len());
+            for (param, (of, grad)) in tensors.into_iter().zip(params) {
+                let velocity = velocities
+                    .remove(&of.key())
+                    .expect("rates were asked for, and each parameter comes once");
+                steps.push(SgdStep { param, grad, velocity });
+            }
+            descent(steps, self.nesterov, step)
+        })
+    }
+
+    fn count(&mut self, _: &[&Param]) {
+        self.num_steps += 1;
     }
 }

@@ -1,12 +1,12 @@
 //! What the steps of all optimizers share: the gate of numbers that are not finite, clipping, settings of groups.
 
-use super::norm::{LossParts, norm_and_loss};
+use super::norm::{LossParts, counted};
 use crate::module::Module;
 use crate::name::{matches, nearest};
 use crate::param::Param;
 use crate::placed::Model;
 use shardgrad_autograd::Gradients;
-use shardgrad_tensor::{Error, Kind, Rank, Result, Tensor};
+use shardgrad_tensor::{Error, Found, GatedStep, Kind, Rank, Result, StepTold, Tensor};
 use std::fmt;
 use std::panic::Location;
 
@@ -163,17 +163,30 @@ pub trait Optimizer: fmt::Debug {
     /// How many steps were taken.
     fn num_steps(&self) -> u64;
 
-    /// Counts a step that is about to be taken.
-    fn begin(&mut self);
-
-    /// Changes the parameters of that step, at the common learning rate `lr`, each by its gradient times `grad_scale`. They
-    /// come all at once, since one launch can take care of many. A gradient lies as its parameter is stored, and no parameter
-    /// comes twice. It is of this step only: of a captured one the next writes over it, so that a rule that needs it later
-    /// copies it ([`Tensor::copied`]).
+    /// The numbers of the next step at the common learning rate `lr`, as many of each parameter, one parameter after the other: all
+    /// that differs from step to step. What is kept of a parameter is made here, not in [`Optimizer::change`].
     ///
     /// # Errors
-    /// What the kernels report. Parameters may be lost then.
-    fn change(&mut self, params: &[(&Param, Tensor)], lr: f64, grad_scale: f64) -> Result<()>;
+    /// `Kind::OutOfMemory`.
+    fn rates(&mut self, params: &[&Param], lr: f64) -> Result<Vec<f64>> {
+        Ok(vec![lr; params.len()])
+    }
+
+    /// Changes the parameters that [`Optimizer::rates`] was asked about, each by its gradient times the factor of the step, if it is a
+    /// step that is taken. They come all at once, since one launch can take care of many. A gradient lies as its parameter is stored,
+    /// and no parameter comes twice. It is of this step only: of a captured one the next writes over it, so that a rule that needs it
+    /// later copies it ([`Tensor::copied`]).
+    ///
+    /// Whether the step is taken is not known to the host as yet. A rule that hands the step on to an optimizer of this crate does not
+    /// need to know. A rule of tensor ops asks [`GatedStep::taken`], where the host waits for it; such an update is not captured, since
+    /// what is captured may depend on nothing of one step.
+    ///
+    /// # Errors
+    /// What the kernels report. Parameters are lost then, unless their values were not touched.
+    fn change(&mut self, params: &[(&Param, Tensor)], step: &GatedStep) -> Result<()>;
+
+    /// Counts a step that was taken, and that changed these parameters.
+    fn count(&mut self, params: &[&Param]);
 
     /// Refuses parameters that it was not made for, such as where a group matches none; all of a model are given, wherever they
     /// live. Asked when a trainer is made, and before each step.
@@ -184,7 +197,7 @@ pub trait Optimizer: fmt::Debug {
         Ok(())
     }
 
-    /// What is kept of a parameter, if it has been stepped and the rule keeps anything.
+    /// What is kept of a parameter, if its rates have been asked for and the rule keeps anything.
     fn kept(&self, _param: &Param) -> Option<Kept> {
         None
     }
@@ -214,7 +227,7 @@ pub trait Optimizer: fmt::Debug {
     where
         Self: Sized,
     {
-        step(self, model.rank(), model.params(), (gradients, None), args)
+        step(self, (model.rank(), model.params()), (gradients, None), args, &mut false)
     }
 
     /// A step with the optimizer's own rate and without clipping.
@@ -236,30 +249,127 @@ pub trait Optimizer: fmt::Debug {
     }
 }
 
-/// [`Optimizer::step`] of any optimizer; the sum of a loss, if one is given, stands before the other sums.
+/// A step of an optimizer, with what it reads and what it changes.
+#[derive(Debug)]
+pub(crate) struct Update {
+    step: GatedStep,
+    /// The gradients whose elements count here.
+    counted: Vec<Tensor>,
+    loss: Option<LossParts>,
+    changed: Vec<(Param, Tensor)>,
+}
+
+impl Update {
+    /// A step of which nothing is done. The sum of a loss, if one is given, stands before the other sums.
+    ///
+    /// # Errors
+    /// What [`Optimizer::check`] and [`Optimizer::rates`] report; `Kind::Config` for a learning rate that is no number.
+    pub(crate) fn new(
+        optim: &mut dyn Optimizer,
+        (rank, params): (&Rank, &[Param]),
+        (mut gradients, loss): (Gradients, Option<LossParts>),
+        args: StepArgs<'_>,
+    ) -> Result<Update> {
+        optim.check(params)?;
+        let counted = counted(params, &gradients).cloned().collect();
+        let trained = params.iter().filter(|param| !param.is_frozen());
+        let changed = trained.filter_map(|param| Some((param.clone(), gradients.remove(&param.key())?)));
+        let changed: Vec<(Param, Tensor)> = changed.collect();
+        let step = GatedStep::new(rank, told(optim, &changed, args)?, loss.is_some())?;
+        Ok(Update { step, counted, loss, changed })
+    }
+
+    /// Tells the same step other numbers; false if it cannot be told these.
+    ///
+    /// # Errors
+    /// As [`Update::new`].
+    pub(crate) fn refill(
+        &mut self,
+        optim: &mut dyn Optimizer,
+        params: &[Param],
+        args: StepArgs<'_>,
+    ) -> Result<bool> {
+        optim.check(params)?;
+        self.step.refill(told(optim, &self.changed, args)?)
+    }
+
+    /// Gives the launches that find whether the step is taken. One all-reduce over the whole mesh.
+    ///
+    /// # Errors
+    /// What collective and kernels report.
+    pub(crate) fn find(&mut self, site: &'static Location<'static>) -> Result<()> {
+        let losses = self.loss.as_ref().map_or((&[][..], 1), |loss| (&loss.tensors[..], loss.count));
+        self.step.find(&self.counted, losses, site)
+    }
+
+    /// Gives the launches that change parameters.
+    ///
+    /// # Errors
+    /// What the kernels report.
+    pub(crate) fn change(&self, optim: &mut dyn Optimizer) -> Result<()> {
+        let changed: Vec<(&Param, Tensor)> =
+            self.changed.iter().map(|(param, gradient)| (param, gradient.clone())).collect();
+        optim.change(&changed, &self.step)
+    }
+
+    /// All that the launches change: parameters, and what is kept of them.
+    pub(crate) fn written(&self, optim: &dyn Optimizer) -> Vec<Tensor> {
+        let of = |(param, _): &(Param, Tensor)| {
+            let kept = optim.kept(param).into_iter().flat_map(|kept| kept.tensors);
+            std::iter::once(param.tensor()).chain(kept).collect::<Vec<Tensor>>()
+        };
+        self.changed.iter().flat_map(of).collect()
+    }
+
+    /// Waits for the step, and counts it if it was taken. `began` is whether parameters may be of no step, and false where they are
+    /// not any more.
+    ///
+    /// # Errors
+    /// What the device reports.
+    pub(crate) fn end(&self, optim: &mut dyn Optimizer, began: &mut bool) -> Result<Report> {
+        let found = self.step.read();
+        let Found { grad_norm, is_taken, sums, .. } = found.map_err(|error| self.failed(began, error))?;
+        if is_taken {
+            optim.count(&self.changed.iter().map(|(param, _)| param).collect::<Vec<&Param>>());
+        }
+        *began = false;
+        Ok(Report { grad_norm, control: sums, applied: is_taken })
+    }
+
+    /// What becomes of parameters after an error: they are lost, unless the gate was shut, as it is where a device has found a fault in
+    /// the gradients.
+    fn failed(&self, began: &mut bool, error: Error) -> Error {
+        match self.step.read() {
+            Ok(Found { is_taken: false, .. }) => *began = false,
+            _ => self.changed.iter().for_each(|(param, _)| param.lose()),
+        }
+        error
+    }
+}
+
+/// What the host tells a step.
+fn told(optim: &mut dyn Optimizer, changed: &[(Param, Tensor)], args: StepArgs<'_>) -> Result<StepTold> {
+    let StepArgs { lr, clip, control, loss_scale } = args;
+    check_args(optim.num_steps() + 1, &args)?;
+    let params: Vec<&Param> = changed.iter().map(|(param, _)| param).collect();
+    let rates = optim.rates(&params, lr)?;
+    Ok(StepTold { clip, loss_scale, control: control.to_vec(), rates })
+}
+
+/// [`Optimizer::step`] of any optimizer; the sum of a loss, if one is given, stands before the other sums. `began` is set while
+/// parameters are of no step.
 #[track_caller]
 pub(crate) fn step(
     optim: &mut dyn Optimizer,
-    rank: &Rank,
-    params: &[Param],
-    (mut gradients, loss): (Gradients, Option<&LossParts>),
+    of: (&Rank, &[Param]),
+    found: (Gradients, Option<LossParts>),
     args: StepArgs<'_>,
+    began: &mut bool,
 ) -> Result<Report> {
-    optim.check(params)?;
-    check_args(optim.num_steps() + 1, &args)?;
-    let norm = norm_and_loss(rank, params, (&gradients, loss), args.control)?;
-    let applied = norm.grad_norm.is_finite() && norm.control.iter().all(|x| x.is_finite());
-    let grad_norm = norm.grad_norm / args.loss_scale;
-    let report = Report { grad_norm, control: norm.control, applied };
-    if !applied {
-        return Ok(report);
-    }
-    optim.begin();
-    let clip = args.clip.filter(|most| *most < report.grad_norm);
-    let grad_scale = clip.map_or(1.0, |most| most / report.grad_norm) / args.loss_scale;
-    let trained = params.iter().filter(|p| !p.is_frozen());
-    let changed: Vec<(&Param, Tensor)> =
-        trained.filter_map(|param| Some((param, gradients.remove(&param.key())?))).collect();
-    optim.change(&changed, args.lr, grad_scale)?;
-    Ok(report)
+    let site = Location::caller();
+    let mut update = Update::new(optim, of, found, args)?;
+    update.find(site)?;
+    *began = true;
+    update.change(optim).map_err(|error| update.failed(began, error))?;
+    update.end(optim, began)
 }

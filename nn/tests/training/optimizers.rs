@@ -2,7 +2,7 @@
 
 use crate::support::{ROWS, Setup, batch, run};
 use shardgrad_autograd::Var;
-use shardgrad_nn::optim::{Group, Kept, LossScale};
+use shardgrad_nn::optim::{GatedStep, Group, Kept, LossScale, Taken};
 use shardgrad_nn::{AdamW, Gpt2, Model, Optimizer, Param, Plan, Schedule, Settings, Sgd, StepArgs, Trainer};
 use shardgrad_tensor::{DType, Elementwise, Kind, Mesh, Rank, Result, Tensor, Value, World};
 use std::ops::Range;
@@ -26,13 +26,15 @@ impl Optimizer for Signs {
         self.num_steps
     }
 
-    fn begin(&mut self) {
-        self.num_steps += 1;
+    fn change(&mut self, params: &[(&Param, Tensor)], step: &GatedStep) -> Result<()> {
+        let Some(Taken { rates, .. }) = step.taken()? else { return Ok(()) };
+        params.iter().zip(rates).try_for_each(|((param, gradient), lr)| {
+            param.set_tensor(param.tensor().sub(&gradient.sign().scale(lr)))
+        })
     }
 
-    fn change(&mut self, params: &[(&Param, Tensor)], lr: f64, _: f64) -> Result<()> {
-        let sign = |gradient: &Tensor| gradient.sign().scale(lr);
-        params.iter().try_for_each(|(param, gradient)| param.set_tensor(param.tensor().sub(&sign(gradient))))
+    fn count(&mut self, _: &[&Param]) {
+        self.num_steps += 1;
     }
 }
 

@@ -64,12 +64,15 @@ impl Operand {
         Operand { dtype, shape: shape.to_vec(), form: Form::Plain, content: Content::Numbers }
     }
 
-    /// Memory with its contents; `stream` tells operands apart.
+    /// Memory with its contents (of f64, what a step is told: rates below 1, and a gate that lets it pass); `stream` tells operands apart.
     fn fill(&self, backend: &dyn Backend, stream: u64, low: f64) -> Result<Buffer> {
         let numel: usize = self.shape.iter().product();
         if let Content::Tokens(kinds) = self.content {
             let tokens: Vec<i64> = (0..numel).map(|i| ((i * 7919 + i * i % 97) % kinds) as i64).collect();
             return Ok(upload(backend, &tokens)?);
+        }
+        if self.dtype == DType::F64 {
+            return Ok(upload(backend, &vec![0.5; numel])?);
         }
         let mut buffer = backend.alloc(numel * self.dtype.size())?;
         let view = Strides::contiguous(&[numel]);

@@ -6,7 +6,7 @@ use shardgrad::kernels::op::{
 };
 use shardgrad::kernels::{DType, Kernel, Scalar};
 
-use DType::{F32, I64};
+use DType::{F32, F64, I64};
 
 /// How large the operands are, and of which dtype.
 #[derive(Clone, Copy, Debug)]
@@ -141,11 +141,11 @@ impl Sizes {
 
     /// What a step does with all parameters.
     fn optimizer(&self) -> Vec<Case> {
-        let step = [1e-3, 0.9, 0.95, 1e-8, 0.1, 0.1, 0.05, 1.0].map(Scalar::Real);
         let all = (F32, &[self.parameters][..]);
+        let (rates, gate) = ((F64, &[1, adamw::NUM_RATES][..]), (F64, &[2][..]));
         vec![
-            Case::new("adamw f32", &adamw::STEP, [all], [all; 3], &step),
-            Case::new("sum of squares f32", &reduce::SUM_SQUARES, [all], [(DType::F64, &[])], &[]),
+            Case::new("adamw f32", &adamw::STEP, [all, rates, gate], [all; 3], &[Scalar::Int(0)]),
+            Case::new("sum of squares f32", &reduce::SUM_SQUARES, [all], [(F64, &[])], &[]),
         ]
     }
 }

@@ -7,7 +7,7 @@ mod cards;
 
 pub(crate) use build::compiler_is_found;
 
-use super::{Ending, Grid, GridArg, Plan, Product, Step};
+use super::{Ending, FAULTS_MAX, Grid, GridArg, Plan, Product, Step};
 use crate::cpu::Pool;
 use crate::error::KernelError;
 use crate::kernel::{Arg, ArgMut, Kernel, Launch};
@@ -84,7 +84,7 @@ impl Memory {
                 self.outputs[*i].address(y.view.offset * y.dtype.size())
             }
             GridArg::Scratch(i) => self.scratch[*i].address(0),
-            GridArg::Fault => self.fault.address(0),
+            GridArg::Fault | GridArg::Faults => self.fault.address(0),
             GridArg::I32(x) => RawArg::I32(*x),
             GridArg::I64(x) => RawArg::I64(*x),
             GridArg::F32(x) => RawArg::F32(*x),
@@ -145,7 +145,7 @@ fn run_planned(kernel: &Kernel, plan: &Plan, launch: &mut Launch<'_>, order: u64
         inputs: launch.inputs.iter().map(|x| Guarded::copy_of(x.buffer.as_slice::<u8>())).collect(),
         outputs: launch.outputs.iter().map(|y| Guarded::copy_of(y.buffer.as_slice::<u8>())).collect(),
         scratch: plan.scratch_bytes().iter().map(|&bytes| Guarded::stale(bytes)).collect(),
-        fault: Guarded::copy_of(&[0; FAULT_BYTES]),
+        fault: Guarded::copy_of(&[0; FAULT_BYTES * FAULTS_MAX]),
     };
     let entries = entries(plan, gpu.source);
     for step in plan.steps() {

@@ -1,53 +1,31 @@
-//! AdamW on GPUs: one pass, for one parameter or for many.
+//! AdamW on GPUs: one pass over many parameters.
 
-use super::{Rates, STEP, STEP_MANY};
+use super::{STEP, grads};
 use crate::dtype::DType;
 use crate::error::KernelError;
 use crate::gpu::{Grid, GridArg, Plan};
 use crate::kernel::Launch;
-use crate::op::gpu_rows::{FLAT, flat, flat_defines, float, reals, width};
+use crate::op::gpu_rows::{FLAT, flat_defines, float, width};
 
 /// The kernels of this folder.
 pub(super) const SOURCE: &str = concat!(include_str!("../gpu_rows.cu"), include_str!("gpu.cu"));
 
-/// Parameters of one launch: eight words of each are arguments, of which 4096 bytes are allowed.
-const COUNT: usize = 48;
+/// Parameters of one launch: seven words of each are arguments, of which 4096 bytes are allowed.
+const COUNT: usize = 72;
 
 pub(super) fn step(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
-    let (dtype, n) = (float(STEP.name, launch)?, launch.inputs[0].view.numel());
-    let rates = Rates::<f64>::new(launch.scalars);
-    let mut args = vec![GridArg::Input(0)];
-    args.extend([0, 1, 2].map(GridArg::Output));
-    args.push(GridArg::I64(n as i64));
-    args.extend(reals(dtype, &[rates.keep, rates.lr]));
-    args.extend(reals(dtype, &common(&rates)));
-    let mut grid = flat(launch, dtype, "adamw", n, args);
-    grid.defines.push(("COUNT", "0".into()));
-    plan.grid(grid);
-    Ok(())
-}
-
-/// The rates that all parameters share, in the order of the source.
-fn common(rates: &Rates<f64>) -> [f64; 8] {
-    let Rates { beta1, rest1, beta2, rest2, eps, correction1, correction2, grad_scale, .. } = *rates;
-    [beta1, rest1, beta2, rest2, eps, correction1, correction2, grad_scale]
-}
-
-pub(super) fn step_many(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
-    if launch.inputs.is_empty() {
+    let grads = grads(launch.inputs);
+    if grads.is_empty() {
         return Ok(());
     }
-    let dtype = float(STEP_MANY.name, launch)?;
-    let n = |i: usize| launch.inputs[i].view.numel();
+    let dtype = float(STEP.name, launch)?;
+    let n = |i: usize| grads[i].view.numel();
     let is_whole = |x: usize| x.is_multiple_of(width(dtype));
     let lies_well = |i: &usize| {
         let outputs = &launch.outputs[3 * i..3 * i + 3];
-        is_whole(n(*i))
-            && is_whole(launch.inputs[*i].view.offset)
-            && outputs.iter().all(|y| is_whole(y.view.offset))
+        is_whole(n(*i)) && is_whole(grads[*i].view.offset) && outputs.iter().all(|y| is_whole(y.view.offset))
     };
-    let (well, badly): (Vec<usize>, Vec<usize>) =
-        (0..launch.inputs.len()).filter(|&i| n(i) > 0).partition(lies_well);
+    let (well, badly): (Vec<usize>, Vec<usize>) = (0..grads.len()).filter(|&i| n(i) > 0).partition(lies_well);
     for (list, is_aligned) in [(well, true), (badly, false)] {
         for part in list.chunks(COUNT) {
             plan.grid(many(launch, dtype, part, is_aligned));
@@ -58,7 +36,6 @@ pub(super) fn step_many(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), Kern
 
 /// One launch for the parameters with these numbers. What is left of the tables repeats the first.
 fn many(launch: &Launch<'_>, dtype: DType, part: &[usize], is_aligned: bool) -> Grid {
-    let rates: Vec<Rates<f64>> = part.iter().map(|&i| Rates::of_many(launch.scalars, i)).collect();
     let sizes: Vec<usize> = part.iter().map(|&i| launch.inputs[i].view.numel()).collect();
     let mut blocks = 0i64;
     let first = sizes.iter().map(|n| {
@@ -70,9 +47,9 @@ fn many(launch: &Launch<'_>, dtype: DType, part: &[usize], is_aligned: bool) -> 
         let rest = std::iter::repeat_n(list[0], COUNT - list.len());
         list.iter().copied().chain(rest).collect::<Vec<i64>>()
     };
-    let bits = |x: fn(&Rates<f64>) -> f64| rates.iter().map(|r| x(r).to_bits().cast_signed()).collect();
     let sizes = sizes.iter().map(|n| *n as i64).collect();
-    let numbers = [first, sizes, bits(|r| r.keep), bits(|r| r.lr)].map(padded).concat();
+    let rows = part.iter().map(|&i| launch.scalars[i].int()).collect();
+    let numbers = [first, sizes, rows].map(padded).concat();
     let operand = |arg: &dyn Fn(usize) -> GridArg| {
         let list = part.iter().map(|&i| arg(i));
         list.chain(std::iter::repeat_n(arg(part[0]), COUNT - part.len())).collect::<Vec<GridArg>>()
@@ -83,11 +60,16 @@ fn many(launch: &Launch<'_>, dtype: DType, part: &[usize], is_aligned: bool) -> 
         operand(&|i| GridArg::Output(3 * i + 1)),
         operand(&|i| GridArg::Output(3 * i + 2)),
     ];
-    let mut args =
-        vec![GridArg::Addresses(operands.concat()), GridArg::I64s(numbers), GridArg::I32(part.len() as i32)];
-    args.extend(reals(dtype, &common(&rates[0])));
+    let rates = grads(launch.inputs).len();
+    let args = vec![
+        GridArg::Addresses(operands.concat()),
+        GridArg::I64s(numbers),
+        GridArg::I32(part.len() as i32),
+        GridArg::Input(rates),
+        GridArg::Input(rates + 1),
+    ];
     let mut defines = flat_defines(dtype, is_aligned);
     defines.push(("COUNT", COUNT.to_string().into()));
     let blocks = u32::try_from(blocks).expect("fewer than 2^39 elements fit a device");
-    Grid { entry: "adamw_many", defines, blocks: [blocks, 1, 1], threads: FLAT as u32, shared_bytes: 0, args }
+    Grid { entry: "adamw", defines, blocks: [blocks, 1, 1], threads: FLAT as u32, shared_bytes: 0, args }
 }
