@@ -169,14 +169,6 @@ fn a_step_that_is_not_taken_leaves_everything_as_it_was() {
 fn the_host_waits_once_at_the_end_of_a_step() {
     for (capture, scaled) in [(true, false), (true, true), (false, false)] {
         let device = Addressed::default();
-        let before = |trainer: &mut Lm<'_>, step: usize| {
-            if scaled && step == 1 {
-                trainer.set_loss_scale(Some(LossScale::new(8.0, 0)));
-            }
-            device.take_asked();
-            Ok(vec![step as f64])
-        };
-        // What was asked is looked at when the next arguments are read, and so are those after the last step.
         let world = World::new(Mesh::single()).threads(1).on(Arc::new(device.clone()));
         let config = ModelConfig::from(config(0.0));
         let ended = world.launch(|rank| {
@@ -185,8 +177,11 @@ fn the_host_waits_once_at_the_end_of_a_step() {
             let settings = Settings { capture, ..settings() };
             let mut trainer = Trainer::new(rank, model, &plan, grouped(), settings, read, loss)?;
             for step in 0..STEPS {
-                let control = before(&mut trainer, step)?;
-                trainer.step(&control)?;
+                if scaled && step == 1 {
+                    trainer.set_loss_scale(Some(LossScale::new(8.0, 0)));
+                }
+                device.take_asked();
+                trainer.step(&[step as f64])?;
                 let asked = device.take_asked();
                 let downloads = asked.iter().filter(|asked| **asked == Asked::Download).count();
                 assert_eq!((downloads, asked.last()), (1, Some(&Asked::Download)), "step {step}");
