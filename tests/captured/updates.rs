@@ -1,7 +1,7 @@
 //! The update as captured work: whatever a step is told, its bits are those of one that is run, and the host waits at its end.
 
 use super::device::{Addressed, Asked};
-use super::{Case, Lm, ROWS, SEQ, STEPS, Told, VOCAB, config, read, settings};
+use super::{Case, Lm, STEPS, Told, config, read, settings};
 use shardgrad::nn::optim::{GatedStep, Group, Kept, LossScale};
 use shardgrad::nn::{LanguageModel, ModelConfig, StepReport};
 use shardgrad::prelude::*;
@@ -209,6 +209,7 @@ fn the_host_waits_once_at_the_end_of_a_step() {
 /// Updates of all rules on a card, and a token that is none: the card has noted it, so that the step is not taken.
 #[cfg(feature = "cuda")]
 pub(super) fn on_the_card(card: &Arc<dyn shardgrad::kernels::Machine>) {
+    use super::{ROWS, SEQ, VOCAB};
     let world = || World::new(Mesh::single()).threads(1).on(card.clone());
     let run = |capture| Case::new().run_by(world(), capture, || descent(true)).unwrap();
     let (captured, why_not) = run(true);
