@@ -103,19 +103,23 @@ fn an_update_that_asks_is_run_behind_a_captured_pass() {
     Case::new().check_by(&told, || Asks(grouped()));
 }
 
-/// Steps on one rank with control numbers; those that fail are told by their errors. Weights and averages follow each, in bits.
-fn told_of_steps(
+/// What steps told, and what followed each in bits: weights and averages.
+type Steps = Vec<(String, Vec<Vec<u64>>)>;
+
+/// Steps on one rank with control numbers; those that fail are told by their errors.
+fn told_of_steps<O: Optimizer>(
     world: World,
     capture: bool,
+    optim: impl Fn() -> O + Sync,
     before: impl Fn(&mut Lm<'_>, usize) -> Result<Vec<f64>> + Sync,
     read: impl Fn(&Rank, u64, Range<usize>) -> Result<Vec<Tensor>> + Sync,
-) -> Vec<(String, Vec<Vec<u64>>)> {
+) -> Steps {
     let mut ranks = world.launch(|rank| {
         let config = ModelConfig::from(config(0.0));
         let (model, plan) = (LanguageModel::new(&config), LanguageModel::plan(&config));
         let settings = Settings { capture, ..settings() };
         let loss = |model: &LanguageModel, x: &[Var]| model.loss_of(x);
-        let mut trainer = Trainer::new(rank, model, &plan, grouped(), settings, &read, loss)?;
+        let mut trainer = Trainer::new(rank, model, &plan, optim(), settings, &read, loss)?;
         let mut told = Vec::new();
         for step in 0..STEPS {
             let control = before(&mut trainer, step)?;
@@ -148,21 +152,19 @@ fn told_of_steps(
 #[test]
 fn a_step_that_is_not_taken_leaves_everything_as_it_was() {
     let odd = |_: &mut Lm<'_>, step: usize| Ok(vec![1.0, if step == 3 { f64::NAN } else { step as f64 }]);
-    let device = Addressed::default();
-    let on = |capture| {
-        let world = World::new(Mesh::single()).threads(1).on(Arc::new(device.clone()));
-        told_of_steps(world, capture, odd, read)
+    let check = |told: &dyn Fn(World, bool) -> Steps| {
+        let device = Addressed::default();
+        let on = |capture| told(World::new(Mesh::single()).threads(1).on(Arc::new(device.clone())), capture);
+        let (run, captured) = (on(false), on(true));
+        assert_eq!(captured, run);
+        assert_eq!(run[3].0, "step 4: control number 1 is NaN over all ranks; the step was not taken");
+        assert_eq!(run[3].1, run[2].1);
+        assert_ne!(run[4].1, run[3].1);
+        // Nothing is captured anew for it.
+        assert_eq!((device.num_captures(), device.num_replays()), (2, 2 * STEPS));
     };
-    let (run, captured) = (on(false), on(true));
-    assert_eq!(captured, run);
-    assert_eq!(run[3].0, "step 4: control number 1 is NaN over all ranks; the step was not taken");
-    assert_eq!(run[3].1, run[2].1);
-    assert_ne!(run[4].1, run[3].1);
-    assert_eq!(
-        (device.num_captures(), device.num_replays()),
-        (2, 2 * STEPS),
-        "nothing is captured anew for it"
-    );
+    check(&|world, capture| told_of_steps(world, capture, grouped, odd, read));
+    check(&|world, capture| told_of_steps(world, capture, || descent(true), odd, read));
 }
 
 #[test]
@@ -227,7 +229,7 @@ pub(super) fn on_the_card(card: &Arc<dyn shardgrad::kernels::Machine>) {
         }
         Ok(vec![step as f64])
     };
-    let told = |capture| told_of_steps(world(), capture, before, outside);
+    let told = |capture| told_of_steps(world(), capture, grouped, before, outside);
     let (captured, run) = (told(true), told(false));
     assert_eq!(captured, run);
     assert!(run[3].0.contains("19") && run[3].1 == run[2].1, "{}", run[3].0);
