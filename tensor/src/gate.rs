@@ -122,7 +122,7 @@ impl GatedStep {
         let mut sums = Piece::alloc(rank, DType::F64, &[counted.len() + parts.len()])?;
         sum_squares(rank, &counted, &mut sums)?;
         for (part, offset) in parts.into_iter().zip(counted.len()..) {
-            sums.write(rank, Strides { offset, ..Strides::contiguous(&[]) }, part)?;
+            sums.write(rank, Strides::contiguous(&[]).at(offset), part)?;
         }
         let mut word = Piece::alloc(rank, DType::F64, &[self.found.numel() - FOUND])?;
         let count = if self.has_loss { losses.1 as f64 } else { 0.0 };
@@ -176,7 +176,7 @@ impl GatedStep {
     }
 
     fn told_part(&self, offset: usize, shape: &[usize]) -> Piece {
-        self.numbers.viewed(Strides { offset, ..Strides::contiguous(shape) })
+        self.numbers.viewed(Strides::contiguous(shape).at(offset))
     }
 }
 
