@@ -333,6 +333,43 @@ fn a_loss_that_no_gradient_reaches_is_refused_as_on_one_rank() {
     }
 }
 
+/// What comes before everything that is trained gets no gradients back, and its rank holds nothing for them.
+#[test]
+fn a_frozen_front_costs_no_transfers_back_and_no_memory() {
+    let run = Run { microbatches: 3, ..Run::new(1) };
+    let step = |rank: &Rank, frozen: &[&str]| -> Result<(Vec<f64>, Vec<Record>, usize)> {
+        let mut trainer = run.trainer(rank)?;
+        for pattern in frozen {
+            trainer.model().freeze(pattern)?;
+        }
+        rank.trace().take();
+        let told = trainer.step(&[])?;
+        let peak = rank.backend().memory().peak_bytes;
+        Ok((vec![told.loss, told.grad_norm], rank.trace().take(), peak))
+    };
+    let mesh = || World::new(Mesh::parse("pp=4").unwrap());
+    let back = |records: &[Record]| {
+        let moved = records.iter().filter(|r| r.op == "send" && r.phase == Phase::Backward);
+        moved.map(|r| r.bytes).sum::<u64>()
+    };
+    let front = ["w*", "h.0.*", "h.1.*"];
+    let told: Vec<_> = (0..4)
+        .map(|at| {
+            let [all, some] = [&[][..], &front].map(|f| mesh().dry_run(at, |rank| step(rank, f)).unwrap());
+            (back(&all.1), back(&some.1), all.2, some.2)
+        })
+        .collect();
+    let moved: Vec<(u64, u64)> = told.iter().map(|t| (t.0, t.1)).collect();
+    let hop = moved[1].0;
+    assert!(hop > 0 && moved[3].1 == hop, "{moved:?}");
+    assert_eq!(moved.iter().map(|m| m.1).collect::<Vec<u64>>()[..3], [0, 0, 0], "{moved:?}");
+    assert!(told[..2].iter().all(|(.., all, some)| some < all), "{told:?}");
+    let [one, four] = ["", "pp=4"].map(|mesh| {
+        World::run(Mesh::parse(mesh).unwrap(), |rank| Ok(step(rank, &front)?.0)).unwrap().remove(0)
+    });
+    same(&one, &four, 1e-12, "a frozen front");
+}
+
 #[test]
 fn a_parameter_of_another_stage_is_refused_by_name() {
     let run = Run::new(1);

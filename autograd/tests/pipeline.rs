@@ -2,7 +2,7 @@
 
 use shardgrad_autograd::pipeline::{Action, Cut, Feed, Profile, Runner, Schedule, Stages};
 use shardgrad_autograd::{Draw, Gradients, Noise, Program, Tape, Var};
-use shardgrad_dist::{Mesh, Rank, Result, World};
+use shardgrad_dist::{Mesh, Phase, Rank, Result, World};
 use shardgrad_tensor::{DType, Layout, Tensor, Value};
 use std::collections::BTreeMap;
 
@@ -107,7 +107,8 @@ fn check(name: &str, mesh: &str, starts: &[usize], num_microbatches: usize) {
         let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
         let outcome = runner.run(&Feed {
             arguments: &|m| arguments(&here, m),
-            parameter: &|key| (parameter(&here, key).unwrap(), true),
+            parameter: &|key| parameter(&here, key).unwrap(),
+            is_trained: &|_| true,
             draw: &|m| Draw::Of(noise(m).unwrap()),
             weight: 0.5,
         })?;
@@ -171,7 +172,8 @@ fn arguments_of_another_shape_are_refused() {
         };
         let outcome = runner.run(&Feed {
             arguments: &wide,
-            parameter: &|key| (parameter(&here, key).unwrap(), true),
+            parameter: &|key| parameter(&here, key).unwrap(),
+            is_trained: &|_| true,
             draw: &|_| Draw::Off,
             weight: 1.0,
         });
@@ -195,7 +197,8 @@ fn frozen_parameters_have_no_gradient_on_any_stage() {
         let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
         let outcome = runner.run(&Feed {
             arguments: &|m| arguments(&here, m),
-            parameter: &|key| (parameter(&here, key).unwrap(), !frozen.contains(&key)),
+            parameter: &|key| parameter(&here, key).unwrap(),
+            is_trained: &|key| !frozen.contains(&key),
             draw: &|m| Draw::Of(noise(m).unwrap()),
             weight: 0.5,
         })?;
@@ -206,6 +209,69 @@ fn frozen_parameters_have_no_gradient_on_any_stage() {
     let trained: Vec<u64> = expected.keys().copied().filter(|key| !frozen.contains(key)).collect();
     assert_eq!(all.keys().copied().collect::<Vec<u64>>(), trained);
     assert!(all.iter().all(|(key, gradient)| *gradient == expected[key]));
+}
+
+/// One product with a parameter of its own for each of four stages, of which `frozen` are not trained. Of each rank: its gradients,
+/// the transfers with gradients, and what its step computes, without the seed of the loss.
+fn chain(schedule: &Schedule, frozen: &[u64]) -> Vec<(BTreeMap<u64, Vec<f64>>, Vec<&'static str>, u64)> {
+    let ranks = World::run(Mesh::parse(&format!("pp={}", schedule.ranks.len())).unwrap(), |rank| {
+        let axis = rank.mesh().axis("pp").unwrap();
+        let here = rank.slice(axis);
+        let text = |args: &[Var]| {
+            let tape = args[0].tape();
+            let step = |y: Var, key: u64| -> Result<Var> {
+                Ok(y.matmul(&tape.leaf(key, &parameter(args[0].rank(), key)?)))
+            };
+            Ok(vec![(0..4).try_fold(args[0].clone(), step)?.sum()])
+        };
+        let layout = Layout::invariant(here.mesh(), DType::F64, &[ROWS, WIDTH]);
+        let stages =
+            Stages::new(Program::record(&here, std::slice::from_ref(&layout), None, text)?, &[1, 2, 3]);
+        let schedule = schedule.with_transfers(&stages.links());
+        schedule.verify(&stages.links())?;
+        let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
+        rank.trace().enable();
+        let outcome = runner.run(&Feed {
+            arguments: &|m| Ok(vec![arguments(&here, m)?.remove(1)]),
+            parameter: &|key| parameter(&here, key).unwrap(),
+            is_trained: &|key| !frozen.contains(&key),
+            draw: &|_| Draw::Off,
+            weight: 1.0,
+        })?;
+        let records = rank.trace().take();
+        let back = records.iter().filter(|r| r.phase == Phase::Backward).map(|r| r.op).collect();
+        Ok((values(&outcome.gradients)?, back, rank.backend().cost().flops))
+    });
+    ranks.unwrap()
+}
+
+/// What is frozen with all before it takes no part in the backward pass; what has something trained before it hands gradients on.
+#[test]
+fn nothing_goes_back_through_stages_that_train_nothing_and_have_nothing_before_them() {
+    let one_each = [Schedule::gpipe(4, 3), Schedule::one_f_one_b(4, 3), Schedule::zb_h1(4, 3)];
+    for schedule in one_each.into_iter().chain([Schedule::zb_v(2, 3)]) {
+        let whole = chain(&schedule, &[]);
+        let forward = chain(&Schedule::forward_only(&schedule.place, schedule.ranks.len()), &[]);
+        for frozen in [&[0][..], &[0, 1], &[0, 1, 2], &[1], &[0, 2], &[3]] {
+            let what = format!("{} without {frozen:?}", schedule.name);
+            let ran = chain(&schedule, frozen);
+            let first = (0..4).find(|key| !frozen.contains(key)).unwrap() as usize;
+            // Of three microbatches, over the borders behind the first that is trained and between two ranks.
+            let apart = |stage: &usize| schedule.place[*stage] != schedule.place[stage + 1];
+            let hops = 3 * (first..3).filter(apart).count();
+            let moved: Vec<&str> = ran.iter().flat_map(|r| r.1.clone()).collect();
+            assert_eq!(moved.iter().filter(|op| **op == "send").count(), hops, "{what}");
+            assert_eq!(moved.len(), 2 * hops, "{what}");
+            for (rank, (gradients, _, flops)) in ran.iter().enumerate() {
+                let mut expected = whole[rank].0.clone();
+                expected.retain(|key, _| !frozen.contains(key));
+                assert_eq!(*gradients, expected, "{what}");
+                if (0..4).filter(|stage| schedule.place[*stage] == rank).all(|stage| stage < first) {
+                    assert_eq!(*flops, 3 * forward[rank].2, "{what}: rank {rank} goes forward only");
+                }
+            }
+        }
+    }
 }
 
 #[test]
@@ -255,7 +321,8 @@ fn misled(change: impl Fn(&mut Schedule) + Sync) -> String {
         let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
         let outcome = runner.run(&Feed {
             arguments: &|m| arguments(&here, m),
-            parameter: &|key| (parameter(&here, key).unwrap(), true),
+            parameter: &|key| parameter(&here, key).unwrap(),
+            is_trained: &|_| true,
             draw: &|m| Draw::Of(noise(m).unwrap()),
             weight: 1.0,
         });
@@ -306,7 +373,8 @@ fn a_profile_has_the_time_of_every_piece_and_the_same_numbers_on_every_rank() {
         let program = recorded(&here)?;
         let feed = Feed {
             arguments: &|m| arguments(&here, m),
-            parameter: &|key| (parameter(&here, key).unwrap(), true),
+            parameter: &|key| parameter(&here, key).unwrap(),
+            is_trained: &|_| true,
             draw: &|m| Draw::Of(noise(m).unwrap()),
             weight: 1.0,
         };
@@ -351,7 +419,8 @@ fn a_parameter_read_elsewhere_without_a_gradient_has_it_there_too() {
             let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
             let outcome = runner.run(&Feed {
                 arguments: &|m| Ok(vec![arguments(&here, m)?.remove(1)]),
-                parameter: &|key| (parameter(&here, key).unwrap(), true),
+                parameter: &|key| parameter(&here, key).unwrap(),
+                is_trained: &|_| true,
                 draw: &|_| Draw::Off,
                 weight: 1.0,
             })?;
@@ -381,7 +450,8 @@ fn a_program_without_a_gradient_is_refused() {
         let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
         let outcome = runner.run(&Feed {
             arguments: &|_| Ok(vec![Tensor::zeros(&here, &layout)?]),
-            parameter: &|key| (parameter(&here, key).unwrap(), true),
+            parameter: &|key| parameter(&here, key).unwrap(),
+            is_trained: &|_| true,
             draw: &|_| Draw::Off,
             weight: 1.0,
         });
@@ -407,6 +477,7 @@ fn a_transfer_is_received_in_the_memory_that_it_takes() {
         runner.run(&Feed {
             arguments: &|_| Ok(vec![Tensor::zeros(&here, &layout)?]),
             parameter: &|_| unreachable!("there is none"),
+            is_trained: &|_| true,
             draw: &|_| Draw::Off,
             weight: 1.0,
         })?;

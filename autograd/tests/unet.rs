@@ -135,7 +135,8 @@ fn step(rank: &Rank, name: &str, num_microbatches: usize) -> Result<(Outcome, Ve
     let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
     let outcome = runner.run(&Feed {
         arguments: &|m| arguments(&here, m),
-        parameter: &|key| (parameter(&here, key).unwrap(), true),
+        parameter: &|key| parameter(&here, key).unwrap(),
+        is_trained: &|_| true,
         draw: &|_| Draw::Off,
         weight: 1.0 / num_microbatches as f64,
     })?;

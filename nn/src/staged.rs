@@ -108,14 +108,12 @@ impl Staged {
         loss_scale: f64,
     ) -> Result<Outcome> {
         let stages = self.recordings.borrow()[0].1.clone();
-        let frozen: HashSet<u64> = model.params().iter().filter(|p| p.is_frozen()).map(Param::key).collect();
-        stages.check_reached(|key| !frozen.contains(&key))?;
         let runner =
             Runner { rank: model.rank(), axis: self.axis, stages: &stages, schedule: &self.schedule };
-        let parameter = parameters(model);
         runner.run(&Feed {
             arguments: read,
-            parameter: &parameter,
+            parameter: &parameters(model),
+            is_trained: &trained(model),
             draw: &|microbatch| Draw::Of(noise(microbatch)),
             weight: loss_scale / self.schedule.num_microbatches as f64,
         })
@@ -135,10 +133,10 @@ impl Staged {
         let schedule = schedule.with_transfers(&links);
         schedule.verify(&links)?;
         let runner = Runner { rank: model.rank(), axis: self.axis, stages: &stages, schedule: &schedule };
-        let parameter = parameters(model);
         let outcome = runner.run(&Feed {
             arguments: &|_| Ok(arguments.to_vec()),
-            parameter: &parameter,
+            parameter: &parameters(model),
+            is_trained: &trained(model),
             draw: &|_| Draw::Off,
             weight: 1.0,
         })?;
@@ -146,14 +144,20 @@ impl Staged {
     }
 }
 
-/// Parameters by key, with whether they are trained; what happens next is said to be theirs.
-fn parameters<M: Module>(model: &Model<M>) -> impl Fn(u64) -> (Tensor, bool) {
+/// Parameters by key; what happens next is said to be theirs.
+fn parameters<M: Module>(model: &Model<M>) -> impl Fn(u64) -> Tensor {
     move |key| {
         let param =
             model.params().iter().find(|p| p.key() == key).expect("a program uses its own model's keys");
         Context::of(model.rank()).set_path(&param.path());
-        (param.tensor(), !param.is_frozen())
+        param.tensor()
     }
+}
+
+/// Whether parameters are trained, by key, those of other stages too.
+fn trained<M: Module>(model: &Model<M>) -> impl Fn(u64) -> bool {
+    let frozen: HashSet<u64> = model.params().iter().filter(|p| p.is_frozen()).map(Param::key).collect();
+    move |key| !frozen.contains(&key)
 }
 
 /// The model of a plan on the ranks that share a place on the pipeline axis, without values.

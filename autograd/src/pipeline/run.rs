@@ -4,7 +4,7 @@ mod reduce;
 mod measure;
 
 use super::action::{Action, Schedule, Transfer};
-use super::stage::Stages;
+use super::stage::{Live, Stages};
 use crate::halves::Rest;
 use crate::id::{Draw, Gradients, Id, Key};
 use crate::program::Slot;
@@ -26,8 +26,10 @@ const TAKEN: Key = 1 << 32;
 pub struct Feed<'a> {
     /// The arguments of a microbatch. Asked on ranks whose stage reads one.
     pub arguments: &'a dyn Fn(usize) -> Result<Vec<Tensor>>,
-    /// A parameter as it is stored, and whether it is trained.
-    pub parameter: &'a dyn Fn(Key) -> (Tensor, bool),
+    /// A parameter of this rank's stages as it is stored.
+    pub parameter: &'a dyn Fn(Key) -> Tensor,
+    /// Whether a parameter is trained, of whatever stage: alike on all ranks, as it says what they hand back to each other.
+    pub is_trained: &'a dyn Fn(Key) -> bool,
     /// What random ops of a microbatch draw.
     pub draw: &'a dyn Fn(usize) -> Draw,
     /// By what the gradient of each microbatch's losses counts.
@@ -90,6 +92,8 @@ struct Step<'a> {
     runner: &'a Runner<'a>,
     feed: &'a Feed<'a>,
     trains: bool,
+    /// What is handed back.
+    live: &'a Live,
     /// Parameters in the layouts in which they are computed with, made once.
     tape: Tape,
     computed: HashMap<u32, Var>,
@@ -113,8 +117,8 @@ impl Runner<'_> {
     /// Runs the lists of this rank.
     ///
     /// # Errors
-    /// `Kind::Config` for a schedule of another number of stages or ranks; as [`Stages::check_reached`] if no parameter has a
-    /// gradient, wherever it lives; what ops, arguments and transfers report.
+    /// `Kind::Config` for a schedule of another number of stages or ranks; as [`Stages::check_reached`] if no parameter that is
+    /// trained has a gradient, wherever it lives; what ops, arguments and transfers report.
     pub fn run(&self, feed: &Feed<'_>) -> Result<Outcome> {
         let asked = [self.schedule.num_stages(), self.schedule.ranks.len()];
         let there = [self.stages.stages().len(), self.rank.world().mesh().size(self.axis)];
@@ -126,9 +130,10 @@ impl Runner<'_> {
             return Err(Error::new(Kind::Config, text));
         }
         let list = &self.schedule.ranks[self.rank.world().coordinate(self.axis)];
-        let mut step = self.step(feed);
+        let live = self.stages.live(feed.is_trained);
+        let mut step = self.step(feed, &live);
         if step.trains {
-            self.stages.check_reached(|_| true)?;
+            self.stages.check_reached(feed.is_trained)?;
         }
         let mut passes = Vec::with_capacity(list.len());
         for &action in list {
@@ -150,12 +155,13 @@ impl Runner<'_> {
     }
 
     /// Nothing is there yet.
-    fn step<'a>(&'a self, feed: &'a Feed<'a>) -> Step<'a> {
+    fn step<'a>(&'a self, feed: &'a Feed<'a>, live: &'a Live) -> Step<'a> {
         let trains = self.schedule.trains();
         Step {
             runner: self,
             feed,
             trains,
+            live,
             tape: if trains { Tape::new(self.rank) } else { Tape::inference(self.rank) },
             computed: HashMap::new(),
             sums: BTreeMap::new(),
@@ -185,21 +191,6 @@ impl Runner<'_> {
         self.rank.world().send(call, &piece.buffer, piece.numel(), to)
     }
 
-    /// The layouts that a transfer carries, one after another, with the records that made the values.
-    fn cargo(&self, transfer: Transfer) -> Vec<(Slot, Layout)> {
-        let layout = |slot: Slot| self.stages.program().layout(slot).clone();
-        let earlier = transfer.from.min(transfer.to);
-        let later = transfer.from.max(transfer.to);
-        let given = self.stages.stages()[earlier].gives.iter().find(|(to, _)| *to == later);
-        let slots = given.map_or(&[][..], |(_, slots)| slots);
-        match transfer.is_forward() {
-            true => slots.iter().map(|&slot| (slot, layout(slot))).collect(),
-            false => self.stages.with_gradient(slots).map(|slot| (slot, layout(slot).dual())).collect(),
-        }
-    }
-}
-
-impl Runner<'_> {
     /// What one rank sends to this one, in order.
     fn expected(&self) -> HashMap<usize, VecDeque<Transfer>> {
         let (place, here) = (&self.schedule.place, self.rank.world().coordinate(self.axis));
@@ -211,16 +202,6 @@ impl Runner<'_> {
             list.iter().filter_map(send).collect()
         };
         self.schedule.ranks.iter().map(sends).enumerate().collect()
-    }
-
-    /// Receives the next message of a rank, which is this transfer.
-    fn accept(&self, transfer: Transfer, from: usize) -> Result<Vec<Tensor>> {
-        let phase = if transfer.is_forward() { Phase::Forward } else { Phase::Backward };
-        let one = |(slot, layout): (Slot, Layout)| {
-            let (path, site) = place_of(self.stages, slot);
-            receive(self.rank, &self.call(&layout, phase, path, site), layout.clone(), from)
-        };
-        self.cargo(transfer).into_iter().map(one).collect()
     }
 }
 
@@ -236,7 +217,7 @@ impl Step<'_> {
         for (from, slots) in &slice.takes {
             let arrived = self.take(Transfer { from: *from, to: stage, microbatch })?;
             for (&slot, tensor) in slots.iter().zip(arrived) {
-                let var = match runner.stages.with_gradient(&[slot]).next() {
+                let var = match self.live.of(&[slot]).next() {
                     Some(_) => tape.leaf(TAKEN + takes.len() as Key, &tensor),
                     None => tape.constant(tensor),
                 };
@@ -303,8 +284,8 @@ impl Step<'_> {
     fn computed(&mut self, stage: usize, outer: u32, key: Key) -> Var {
         let (tape, feed, stages) = (&self.tape, self.feed, self.runner.stages);
         let bring = || {
-            let (stored, trained) = (feed.parameter)(key);
-            let leaf = if trained { tape.leaf(key, &stored) } else { tape.constant(stored) };
+            let stored = (feed.parameter)(key);
+            let leaf = if (feed.is_trained)(key) { tape.leaf(key, &stored) } else { tape.constant(stored) };
             let program = stages.program();
             leaf.in_layout(&program.outers[outer as usize].layout, stages.first_use(stage, outer))
         };
@@ -333,7 +314,7 @@ impl Step<'_> {
 
     /// Ends the flight of a microbatch, with the cotangents that have arrived.
     fn land(&mut self, stage: usize, microbatch: usize) -> Result<Landed> {
-        let runner = self.runner;
+        let (runner, live) = (self.runner, self.live);
         let flight = self.flights.remove(&(stage, microbatch)).ok_or_else(missing)?;
         let mut seeds: Vec<(Id, Tensor)> = Vec::new();
         let mut seed = |slot: &Slot, cotangent: Tensor| {
@@ -345,7 +326,7 @@ impl Step<'_> {
         }
         for (to, slots) in &runner.stages.stages()[stage].gives {
             let arrived = self.take(Transfer { from: *to, to: stage, microbatch })?;
-            runner.stages.with_gradient(slots).zip(arrived).for_each(|(slot, t)| seed(&slot, t));
+            live.of(slots).zip(arrived).for_each(|(slot, t)| seed(&slot, t));
         }
         Ok((seeds, flight.tape, flight.takes))
     }
@@ -357,7 +338,7 @@ impl Step<'_> {
         let mut gradients = tape.gradients();
         for (from, slots) in &runner.stages.stages()[stage].takes {
             let mut back = Vec::new();
-            for slot in runner.stages.with_gradient(slots) {
+            for slot in self.live.of(slots) {
                 let at = takes.iter().position(|(s, _)| *s == slot).expect("every slot was taken");
                 let gradient = gradients.remove(&(TAKEN + at as Key));
                 let layout = takes[at].1.dual();
@@ -385,11 +366,25 @@ impl Step<'_> {
         self.store.remove(&transfer).ok_or_else(missing)
     }
 
+    /// The layouts that a transfer carries, one after another, with the records that made the values.
+    fn cargo(&self, transfer: Transfer) -> Vec<(Slot, Layout)> {
+        let stages = self.runner.stages;
+        let layout = |slot: Slot| stages.program().layout(slot).clone();
+        let earlier = transfer.from.min(transfer.to);
+        let later = transfer.from.max(transfer.to);
+        let given = stages.stages()[earlier].gives.iter().find(|(to, _)| *to == later);
+        let slots = given.map_or(&[][..], |(_, slots)| slots);
+        match transfer.is_forward() {
+            true => slots.iter().map(|&slot| (slot, layout(slot))).collect(),
+            false => self.live.of(slots).map(|slot| (slot, layout(slot).dual())).collect(),
+        }
+    }
+
     fn send(&mut self, transfer: Transfer) -> Result<()> {
         let runner = self.runner;
         let to = runner.schedule.place[transfer.to];
         let phase = if transfer.is_forward() { Phase::Forward } else { Phase::Backward };
-        for ((slot, layout), tensor) in runner.cargo(transfer).into_iter().zip(self.take(transfer)?) {
+        for ((slot, layout), tensor) in self.cargo(transfer).into_iter().zip(self.take(transfer)?) {
             let piece = tensor.piece().flat(runner.rank)?;
             let (path, site) = place_of(runner.stages, slot);
             let call = runner.call(&layout, phase, path, site);
@@ -404,10 +399,21 @@ impl Step<'_> {
         let from = runner.schedule.place[transfer.from];
         while !self.store.contains_key(&transfer) {
             let next = self.expected.get_mut(&from).and_then(VecDeque::pop_front).ok_or_else(missing)?;
-            let arrived = runner.accept(next, from)?;
+            let arrived = self.accept(next, from)?;
             self.store.insert(next, arrived);
         }
         Ok(())
+    }
+
+    /// Receives the next message of a rank, which is this transfer.
+    fn accept(&self, transfer: Transfer, from: usize) -> Result<Vec<Tensor>> {
+        let (runner, phase) =
+            (self.runner, if transfer.is_forward() { Phase::Forward } else { Phase::Backward });
+        let one = |(slot, layout): (Slot, Layout)| {
+            let (path, site) = place_of(runner.stages, slot);
+            receive(runner.rank, &runner.call(&layout, phase, path, site), layout.clone(), from)
+        };
+        self.cargo(transfer).into_iter().map(one).collect()
     }
 }
 

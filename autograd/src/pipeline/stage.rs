@@ -6,6 +6,7 @@ use crate::var::unreached;
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::{Layout, op};
 use smallvec::SmallVec;
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::ops::Range;
 use std::panic::Location;
@@ -17,8 +18,19 @@ pub struct Stages {
     stages: Vec<Stage>,
     /// How many of the results are losses.
     num_losses: usize,
-    /// What a gradient can reach.
-    live: HashSet<Slot>,
+    /// What has a gradient where all parameters are trained.
+    live: Live,
+}
+
+/// What has a gradient in a step, so that its cotangent is handed back from stage to stage.
+#[derive(Clone, Debug)]
+pub(super) struct Live(HashSet<Slot>);
+
+impl Live {
+    /// What of a transfer has a gradient to send back.
+    pub(super) fn of<'a>(&'a self, slots: &'a [Slot]) -> impl Iterator<Item = Slot> + 'a {
+        slots.iter().copied().filter(|slot| self.0.contains(slot))
+    }
 }
 
 /// One slice of a program.
@@ -62,7 +74,7 @@ impl Stages {
                 }
             }
         }
-        let live = program.live(num_losses);
+        let live = program.live(num_losses, |_| true);
         Stages { program, stages, num_losses, live }
     }
 
@@ -135,7 +147,7 @@ impl Stages {
     /// The parameters with a gradient.
     fn reached(&self) -> BTreeSet<Key> {
         let outers = self.program.outers.iter().enumerate();
-        let live = outers.filter(|(at, _)| self.live.contains(&Slot::Outer(*at as u32)));
+        let live = outers.filter(|(at, _)| self.live.0.contains(&Slot::Outer(*at as u32)));
         live.filter_map(|(_, outer)| outer.key).collect()
     }
 
@@ -153,9 +165,13 @@ impl Stages {
         first.map_or_else(Location::caller, |r| r.site)
     }
 
-    /// What of a transfer has a gradient to send back.
-    pub(super) fn with_gradient<'a>(&'a self, slots: &'a [Slot]) -> impl Iterator<Item = Slot> + 'a {
-        slots.iter().copied().filter(|slot| self.live.contains(slot))
+    /// What has a gradient where only the parameters for which `is_trained` holds are trained: nothing goes back to a stage that
+    /// trains none and has none that is trained before it.
+    pub(super) fn live(&self, is_trained: impl Fn(Key) -> bool) -> Cow<'_, Live> {
+        match self.reached().into_iter().all(&is_trained) {
+            true => Cow::Borrowed(&self.live),
+            false => Cow::Owned(self.program.live(self.num_losses, is_trained)),
+        }
     }
 
     /// Refuses another program than the same model's on other shapes.
@@ -176,12 +192,13 @@ impl Stages {
 }
 
 impl Program {
-    /// What has a gradient: parameters, and what is made of them by ops that have one, if it takes part in the result.
-    fn live(&self, num_losses: usize) -> HashSet<Slot> {
-        let mut live = self.reached(|outer| self.outers[outer].key.is_some());
+    /// What has a gradient: parameters that are trained, and what is made of them by ops that have one, if it takes part in the
+    /// result.
+    fn live(&self, num_losses: usize, is_trained: impl Fn(Key) -> bool) -> Live {
+        let mut live = self.reached(|outer| self.outers[outer].key.is_some_and(&is_trained));
         let reaching = self.reaching(num_losses);
         live.retain(|slot| reaching.contains(slot));
-        live
+        Live(live)
     }
 
     /// What the losses depend on, by ways that a gradient takes back.

@@ -1,5 +1,6 @@
 //! Where a model is cut and in which order its passes run, by what the plan says and, if it says so, by measured times.
 
+use super::trained;
 use crate::module::Module;
 use crate::placed::Model;
 use crate::plan::{PassOrder, Pipeline};
@@ -69,12 +70,12 @@ fn measure<M: Module>(
     let parameter = |key| {
         let param = model.params().iter().find(|p| p.key() == key);
         let param = param.expect("a program uses its own model's keys");
-        let value = Tensor::full(rank, &param.layout(), MADE_UP).unwrap_or_else(|e| e.raise());
-        (value, !param.is_frozen())
+        Tensor::full(rank, &param.layout(), MADE_UP).unwrap_or_else(|e| e.raise())
     };
     let feed = Feed {
         arguments: &|_| Ok(arguments.to_vec()),
         parameter: &parameter,
+        is_trained: &trained(model),
         draw: &|_| Draw::Of(Noise { seed, step: 0, first_row: 0 }),
         weight: 1.0,
     };

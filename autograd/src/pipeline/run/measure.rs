@@ -19,7 +19,8 @@ impl Runner<'_> {
     /// # Errors
     /// What ops and arguments report.
     pub fn measure(&self, feed: &Feed<'_>, stage: usize, repeats: usize) -> Result<Times> {
-        let mut step = self.step(feed);
+        let live = self.stages.live(feed.is_trained);
+        let mut step = self.step(feed, &live);
         let never = f64::INFINITY;
         let mut least = Times { forward: never, input: never, weight: never };
         for repeat in 0..=repeats {
@@ -99,7 +100,7 @@ impl Step<'_> {
         let runner = self.runner;
         for (to, slots) in &runner.stages.stages()[stage].gives {
             let layout = |slot: Slot| made_up(runner, &runner.stages.program().layout(slot).dual());
-            let arrived: Result<Vec<Tensor>> = runner.stages.with_gradient(slots).map(layout).collect();
+            let arrived: Result<Vec<Tensor>> = self.live.of(slots).map(layout).collect();
             self.store.insert(Transfer { from: *to, to: stage, microbatch: 0 }, arrived?);
         }
         Ok(())

@@ -39,13 +39,10 @@ impl Step<'_> {
         self.computed.clear();
         let (runner, here) = (self.runner, self.here());
         for (key, places) in runner.stages.shared(&runner.schedule.place) {
-            let (stored, trained) =
-                if places.contains(&here) { (self.feed.parameter)(key) } else { continue };
-            if !trained {
+            if !places.contains(&here) || !(self.feed.is_trained)(key) {
                 continue;
             }
-            let layout = stored.layout().clone();
-            drop(stored);
+            let layout = (self.feed.parameter)(key).layout().clone();
             let own = self.gradients.remove(&key);
             let own = own.map_or_else(|| Tensor::zeros(runner.rank, &layout.dual()), Ok)?;
             let sum = self.sum_over(&places, own)?;
