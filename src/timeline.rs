@@ -145,7 +145,7 @@ mod tests {
 
     #[test]
     fn a_timeline_by_hand() {
-        let text = text(&timeline(&Schedule::one_f_one_b(2, 2)));
+        let text = text(&timeline(&Schedule::one_f_one_b(2, 2).unwrap()));
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines[0], "  0 F0fF1f······B0bbbb···B1bbbb");
         assert_eq!(lines[1], "  1 ···F0fB0bbbbF1fB1bbbb······");
@@ -153,7 +153,7 @@ mod tests {
 
     #[test]
     fn every_pass_is_in_the_picture() {
-        let timeline = timeline(&Schedule::zb_h1(4, 8));
+        let timeline = timeline(&Schedule::zb_h1(4, 8).unwrap());
         let svg = svg("title", &timeline).unwrap();
         assert!(svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>"));
         // A rectangle a pass, one a row, and the ground.

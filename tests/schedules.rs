@@ -175,7 +175,7 @@ fn lists_go_from_a_plan_through_a_file_into_training() {
     assert!(shardgrad(&given).status.success());
     let text = fs::read_to_string(&lists).unwrap();
     assert!(text.contains("stages on ranks: 0 1 1 0\n0: F0.0 F0.1 "), "{text}");
-    assert_eq!(Schedule::from_text(&text).unwrap(), Schedule::zb_v(2, 4));
+    assert_eq!(Schedule::from_text(&text).unwrap(), Schedule::zb_v(2, 4).unwrap());
     let output = shardgrad(&["plan", "--schedule", &lists]);
     let said = String::from_utf8(output.stdout).unwrap();
     let start = "zb-v: 2 ranks, 4 microbatches, bubble 4.00% (0.00% if steps overlapped), ";

@@ -164,7 +164,7 @@ fn arguments_of_another_shape_are_refused() {
         let axis = rank.mesh().axis("pp").unwrap();
         let here = rank.slice(axis);
         let stages = Stages::new(recorded(&here)?, &[9]);
-        let schedule = Schedule::gpipe(2, 1).with_transfers(&stages.links());
+        let schedule = Schedule::gpipe(2, 1).unwrap().with_transfers(&stages.links());
         let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
         let wide = |_| {
             let x = Tensor::from_host(&here, &[1, WIDTH], &[0.0f64; WIDTH])?;
@@ -193,7 +193,7 @@ fn frozen_parameters_have_no_gradient_on_any_stage() {
         let axis = rank.mesh().axis("pp").unwrap();
         let here = rank.slice(axis);
         let stages = Stages::new(recorded(&here)?, &[7, 12]);
-        let schedule = Schedule::zb_h1(3, 2).with_transfers(&stages.links());
+        let schedule = Schedule::zb_h1(3, 2).unwrap().with_transfers(&stages.links());
         let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
         let outcome = runner.run(&Feed {
             arguments: &|m| arguments(&here, m),
@@ -248,10 +248,14 @@ fn chain(schedule: &Schedule, frozen: &[u64]) -> Vec<(BTreeMap<u64, Vec<f64>>, V
 /// What is frozen with all before it takes no part in the backward pass; what has something trained before it hands gradients on.
 #[test]
 fn nothing_goes_back_through_stages_that_train_nothing_and_have_nothing_before_them() {
-    let one_each = [Schedule::gpipe(4, 3), Schedule::one_f_one_b(4, 3), Schedule::zb_h1(4, 3)];
-    for schedule in one_each.into_iter().chain([Schedule::zb_v(2, 3)]) {
+    let one_each = [
+        Schedule::gpipe(4, 3).unwrap(),
+        Schedule::one_f_one_b(4, 3).unwrap(),
+        Schedule::zb_h1(4, 3).unwrap(),
+    ];
+    for schedule in one_each.into_iter().chain([Schedule::zb_v(2, 3).unwrap()]) {
         let whole = chain(&schedule, &[]);
-        let forward = chain(&Schedule::forward_only(&schedule.place, schedule.ranks.len()), &[]);
+        let forward = chain(&Schedule::forward_only(&schedule.place, schedule.ranks.len()).unwrap(), &[]);
         for frozen in [&[0][..], &[0, 1], &[0, 1, 2], &[1], &[0, 2], &[3]] {
             let what = format!("{} without {frozen:?}", schedule.name);
             let ran = chain(&schedule, frozen);
@@ -316,7 +320,7 @@ fn misled(change: impl Fn(&mut Schedule) + Sync) -> String {
         let axis = rank.mesh().axis("pp").unwrap();
         let here = rank.slice(axis);
         let stages = Stages::new(recorded(&here)?, &[9]);
-        let mut schedule = Schedule::gpipe(2, 1).with_transfers(&stages.links());
+        let mut schedule = Schedule::gpipe(2, 1).unwrap().with_transfers(&stages.links());
         change(&mut schedule);
         let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
         let outcome = runner.run(&Feed {
@@ -415,7 +419,7 @@ fn a_parameter_read_elsewhere_without_a_gradient_has_it_there_too() {
             let names = program.records.iter().map(|r| r.op.name());
             let start = names.clone().position(|name| name == if quiet_first { "matmul" } else { "sum" });
             let stages = Stages::new(program, &[start.expect("it is among them")]);
-            let schedule = Schedule::gpipe(2, 1).with_transfers(&stages.links());
+            let schedule = Schedule::gpipe(2, 1).unwrap().with_transfers(&stages.links());
             let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
             let outcome = runner.run(&Feed {
                 arguments: &|m| Ok(vec![arguments(&here, m)?.remove(1)]),
@@ -446,7 +450,7 @@ fn a_program_without_a_gradient_is_refused() {
         };
         let program = Program::record(&here, std::slice::from_ref(&layout), None, text)?;
         let stages = Stages::new(program, &[1]);
-        let schedule = Schedule::gpipe(2, 1).with_transfers(&stages.links());
+        let schedule = Schedule::gpipe(2, 1).unwrap().with_transfers(&stages.links());
         let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
         let outcome = runner.run(&Feed {
             arguments: &|_| Ok(vec![Tensor::zeros(&here, &layout)?]),
@@ -472,7 +476,7 @@ fn a_transfer_is_received_in_the_memory_that_it_takes() {
         let text = |args: &[Var]| Ok(vec![args[0].square().sum()]);
         let program = Program::record(&here, std::slice::from_ref(&layout), None, text)?;
         let stages = Stages::new(program, &[1]);
-        let schedule = Schedule::forward_only(&[0, 1], 2).with_transfers(&stages.links());
+        let schedule = Schedule::forward_only(&[0, 1], 2).unwrap().with_transfers(&stages.links());
         let runner = Runner { rank: &here, axis, stages: &stages, schedule: &schedule };
         runner.run(&Feed {
             arguments: &|_| Ok(vec![Tensor::zeros(&here, &layout)?]),

@@ -128,7 +128,7 @@ impl Staged {
     ) -> Result<Option<Tensor>> {
         let layouts: Vec<Layout> = arguments.iter().map(|t| t.layout().clone()).collect();
         let stages = self.stages(model.rank(), &layouts, text)?;
-        let schedule = Schedule::forward_only(&self.schedule.place, self.schedule.ranks.len());
+        let schedule = Schedule::forward_only(&self.schedule.place, self.schedule.ranks.len())?;
         let links = stages.links();
         let schedule = schedule.with_transfers(&links);
         schedule.verify(&links)?;

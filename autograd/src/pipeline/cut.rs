@@ -1,5 +1,6 @@
 //! Where a recorded program is cut into stages.
 
+use super::schedule::check_stages;
 use crate::program::Program;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_tensor::{Layout, op};
@@ -148,14 +149,6 @@ impl Program {
         let layouts: SmallVec<[&Layout; 4]> = record.inputs.iter().map(|slot| self.layout(*slot)).collect();
         op::volume(&*record.op, rank, &layouts, &record.outputs)
     }
-}
-
-/// Refuses to cut into nothing.
-pub(super) fn check_stages(num_stages: usize) -> Result<()> {
-    if num_stages > 0 {
-        return Ok(());
-    }
-    Err(Error::new(Kind::Config, "a schedule has no stage").detail("help", "give each rank a stage at least"))
 }
 
 /// A path up to its first number, or its first word if it has none.

@@ -1,7 +1,9 @@
 //! DualPipeV: the V-shaped half of DeepSeek's DualPipe (arXiv 2412.19437, section 3.2.1).
 
 use super::action::{Action, Schedule};
+use super::schedule::check_counts;
 use super::vee::place;
+use shardgrad_dist::Result;
 use std::collections::VecDeque;
 
 /// The list of one rank as it is written.
@@ -46,8 +48,11 @@ impl Schedule {
     /// forward pass stands beside a backward pass of the other stage, so that transfers of one can go on under the other.
     /// A step takes (p - 1) (F + 2B - 3W) more than the work of a rank at most (F, B and W: passes of one stage, B whole;
     /// without overlap of the pairs), and a rank holds 2p + 1 passes, if there are 2p microbatches or more.
-    #[must_use]
-    pub fn dualpipe_v(num_ranks: usize, num_microbatches: usize) -> Schedule {
+    ///
+    /// # Errors
+    /// As [`Schedule::gpipe`].
+    pub fn dualpipe_v(num_ranks: usize, num_microbatches: usize) -> Result<Schedule> {
+        check_counts(num_ranks, num_microbatches)?;
         // A list for more microbatches, without those that there are not, is a list too.
         let m = num_microbatches.max(2 * num_ranks);
         let there = |action: &Action| match action {
@@ -55,12 +60,12 @@ impl Schedule {
             other => Schedule::pass(*other).is_some_and(|(_, microbatch, _)| microbatch < num_microbatches),
         };
         let list = |rank: usize| list(num_ranks, m, rank).into_iter().filter(there).collect();
-        Schedule {
+        Ok(Schedule {
             name: "dualpipe-v".to_string(),
             num_microbatches,
             place: place(num_ranks),
             ranks: (0..num_ranks).map(list).collect(),
-        }
+        })
     }
 }
 
@@ -128,7 +133,7 @@ mod tests {
         for p in 1..=12 {
             for m in [2 * p, 2 * p + 1, 3 * p, 5 * p + 2] {
                 for [f, i, w] in [[1.0, 1.0, 1.0], [1.0, 1.25, 0.75], [1.0, 1.5, 0.5]] {
-                    let schedule = Schedule::dualpipe_v(p, m);
+                    let schedule = Schedule::dualpipe_v(p, m).unwrap();
                     let links: Vec<(usize, usize)> = (1..2 * p).map(|s| (s - 1, s)).collect();
                     let held = schedule.with_transfers(&links).verify(&links).unwrap().peak_live;
                     assert!(held.iter().all(|n| *n <= 2 * p + 1), "{p} {m}: {held:?}");
@@ -143,7 +148,7 @@ mod tests {
                 }
             }
             for m in 1..2 * p {
-                let schedule = Schedule::dualpipe_v(p, m);
+                let schedule = Schedule::dualpipe_v(p, m).unwrap();
                 let links: Vec<(usize, usize)> = (1..2 * p).map(|s| (s - 1, s)).collect();
                 schedule.with_transfers(&links).verify(&links).unwrap();
             }

@@ -69,13 +69,13 @@ mod tests {
         let stages = 1_000;
         let links: Vec<(usize, usize)> = (1..stages).map(|s| (s - 1, s)).collect();
         let even = Times { forward: 1.0, input: 1.0, weight: 1.0 };
-        let schedule = Schedule::one_f_one_b(stages, 1).with_transfers(&links);
+        let schedule = Schedule::one_f_one_b(stages, 1).unwrap().with_transfers(&links);
         let (proved, looks) = schedule.walk(&links, false).unwrap();
         // One on the way there and one on the way back.
         assert_eq!((proved.peak_live, looks), (vec![1; stages], 2 * stages - 1));
         let (timeline, looks) = schedule.timed(&links, &vec![even; stages], 0.0);
         assert_eq!((timeline.makespan(), looks), (3.0 * stages as f64, 2 * stages - 1));
-        let meeting = Schedule::one_f_one_b(stages, 1).with_meetings(&links);
+        let meeting = Schedule::one_f_one_b(stages, 1).unwrap().with_meetings(&links);
         let (proved, looks) = meeting.walk(&links, true).unwrap();
         assert_eq!(proved.peak_live, vec![1; stages]);
         // A send that waits is looked at once more.

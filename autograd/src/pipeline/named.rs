@@ -1,6 +1,7 @@
 //! Schedules by name.
 
 use super::action::{PASSES_MAX, Schedule};
+use super::schedule::check_counts;
 use super::simulate::Times;
 use shardgrad_dist::{Error, Kind, Result};
 
@@ -34,11 +35,9 @@ impl Schedule {
         times: Times,
         transfer: f64,
     ) -> Result<Schedule> {
-        if num_ranks == 0 || num_microbatches == 0 {
-            return Err(Error::new(Kind::Config, "a schedule has at least one rank and one microbatch"));
-        }
+        check_counts(num_ranks, num_microbatches)?;
         check_size(name, num_ranks, num_microbatches)?;
-        Ok(match name {
+        match name {
             "gpipe" => Schedule::gpipe(num_ranks, num_microbatches),
             "1f1b" => Schedule::one_f_one_b(num_ranks, num_microbatches),
             "zb-h1" => Schedule::zb_h1(num_ranks, num_microbatches),
@@ -51,17 +50,15 @@ impl Schedule {
                 (Some(held_max), _) => {
                     // No rank holds more, whatever was asked for.
                     let held_max = held_max.min(PASSES_MAX);
-                    Schedule::searched((num_ranks, num_microbatches), held_max, times, transfer)?
+                    Schedule::searched((num_ranks, num_microbatches), held_max, times, transfer)
                 }
                 (None, Some(chunks)) => {
-                    Schedule::interleaved(num_ranks, num_microbatches, chunks.unwrap_or(2))?
+                    Schedule::interleaved(num_ranks, num_microbatches, chunks.unwrap_or(2))
                 }
-                (None, None) => {
-                    return Err(Error::new(Kind::Config, format!("there is no schedule `{name}`"))
-                        .detail("help", format!("use one of {}", NAMES.join(", "))));
-                }
+                (None, None) => Err(Error::new(Kind::Config, format!("there is no schedule `{name}`"))
+                    .detail("help", format!("use one of {}", NAMES.join(", ")))),
             },
-        })
+        }
     }
 }
 
@@ -103,6 +100,7 @@ fn counted(name: &str, word: &str) -> Option<Option<usize>> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::trial::Search;
     use super::*;
 
     #[test]
@@ -122,6 +120,43 @@ mod tests {
         for name in NAMES {
             assert!(Schedule::named(name, 4, 8).is_ok(), "{name}");
         }
+    }
+
+    /// Whoever makes them, by whatever name.
+    #[test]
+    fn lists_for_nobody_or_of_nothing_are_refused() {
+        let even = Times { forward: 1.0, input: 1.0, weight: 1.0 };
+        for (p, m) in [(0, 0), (0, 4), (2, 0)] {
+            let mut made = vec![
+                Schedule::gpipe(p, m),
+                Schedule::one_f_one_b(p, m),
+                Schedule::zb_h1(p, m),
+                Schedule::zb_h2(p, m),
+                Schedule::zb_v(p, m),
+                Schedule::v_half(p, m),
+                Schedule::v_min(p, m),
+                Schedule::dualpipe_v(p, m),
+                Schedule::interleaved(p, m, 2),
+                Schedule::searched((p, m), 4, even, 0.0),
+            ];
+            made.extend(NAMES.map(|name| Schedule::named(name, p, m)));
+            assert!(made.into_iter().all(|made| made.unwrap_err().kind() == Kind::Config), "{p} {m}");
+        }
+        let search = |place: Vec<usize>, num_microbatches: usize, num_times: usize| {
+            let times = vec![even; num_times];
+            Search { place, num_microbatches, live_max: 4, times, transfer: 0.0 }.run("searched")
+        };
+        let other = [
+            Schedule::interleaved(2, 4, 0),
+            Schedule::forward_only(&[], 1),
+            Schedule::forward_only(&[], 0),
+            Schedule::forward_only(&[0], 0),
+            Schedule::forward_only(&[0, 2], 2),
+            search(vec![], 4, 0),
+            search(vec![0, 1], 0, 2),
+            search(vec![0, 1], 4, 1),
+        ];
+        assert!(other.into_iter().all(|made| made.unwrap_err().kind() == Kind::Config));
     }
 
     #[test]

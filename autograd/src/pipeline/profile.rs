@@ -1,8 +1,9 @@
 //! Measured costs: how long the pieces of a program take, and what follows for cuts and schedules.
 
 use super::action::{Action, Schedule};
-use super::cut::{check_stages, smallest_maximum};
+use super::cut::smallest_maximum;
 use super::run::{Feed, Runner};
+use super::schedule::check_stages;
 use super::simulate::Times;
 use super::stage::Stages;
 use crate::program::Program;

@@ -5,8 +5,10 @@ use shardgrad_dist::{Error, Kind, Result};
 
 impl Schedule {
     /// All forward passes, then all backward passes. Huang et al., arXiv 1811.06965.
-    #[must_use]
-    pub fn gpipe(num_ranks: usize, num_microbatches: usize) -> Schedule {
+    ///
+    /// # Errors
+    /// `Kind::Config` without ranks or microbatches.
+    pub fn gpipe(num_ranks: usize, num_microbatches: usize) -> Result<Schedule> {
         one_stage_a_rank("gpipe", num_ranks, num_microbatches, |stage| {
             let forward = (0..num_microbatches).map(move |microbatch| Action::Forward { stage, microbatch });
             let backward =
@@ -17,8 +19,10 @@ impl Schedule {
 
     /// As few forward passes as the later stages need to start, then forward and backward in turn, so that stage s of p
     /// holds at most p - s microbatches. Narayanan et al., arXiv 2104.04473, section 2.2.
-    #[must_use]
-    pub fn one_f_one_b(num_ranks: usize, num_microbatches: usize) -> Schedule {
+    ///
+    /// # Errors
+    /// As [`Schedule::gpipe`].
+    pub fn one_f_one_b(num_ranks: usize, num_microbatches: usize) -> Result<Schedule> {
         one_stage_a_rank("1f1b", num_ranks, num_microbatches, |stage| {
             let backward = |microbatch| vec![Action::Backward { stage, microbatch }];
             alternating(stage, num_ranks - stage - 1, num_microbatches, backward)
@@ -27,8 +31,10 @@ impl Schedule {
 
     /// The order of [`Schedule::one_f_one_b`] with the backward pass in halves: the gradients of parameters of stage s come s
     /// passes late, when others would wait. No more memory. Qi et al., arXiv 2401.10241.
-    #[must_use]
-    pub fn zb_h1(num_ranks: usize, num_microbatches: usize) -> Schedule {
+    ///
+    /// # Errors
+    /// As [`Schedule::gpipe`].
+    pub fn zb_h1(num_ranks: usize, num_microbatches: usize) -> Result<Schedule> {
         one_stage_a_rank("zb-h1", num_ranks, num_microbatches, |stage| {
             in_halves(stage, num_ranks - stage - 1, stage, num_microbatches)
         })
@@ -36,8 +42,10 @@ impl Schedule {
 
     /// As [`Schedule::zb_h1`] with up to twice the forward passes ahead, so that no rank waits but for the first pass. Up to
     /// twice the memory. Qi et al., arXiv 2401.10241.
-    #[must_use]
-    pub fn zb_h2(num_ranks: usize, num_microbatches: usize) -> Schedule {
+    ///
+    /// # Errors
+    /// As [`Schedule::gpipe`].
+    pub fn zb_h2(num_ranks: usize, num_microbatches: usize) -> Result<Schedule> {
         one_stage_a_rank("zb-h2", num_ranks, num_microbatches, |stage| {
             in_halves(stage, 2 * (num_ranks - stage) - 2, 2 * stage, num_microbatches)
         })
@@ -47,7 +55,7 @@ impl Schedule {
     /// more transfers. Narayanan et al., arXiv 2104.04473, section 2.2.
     ///
     /// # Errors
-    /// `Kind::Config` without ranks or stages, and if the ranks do not divide the microbatches.
+    /// `Kind::Config` without ranks, stages or microbatches, and if the ranks do not divide the microbatches.
     pub fn interleaved(num_ranks: usize, num_microbatches: usize, num_chunks: usize) -> Result<Schedule> {
         let (p, m, v) = (num_ranks, num_microbatches, num_chunks);
         let none = |what: &str, help: &str| {
@@ -59,6 +67,9 @@ impl Schedule {
         }
         if v == 0 {
             return none("no stage on a rank", "use 2 stages a rank, or 1 for the order of 1f1b");
+        }
+        if m == 0 {
+            return none("no microbatches", "use as many as there are ranks, or a multiple of it");
         }
         if !m.is_multiple_of(p) {
             let near = m.div_ceil(p) * p;
@@ -95,19 +106,47 @@ impl Schedule {
     }
 
     /// Forward passes only: what validation runs. Stages live where `place` says.
-    #[must_use]
-    pub fn forward_only(place: &[usize], num_ranks: usize) -> Schedule {
+    ///
+    /// # Errors
+    /// `Kind::Config` without ranks or stages, and for a stage on a rank that there is not.
+    pub fn forward_only(place: &[usize], num_ranks: usize) -> Result<Schedule> {
+        check_stages(place.len())?;
+        check_counts(num_ranks, 1)?;
+        if let Some(lost) = place.iter().find(|rank| **rank >= num_ranks) {
+            let text = format!("a stage lives on rank {lost}, but there are {num_ranks} ranks");
+            return Err(
+                Error::new(Kind::Config, text).detail("help", "give each stage a rank, counted from 0")
+            );
+        }
         let here = |rank: usize| {
             let stages = (0..place.len()).filter(move |stage| place[*stage] == rank);
             stages.map(|stage| Action::Forward { stage, microbatch: 0 }).collect()
         };
-        Schedule {
+        Ok(Schedule {
             name: "forward".to_string(),
             num_microbatches: 1,
             place: place.to_vec(),
             ranks: (0..num_ranks).map(here).collect(),
-        }
+        })
     }
+}
+
+/// Refuses lists for nobody, and for nothing.
+pub(super) fn check_counts(num_ranks: usize, num_microbatches: usize) -> Result<()> {
+    if num_ranks > 0 && num_microbatches > 0 {
+        return Ok(());
+    }
+    let text = "a schedule has at least one rank and one microbatch";
+    let there = format!("{num_ranks} ranks, {num_microbatches} microbatches");
+    Err(Error::new(Kind::Config, text).detail("asked for", there))
+}
+
+/// Refuses lists of no stage.
+pub(super) fn check_stages(num_stages: usize) -> Result<()> {
+    if num_stages > 0 {
+        return Ok(());
+    }
+    Err(Error::new(Kind::Config, "a schedule has no stage").detail("help", "give each rank a stage at least"))
 }
 
 /// `ahead` forward passes, then one forward pass and what `backward` says of the next microbatch in turn.
@@ -145,13 +184,14 @@ fn one_stage_a_rank(
     num_ranks: usize,
     num_microbatches: usize,
     list: impl Fn(usize) -> Vec<Action>,
-) -> Schedule {
-    Schedule {
+) -> Result<Schedule> {
+    check_counts(num_ranks, num_microbatches)?;
+    Ok(Schedule {
         name: name.to_string(),
         num_microbatches,
         place: (0..num_ranks).collect(),
         ranks: (0..num_ranks).map(list).collect(),
-    }
+    })
 }
 
 #[cfg(test)]
@@ -164,9 +204,12 @@ mod tests {
 
     #[test]
     fn lists_by_hand() {
-        assert_eq!(lines(&Schedule::gpipe(2, 2)), ["0: F0.0 F0.1 B0.0 B0.1", "1: F1.0 F1.1 B1.0 B1.1"]);
         assert_eq!(
-            lines(&Schedule::one_f_one_b(3, 4)),
+            lines(&Schedule::gpipe(2, 2).unwrap()),
+            ["0: F0.0 F0.1 B0.0 B0.1", "1: F1.0 F1.1 B1.0 B1.1"]
+        );
+        assert_eq!(
+            lines(&Schedule::one_f_one_b(3, 4).unwrap()),
             [
                 "0: F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3",
                 "1: F1.0 F1.1 B1.0 F1.2 B1.1 F1.3 B1.2 B1.3",
@@ -174,17 +217,20 @@ mod tests {
             ]
         );
         assert_eq!(
-            lines(&Schedule::one_f_one_b(2, 1).with_transfers(&[(0, 1)])),
+            lines(&Schedule::one_f_one_b(2, 1).unwrap().with_transfers(&[(0, 1)])),
             ["0: F0.0 S0>1.0 R1>0.0 B0.0 G0", "1: R0>1.0 F1.0 B1.0 S1>0.0 G1"]
         );
         assert_eq!(
-            lines(&Schedule::zb_h1(2, 3)),
+            lines(&Schedule::zb_h1(2, 3).unwrap()),
             [
                 "0: F0.0 F0.1 I0.0 W0.0 F0.2 I0.1 W0.1 I0.2 W0.2",
                 "1: F1.0 I1.0 F1.1 I1.1 W1.0 F1.2 I1.2 W1.1 W1.2"
             ]
         );
-        assert_eq!(lines(&Schedule::zb_h2(2, 3))[0], "0: F0.0 F0.1 F0.2 I0.0 W0.0 I0.1 W0.1 I0.2 W0.2");
+        assert_eq!(
+            lines(&Schedule::zb_h2(2, 3).unwrap())[0],
+            "0: F0.0 F0.1 F0.2 I0.0 W0.0 I0.1 W0.1 I0.2 W0.2"
+        );
         assert_eq!(
             lines(&Schedule::interleaved(2, 2, 2).unwrap()),
             ["0: F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1", "1: F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1"]
@@ -196,6 +242,7 @@ mod tests {
         for (of, what, help) in [
             ([0, 4, 2], "has no ranks", "size of the pipeline's axis"),
             ([2, 4, 0], "has no stage on a rank", "use 2 stages a rank"),
+            ([2, 0, 2], "has no microbatches", "as many as there are ranks"),
             ([2, 5, 2], "2 ranks do not divide 5 microbatches", "use 6 microbatches"),
         ] {
             let error = Schedule::interleaved(of[0], of[1], of[2]).unwrap_err();

@@ -1,6 +1,7 @@
 //! Schedules that are searched: the order of passes that is shortest for given times under a bound of memory.
 
 use super::action::{Action, Schedule};
+use super::schedule::{check_counts, check_stages};
 use super::simulate::Times;
 use super::trial::{Pass, Policy, Search};
 use super::vee::{self, Orders};
@@ -16,8 +17,15 @@ impl Search {
     /// same places and bound.
     ///
     /// # Errors
-    /// `Kind::Config` if no order stays within the bound of memory.
+    /// `Kind::Config` if no order stays within the bound of memory, without stages or microbatches, and if there are not as many
+    /// times as stages.
     pub fn run(&self, name: &str) -> Result<Schedule> {
+        check_stages(self.place.len())?;
+        check_counts(self.num_ranks(), self.num_microbatches)?;
+        if self.times.len() != self.place.len() {
+            let text = format!("{} stages and the times of {}", self.place.len(), self.times.len());
+            return Err(Error::new(Kind::Config, text).detail("help", "give the times of each stage"));
+        }
         let links: Vec<(usize, usize)> = (1..self.place.len()).map(|s| (s - 1, s)).collect();
         let mut best: Option<((f64, usize), Schedule)> = None;
         for schedule in self.candidates(name) {
@@ -40,23 +48,25 @@ impl Search {
     fn candidates<'a>(&'a self, name: &'a str) -> Box<dyn Iterator<Item = Schedule> + 'a> {
         let (p, m) = (self.num_ranks(), self.num_microbatches);
         let (named, orders): (Vec<Schedule>, Vec<Orders>) = if self.place == vee::place(p) {
+            let named = [
+                Schedule::zb_v(p, m),
+                Schedule::v_half(p, m),
+                Schedule::v_min(p, m),
+                Schedule::dualpipe_v(p, m),
+            ];
             (
-                vec![
-                    Schedule::zb_v(p, m),
-                    Schedule::v_half(p, m),
-                    Schedule::v_min(p, m),
-                    Schedule::dualpipe_v(p, m),
-                ],
+                named.into_iter().flatten().collect(),
                 vec![vee::zb_v_orders(p, m), vee::v_half_orders(p, m), vee::v_min_orders(p, m)],
             )
         } else if self.place.iter().copied().eq(0..p) {
+            let named = [
+                Schedule::one_f_one_b(p, m),
+                Schedule::zb_h1(p, m),
+                Schedule::zb_h2(p, m),
+                Schedule::gpipe(p, m),
+            ];
             (
-                vec![
-                    Schedule::one_f_one_b(p, m),
-                    Schedule::zb_h1(p, m),
-                    Schedule::zb_h2(p, m),
-                    Schedule::gpipe(p, m),
-                ],
+                named.into_iter().flatten().collect(),
                 (0..4).map(|steepness| self.alternating(p, steepness)).collect(),
             )
         } else {
@@ -107,7 +117,7 @@ impl Schedule {
     /// or with two in the shape of a V, where a rank holds at most `held_max` microbatches.
     ///
     /// # Errors
-    /// `Kind::Config` if no order is found.
+    /// `Kind::Config` if no order is found, and without ranks or microbatches.
     pub fn searched(
         (num_ranks, num_microbatches): (usize, usize),
         held_max: usize,

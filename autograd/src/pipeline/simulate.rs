@@ -200,13 +200,13 @@ mod tests {
         for (p, m) in [(2, 2), (4, 8), (8, 32), (3, 7)] {
             let even = [1.0, 1.0, 1.0, 0.0];
             let fused = (p as f64 - 1.0) / (m as f64 + p as f64 - 1.0);
-            assert!((bubble(&Schedule::one_f_one_b(p, m), even) - fused).abs() < 1e-12, "{p} {m}");
-            assert!((bubble(&Schedule::gpipe(p, m), even) - fused).abs() < 1e-12, "{p} {m}");
+            assert!((bubble(&Schedule::one_f_one_b(p, m).unwrap(), even) - fused).abs() < 1e-12, "{p} {m}");
+            assert!((bubble(&Schedule::gpipe(p, m).unwrap(), even) - fused).abs() < 1e-12, "{p} {m}");
             // The span is 3 m + (p - 1) passes instead of 3 (m + p - 1).
             let halved = (p as f64 - 1.0) / (3.0 * m as f64 + p as f64 - 1.0);
-            assert!((bubble(&Schedule::zb_h1(p, m), even) - halved).abs() < 1e-12, "{p} {m}");
+            assert!((bubble(&Schedule::zb_h1(p, m).unwrap(), even) - halved).abs() < 1e-12, "{p} {m}");
             if m >= 2 * p - 1 {
-                assert!(bubble(&Schedule::zb_h2(p, m), even).abs() < 1e-12, "{p} {m}");
+                assert!(bubble(&Schedule::zb_h2(p, m).unwrap(), even).abs() < 1e-12, "{p} {m}");
             }
         }
         let even = [1.0, 1.0, 1.0, 0.0];
@@ -232,10 +232,10 @@ mod tests {
             let late = p as f64 - 1.0;
             // The first rank of 1F1B works from the first pass to the last; of the others each begins a pass later, halved
             // in a V, and all work without a break.
-            near(bubbles(Schedule::one_f_one_b(p, m)), [3.0 * late, 3.0 * late]);
-            near(bubbles(Schedule::zb_h1(p, m)), [late, late]);
-            near(bubbles(Schedule::zb_h2(p, m)), [0.0, late]);
-            near(bubbles(Schedule::zb_v(p, m)), [0.0, 0.5 * late]);
+            near(bubbles(Schedule::one_f_one_b(p, m).unwrap()), [3.0 * late, 3.0 * late]);
+            near(bubbles(Schedule::zb_h1(p, m).unwrap()), [late, late]);
+            near(bubbles(Schedule::zb_h2(p, m).unwrap()), [0.0, late]);
+            near(bubbles(Schedule::zb_v(p, m).unwrap()), [0.0, 0.5 * late]);
         }
     }
 
@@ -263,10 +263,10 @@ mod tests {
         for (p, ms, v, times, rates) in PUBLISHED {
             for ((m, times), rates) in ms.into_iter().zip(times).zip(rates) {
                 let found = [
-                    bubble(&Schedule::one_f_one_b(p, m), times),
+                    bubble(&Schedule::one_f_one_b(p, m).unwrap(), times),
                     bubble(&Schedule::interleaved(p, m, v).unwrap(), times),
-                    bubble(&Schedule::zb_h1(p, m), times),
-                    bubble(&Schedule::zb_h2(p, m), times),
+                    bubble(&Schedule::zb_h1(p, m).unwrap(), times),
+                    bubble(&Schedule::zb_h2(p, m).unwrap(), times),
                 ];
                 for (i, (found, published)) in found.into_iter().zip(rates).enumerate() {
                     let bound = if i == 1 { 0.004 } else { 0.000_051 };
@@ -291,7 +291,7 @@ mod tests {
         ];
         for ((p, published, distances), (_, _, _, times, _)) in table_8.into_iter().zip(&PUBLISHED[1..]) {
             for (i, m) in [3 * p, 4 * p, 8 * p].into_iter().enumerate() {
-                let distance = bubble(&Schedule::zb_v(p, m), times[i]) - published[i];
+                let distance = bubble(&Schedule::zb_v(p, m).unwrap(), times[i]) - published[i];
                 assert!((distance - distances[i]).abs() < 0.000_051, "p {p} m {m}: {distance}");
             }
         }

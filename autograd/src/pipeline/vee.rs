@@ -6,8 +6,10 @@
 //! them. After Qi et al., arXiv 2401.10241 (ZB-V) and arXiv 2405.15362 (V-Half, V-Min).
 
 use super::action::{Action, Schedule};
+use super::schedule::check_counts;
 use super::simulate::Times;
 use super::trial::{Policy, Search};
+use shardgrad_dist::Result;
 
 /// What a rank does next: forward (or gradients of inputs), in its first stage (or its second).
 #[derive(Clone, Copy)]
@@ -26,25 +28,35 @@ pub(super) type Orders = Vec<Vec<Action>>;
 impl Schedule {
     /// ZB-V: the memory of 1F1B, 2p passes on every rank, and no rank waits between its first pass and its last one
     /// if there are 2p microbatches or more (p - 1 passes otherwise).
-    #[must_use]
-    pub fn zb_v(num_ranks: usize, num_microbatches: usize) -> Schedule {
-        filled("zb-v", num_ranks, num_microbatches, &zb_v_orders(num_ranks, num_microbatches), 2 * num_ranks)
+    ///
+    /// # Errors
+    /// As [`Schedule::gpipe`].
+    pub fn zb_v(num_ranks: usize, num_microbatches: usize) -> Result<Schedule> {
+        check_counts(num_ranks, num_microbatches)?;
+        let orders = zb_v_orders(num_ranks, num_microbatches);
+        Ok(filled("zb-v", num_ranks, num_microbatches, &orders, 2 * num_ranks))
     }
 
     /// V-Half: p + 2 passes held, about half the memory of 1F1B; a rank waits for 3 (p - 1) passes at most, half of what it
     /// does in 1F1B.
-    #[must_use]
-    pub fn v_half(num_ranks: usize, num_microbatches: usize) -> Schedule {
+    ///
+    /// # Errors
+    /// As [`Schedule::gpipe`].
+    pub fn v_half(num_ranks: usize, num_microbatches: usize) -> Result<Schedule> {
+        check_counts(num_ranks, num_microbatches)?;
         let orders = v_half_orders(num_ranks, num_microbatches);
-        filled("v-half", num_ranks, num_microbatches, &orders, num_ranks + 2)
+        Ok(filled("v-half", num_ranks, num_microbatches, &orders, num_ranks + 2))
     }
 
     /// V-Min: 2p / 3 + 2 passes held (rounded up), about a third of the memory of 1F1B; a rank waits for 4 (p - 1) passes at
     /// most, two thirds of what it does in 1F1B.
-    #[must_use]
-    pub fn v_min(num_ranks: usize, num_microbatches: usize) -> Schedule {
+    ///
+    /// # Errors
+    /// As [`Schedule::gpipe`].
+    pub fn v_min(num_ranks: usize, num_microbatches: usize) -> Result<Schedule> {
+        check_counts(num_ranks, num_microbatches)?;
         let orders = v_min_orders(num_ranks, num_microbatches);
-        filled("v-min", num_ranks, num_microbatches, &orders, (2 * num_ranks).div_ceil(3) + 2)
+        Ok(filled("v-min", num_ranks, num_microbatches, &orders, (2 * num_ranks).div_ceil(3) + 2))
     }
 }
 
@@ -153,11 +165,11 @@ mod tests {
     fn closed_forms_of_zb_v() {
         for p in 1..=16 {
             for m in [2 * p, 2 * p + 1, 3 * p, 4 * p + 1] {
-                let (waits, held) = measures(&Schedule::zb_v(p, m));
+                let (waits, held) = measures(&Schedule::zb_v(p, m).unwrap());
                 assert!(waits == 0.0 && held == 2 * p, "{p} {m}: {waits} {held}");
             }
             for m in [1, p.div_ceil(2), p, 2 * p - 1] {
-                let (waits, held) = measures(&Schedule::zb_v(p, m));
+                let (waits, held) = measures(&Schedule::zb_v(p, m).unwrap());
                 assert!(waits <= 6.0 * (p as f64 - 1.0) && held <= 2 * p, "{p} {m}: {waits} {held}");
             }
         }
@@ -168,16 +180,16 @@ mod tests {
         for p in 1..=24 {
             let far = p as f64 - 1.0;
             for m in [2 * p, 3 * p + 1, 5 * p] {
-                let (waits, held) = measures(&Schedule::v_half(p, m));
+                let (waits, held) = measures(&Schedule::v_half(p, m).unwrap());
                 assert!(waits == (3.0 * far - 2.0).max(if p == 2 { 2.0 } else { 0.0 }), "{p} {m}: {waits}");
                 assert!(held <= p + 2, "{p} {m}: {held}");
-                let (waits, held) = measures(&Schedule::v_min(p, m));
+                let (waits, held) = measures(&Schedule::v_min(p, m).unwrap());
                 assert!(waits == (4.0 * far - 1.0).max(0.0), "{p} {m}: {waits}");
                 assert!(held <= (2 * p).div_ceil(3) + 2, "{p} {m}: {held}");
             }
             for m in [1, p.div_ceil(2), p] {
-                measures(&Schedule::v_half(p, m));
-                measures(&Schedule::v_min(p, m));
+                measures(&Schedule::v_half(p, m).unwrap());
+                measures(&Schedule::v_min(p, m).unwrap());
             }
         }
     }

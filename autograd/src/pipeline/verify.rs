@@ -375,17 +375,19 @@ mod tests {
     fn what_is_made_holds_and_peaks_are_those_of_the_papers() {
         for p in 1..=8 {
             for m in [1, 2, 3, 5, 8, 16] {
-                let gpipe = Schedule::gpipe(p, m).with_transfers(&chain(p)).verify(&chain(p)).unwrap();
+                let gpipe =
+                    Schedule::gpipe(p, m).unwrap().with_transfers(&chain(p)).verify(&chain(p)).unwrap();
                 assert_eq!(gpipe.peak_live, vec![m; p]);
-                let alternating = Schedule::one_f_one_b(p, m).with_transfers(&chain(p));
+                let alternating = Schedule::one_f_one_b(p, m).unwrap().with_transfers(&chain(p));
                 let peaks: Vec<usize> = (0..p).map(|s| (p - s).min(m)).collect();
                 assert_eq!(alternating.verify(&chain(p)).unwrap().peak_live, peaks);
                 let place: Vec<usize> = (0..p).collect();
-                let forward = Schedule::forward_only(&place, p).with_transfers(&chain(p));
+                let forward = Schedule::forward_only(&place, p).unwrap().with_transfers(&chain(p));
                 assert_eq!(forward.verify(&chain(p)).unwrap().peak_live, vec![0; p]);
-                let halves = Schedule::zb_h1(p, m).with_transfers(&chain(p)).verify(&chain(p)).unwrap();
+                let halves =
+                    Schedule::zb_h1(p, m).unwrap().with_transfers(&chain(p)).verify(&chain(p)).unwrap();
                 assert!(halves.peak_live.iter().all(|n| *n <= p), "{halves:?}");
-                Schedule::zb_h2(p, m).with_transfers(&chain(p)).verify(&chain(p)).unwrap();
+                Schedule::zb_h2(p, m).unwrap().with_transfers(&chain(p)).verify(&chain(p)).unwrap();
                 if m % p == 0 {
                     let chain = chain(3 * p);
                     Schedule::interleaved(p, m, 3).unwrap().with_transfers(&chain).verify(&chain).unwrap();
@@ -394,7 +396,7 @@ mod tests {
         }
         // A value that passes over stages in between.
         let links = [(0, 1), (1, 2), (0, 2)];
-        Schedule::one_f_one_b(3, 4).with_transfers(&links).verify(&links).unwrap();
+        Schedule::one_f_one_b(3, 4).unwrap().with_transfers(&links).verify(&links).unwrap();
     }
 
     #[test]
@@ -454,7 +456,7 @@ mod tests {
             let error = read(lines, 1).verify(&chain(2)).unwrap_err();
             assert!(error.kind() == Kind::Config && error.message().contains(why), "{lines:?}: {error}");
         }
-        let lost = Schedule { place: vec![0, 2], ..Schedule::gpipe(2, 1) };
+        let lost = Schedule { place: vec![0, 2], ..Schedule::gpipe(2, 1).unwrap() };
         assert!(lost.verify(&chain(2)).unwrap_err().message().contains("lives on rank 2"));
         let together = Schedule { place: vec![0, 0], ..read(&["F0.0 S0>1.0"], 1) };
         assert!(together.verify(&chain(2)).unwrap_err().message().contains("both stages live on one rank"));
@@ -465,7 +467,7 @@ mod tests {
     #[test]
     fn a_circle_of_blocking_sends_is_found() {
         // Each hands over before it takes: harmless with buffers, a standstill without.
-        let crossed = Schedule::one_f_one_b(2, 2).with_transfers(&chain(2));
+        let crossed = Schedule::one_f_one_b(2, 2).unwrap().with_transfers(&chain(2));
         crossed.verify(&chain(2)).unwrap();
         let error = crossed.verify_blocking(&chain(2)).unwrap_err();
         let why = "nobody can go on: rank 0 waits for rank 1 in S0>1.1, rank 1 waits for rank 0 in S1>0.0";
