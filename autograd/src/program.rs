@@ -84,6 +84,12 @@ pub(crate) struct Recorder {
     pub(crate) outers: Vec<(Option<Id>, Tensor)>,
 }
 
+/// Something that keeps what a recording has made, which is of no use after it.
+pub(crate) trait Keeper {
+    /// Lets go of what a recording has made.
+    fn forget(&self, recording: u32);
+}
+
 impl Recorder {
     /// The slot of a value that the program has not made: it is taken in from outside, once.
     pub(crate) fn outer(
@@ -92,15 +98,24 @@ impl Recorder {
         tensor: &Tensor,
         sums: DType,
     ) -> Slot {
-        // One memory can stand for two values: a variable and what was cut off of it.
-        let same = |(i, t): &(Option<Id>, Tensor)| *i == id && (id.is_some() || t.same_as(tensor));
-        let known = self.outers.iter().position(same);
-        Slot::Outer(known.unwrap_or_else(|| {
+        Slot::Outer(self.known(id, tensor).unwrap_or_else(|| {
             let constant = key.is_none().then(|| tensor.clone());
             self.program.outers.push(Outer { key, layout: tensor.layout().clone(), sums, constant });
             self.outers.push((id, tensor.clone()));
             self.outers.len() - 1
         }) as u32)
+    }
+
+    /// Whether a value is one of the arguments.
+    pub(crate) fn is_argument(&self, id: Option<Id>, tensor: &Tensor) -> bool {
+        self.known(id, tensor).is_some_and(|at| at < self.program.num_arguments)
+    }
+
+    /// Where a value stands among those from outside.
+    fn known(&self, id: Option<Id>, tensor: &Tensor) -> Option<usize> {
+        // One memory can stand for two values: a variable and what was cut off of it.
+        let same = |(i, t): &(Option<Id>, Tensor)| *i == id && (id.is_some() || t.same_as(tensor));
+        self.outers.iter().position(same)
     }
 }
 

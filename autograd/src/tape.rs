@@ -8,7 +8,7 @@
 //! parameter that it stores a shard of, and computes with whole, for the rest of the step.
 
 use crate::id::{ByKey, Draws, Gradients, Id, Key, Noise};
-use crate::program::{OpRecord, Recorder, Slot};
+use crate::program::{Keeper, OpRecord, Recorder, Slot};
 use shardgrad_dist::{Error, Rank};
 use shardgrad_tensor::op::{Cotangents, Vjp, check_given};
 use shardgrad_tensor::{Context, DType, Inference, Layout, Op, Tensor, unwind};
@@ -60,12 +60,6 @@ pub(crate) trait PullBack {
         cotangents: &[Option<Tensor>],
         wanted: &[bool],
     ) -> Cotangents;
-}
-
-/// Something that keeps what a recording has made, which is of no use after it.
-pub(crate) trait Keeper {
-    /// Lets go of what a recording has made.
-    fn forget(&self, recording: u32);
 }
 
 /// Something that happened: what it kept, and where its cotangents go.
@@ -241,6 +235,15 @@ impl Tape {
         value
     }
 
+    /// Runs `f` as if no block were recorded: to the block, what it makes comes from outside.
+    pub(crate) fn outside<T>(&self, f: impl FnOnce() -> T) -> T {
+        let (recorder, before) = (self.0.recorder.take(), self.0.records.replace(!self.is_quiet()));
+        let value = f();
+        self.0.records.set(before);
+        self.0.recorder.replace(recorder);
+        value
+    }
+
     /// Whether a program is recorded right now.
     pub(crate) fn is_recording(&self) -> bool {
         self.0.recorder.borrow().is_some()
@@ -264,11 +267,16 @@ impl Tape {
         self.0.keepers.borrow_mut().push(keeper);
     }
 
+    /// What is recorded right now.
+    pub(crate) fn recorder(&self) -> RefMut<'_, Recorder> {
+        let running = self.0.recorder.borrow_mut();
+        RefMut::map(running, |running| &mut **running.as_mut().expect("asked for while recording only"))
+    }
+
     /// The slot of a value that came from outside of the recording.
     pub(crate) fn outer_slot(&self, id: Option<Id>, tensor: &Tensor) -> Slot {
         let (key, sums) = (id.and_then(|id| self.key_of(id)), self.sums_of(id, tensor));
-        let mut recorder = self.0.recorder.borrow_mut();
-        recorder.as_mut().expect("asked for while recording only").outer((id, key), tensor, sums)
+        self.recorder().outer((id, key), tensor, sums)
     }
 
     /// How many ops the running recording has.
@@ -278,22 +286,14 @@ impl Tape {
 
     /// Says that a range of records is to be computed again in the backward pass.
     pub(crate) fn note_block(&self, block: Range<usize>) {
-        self.0
-            .recorder
-            .borrow_mut()
-            .as_mut()
-            .expect("asked for while recording only")
-            .program
-            .blocks
-            .push(block);
+        self.recorder().program.blocks.push(block);
     }
 
     /// Adds a record; gives its number.
     pub(crate) fn note(&self, record: OpRecord) -> u32 {
-        let mut recorder = self.0.recorder.borrow_mut();
-        let records = &mut recorder.as_mut().expect("asked for while recording only").program.records;
-        records.push(record);
-        records.len() as u32 - 1
+        let mut recorder = self.recorder();
+        recorder.program.records.push(record);
+        recorder.program.records.len() as u32 - 1
     }
 
     /// Whether two handles name the same tape.

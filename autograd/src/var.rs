@@ -1,8 +1,8 @@
 //! A variable: a tensor whose making is on a tape.
 
 use crate::id::{Id, Key};
-use crate::program::{OpRecord, Slot};
-use crate::tape::{Keeper, Node, Tape, Work};
+use crate::program::{Keeper, OpRecord, Slot};
+use crate::tape::{Node, Tape, Work};
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::ops::redistribute::Redistribute;
 use shardgrad_tensor::piece::listed;
@@ -159,6 +159,21 @@ impl Var {
         Some(id)
     }
 
+    /// Whether a block that is computed again has captured this value, in which a sum is pending, and needs it in a layout that takes
+    /// no more memory: what the block keeps instead.
+    fn is_captured_for(&self, to: &Layout, recording: u32) -> bool {
+        let (tape, here) = (&self.0.tape, self.rank().coordinates());
+        let numel = |layout: &Layout| layout.local_shape(here).iter().product::<usize>();
+        let is_made_in_it = self.0.slot.is_some_and(|(own, _)| own == recording);
+        // A program that is recorded in outline has all in it that moves.
+        recording != 0
+            && !tape.is_outline()
+            && !is_made_in_it
+            && !self.layout().partial().is_empty()
+            && numel(to) <= numel(self.layout())
+            && !tape.recorder().is_argument(self.0.id, &self.0.tensor)
+    }
+
     /// Another layout of this value, made once.
     fn form(&self, to: &Layout, site: &'static Location<'static>) -> Var {
         let (recording, quiet) = (self.0.tape.recording(), self.0.tape.is_quiet());
@@ -169,12 +184,17 @@ impl Var {
         if let Some(form) = self.0.forms.borrow().iter().find(serves) {
             return form.var.clone();
         }
-        let form = match self.0.tape.leaf_form((self.0.id, &self.0.tensor), to, site) {
+        let make = || match self.0.tape.leaf_form((self.0.id, &self.0.tensor), to, site) {
             Some((id, tensor)) => Var::new(&self.0.tape, tensor, Some(id), None).cut_if(self.0.cut),
             None => {
                 let op = unwind(Redistribute::between(self.rank(), self.layout(), to));
                 Var::apply_at(op, &[self], site).into_iter().next().expect("redistribute has one output")
             }
+        };
+        // Completed before the block, once for all blocks, and not again in the backward pass.
+        let (form, recording) = match self.is_captured_for(to, recording) {
+            true => (self.0.tape.outside(make), 0),
+            false => (make(), recording),
         };
         if recording != 0 {
             let keeper: Weak<Inner> = Rc::downgrade(&self.0);

@@ -129,6 +129,42 @@ fn what_one_block_has_made_is_a_constant_in_the_next() {
     });
 }
 
+/// A pending sum that blocks capture is completed before the first of them, for all of them, and not again in the backward pass.
+#[test]
+fn a_pending_sum_that_blocks_capture_is_completed_once() {
+    World::run(Mesh::parse("tp=2").unwrap(), |rank| {
+        let layout = Layout::parse("f64[2] +tp", rank.mesh())?;
+        let x = Tensor::from_global(rank, &layout, &[1.0, -2.0])?;
+        let run = |in_blocks: bool, quiet: bool| -> Result<(Vec<f64>, Vec<f64>, usize)> {
+            rank.trace().enable();
+            rank.trace().take();
+            let tape = Tape::new(rank);
+            let y = tape.leaf(1, &x).scale(3.0);
+            let text = |k: f64| {
+                let first = if quiet { tape.no_grad(|| y.relu()) } else { y.relu() };
+                y.square().scale(k).add(&first)
+            };
+            let block = |k: f64| match in_blocks {
+                true => Ok(tape.checkpoint(&[], |_| Ok(vec![text(k)]))?.remove(0)),
+                false => Ok(text(k)),
+            };
+            let z = block(1.0)?.add(&block(2.0)?).add(&y.square()).add(&block(4.0)?);
+            let value = z.tensor().to_local_f64()?;
+            z.sum().backward()?;
+            let gradient = tape.gradients()[&1].to_local_f64()?;
+            let moved = rank.trace().take();
+            Ok((value, gradient, moved.iter().filter(|r| r.op == "all_reduce").count()))
+        };
+        for quiet in [false, true] {
+            let (plain, blocks) = (run(false, quiet)?, run(true, quiet)?);
+            assert_eq!(blocks, plain, "values, gradients and completions, {quiet}");
+            assert_eq!(plain.2, if quiet { 2 } else { 1 });
+        }
+        Ok(())
+    })
+    .unwrap();
+}
+
 /// Where no gradient goes, a parameter that is stored in shards is whole while it is used, and no longer.
 #[test]
 fn nothing_holds_a_parameter_where_no_gradient_goes() {
