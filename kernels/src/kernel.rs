@@ -19,6 +19,14 @@ pub struct Arg<'a> {
     pub view: &'a Strides,
 }
 
+impl Arg<'_> {
+    /// Every element once, those that the view repeats too.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        bytes_of(self.view, self.dtype)
+    }
+}
+
 /// One operand that a kernel writes. The buffer has a single handle.
 #[derive(Debug)]
 pub struct ArgMut<'a> {
@@ -87,14 +95,26 @@ impl std::ops::AddAssign for Cost {
 }
 
 impl Launch<'_> {
-    /// Every element of every operand once, those that a view repeats too. What an output holds before is not counted, and of
-    /// a table of which rows are picked all rows are.
+    /// Every element of every operand once, those that a view repeats too: what is read, and what is written.
     #[must_use]
     pub fn operand_bytes(&self) -> u64 {
-        let read = self.inputs.iter().map(|a| (a.view.num_places() * a.dtype.size()) as u64);
-        let written = self.outputs.iter().map(|a| (a.view.num_places() * a.dtype.size()) as u64);
-        read.sum::<u64>() + written.sum::<u64>()
+        self.inputs.iter().map(Arg::bytes).sum::<u64>() + self.written_bytes()
     }
+
+    /// As [`Launch::operand_bytes`] where outputs are updated: what they hold before is read too.
+    #[must_use]
+    pub fn updated_bytes(&self) -> u64 {
+        self.operand_bytes() + self.written_bytes()
+    }
+
+    fn written_bytes(&self) -> u64 {
+        self.outputs.iter().map(|y| bytes_of(y.view, y.dtype)).sum()
+    }
+}
+
+/// Every element of a view once.
+fn bytes_of(view: &Strides, dtype: DType) -> u64 {
+    (view.num_places() * dtype.size()) as u64
 }
 
 /// Code for the host: the plain reference ignores the pool, a fast path splits its rows over it.
@@ -131,6 +151,9 @@ pub struct Kernel {
     /// Floating-point operations of a launch.
     pub flops: fn(&Launch<'_>) -> u64,
     /// How far the fast path may be from the reference.
+    /// Bytes that a launch must read and write at least once, where they are not its [`Launch::operand_bytes`]. Contents do not
+    /// matter: of what an index picks, all that it could pick counts.
+    pub bytes: Option<fn(&Launch<'_>) -> u64>,
     pub bound: Bound,
 }
 
@@ -138,7 +161,8 @@ impl Kernel {
     /// What a launch of this kernel costs.
     #[must_use]
     pub fn cost(&self, launch: &Launch<'_>) -> Cost {
-        Cost { flops: (self.flops)(launch), bytes: launch.operand_bytes() }
+        let bytes = self.bytes.map_or_else(|| launch.operand_bytes(), |bytes| bytes(launch));
+        Cost { flops: (self.flops)(launch), bytes }
     }
 }
 

@@ -176,7 +176,7 @@ struct Noted {
 
 impl Noted {
     fn of(kernel: &Kernel, launch: &mut Launch<'_>) -> Noted {
-        let Kernel { name, reference, cpu, flops, bound, .. } = *kernel;
+        let Kernel { name, reference, cpu, flops, bytes, bound, .. } = *kernel;
         let at = |buffer: &Buffer| buffer.device_address().expect("memory of this device");
         let input = |x: &Arg<'_>| Operand { address: at(x.buffer), dtype: x.dtype, view: x.view.clone() };
         let output = |y: &mut ArgMut<'_>| {
@@ -184,7 +184,7 @@ impl Noted {
             Operand { address: at(y.buffer), dtype: y.dtype, view: y.view.clone() }
         };
         Noted {
-            kernel: Kernel { name, reference, cpu, gpu: None, flops, bound },
+            kernel: Kernel { name, reference, cpu, gpu: None, flops, bytes, bound },
             inputs: launch.inputs.iter().map(input).collect(),
             scalars: launch.scalars.to_vec(),
             outputs: launch.outputs.iter_mut().map(output).collect(),

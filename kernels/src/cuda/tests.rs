@@ -21,7 +21,15 @@ fn nothing(_: &Pool, _: &mut Launch<'_>) -> Result<(), KernelError> {
 }
 
 const fn kernel(name: &'static str, gpu: Gpu) -> Kernel {
-    Kernel { name, reference: nothing, cpu: None, gpu: Some(gpu), flops: |_| 7, bound: Bound { ulps: 0.0 } }
+    Kernel {
+        name,
+        reference: nothing,
+        cpu: None,
+        gpu: Some(gpu),
+        flops: |_| 7,
+        bytes: None,
+        bound: Bound { ulps: 0.0 },
+    }
 }
 
 /// y[i] = T(factor * x[i * stride[1]] + more + rate + shift), by way of scratch memory; a fault where x[i] is negative.

@@ -14,6 +14,7 @@ use crate::dtype::{DType, Element};
 use crate::kernel::{Arg, ArgMut, HostCode, Kernel, Launch, Scalar};
 use crate::match_dtype;
 use crate::strides::Strides;
+use std::cell::Cell;
 
 /// How the dtype of an operand follows from the dtype under test.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -151,6 +152,17 @@ impl<'a> Case<'a> {
         let code = self.kernel.cpu.unwrap_or(self.kernel.reference);
         let (inputs, outputs) = (rounded(&self.inputs), rounded(&self.outputs));
         self.launch(&Pool::new(1), code, dtype, &inputs, &outputs).expect("the kernel runs")
+    }
+
+    /// Bytes that the kernel counts for the launch.
+    pub(crate) fn bytes(&self, dtype: DType) -> u64 {
+        let counted = Cell::new(0);
+        let count = |launch: &mut Launch<'_>| {
+            counted.set(self.kernel.cost(launch).bytes);
+            Ok(())
+        };
+        self.launch_by(&count, dtype, &self.inputs, &self.outputs).expect("nothing is run");
+        counted.get()
     }
 
     /// What [`Case::run_for`] panics with, as a value.

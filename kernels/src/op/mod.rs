@@ -3,6 +3,8 @@
 #[cfg(test)]
 pub(crate) mod check;
 #[cfg(test)]
+mod bytes;
+#[cfg(test)]
 mod differences;
 mod rows;
 mod gpu_rows;

@@ -382,6 +382,7 @@ macro_rules! pointwise {
                 cpu: Some(cpu),
                 gpu: Some(Gpu { source: gpu::SOURCE, plan }),
                 flops: |launch| $flops * launch.outputs[0].view.numel() as u64,
+                bytes: None,
                 bound: Bound { ulps: $ulps },
             }
         };

@@ -58,6 +58,7 @@ fn kernel<const FAULT: usize>() -> Kernel {
             },
         }),
         flops: |_| 0,
+        bytes: None,
         bound: Bound { ulps: 64.0 },
     }
 }

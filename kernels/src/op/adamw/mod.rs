@@ -30,6 +30,7 @@ pub static STEP: Kernel = Kernel {
     cpu: Some(cpu::step),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::step }),
     flops: |launch| grads(launch.inputs).iter().map(|grad| 16 * grad.view.numel() as u64).sum(),
+    bytes: Some(|launch| launch.updated_bytes()),
     bound: Bound { ulps: 8.0 },
 };
 

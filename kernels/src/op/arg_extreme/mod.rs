@@ -30,6 +30,7 @@ pub static ARG_EXTREME: Kernel = Kernel {
     cpu: Some(arg_extreme),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |launch| launch.inputs[0].view.numel() as u64,
+    bytes: None,
     bound: Bound { ulps: 0.0 },
 };
 

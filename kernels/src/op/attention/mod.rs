@@ -39,6 +39,7 @@ pub static FORWARD: Kernel = Kernel {
     cpu: Some(forward::forward),
     gpu: Some(Gpu { source: gpu::FORWARD_SOURCE, plan: gpu::forward }),
     flops: |launch| 4 * multiply_adds(launch),
+    bytes: Some(bytes),
     bound: Bound { ulps: 64.0 },
 };
 
@@ -61,6 +62,7 @@ pub static BACKWARD: Kernel = Kernel {
         plan: |launch, plan| gpu::backward(&BACKWARD, launch, plan),
     }),
     flops: |launch| 10 * multiply_adds(launch),
+    bytes: Some(bytes),
     bound: Bound { ulps: 256.0 },
 };
 
@@ -80,6 +82,7 @@ pub static BACKWARD_JOINED: Kernel = Kernel {
         plan: |launch, plan| gpu::backward(&BACKWARD_JOINED, launch, plan),
     }),
     flops: |launch| 10 * multiply_adds(launch),
+    bytes: Some(bytes),
     bound: Bound { ulps: 256.0 },
 };
 
@@ -120,6 +123,14 @@ impl Problem {
         let place = |key: i64| key.clamp(0, self.s as i64) as usize;
         place(end - self.window as i64)..place(end)
     }
+
+    /// The keys that some query sees: those of neighbours overlap or follow each other.
+    fn seen(&self) -> Range<usize> {
+        match self.t {
+            0 => 0..0,
+            t => self.visible(0).start..self.visible(t - 1).end,
+        }
+    }
 }
 
 /// Channels times visible pairs.
@@ -127,6 +138,18 @@ fn multiply_adds(launch: &Launch<'_>) -> u64 {
     let problem = Problem::new(&launch.inputs[0], &launch.inputs[1], launch.scalars);
     let pairs: usize = (0..problem.t).map(|i| problem.visible(i).len()).sum();
     (problem.b * problem.g * problem.r * problem.c * pairs) as u64
+}
+
+/// What operands hold, of the keys and values those that a query sees.
+fn bytes(launch: &Launch<'_>) -> u64 {
+    let [q, k, v] = [0, 1, 2].map(|at| &launch.inputs[at]);
+    let problem = Problem::new(q, k, launch.scalars);
+    let seen = problem.seen();
+    let hidden = |x: &Arg<'_>| {
+        let view = x.view.narrow(1, seen.start, seen.end);
+        x.bytes() - Arg { view: &view, ..*x }.bytes()
+    };
+    launch.operand_bytes() - hidden(k) - hidden(v)
 }
 
 /// The vectors of one head: row i, channel c lies at `start + i * step + c * inner`.

@@ -99,6 +99,7 @@ pub static ACCUMULATE: Kernel = Kernel {
         },
     }),
     flops: |launch| launch.outputs[0].view.numel() as u64,
+    bytes: Some(|launch| launch.updated_bytes()),
     bound: Bound { ulps: 1.0 },
 };
 

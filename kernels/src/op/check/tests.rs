@@ -39,6 +39,7 @@ const fn kernel(ulps: f64) -> Kernel {
         cpu: Some(double),
         gpu: None,
         flops: |_| 0,
+        bytes: None,
         bound: Bound { ulps },
     }
 }

@@ -28,6 +28,7 @@ pub static CONTRACT: Kernel = Kernel {
     flops: |launch| 2 * launch.inputs[0].view.numel() as u64 * launch.outputs[0].view.shape[2] as u64,
     bound: Bound { ulps: 64.0 },
 };
+    bytes: None,
 
 fn strides(view: &Strides) -> [usize; 3] {
     view.strides[..].try_into().expect("the contract asks for three dims")

@@ -24,6 +24,7 @@ pub static COPY: Kernel = Kernel {
     cpu: Some(cpu::copy),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |_| 0,
+    bytes: None,
     bound: Bound { ulps: 0.0 },
 };
 

@@ -26,6 +26,7 @@ pub static TERMS: Kernel = Kernel {
     cpu: Some(cpu::terms),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::terms }),
     flops: |launch| 4 * launch.inputs[0].view.numel() as u64,
+    bytes: None,
     bound: Bound { ulps: 16.0 },
 };
 
@@ -43,6 +44,7 @@ pub static BACKWARD: Kernel = Kernel {
     cpu: Some(cpu::backward),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::backward }),
     flops: |launch| 3 * launch.outputs[0].view.numel() as u64,
+    bytes: Some(|launch| launch.updated_bytes()),
     bound: Bound { ulps: 16.0 },
 };
 

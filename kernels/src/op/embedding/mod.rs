@@ -6,7 +6,7 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{check_indices, operands, read, width, write};
 
@@ -23,6 +23,13 @@ pub static FORWARD: Kernel = Kernel {
     cpu: Some(cpu::forward),
     gpu: Some(Gpu { source: gpu::PICKING, plan: gpu::forward }),
     flops: |_| 0,
+    bytes: Some(|launch| {
+        // No more rows of the table than there are indices.
+        let (table, num_picked) = (&launch.inputs[0], launch.inputs[1].view.numel());
+        let rows = table.view.shape[0];
+        let view = table.view.narrow(0, 0, rows.min(num_picked));
+        launch.operand_bytes() - table.bytes() + Arg { view: &view, ..*table }.bytes()
+    }),
     bound: Bound { ulps: 0.0 },
 };
 
@@ -40,6 +47,7 @@ pub static BACKWARD: Kernel = Kernel {
     cpu: Some(cpu::backward),
     gpu: Some(Gpu { source: gpu::ADDING, plan: gpu::backward }),
     flops: |launch| launch.inputs[1].view.numel() as u64,
+    bytes: None,
     bound: Bound { ulps: 64.0 },
 };
 

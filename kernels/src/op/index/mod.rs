@@ -31,6 +31,12 @@ pub static GATHER: Kernel = Kernel {
         },
     }),
     flops: |_| 0,
+    bytes: Some(|launch| {
+        // No more places of each row than there are indices for it.
+        let (x, num_picked) = (&launch.inputs[0], launch.outputs[0].view.shape[1]);
+        let view = x.view.narrow(1, 0, x.view.shape[1].min(num_picked));
+        launch.operand_bytes() - x.bytes() + Arg { view: &view, ..*x }.bytes()
+    }),
     bound: Bound { ulps: 0.0 },
 };
 
@@ -60,6 +66,7 @@ pub static SCATTER_ADD: Kernel = Kernel {
     flops: |launch| launch.inputs[1].view.numel() as u64,
     bound: Bound { ulps: 64.0 },
 };
+    bytes: None,
 
 /// What the code for GPUs needs of a launch: the views of the picked and of the whole operand.
 fn indexed(

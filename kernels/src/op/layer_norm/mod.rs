@@ -25,6 +25,7 @@ pub static FORWARD: Kernel = Kernel {
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::forward }),
     flops: |launch| 8 * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 16.0 },
+    bytes: None,
 };
 
 /// The cotangents of layer normalisation. With h = (x - mean) rstd and g = dy w:
@@ -43,6 +44,7 @@ pub static BACKWARD: Kernel = Kernel {
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::backward }),
     flops: |launch| (14 + u64::from(launch.inputs.len() > 5)) * launch.inputs[0].view.numel() as u64,
     bound: Bound { ulps: 64.0 },
+    bytes: None,
 };
 
 /// Mean and 1 / sqrt(var + eps) of a row.

@@ -44,6 +44,7 @@ pub static LINEAR: Kernel = Kernel {
         plan: |launch, plan| gpu::ended(&LINEAR, launch, plan, Ending::Bias { bias: 2 }),
     }),
     flops,
+    bytes: None,
     bound: BOUND,
 };
 
@@ -74,6 +75,7 @@ pub static LINEAR_ADD: Kernel = Kernel {
         },
     }),
     flops,
+    bytes: None,
     bound: BOUND,
 };
 
@@ -99,6 +101,7 @@ pub static PRODUCT_ADD: Kernel = Kernel {
         plan: |launch, plan| gpu::ended(&PRODUCT_ADD, launch, plan, Ending::Add { bias: None, residual: 2 }),
     }),
     flops,
+    bytes: None,
     bound: BOUND,
 };
 
@@ -129,6 +132,7 @@ pub static LINEAR_GELU: Kernel = Kernel {
         plan: |launch, plan| gpu::ended(&LINEAR_GELU, launch, plan, Ending::BiasGelu { bias: 2, before: 1 }),
     }),
     flops,
+    bytes: None,
     bound: BOUND,
 };
 
@@ -159,6 +163,7 @@ pub static PRODUCT_GELU_GRAD: Kernel = Kernel {
     cpu: Some(cpu::product_gelu_grad),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::gelu_grad }),
     flops,
+    bytes: None,
     bound: BOUND,
 };
 
@@ -187,6 +192,7 @@ pub static PRODUCT_SUMS: Kernel = Kernel {
         plan: |launch, plan| gpu::ended(&PRODUCT_SUMS, launch, plan, Ending::SumsOfB { sums: 1 }),
     }),
     flops,
+    bytes: None,
     bound: BOUND,
 };
 

@@ -22,6 +22,7 @@ pub static ONE_HOT: Kernel = Kernel {
     cpu: Some(fast),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |_| 0,
+    bytes: None,
     bound: Bound { ulps: 0.0 },
 };
 

@@ -29,6 +29,7 @@ pub static UNIFORM: Kernel = Kernel {
     cpu: Some(cpu::uniform),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::uniform }),
     flops: |launch| 2 * launch.outputs[0].view.numel() as u64,
+    bytes: None,
     bound: Bound { ulps: 1.0 },
 };
 
@@ -46,6 +47,7 @@ pub static NORMAL: Kernel = Kernel {
     cpu: Some(cpu::normal),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::normal }),
     flops: |launch| 40 * launch.outputs[0].view.numel() as u64,
+    bytes: None,
     bound: Bound { ulps: 8.0 },
 };
 
@@ -62,6 +64,7 @@ pub static DROPOUT: Kernel = Kernel {
     cpu: Some(cpu::dropout),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::dropout }),
     flops: |launch| launch.inputs[0].view.numel() as u64,
+    bytes: None,
     bound: Bound { ulps: 2.0 },
 };
 

@@ -45,6 +45,7 @@ macro_rules! joins {
                 },
             }),
             flops: |launch| launch.inputs.len().saturating_sub(1) as u64 * launch.outputs[0].view.numel() as u64,
+            bytes: None,
             bound: Bound { ulps: 64.0 },
         };
     )*};

@@ -55,6 +55,7 @@ pub static SUM: Kernel = Kernel {
         },
     }),
     flops: |launch| launch.inputs[0].view.numel() as u64,
+    bytes: None,
     bound: Bound { ulps: 16.0 },
 };
 
@@ -84,6 +85,7 @@ pub static MAX: Kernel = Kernel {
         plan: |launch, plan| described("max", launch, plan, launch.scalars[0].int() as usize, gpu::Fold::Max),
     }),
     flops: |launch| launch.inputs[0].view.numel() as u64,
+    bytes: None,
     bound: Bound { ulps: 0.0 },
 };
 
@@ -109,6 +111,7 @@ pub static MIN: Kernel = Kernel {
         plan: |launch, plan| described("min", launch, plan, launch.scalars[0].int() as usize, gpu::Fold::Min),
     }),
     flops: |launch| launch.inputs[0].view.numel() as u64,
+    bytes: None,
     bound: Bound { ulps: 0.0 },
 };
 
@@ -127,6 +130,7 @@ pub static SUM_SQUARES: Kernel = Kernel {
         },
     }),
     flops: |launch| 2 * launch.inputs[0].view.numel() as u64,
+    bytes: None,
     bound: Bound { ulps: 16.0 },
 };
 
@@ -140,6 +144,7 @@ pub static SUM_SQUARES_MANY: Kernel = Kernel {
     cpu: Some(|pool, launch| squares(&SUM_SQUARES_MANY, pool, launch)),
     gpu: Some(Gpu { source: squares::SOURCE, plan: squares::plan }),
     flops: |launch| launch.inputs.iter().map(|x| 2 * x.view.numel() as u64).sum(),
+    bytes: None,
     bound: Bound { ulps: 16.0 },
 };
 

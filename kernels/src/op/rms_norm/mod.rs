@@ -23,6 +23,7 @@ pub static FORWARD: Kernel = Kernel {
     cpu: Some(cpu::forward),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::forward }),
     flops: |launch| 4 * launch.inputs[0].view.numel() as u64,
+    bytes: None,
     bound: Bound { ulps: 16.0 },
 };
 
@@ -41,6 +42,7 @@ pub static BACKWARD: Kernel = Kernel {
     cpu: Some(cpu::backward),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::backward }),
     flops: |launch| (10 + u64::from(launch.inputs.len() > 4)) * launch.inputs[0].view.numel() as u64,
+    bytes: None,
     bound: Bound { ulps: 64.0 },
 };
 

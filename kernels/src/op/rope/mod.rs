@@ -25,6 +25,7 @@ pub static ROTATE: Kernel = Kernel {
     cpu: Some(cpu::rotate),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::rotate }),
     flops: |launch| 3 * launch.inputs[0].view.numel() as u64,
+    bytes: None,
     bound: Bound { ulps: 4.0 },
 };
 

@@ -34,6 +34,7 @@ pub static TIES: Kernel = Kernel {
     cpu: Some(cpu::ties),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: |launch, plan| gpu::row_value(launch, plan, "0") }),
     flops: |launch| launch.inputs[0].view.numel() as u64,
+    bytes: None,
     bound: Bound { ulps: 0.0 },
 };
 
@@ -63,6 +64,7 @@ pub static TIE_SHARE: Kernel = Kernel {
         },
     }),
     flops: |launch| 2 * launch.inputs[0].view.numel() as u64,
+    bytes: None,
     bound: Bound { ulps: 1.0 },
 };
 
@@ -88,6 +90,7 @@ pub static EXP_SUM: Kernel = Kernel {
     cpu: Some(cpu::exp_sum),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: |launch, plan| gpu::row_value(launch, plan, "1") }),
     flops: |launch| 3 * launch.inputs[0].view.numel() as u64,
+    bytes: None,
     bound: Bound { ulps: 16.0 },
 };
 
@@ -126,6 +129,7 @@ pub static JOIN: Kernel = Kernel {
         },
     }),
     flops: |launch| 2 * launch.outputs[0].view.numel() as u64,
+    bytes: None,
     bound: Bound { ulps: 2.0 },
 };
 
@@ -163,6 +167,7 @@ pub static EXP_SHARE: Kernel = Kernel {
     }),
     flops: |launch| 3 * launch.inputs[0].view.numel() as u64,
     // The difference is rounded at the size of y before the exponential.
+    bytes: None,
     bound: Bound { ulps: 16.0 },
 };
 

@@ -36,6 +36,7 @@ pub static CUMSUM: Kernel = Kernel {
     cpu: Some(cumsum),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |launch| launch.inputs[0].view.numel() as u64,
+    bytes: None,
     bound: Bound { ulps: 64.0 },
 };
 

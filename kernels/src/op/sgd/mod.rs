@@ -25,6 +25,7 @@ pub static STEP: Kernel = Kernel {
     cpu: Some(cpu),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::step }),
     flops: |launch| 8 * launch.inputs[0].view.numel() as u64,
+    bytes: Some(|launch| launch.updated_bytes()),
     bound: Bound { ulps: 8.0 },
 };
 

@@ -23,6 +23,7 @@ pub static FORWARD: Kernel = Kernel {
     cpu: Some(cpu::forward),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::forward }),
     flops: |launch| 5 * launch.inputs[0].view.numel() as u64,
+    bytes: None,
     bound: Bound { ulps: 8.0 },
 };
 
@@ -38,6 +39,7 @@ pub static BACKWARD: Kernel = Kernel {
     cpu: Some(cpu::backward),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::backward }),
     flops: |launch| 4 * launch.inputs[0].view.numel() as u64,
+    bytes: None,
     bound: Bound { ulps: 16.0 },
 };
 

@@ -33,6 +33,7 @@ pub static BACKWARD: Kernel = Kernel {
     cpu: Some(cpu),
     gpu: Some(Gpu { source: cotangents::SOURCE, plan: cotangents::backward }),
     flops: |launch| 11 * launch.inputs[0].view.numel() as u64,
+    bytes: None,
     bound: Bound { ulps: 16.0 },
 };
 

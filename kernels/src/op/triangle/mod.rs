@@ -4,9 +4,10 @@ mod gpu;
 
 use crate::cpu::Pool;
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch, Scalar};
 use crate::match_dtype;
 use crate::op::rows::{operands, read, rows_per_task, width, write};
+use std::ops::Range;
 
 /// y_(.., i, j) = x_(.., i, j) where j - i is at least d (the upper side) or at most d (the lower one), else zero; i and
 /// j are global.
@@ -23,6 +24,13 @@ pub static TRIANGLE: Kernel = Kernel {
     cpu: Some(fast),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |_| 0,
+    bytes: Some(|launch| {
+        // What is not kept is not read.
+        let (x, sides) = (&launch.inputs[0], Sides::new(&launch.inputs[0], launch.scalars));
+        let kept: usize = (0..sides.rows).map(|row| sides.of(row).0.len()).sum();
+        let num_kept = x.view.numel() / (sides.rows * sides.cols).max(1) * kept;
+        launch.operand_bytes() - x.bytes() + (num_kept * x.dtype.size()) as u64
+    }),
     bound: Bound { ulps: 0.0 },
 };
 
@@ -40,10 +48,34 @@ fn plain(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     Ok(())
 }
 
+/// Where the rows of a launch are cut.
+struct Sides {
+    rows: usize,
+    cols: usize,
+    upper: bool,
+    /// Where the first row is.
+    first: i64,
+}
+
+impl Sides {
+    fn new(x: &Arg<'_>, scalars: &[Scalar]) -> Sides {
+        let [upper, d, row_start, col_start] = [0, 1, 2, 3].map(|i| scalars[i].int());
+        // The first local column with j - i >= d; one further for the lower side, which keeps what comes before.
+        let first = row_start + d - col_start + i64::from(upper == 0);
+        Sides { rows: x.view.shape[x.view.ndim() - 2], cols: width(x), upper: upper == 1, first }
+    }
+
+    /// The columns of a row that are kept, and the others.
+    fn of(&self, row: usize) -> (Range<usize>, Range<usize>) {
+        let edge = (self.first + row as i64).clamp(0, self.cols as i64) as usize;
+        if self.upper { (edge..self.cols, 0..edge) } else { (0..edge, edge..self.cols) }
+    }
+}
+
 fn fast(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([x], [y], scalars) = operands(launch);
-    let (cols, rows) = (width(x), x.view.shape[x.view.ndim() - 2]);
-    let [upper, d, row_start, col_start] = [0, 1, 2, 3].map(|i| scalars[i].int());
+    let sides = Sides::new(x, scalars);
+    let Sides { rows, cols, .. } = sides;
     if cols == 0 || rows == 0 {
         return Ok(());
     }
@@ -52,10 +84,7 @@ fn fast(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
         pool.chunks(write::<T>(y), per_task * cols, |i, y| {
             for (row, y) in (i * per_task..).zip(y.chunks_exact_mut(cols)) {
                 let x = &x[row * cols..][..cols];
-                // The first local column with j - i >= d; one further for the lower side, which keeps what comes before.
-                let edge = row_start + (row % rows) as i64 + d - col_start + i64::from(upper == 0);
-                let edge = edge.clamp(0, cols as i64) as usize;
-                let (kept, lost) = if upper == 1 { (edge..cols, 0..edge) } else { (0..edge, edge..cols) };
+                let (kept, lost) = sides.of(row % rows);
                 y[kept.clone()].copy_from_slice(&x[kept]);
                 y[lost].fill(T::default());
             }

@@ -21,7 +21,7 @@ type PlanCode = fn(&Launch<'_>, &mut Plan) -> Result<(), KernelError>;
 const fn exact(name: &'static str, reference: HostCode, cpu: HostCode, plan: PlanCode) -> Kernel {
     let flops = |launch: &Launch<'_>| launch.outputs[0].view.numel() as u64;
     let gpu = Some(Gpu { source: SOURCE, plan });
-    Kernel { name, reference, cpu: Some(cpu), gpu, flops, bound: Bound { ulps: 0.0 } }
+    Kernel { name, reference, cpu: Some(cpu), gpu, flops, bytes: None, bound: Bound { ulps: 0.0 } }
 }
 
 macro_rules! comparisons {
