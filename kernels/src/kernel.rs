@@ -131,7 +131,8 @@ pub struct Gpu {
 
 /// How far a fast path may be from the reference that runs in f64: |fast - reference| is at most
 /// `ulps` units in the last place of the output dtype's accumulator, measured at the scale of the output,
-/// plus one rounding to the output dtype.
+/// plus one rounding to the output dtype. Where that cannot hold for operands of every kind (sums of very many terms, rows far from
+/// zero), the contract says what does.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Bound {
     /// Units in the last place of the accumulator at the largest magnitude of the output.
@@ -150,10 +151,10 @@ pub struct Kernel {
     pub gpu: Option<Gpu>,
     /// Floating-point operations of a launch.
     pub flops: fn(&Launch<'_>) -> u64,
-    /// How far the fast path may be from the reference.
     /// Bytes that a launch must read and write at least once, where they are not its [`Launch::operand_bytes`]. Contents do not
     /// matter: of what an index picks, all that it could pick counts.
     pub bytes: Option<fn(&Launch<'_>) -> u64>,
+    /// How far the fast path may be from the reference.
     pub bound: Bound,
 }
 

@@ -17,7 +17,9 @@ use crate::strides::Strides;
 /// - out: c (g, m, n), same dtype, any strides without overlap
 ///
 /// The sum over k is formed in the accumulator, in the order that [`crate::cpu::gemm`] states (it depends on k only), and
-/// rounded once; k = 0 gives zeros. On CPUs with dot products of bf16, and there only, subnormal bf16 count as 0.
+/// rounded once; k = 0 gives zeros. Any sum is off by half a unit in the last place of the accumulator, at the sum of the
+/// magnitudes of its terms, for each of the terms of a block and each of the blocks: on a CPU (256 + k / 256) / 2 units, which long
+/// sums of equal terms come near to; the bound is that of terms of changing signs. On CPUs with dot products of bf16, and there only, subnormal bf16 count as 0.
 /// So does f32 under a [`MatmulPrecision`](crate::MatmulPrecision) that rounds it; the bound is that of the highest.
 /// Counted: 2 g m n k.
 pub static CONTRACT: Kernel = Kernel {
@@ -26,9 +28,9 @@ pub static CONTRACT: Kernel = Kernel {
     cpu: Some(fast),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::contract }),
     flops: |launch| 2 * launch.inputs[0].view.numel() as u64 * launch.outputs[0].view.shape[2] as u64,
+    bytes: None,
     bound: Bound { ulps: 64.0 },
 };
-    bytes: None,
 
 fn strides(view: &Strides) -> [usize; 3] {
     view.strides[..].try_into().expect("the contract asks for three dims")
@@ -86,7 +88,8 @@ fn plain(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::op::check::{Case, Kind, values};
+    use crate::dtype::DType;
+    use crate::op::check::{Case, Kind, unit, values};
     use crate::op::differences::{Value, evaluate};
 
     fn case([g, m, n, k]: [usize; 4]) -> Case<'static> {
@@ -119,6 +122,21 @@ mod tests {
     }
 
     #[test]
+    fn long_sums_of_equal_terms_are_as_far_off_as_is_said_and_no_further() {
+        let k = 1 << 20;
+        for n in [1, 5, 40] {
+            let case = Case::new(&CONTRACT).input(&[1, 3, k], &vec![0.7; 3 * k]);
+            let case = case.input(&[1, k, n], &vec![0.3; k * n]).output(&[1, 3, n]);
+            let exact = k as f64 * f64::from(0.7f32) * f64::from(0.3f32);
+            for got in case.fast(DType::F32).remove(0) {
+                let off = (got - exact).abs() / unit(DType::F32, exact);
+                assert!(off <= (256 + k / 256) as f64 / 2.0, "{off} units");
+                assert!(off > CONTRACT.bound.ulps, "{off} units are within the bound of shorter sums");
+            }
+        }
+    }
+
+    #[test]
     fn empty_extents() {
         for [g, m, n, k] in [[2, 3, 4, 0], [0, 3, 4, 5], [2, 0, 4, 5], [2, 3, 0, 5]] {
             case([g, m, n, k]).output(&[g, m, n]).run();
@@ -140,7 +158,7 @@ mod tests {
 
     #[test]
     fn other_dtypes_are_refused() {
-        let refused = case([1, 2, 2, 2]).output(&[1, 2, 2]).verify(&[crate::dtype::DType::I64]);
+        let refused = case([1, 2, 2, 2]).output(&[1, 2, 2]).verify(&[DType::I64]);
         assert!(refused.unwrap_err().contains("contract: no kernel for dtype i64"));
     }
 }

@@ -8,6 +8,11 @@ use crate::kernel::Launch;
 use crate::match_float;
 use crate::op::rows::{check_indices, operands, read, rows_per_task, width, write};
 
+/// So many terms, and so many of their sums, are added up before they meet the rest: a sum that grows loses what is added to it.
+const TOGETHER: usize = 32;
+/// Levels of such sums, the first of terms.
+const LEVELS: usize = 4;
+
 pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([table, index], [y], scalars) = operands(launch);
     let (v, d, v_start) = (table.view.shape[0], width(table), scalars[0].int());
@@ -45,38 +50,69 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
         let (dy, rows) = (read::<T>(dy), rows_per_task(d));
         pool.chunks(write::<T>(dtable), rows * d, |i, dtable| {
             let start = tokens.partition_point(|&(row, _)| row < i * rows);
-            let mut sum = vec![<T as Float>::Acc::ZERO; d];
-            vectorized(#[inline(always)] || sum_rows(&tokens[start..], i * rows, dy, &mut sum, dtable));
+            let mut sums = vec![<T as Float>::Acc::ZERO; LEVELS * d];
+            vectorized(#[inline(always)] || sum_rows(&tokens[start..], i * rows, dy, &mut sums, dtable));
         });
         Ok(())
     }, else Err(KernelError::DType { kernel: BACKWARD.name, dtype: dy.dtype }))
 }
 
-/// Fills the rows from `first_row` on with the sums of their tokens, which stand in front of `tokens` by row.
+/// Fills the rows from `first_row` on with the sums of their tokens, which stand in front of `tokens` by row. `sums` has one row a
+/// level, zeros before and after.
 #[inline(always)]
 fn sum_rows<T: Float>(
     mut tokens: &[(usize, usize)],
     first_row: usize,
     dy: &[T],
-    sum: &mut [T::Acc],
+    sums: &mut [T::Acc],
     dtable: &mut [T],
 ) {
-    let d = sum.len();
+    let d = sums.len() / LEVELS;
     for (row, out) in dtable.chunks_exact_mut(d).enumerate() {
         if tokens.first().is_none_or(|token| token.0 != first_row + row) {
             out.fill(T::default());
             continue;
         }
-        sum.fill(T::Acc::ZERO);
+        let mut count = 0;
         while let Some((&(_, n), rest)) = tokens.split_first().filter(|(token, _)| token.0 == first_row + row)
         {
-            for (sum, dy) in sum.iter_mut().zip(&dy[n * d..]) {
+            for (sum, dy) in sums[..d].iter_mut().zip(&dy[n * d..]) {
                 *sum += dy.widen();
             }
+            count += 1;
+            carry(sums, d, count);
             tokens = rest;
         }
-        for (out, &sum) in out.iter_mut().zip(&*sum) {
-            *out = T::narrow(sum);
+        if count >= TOGETHER {
+            for level in (1..LEVELS).rev() {
+                raise(sums, d, level, level - 1);
+            }
         }
+        for (out, sum) in out.iter_mut().zip(&mut sums[..d]) {
+            *out = T::narrow(std::mem::replace(sum, T::Acc::ZERO));
+        }
+    }
+}
+
+/// Hands on the sums that are of as many terms as their level takes, after the term of this number, counted from 1.
+#[inline(always)]
+fn carry<R: Real>(sums: &mut [R], d: usize, count: usize) {
+    let mut terms = TOGETHER;
+    for level in 1..LEVELS {
+        if !count.is_multiple_of(terms) {
+            return;
+        }
+        raise(sums, d, level - 1, level);
+        terms *= TOGETHER;
+    }
+}
+
+/// Adds the sums of a level to those of its neighbour, and begins anew.
+#[inline(always)]
+fn raise<R: Real>(sums: &mut [R], d: usize, from: usize, to: usize) {
+    let (low, high) = sums[from.min(to) * d..].split_at_mut(d);
+    let (from, to) = if from < to { (low, &mut high[..d]) } else { (&mut high[..d], low) };
+    for (to, from) in to.iter_mut().zip(from) {
+        *to += std::mem::replace(from, R::ZERO);
     }
 }

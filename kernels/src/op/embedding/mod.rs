@@ -39,8 +39,8 @@ pub static FORWARD: Kernel = Kernel {
 /// - out: dtable `(v, d)` like dy
 /// - scalars: as for [`FORWARD`]
 ///
-/// A row is summed in the order of n, in the accumulator, and rounded once. An index outside of `0..v_global` is
-/// [`KernelError::Index`]. Counted: 1 operation an element of dy.
+/// A row is summed in the accumulator, in the order of n: 32 terms together, then 32 of such sums, 32 of these, and the rest; and
+/// rounded once. An index outside of `0..v_global` is [`KernelError::Index`]. Counted: 1 operation an element of dy.
 pub static BACKWARD: Kernel = Kernel {
     name: "embedding_backward",
     reference: backward,
@@ -133,6 +133,22 @@ mod tests {
                 .output(&[v, d])
                 .scalars(&shard(3, 400))
                 .run();
+        }
+    }
+
+    /// Rows of tokens of every count around those at which sums are handed on, and one that most tokens of a long text are.
+    #[test]
+    fn long_sums_of_equal_terms_keep_the_bound() {
+        let counts = [31, 32, 33, 63, 64, 1023, 1024, 1025, 0, 1, 100_000];
+        let index: Vec<f64> = (0..counts.len()).flat_map(|v| vec![v as f64; counts[v]]).collect();
+        for (d, term) in [(1, 0.1), (8, 0.3)] {
+            // The reference is a plain sum in f64, no better than what it judges there.
+            Case::new(&BACKWARD)
+                .input_as(INDEX, &[index.len()], &index)
+                .input(&[index.len(), d], &vec![term; index.len() * d])
+                .output(&[counts.len(), d])
+                .scalars(&shard(0, counts.len() as i64))
+                .run_for(&[DType::F32, DType::BF16, DType::F16]);
         }
     }
 

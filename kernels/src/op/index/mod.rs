@@ -46,7 +46,9 @@ pub static GATHER: Kernel = Kernel {
 /// - out: dx `(a, v, c)` like dy, contiguous
 /// - scalars: as for [`GATHER`]
 ///
-/// Each sum is formed in the order of n, in the accumulator, and rounded once. An index outside of `0..v_global` is
+/// Each sum is formed in the accumulator, in the order of n, and rounded once; on GPUs 32 terms are added up together, then 32 of such
+/// sums, 32 of these, and the rest. On CPUs t terms of one place may be off by t / 2 units in the last place of the accumulator
+/// at the sum of their magnitudes, which is beyond the bound if there are more than 128. An index outside of `0..v_global` is
 /// [`KernelError::Index`]. Counted: 1 operation an element of dy.
 pub static SCATTER_ADD: Kernel = Kernel {
     name: "scatter_add",
@@ -64,9 +66,9 @@ pub static SCATTER_ADD: Kernel = Kernel {
         },
     }),
     flops: |launch| launch.inputs[1].view.numel() as u64,
+    bytes: None,
     bound: Bound { ulps: 64.0 },
 };
-    bytes: None,
 
 /// What the code for GPUs needs of a launch: the views of the picked and of the whole operand.
 fn indexed(
@@ -177,7 +179,7 @@ fn sums<T: Element, S: Copy>(
 mod tests {
     use super::*;
     use crate::kernel::Scalar;
-    use crate::op::check::{Case, Kind, values};
+    use crate::op::check::{Case, Kind, unit, values};
     use crate::op::differences::{Value, compare, dot, evaluate};
 
     const INDEX: Kind = Kind::Fixed(DType::I64);
@@ -236,6 +238,23 @@ mod tests {
                     .scalars(&shard(3, 400))
                     .run_for(&[DType::F64, DType::F32, DType::BF16, DType::F16, DType::I64]);
             }
+        }
+    }
+
+    #[test]
+    fn long_sums_of_equal_terms_are_as_far_off_as_is_said_and_no_further() {
+        const COUNT: usize = 100_000;
+        for (shape, dtype) in [(vec![COUNT], DType::F32), (vec![1, COUNT, 2], DType::F32)] {
+            let num_indices: usize = shape.iter().product();
+            let case = Case::new(&SCATTER_ADD)
+                .input_as(INDEX, &shape, &vec![1.0; num_indices])
+                .input(&[1, COUNT, 2], &vec![0.1; 2 * COUNT])
+                .output(&[1, 3, 2])
+                .scalars(&shard(0, 3));
+            let (got, exact) = (case.fast(dtype).remove(0), COUNT as f64 * f64::from(0.1f32));
+            let off = (got[2] - exact).abs() / unit(dtype, exact);
+            assert!(off <= COUNT as f64 / 2.0 && off > SCATTER_ADD.bound.ulps, "{off} units");
+            assert_eq!([got[0], got[1], got[3]], [0.0, 0.0, got[2]]);
         }
     }
 

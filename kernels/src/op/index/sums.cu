@@ -2,7 +2,7 @@
 // Macros: S, storage; A, sums; VEC elements of a vector along c; SHARED, whether one list of indices serves every a and c; INDEX;
 // those of gpu_sort.cu.
 
-// Tokens whose terms are on their way at the same time.
+// Tokens whose terms are on their way at the same time; they divide those that are added up together.
 constexpr int AT_ONCE = 4;
 
 // The place that an item belongs to.
@@ -36,6 +36,30 @@ __device__ __forceinline__ i64 add(i64 a, i64 b) { return i64(u64(a) + u64(b)); 
 __device__ __forceinline__ float add(float a, float b) { return a + b; }
 __device__ __forceinline__ double add(double a, double b) { return a + b; }
 
+// So many terms (and so many of their sums) are added up before they meet the rest, as on the host.
+constexpr int TOGETHER_BITS = 5, LEVELS = 4;
+
+// Hands on the sums that are of as many terms as their level takes, after the term of this number, counted from 1.
+__device__ __forceinline__ void carry(A (&sums)[LEVELS][VEC], u32 count) {
+#pragma unroll
+    for (int l = 1; l < LEVELS; ++l) {
+        if (count & ((1u << TOGETHER_BITS * l) - 1)) return;
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) {
+            sums[l][i] = add(sums[l][i], sums[l - 1][i]);
+            sums[l - 1][i] = A(0);
+        }
+    }
+}
+
+// The sum of all, the highest level first.
+__device__ __forceinline__ A joined(const A (&sums)[LEVELS][VEC], int i) {
+    A sum = sums[LEVELS - 1][i];
+#pragma unroll
+    for (int l = LEVELS - 2; l >= 0; --l) sum = add(sum, sums[l][i]);
+    return sum;
+}
+
 // ---- one list of indices for all ----
 
 // starts[i] = the first item of place i or one behind it, for i in 0..=v.
@@ -62,16 +86,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_tokens(const S *__rest
     const i64 row = INDEX(item) / INDEX(e.c), c = item - row * e.c;
     const i64 a = INDEX(row) / INDEX(e.v), place = row - a * e.v;
     dy += (a * e.n * e.c + c) * VEC;
-    A sums[VEC];
+    A sums[LEVELS][VEC];
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) sums[i] = A(0);
+    for (int l = 0; l < LEVELS; ++l) {
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) sums[l][i] = A(0);
+    }
     u32 k = starts[place];
-    const u32 end = starts[place + 1];
-    for (; end - k >= AT_ONCE; k += AT_ONCE) add_tokens<AT_ONCE>(sums, dy, items + k, e);
-    for (; k < end; ++k) add_tokens<1>(sums, dy, items + k, e);
+    const u32 first = k, end = starts[place + 1];
+    for (; end - k >= AT_ONCE; k += AT_ONCE) {
+        add_tokens<AT_ONCE>(sums[0], dy, items + k, e);
+        carry(sums, k + AT_ONCE - first);
+    }
+    for (; k < end; ++k) add_tokens<1>(sums[0], dy, items + k, e);
     Vec<S, VEC> out;
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) out.at[i] = narrow<S>(sums[i]);
+    for (int i = 0; i < VEC; ++i) out.at[i] = narrow<S>(joined(sums, i));
     store(dx + item * VEC, out);
 }
 
@@ -99,8 +129,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_many(const S *__restri
     const i64 row = INDEX(item) / INDEX(e.c), c = item - row * e.c;
     const i64 a = INDEX(row) / INDEX(e.v), place = row - a * e.v;
     items += (a * e.c + c) * e.n;
-    A sum = A(0);
-    for (i64 k = first_of(items, e.n, place); k < e.n && owner_of(items[k]) == place; ++k)
-        sum = add(sum, widen(dy[(a * e.n + place_of(items[k])) * e.c + c]));
-    dx[item] = narrow<S>(sum);
+    A sums[LEVELS][VEC] = {};
+    const i64 first = first_of(items, e.n, place);
+    for (i64 k = first; k < e.n && owner_of(items[k]) == place; ++k) {
+        sums[0][0] = add(sums[0][0], widen(dy[(a * e.n + place_of(items[k])) * e.c + c]));
+        carry(sums, u32(k + 1 - first));
+    }
+    dx[item] = narrow<S>(joined(sums, 0));
 }

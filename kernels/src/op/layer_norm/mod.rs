@@ -17,15 +17,16 @@ use crate::op::rows::{operands, operands_and_last, read, width, write};
 /// - out: y like x; mean `(rows..)` and rstd `(rows..)` in the accumulator of x, for the backward
 /// - scalars: Real eps
 ///
-/// Counted: 8 operations an element. d = 0 gives not-a-number as the mean.
+/// The mean is rounded to the accumulator. So a row far from zero, |mean| rstd > |y|, is as far off as the bound allows a y of that
+/// magnitude to be. Counted: 8 operations an element. d = 0 gives not-a-number as the mean.
 pub static FORWARD: Kernel = Kernel {
     name: "layer_norm",
     reference: forward,
     cpu: Some(cpu::forward),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::forward }),
     flops: |launch| 8 * launch.inputs[0].view.numel() as u64,
-    bound: Bound { ulps: 16.0 },
     bytes: None,
+    bound: Bound { ulps: 16.0 },
 };
 
 /// The cotangents of layer normalisation. With h = (x - mean) rstd and g = dy w:
@@ -43,8 +44,8 @@ pub static BACKWARD: Kernel = Kernel {
     cpu: Some(cpu::backward),
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::backward }),
     flops: |launch| (14 + u64::from(launch.inputs.len() > 5)) * launch.inputs[0].view.numel() as u64,
-    bound: Bound { ulps: 64.0 },
     bytes: None,
+    bound: Bound { ulps: 64.0 },
 };
 
 /// Mean and 1 / sqrt(var + eps) of a row.
@@ -196,6 +197,24 @@ mod tests {
         let backward = statistics.input(&[2, 0], &[]).output(&[2, 0]).output(&[0]).output(&[0]);
         backward.run();
         backward.input(&[2, 0], &[]).run();
+    }
+
+    /// Squares that are added up before the mean is taken off would lose all of the variance.
+    #[test]
+    fn rows_far_from_zero_are_as_far_off_as_is_said_and_no_further() {
+        for (d, mean) in [(64, 1e3), (768, 1e4), (5000, -1e5)] {
+            let x: Vec<f64> = values(1, 3 * d).iter().map(|v| v * 0.75f64.sqrt() + mean).collect();
+            let case = Case::new(&FORWARD)
+                .input(&[3, d], &x)
+                .input(&[d], &vec![1.0; d])
+                .input(&[d], &vec![0.0; d])
+                .output(&[3, d])
+                .output_as(Kind::Accumulator, &[3])
+                .output_as(Kind::Accumulator, &[3])
+                .scalars(&EPS);
+            case.clone().scale(mean.abs()).run_for(&[DType::F32]);
+            assert!(case.verify(&[DType::F32]).is_err(), "{mean} is within the bound of y");
+        }
     }
 
     #[test]
