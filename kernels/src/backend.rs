@@ -168,8 +168,8 @@ pub trait Backend: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// [`KernelError::Unsupported`] where there is no such thing; [`KernelError::Captured`] for work that copies to or from the
-    /// host, orders itself with other back ends, waits, or captures; what the function reports, unless somebody still holds
-    /// what it has made until then, which is [`KernelError::Unmade`].
+    /// host, orders itself with other back ends, waits, or captures; what the function or the device reports, unless somebody
+    /// still holds what the function has made until then, which is [`KernelError::Unmade`].
     fn capture(&self, work: &mut dyn FnMut() -> Result<(), KernelError>) -> Result<Graph, KernelError> {
         let _ = work;
         Err(KernelError::Unsupported { kernel: "capture", device: "this back end" })

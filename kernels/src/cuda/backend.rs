@@ -14,6 +14,7 @@ use crate::error::{KernelError, MemoryStats};
 use crate::gpu::{FAULTS_MAX, GridArg, Plan, Step};
 use crate::kernel::{Cost, Kernel, Launch};
 use smallvec::SmallVec;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// An NVIDIA card that is open: its context, its compiled kernels and the libraries, which all ranks on it share.
@@ -311,11 +312,13 @@ impl Backend for Cuda {
     }
 
     fn capture(&self, work: &mut dyn FnMut() -> Result<(), KernelError>) -> Result<Graph, KernelError> {
-        // Nothing of it is done, so that nothing of it has a cost as yet.
+        // Nothing of it is done, so that nothing of it has a cost as yet, however it ends.
         let before = std::mem::take(&mut *locked(&self.cost));
-        let captured = graph::capture(&self.stream, &self.memory, &self.noting, work);
+        let noted = || graph::capture(&self.stream, &self.memory, &self.noting, work);
+        let captured = catch_unwind(AssertUnwindSafe(noted));
         let cost = std::mem::replace(&mut *locked(&self.cost), before);
-        Ok(Graph::new(Arc::new(Noted { captured: captured?, cost })))
+        let captured = captured.unwrap_or_else(|cause| resume_unwind(cause))?;
+        Ok(Graph::new(Arc::new(Noted { captured, cost })))
     }
 
     fn replay(&self, graph: &Graph) -> Result<(), KernelError> {

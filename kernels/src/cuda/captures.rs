@@ -158,6 +158,51 @@ fn what_ended_early_leaves_no_memory_and_no_contents_behind() {
 }
 
 #[test]
+fn a_graph_that_a_card_does_not_make_leaves_nothing_without_contents() {
+    let Some(folder) = fake::card("no-graph") else { return };
+    let card = backend(&folder);
+    let before = card.memory().in_use_bytes;
+    let told = card.capture(&mut || card.alloc(4 * N).map(drop)).unwrap_err();
+    assert!(matches!(told, KernelError::Device { .. }), "what the card says: {told}");
+    let mut held = None;
+    let error = card.capture(&mut || {
+        held = Some(card.alloc(4 * N)?);
+        Ok(())
+    });
+    assert_eq!(error.unwrap_err(), KernelError::Unmade { bytes: 1536 });
+    drop(held);
+    assert_eq!(card.memory().in_use_bytes, before);
+    // Work that is given each time goes on.
+    let mut x = upload(&*card, &[100f32; N]).unwrap();
+    let kept = upload(&*card, &[7f32; N]).unwrap();
+    assert_eq!(floats(&*card, &step(&*card, &mut x, &kept).unwrap()), [4.5; N]);
+}
+
+#[test]
+fn what_was_done_before_has_its_cost_however_a_capture_ends() {
+    let Some(folder) = fake::card("") else { return };
+    let card = backend(&folder);
+    let (mut x, kept) = (upload(&*card, &[100f32; N]).unwrap(), upload(&*card, &[7f32; N]).unwrap());
+    step(&*card, &mut x, &kept).unwrap();
+    let before = card.cost();
+    assert!(before.flops > 0);
+    let refused = card.capture(&mut || {
+        step(&*card, &mut x, &kept)?;
+        card.finish()
+    });
+    assert!(refused.is_err());
+    assert_eq!(card.cost(), before);
+    let unwound = catch_unwind(AssertUnwindSafe(|| {
+        card.capture(&mut || {
+            step(&*card, &mut x, &kept)?;
+            panic!("in between")
+        })
+    }));
+    assert!(unwound.is_err());
+    assert_eq!(card.cost(), before);
+}
+
+#[test]
 fn memory_that_is_given_up_while_work_is_noted_is_given_back_later() {
     let Some(folder) = fake::card("small-card") else { return };
     let card = backend(&folder);

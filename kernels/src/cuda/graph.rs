@@ -65,11 +65,13 @@ pub(super) fn capture(
     let holdings = locked().take().expect("bug: noting goes on until here");
     let program = begun.end();
     drop(ends);
-    if let Err(error) = done {
-        let bytes = holdings.memory.stats().in_use_bytes;
-        return Err(if bytes > 0 { KernelError::Unmade { bytes } } else { error });
+    match done.and(program) {
+        Ok(program) => Ok(Captured { program, _holdings: holdings }),
+        Err(error) => {
+            let bytes = holdings.memory.stats().in_use_bytes;
+            Err(if bytes > 0 { KernelError::Unmade { bytes } } else { error })
+        }
     }
-    Ok(Captured { program: program?, _holdings: holdings })
 }
 
 /// Ends the noting of a rank, whatever happens in between: after the stream has been told.

@@ -3,7 +3,7 @@
 // A module is the text of a program; an entry is compiled by g++ against shim.h when it is asked for.
 //
 // Words in the file fake.txt of its folder change what it is: driver=12080, nvrtc=12, blas=120900, no-card, old-card, small-card,
-// no-start, lost, unordered (events are ignored), plain-products (products have no endings).
+// no-start, no-graph, lost, unordered (events are ignored), plain-products (products have no endings).
 #include <dlfcn.h>
 #include <pthread.h>
 #include <unistd.h>
@@ -268,6 +268,7 @@ API int cuStreamEndCapture(void *stream, void **graph) {
     return 0;
 }
 API int cuGraphInstantiateWithFlags(void **program, void *graph, unsigned long long) {
+    if (is("no-graph")) return 801;
     return *program = new Work(*static_cast<Work *>(graph)), 0;
 }
 API int cuGraphDestroy(void *graph) { return delete static_cast<Work *>(graph), 0; }
