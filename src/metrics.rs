@@ -4,7 +4,7 @@ use crate::behind::Behind;
 use crate::outputs::cannot;
 use serde::Serialize;
 use shardgrad::Result;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -89,12 +89,25 @@ impl Metrics {
         self.disk.hand(deed);
     }
 
-    /// Ends the step that was begun, if its held-out loss was never known, and waits until all is written.
+    /// Ends the step that was begun, if its held-out loss was never known, and waits until all is written. Where the file has gone
+    /// since, with its folder perhaps, all steps are written anew.
     ///
     /// # Errors
     /// As [`Metrics::add`], of all that nobody was told of.
     pub(crate) fn end(&mut self) -> Result<()> {
         let ended = if std::mem::take(&mut self.begun) > 0 { self.write(END) } else { Ok(()) };
+        let lines = self.steps.iter().map(|step| self.line(step)).collect::<Result<Vec<_>>>();
+        let (path, file) = (self.path.clone(), Arc::clone(&self.file));
+        self.disk.hand(move || {
+            let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
+            if file.is_none() || path.exists() {
+                return Ok(());
+            }
+            *file = None;
+            let folder = path.parent().map_or(Ok(()), fs::create_dir_all);
+            folder.map_err(|e| cannot("write", &path, &e))?;
+            append(&path, &mut file, &lines?.concat())
+        });
         ended.and(self.disk.wait())
     }
 
@@ -134,7 +147,6 @@ mod tests {
     use super::*;
     use crate::data::scratch::Scratch;
     use shardgrad::Kind;
-    use std::fs;
     use std::time::{Duration, Instant};
 
     fn step(step: u64, val_loss: Option<f64>) -> StepMetrics {
@@ -194,6 +206,29 @@ mod tests {
         let last = serde_json::to_string(&next).unwrap();
         assert_eq!(text().lines().nth(1).unwrap(), last);
         assert!(text().ends_with("}\n") && metrics.steps().len() == 2);
+    }
+
+    #[test]
+    fn steps_whose_file_has_gone_are_written_anew_at_the_end() {
+        let dir = Scratch::new();
+        let path = dir.path("out/metrics.jsonl");
+        fs::create_dir(dir.path("out")).unwrap();
+        let mut metrics = Metrics::new(&path);
+        metrics.add(&step(1, None)).unwrap();
+        metrics.begin(&step(2, None)).unwrap();
+        metrics.disk.wait().unwrap();
+        fs::remove_dir_all(dir.path("out")).unwrap();
+        metrics.add(&step(2, Some(2.5))).unwrap();
+        metrics.end().unwrap();
+        let lines = [step(1, None), step(2, Some(2.5))].map(|s| serde_json::to_string(&s).unwrap() + "\n");
+        assert_eq!(fs::read_to_string(&path).unwrap(), lines.concat());
+        // What another has put there stays, and without a step nothing is made.
+        fs::write(&path, "of another run").unwrap();
+        metrics.end().unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "of another run");
+        fs::remove_dir_all(dir.path("out")).unwrap();
+        Metrics::new(&path).end().unwrap();
+        assert!(!dir.path("out").exists());
     }
 
     #[test]
