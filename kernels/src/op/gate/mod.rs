@@ -22,6 +22,7 @@ pub static WORD: Kernel = Kernel {
     cpu: None,
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::word }),
     flops: |launch| 2 * launch.inputs[0].view.numel() as u64,
+    bytes: None,
     bound: Bound { ulps: 0.0 },
 };
 
