@@ -188,8 +188,9 @@ pub fn check_parameters<M: Module>(model: &Model<M>, site: &'static Location<'st
 ///
 /// # Errors
 /// `Kind::Diverged` as [`check_parameters`]; `Kind::NotFinite` naming a tensor of which a finite number is infinite in
-/// `dtype`, before anything is written; `Kind::Io` if the system refuses, or as [`WeightsWriter::create`];
-/// `Kind::Checkpoint` for names that no file can hold; what the collectives report.
+/// `dtype`, before anything is written; `Kind::Io` if the system refuses the first rank, or as [`WeightsWriter::create`];
+/// `Kind::Checkpoint` for names that no file can hold: these on every rank, which can go on and save elsewhere; what the
+/// collectives report.
 #[track_caller]
 pub fn save_weights<M: Module>(
     model: &Model<M>,
@@ -222,20 +223,56 @@ fn write<M: Module>(
             .map_err(|e| Error::new(Kind::Io, format!("cannot make the folder {}: {e}", dir.display())))?;
         WeightsWriter::create(dir, config, &entries, bytes_max)
     };
-    model.rank().patiently(PATIENCE, || {
-        let mut writer = if writes { Some(begin()?) } else { None };
+    let rank = model.rank();
+    rank.patiently(PATIENCE, || {
+        // What is refused at once is told before anything is gathered.
+        let begun = writes.then(begin).transpose();
+        let (mut writer, begun) = begun.map_or_else(|e| (None, Err(e)), |writer| (writer, Ok(())));
+        tell(rank, begun, site)?;
+        let mut written = Ok(());
         for (param, (name, ..)) in model.params().iter().zip(&entries) {
-            let bytes = bring(model.rank(), param, dtype, site)?;
-            if let (Some(writer), Some(bytes)) = (&mut writer, bytes) {
-                writer.append(name, &bytes)?;
+            let bytes = bring(rank, param, dtype, site)?;
+            // The other ranks gather what is left, whether it can be written or not.
+            if let (Some(writer), Some(bytes), true) = (&mut writer, bytes, written.is_ok()) {
+                written = writer.append(name, &bytes);
             }
         }
-        if let Some(writer) = writer {
-            writer.finish()?;
+        if let Some(writer) = writer.filter(|_| written.is_ok()) {
+            written = writer.finish();
         }
         // Nobody goes on to read before the file is whole.
-        world_sum(model.rank(), &[0.0], site).map(drop)
+        tell(rank, written, site)
     })
+}
+
+/// What writing may be refused for.
+const KINDS: [Kind; 3] = [Kind::Io, Kind::Checkpoint, Kind::OutOfMemory];
+
+/// Hands the outcome of the first rank's writing to all: each of them returns the same, so that they stay together. Every rank
+/// calls this together.
+fn tell(rank: &Rank, done: Result<()>, site: &'static Location<'static>) -> Result<()> {
+    let world = rank.world();
+    if world.mesh().num_ranks() == 1 {
+        return done;
+    }
+    let (kind, lines) = done.err().map_or((0, Vec::new()), |e| {
+        let helps = e.details().iter().filter(|(label, _)| *label == "help").map(|(_, text)| text.as_str());
+        let lines: Vec<String> = [e.message()].into_iter().chain(helps).map(str::to_string).collect();
+        (1 + KINDS.iter().position(|kind| *kind == e.kind()).unwrap_or(0), lines)
+    });
+    let text = lines.join("\n");
+    let word = world_sum(world, &[kind as f64, text.len() as f64], site)?;
+    if word[0] == 0.0 {
+        return Ok(());
+    }
+    let byte = |i: usize| f64::from(text.as_bytes().get(i).copied().unwrap_or(0));
+    let bytes: Vec<f64> = (0..word[1] as usize).map(byte).collect();
+    let bytes: Vec<u8> = world_sum(world, &bytes, site)?.into_iter().map(|byte| byte as u8).collect();
+    let text = String::from_utf8_lossy(&bytes);
+    let (message, helps) = text.split_once('\n').unwrap_or((&text, ""));
+    let error = Error::new(KINDS[word[0] as usize - 1], message);
+    let error = helps.lines().fold(error, |e, help| e.detail("help", help));
+    Err(error.detail("rank", world.mesh().describe(0)))
 }
 
 /// The bytes of a whole parameter, on the first rank at least: gathered by the stage that counts it, and passed on from there

@@ -293,10 +293,12 @@ fn end(trainer: &Trainer<'_, LanguageModel>, mut ended: Ended, leads: bool, job:
     }
     match save(trainer.model(), ended.steps, leads, job) {
         Ok(refused) => Ok(Ended { failed: ended.failed.or(refused), ..ended }),
-        Err(e) => Err(match ended.failed.take() {
-            Some(first) => not_saved(first, &e),
-            None => e,
-        }),
+        Err(e) => match ended.failed.take() {
+            Some(first) => Err(not_saved(first, &e)),
+            // What the disk refused is told by the first rank, which knows more of what went before.
+            None if e.kind() == Kind::Io && !leads => Ok(ended),
+            None => Err(e),
+        },
     }
 }
 

@@ -2,15 +2,17 @@
 
 use crate::folders::Folder;
 use crate::support::{Setup, run};
+use shardgrad_autograd::Var;
 use shardgrad_nn::checkpoint::save_weights;
 use shardgrad_nn::hf::{CONFIG_FILE, WEIGHTS_FILE, check_replaceable, folder::INDEX_FILE};
 use shardgrad_nn::{
     Gpt2Config, Init, LanguageModel, Linear, Llama, LlamaConfig, LlamaKind, Model, ModelConfig, Param, Plan,
-    RmsNorm, module,
+    RmsNorm, Settings, Sgd, Trainer, module,
 };
-use shardgrad_tensor::{DType, Error, Kind, Mesh, Result, Tensor, World};
+use shardgrad_tensor::{DType, Error, Kind, Mesh, Rank, Result, Tensor, Value, World};
 use std::collections::BTreeMap;
 use std::fs;
+use std::ops::Range;
 use std::path::Path;
 use std::time::Duration;
 
@@ -128,6 +130,55 @@ fn ranks_wait_for_the_disk_of_the_first_longer_than_for_anything_else() {
     });
     assert!(saved.is_ok(), "{saved:?}");
     assert!(folder.0.join(WEIGHTS_FILE).is_file());
+}
+
+module! {
+    /// Two layers, each a stage where there are two.
+    struct Pair { up: Linear, down: Linear }
+}
+
+/// A folder that cannot be made, files that cannot be begun or written on, and one that cannot get its name.
+#[test]
+fn what_the_first_rank_is_refused_every_rank_is_told_and_goes_on() {
+    let plan = Plan::data("dp").and(Plan::tensor("tp").column("up").row("down")).and(Plan::pipeline("pp"));
+    let temporary = |name: &str| format!("{name}.tmp-{}", std::process::id());
+    let [first, second] = [1, 2].map(|i| temporary(&format!("model-0000{i}-of-00004.safetensors")));
+    for mesh in ["", "dp=2", "tp=3", "pp=2", "pp=2,tp=2"] {
+        for blocked in ["", &first, &second, &temporary(INDEX_FILE)] {
+            let (bad, good) = (Folder::new("told-bad"), Folder::new("told-good"));
+            fs::create_dir_all(bad.0.join(blocked)).unwrap();
+            let dir = if blocked.is_empty() { Path::new("/proc/none") } else { &bad.0 };
+            let world = World::new(Mesh::parse(mesh).unwrap()).timeout(Duration::from_secs(20));
+            let told = world.launch(|rank| {
+                let module = Pair { up: Linear::new(4, 6), down: Linear::new(6, 2) };
+                let read = |rank: &Rank, _: u64, rows: Range<usize>| {
+                    let layout = plan.batch_layout(rank.mesh(), DType::F32, &[rows.len(), 4])?;
+                    Ok(vec![Tensor::full(rank, &layout, 1.5)?])
+                };
+                let loss = |m: &Pair, x: &[Var]| m.down.forward(&m.up.forward(&x[0])).square().mean();
+                let settings = Settings::new(4);
+                let mut trainer = Trainer::new(rank, module, &plan, Sgd::new(0.1), settings, read, loss)?;
+                trainer.step(&[])?;
+                let save = |dir| save_weights(trainer.model(), dir, 1, DType::F32, &str::to_string);
+                let refused = save(dir).unwrap_err();
+                // The world is as good as before.
+                trainer.step(&[])?;
+                let save = |dir| save_weights(trainer.model(), dir, 1, DType::F32, &str::to_string);
+                save(&good.0)?;
+                Ok(refused)
+            });
+            let told = told.unwrap_or_else(|e| panic!("{mesh}, {blocked:?}: {e}"));
+            for error in &told {
+                assert!(
+                    error.kind() == Kind::Io && error.message().starts_with("cannot "),
+                    "{mesh}: {error}"
+                );
+                assert_eq!(error.to_string(), told[0].to_string(), "{mesh}");
+                assert_eq!(error.to_string().contains("rank       0 ("), told.len() > 1, "{mesh}: {error}");
+            }
+            assert_eq!(files(&good.0).len(), 5, "{mesh}");
+        }
+    }
 }
 
 module! {
