@@ -109,7 +109,7 @@ pub(super) fn commit(dir: &Path, config: Option<Pending>, parts: Vec<Pending>, l
                 files.iter_mut().for_each(Pending::keep);
             }
         }
-        // In a folder without a model, too, they are all that there is of one.
+        // From here on the new files are all that there is of a model, whether there was one or not.
         files.iter_mut().for_each(Pending::keep);
         sync_folder(dir)?;
     }

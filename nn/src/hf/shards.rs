@@ -332,6 +332,30 @@ mod tests {
         }
     }
 
+    /// In a folder that held no model.
+    #[test]
+    fn a_first_save_that_stops_between_two_names_keeps_what_it_wrote() {
+        for (bytes_max, taken, kept) in [
+            (100, CONFIG_FILE, WEIGHTS_FILE),
+            (2, CONFIG_FILE, INDEX_FILE),
+            (2, &shard_name(1, 3), INDEX_FILE),
+        ] {
+            let scratch = Scratch::new();
+            let dir = &scratch.path("");
+            let writer = begin(dir, (NEW, 1), &[2; 3], bytes_max).unwrap();
+            fs::remove_file(dir.join(temporary(taken))).unwrap();
+            let error = writer.finish().unwrap_err();
+            let left = scratch.names();
+            assert!(left.contains(&temporary(kept)), "{left:?}");
+            assert!(error.to_string().contains("the new files lie in"), "{error}");
+            let error = read(dir).unwrap_err();
+            assert!(error.message().contains("holds a save that was interrupted"), "{error}");
+            write(dir, (NEW, 2), &[2; 3], bytes_max).unwrap();
+            assert_eq!(read(dir).unwrap(), (vec![2; 6], NEW.to_string()));
+            assert!(scratch.names().iter().all(|name| !name.contains("tmp")), "{:?}", scratch.names());
+        }
+    }
+
     #[test]
     fn a_first_save_that_stops_between_two_names_keeps_its_files() {
         let scratch = Scratch::new();

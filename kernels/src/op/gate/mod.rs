@@ -40,6 +40,7 @@ pub static GATE: Kernel = Kernel {
     cpu: None,
     gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::gate }),
     flops: |_| 4,
+    bytes: None,
     bound: Bound { ulps: 0.0 },
 };
 
