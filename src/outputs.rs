@@ -3,11 +3,11 @@
 
 use crate::behind::Behind;
 use crate::tokenizer::TOKENIZER_FILE;
-use shardgrad::nn::hf::{check_replaceable, open_within};
+use shardgrad::nn::hf::{Companion, check_replaceable, open_within};
 use shardgrad::{Error, Kind, Result};
 use std::fmt::Display;
 use std::fs::{self, File, TryLockError};
-use std::io::{self, ErrorKind, Seek as _, Write as _};
+use std::io::{self, ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -229,28 +229,10 @@ impl Companions {
         COMPANIONS.into_iter().map(open).collect::<Result<_>>().map(Companions)
     }
 
-    /// Copies the files into the folder of a model; each appears under its name when it is whole. Those of an earlier model
-    /// that this one has not are removed.
-    ///
-    /// # Errors
-    /// `Kind::Io` naming the file.
-    pub(crate) fn put(&self, to: &Path) -> Result<()> {
-        self.0.iter().try_for_each(|(name, file)| match file {
-            Some(file) => copy(file, name, to),
-            None => remove(&to.join(name)),
-        })
+    /// The files as a save takes them: each that is open is to be there, and no other of an earlier model.
+    pub(crate) fn all(&self) -> impl Iterator<Item = Companion<'_>> {
+        self.0.iter().map(|(name, file)| Companion { name, file: file.as_ref() })
     }
-}
-
-/// Copies an open file into a folder.
-fn copy(mut file: &File, name: &str, to: &Path) -> Result<()> {
-    let new = to.join(format!(".{name}.new"));
-    let copied = file.rewind().and_then(|()| File::create(&new));
-    let copied = copied.and_then(|mut whole| io::copy(&mut file, &mut whole).and_then(|_| whole.sync_all()));
-    copied.and_then(|()| fs::rename(&new, to.join(name))).map_err(|e| {
-        let _ = fs::remove_file(&new);
-        Error::new(Kind::Io, format!("cannot copy {name} to {}: {e}", to.display()))
-    })
 }
 
 /// Removes a file, if there is one.
@@ -362,36 +344,6 @@ mod tests {
         symlink(dir.file("blob", ""), dir.file("out/model/x", "").with_file_name("model.safetensors"))
             .unwrap();
         assert_eq!(told(&dir, "out/model/model.safetensors"), "a link, which is not replaced");
-    }
-
-    #[test]
-    fn files_that_go_with_a_model_take_the_place_of_those_of_an_earlier_one() {
-        let dir = Scratch::new();
-        dir.file("from/tokenizer.json", "of from");
-        dir.file("from/chat_template.jinja", "of from");
-        dir.file("from/other", "of from");
-        for name in ["tokenizer.json", "vocab.txt", "tokenizer.model", "README.md"] {
-            dir.file(&format!("to/{name}"), "older and longer");
-        }
-        let opened = Companions::open(Some(&dir.path("from"))).unwrap();
-        // What was there at the beginning is copied.
-        fs::remove_file(dir.path("from/tokenizer.json")).unwrap();
-        opened.put(&dir.path("to")).unwrap();
-        let texts = || {
-            let all = fs::read_dir(dir.path("to")).unwrap().map(|entry| entry.unwrap());
-            let text = |entry: fs::DirEntry| {
-                (entry.file_name().into_string().unwrap(), fs::read_to_string(entry.path()).unwrap())
-            };
-            all.map(text).collect::<std::collections::BTreeMap<_, _>>()
-        };
-        let expected = [
-            ("README.md", "older and longer"),
-            ("chat_template.jinja", "of from"),
-            ("tokenizer.json", "of from"),
-        ];
-        assert_eq!(texts(), expected.map(|(name, text)| (name.to_string(), text.to_string())).into());
-        Companions::open(None).unwrap().put(&dir.path("to")).unwrap();
-        assert!(texts().keys().eq(["README.md"]));
     }
 
     #[test]

@@ -395,7 +395,10 @@ fn a_folder_holds_what_goes_with_its_model_and_nothing_of_an_earlier_one() {
     assert!(going.iter().all(|name| here(&format!("model/{name}")).is_none()));
     assert!(here("model/tokenizer.json").is_none() && here("schedule.txt").is_none());
     assert_eq!(here("model/README.md").as_deref(), Some("mine"));
-    // What is no file of the folder is refused at the beginning.
+    // A link that a save would not replace, and what is no file of the folder, are refused at the beginning.
+    std::os::unix::fs::symlink("README.md", format!("{out}/model/vocab.txt")).unwrap();
+    let (code, said) = train(&["--model", &from, "--out", &out]);
+    assert!(code == 2 && said.contains("vocab.txt: it is a link, which is not replaced"), "{said}");
     std::os::unix::fs::symlink(&data, format!("{from}/special_tokens_map.json")).unwrap();
     let (code, said) = train(&["--model", &from, "--out", &folder.path("other")]);
     assert!(

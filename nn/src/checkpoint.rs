@@ -1,8 +1,8 @@
 //! Models in Hugging Face folders: saved from any mesh, loaded on any other.
 
 use crate::cast::{Cast, Casts, is_exact};
-use crate::hf::WeightsWriter;
 use crate::hf::folder::Weights;
+use crate::hf::{Companion, WeightsWriter};
 use crate::model::Family;
 use crate::module::Module;
 use crate::name::matches;
@@ -56,9 +56,26 @@ impl<M: Family> Model<M> {
     /// all (windows of several sizes).
     #[track_caller]
     pub fn save_as(&self, dir: &Path, bytes_max: u64, dtype: DType) -> Result<()> {
+        self.save_beside(dir, bytes_max, dtype, &[])
+    }
+
+    /// [`Model::save_as`] with files that go with the model, such as those of its tokenizer: they change with it as one, and a
+    /// reader never finds this model with the files of another ([`WeightsWriter::beside`]). What the first rank is given counts.
+    ///
+    /// # Errors
+    /// As [`Model::save_as`] and [`WeightsWriter::beside`].
+    #[track_caller]
+    pub fn save_beside(
+        &self,
+        dir: &Path,
+        bytes_max: u64,
+        dtype: DType,
+        companions: &[Companion<'_>],
+    ) -> Result<()> {
         check_dtype(dtype)?;
         let config = self.describe().with_dtype(dtype).faithful_json()?;
-        write(self, dir, Some(&config), bytes_max, dtype, &|name| self.name_in_files(name))
+        let what = Folder { config: Some(&config), companions, bytes_max };
+        write(self, dir, &what, dtype, &|name| self.name_in_files(name))
     }
 
     /// [`Model::load_as`] where weights may be widened, but not rounded.
@@ -199,16 +216,23 @@ pub fn save_weights<M: Module>(
     dtype: DType,
     name_in_file: &dyn Fn(&str) -> String,
 ) -> Result<()> {
-    write(model, dir, None, bytes_max, dtype, name_in_file)
+    write(model, dir, &Folder { config: None, companions: &[], bytes_max }, dtype, name_in_file)
 }
 
-/// [`save_weights`], with the text of a config, if there is one.
+/// What a folder is to hold beside weights, and in files of what size these are.
+struct Folder<'a> {
+    /// The text of a config, if there is one.
+    config: Option<&'a str>,
+    companions: &'a [Companion<'a>],
+    bytes_max: u64,
+}
+
+/// [`save_weights`], with what goes with them.
 #[track_caller]
 fn write<M: Module>(
     model: &Model<M>,
     dir: &Path,
-    config: Option<&str>,
-    bytes_max: u64,
+    what: &Folder<'_>,
     dtype: DType,
     name_in_file: &dyn Fn(&str) -> String,
 ) -> Result<()> {
@@ -221,7 +245,7 @@ fn write<M: Module>(
     let begin = || {
         fs::create_dir_all(dir)
             .map_err(|e| Error::new(Kind::Io, format!("cannot make the folder {}: {e}", dir.display())))?;
-        WeightsWriter::create(dir, config, &entries, bytes_max)
+        WeightsWriter::create(dir, what.config, &entries, what.bytes_max)?.beside(what.companions)
     };
     let rank = model.rank();
     rank.patiently(PATIENCE, || {

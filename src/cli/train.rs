@@ -192,6 +192,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
     let metrics = out.join("metrics.jsonl");
     let in_place = args.model.dir().is_some_and(|dir| place(dir) == place(&out.join("model")));
     let companions = (!in_place).then(|| Companions::open(args.model.dir())).transpose()?;
+    companions.iter().flat_map(Companions::all).try_for_each(|file| file.check(&out.join("model")))?;
     if let Some(trace) = &args.trace {
         let own = written(&args.out);
         let read = args.source.inputs().chain(args.source.source(trace)).chain(args.model.dir());
@@ -323,17 +324,18 @@ fn save(model: &Model<LanguageModel>, steps: usize, leads: bool, job: &Job) -> R
             job.keeping(error.detail("help", "a smaller --lr, or more steps of --warmup, is the usual cure"))
         );
     }
-    let refused = match model.save_as(&out, job.shard_bytes_max, job.save_dtype) {
+    let companions: Vec<_> = job.companions.iter().flat_map(Companions::all).collect();
+    let save = |dtype| model.save_beside(&out, job.shard_bytes_max, dtype, &companions);
+    let refused = match save(job.save_dtype) {
         Err(e) if e.kind() == Kind::NotFinite => {
             let stored = model.precision().param_dtype;
-            model.save_as(&out, job.shard_bytes_max, stored)?;
+            save(stored)?;
             Some(e.detail("instead", format!("the weights are saved in {stored}")))
         }
         done => done.map(|()| None)?,
     };
     if leads {
         job.saved.store(steps, Ordering::SeqCst);
-        job.companions.as_ref().map_or(Ok(()), |files| files.put(&out))?;
     }
     Ok(refused)
 }

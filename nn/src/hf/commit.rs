@@ -5,6 +5,7 @@
 //! read, the new model is there at once. Where it is not (another config, files of the same names), what makes the old
 //! model readable goes first, so that a stop in between leaves a folder that is refused, and never half of each.
 
+use super::companion::Beside;
 use super::disk::{Pending, failed, is_taken, sync_folder, unfinished};
 use super::fields::{CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE};
 use shardgrad_tensor::Result;
@@ -55,8 +56,13 @@ pub fn check_replaceable(dir: &Path) -> Result<()> {
 
 /// The files of a folder that saves were still writing, or giving their names, by name and number of the process.
 pub(super) fn unfinished_in(dir: &Path) -> Result<Vec<(String, u32)>> {
+    unfinished_of(dir, is_ours)
+}
+
+/// [`unfinished_in`], of the files whose names are to be like this.
+fn unfinished_of(dir: &Path, is_meant: impl Fn(&str) -> bool) -> Result<Vec<(String, u32)>> {
     let found = |name: String| {
-        let (_, id) = unfinished(&name).filter(|(of, _)| is_ours(of))?;
+        let (_, id) = unfinished(&name).filter(|(of, _)| is_meant(of))?;
         Some((name, id))
     };
     Ok(names(dir)?.into_iter().filter_map(found).collect())
@@ -78,29 +84,39 @@ fn remove(path: &Path) -> Result<bool> {
     Ok(is_there)
 }
 
-/// Removes what saves that have ended left unfinished.
-pub(super) fn clear_unfinished(dir: &Path) -> Result<()> {
-    let left = unfinished_in(dir)?.into_iter().filter(|(name, id)| is_gone(*id) && dir.join(name).is_file());
+/// Removes what saves that have ended left unfinished, of weights and config and of the files of these names beside them.
+pub(super) fn clear_unfinished(dir: &Path, beside: &[String]) -> Result<()> {
+    let left = unfinished_of(dir, |name| is_ours(name) || beside.iter().any(|own| own == name))?;
+    let left = left.into_iter().filter(|(name, id)| is_gone(*id) && dir.join(name).is_file());
     left.into_iter().try_for_each(|(name, _)| remove(&dir.join(name)).map(drop))
 }
 
 /// Gives sealed files of a folder their names: those of `parts`, which a reader finds by `last`, and `config`, where it is
-/// another one than the folder has. Then removes what earlier saves left there: files of weights that are not of this save,
-/// the index or the only file, and what was never finished.
+/// another one than the folder has, and those beside it; what is to go from there goes between the old model and the new one.
+/// Then removes what earlier saves left there: files of weights that are not of this save, the index or the only file, and
+/// what was never finished.
 ///
 /// # Errors
 /// As [`is_taken`], of any file that is replaced or removed, before anything is; `Kind::Io` if the system refuses. Files
 /// stay under their other names where the old model can no longer be read.
-pub(super) fn commit(dir: &Path, config: Option<Pending>, parts: Vec<Pending>, last: Pending) -> Result<()> {
-    let mut mixes = config.is_some();
+pub(super) fn commit(
+    dir: &Path,
+    config: Option<Pending>,
+    beside: Beside,
+    parts: Vec<Pending>,
+    last: Pending,
+) -> Result<()> {
+    let mut mixes = config.is_some() || beside.changes();
     for part in &parts {
         mixes |= is_taken(&part.path)?;
     }
-    let mut files: Vec<Pending> = config.into_iter().chain(parts).collect();
+    let Beside { names: companions, new, gone } = beside;
+    let mut files: Vec<Pending> = config.into_iter().chain(new).chain(parts).collect();
     let name_of = |file: &Pending| file.path.file_name().map(|name| name.to_string_lossy().into_owned());
     let kept: Vec<String> = files.iter().chain([&last]).filter_map(name_of).collect();
     let places = kept.iter().map(String::as_str).chain([INDEX_FILE, WEIGHTS_FILE]);
-    places.map(|name| dir.join(name)).try_for_each(|path| is_taken(&path).map(drop))?;
+    let mut places = places.map(|name| dir.join(name)).chain(gone.iter().cloned());
+    places.try_for_each(|path| is_taken(&path).map(drop))?;
     files.push(last);
     if mixes {
         // A folder that has both is read by the only file: it goes last.
@@ -113,7 +129,8 @@ pub(super) fn commit(dir: &Path, config: Option<Pending>, parts: Vec<Pending>, l
         files.iter_mut().for_each(Pending::keep);
         sync_folder(dir)?;
     }
-    place(dir, files).map_err(|e| {
+    let removed = gone.iter().try_for_each(|path| remove(path).map(drop));
+    removed.and_then(|()| place(dir, files)).map_err(|e| {
         let help = match mixes {
             true => format!("save again; until then the new files lie in {}, some as *.tmp-*", dir.display()),
             false => "what was there is as it was; save again".to_string(),
@@ -126,7 +143,7 @@ pub(super) fn commit(dir: &Path, config: Option<Pending>, parts: Vec<Pending>, l
             remove(&dir.join(&name))?;
         }
     }
-    clear_unfinished(dir)?;
+    clear_unfinished(dir, &companions)?;
     sync_folder(dir)
 }
 
@@ -163,14 +180,16 @@ mod tests {
     fn only_what_dead_saves_left_is_cleared() {
         let dir = Scratch::new();
         let (dead, alive) = (u32::MAX, std::os::unix::process::parent_id());
-        for name in ["config.json", "model.safetensors", "model-00001-of-00002.safetensors", "other"] {
+        for name in
+            ["config.json", "merges.txt", "model.safetensors", "model-00001-of-00002.safetensors", "other"]
+        {
             dir.file(&format!("{name}.tmp-{dead}"), b"");
             dir.file(&format!("{name}.tmp-{}", std::process::id()), b"");
         }
         dir.file(&format!("config.json.tmp-{alive}"), b"");
         std::fs::create_dir(dir.path("model.safetensors.index.json.tmp-4294967294")).unwrap();
         dir.file("config.json.tmp-backup", b"");
-        clear_unfinished(&dir.path("")).unwrap();
+        clear_unfinished(&dir.path(""), &["merges.txt".to_string()]).unwrap();
         let mut left = vec![
             format!("config.json.tmp-{alive}"),
             "config.json.tmp-backup".to_string(),

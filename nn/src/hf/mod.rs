@@ -10,6 +10,7 @@ pub mod header;
 pub mod files;
 mod part;
 mod fields;
+mod companion;
 mod commit;
 pub mod folder;
 pub mod shards;
@@ -22,6 +23,7 @@ pub mod family;
 
 pub use bert::{BertConfig, BertHead};
 pub use commit::check_replaceable;
+pub use companion::Companion;
 pub use disk::open_within;
 pub use family::ModelConfig;
 pub use fields::{CONFIG_FILE, WEIGHTS_FILE};

@@ -2,6 +2,7 @@
 //! that names them.
 
 use super::commit::{clear_unfinished, commit, shard_name};
+use super::companion::{Beside, Companion};
 use super::disk::{Pending, is_taken, read_text, refuse, sealed_text};
 use super::fields::{CONFIG_BYTES_MAX, CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE};
 use super::files::TensorWriter;
@@ -27,6 +28,8 @@ pub struct WeightsWriter {
     left: usize,
     /// The config, if it is not that of the folder.
     config: Option<Pending>,
+    /// What goes with the model.
+    beside: Beside,
     /// What is written, with the digests of those that are several.
     sealed: Vec<(Pending, Option<String>)>,
     /// What the index is to tell, where there is one.
@@ -96,16 +99,27 @@ impl WeightsWriter {
         names.map(|name| dir.join(name)).try_for_each(|path| is_taken(&path).map(drop))?;
         // Where there is no model, what an interrupted save left may be all that there is of one.
         if is_taken(&dir.join(INDEX_FILE))? | is_taken(&dir.join(WEIGHTS_FILE))? {
-            clear_unfinished(dir)?;
+            clear_unfinished(dir, &[])?;
         }
         let is_new =
             |text: &&str| read_text(dir, CONFIG_FILE, CONFIG_BYTES_MAX).ok().as_deref() != Some(*text);
         let config =
             config.filter(is_new).map(|text| sealed_text(&dir.join(CONFIG_FILE), text)).transpose()?;
         let dir = dir.to_path_buf();
-        let mut writer = WeightsWriter { dir, files, open: None, left: 0, config, sealed: Vec::new(), index };
+        let (sealed, beside) = (Vec::new(), Beside::default());
+        let mut writer = WeightsWriter { dir, files, open: None, left: 0, config, beside, sealed, index };
         writer.next()?;
         Ok(writer)
+    }
+
+    /// With files that go with the model: copied now, under other names, and put in the place of those that the folder has in
+    /// the moment at which it has no model, so that no reader finds one model with the files of another.
+    ///
+    /// # Errors
+    /// `Kind::Io` if something that is no file has the name of one of them, or if the system refuses.
+    pub fn beside(mut self, companions: &[Companion<'_>]) -> Result<WeightsWriter> {
+        self.beside = Beside::prepare(&self.dir, companions)?;
+        Ok(self)
     }
 
     /// Begins the next file, if one is left.
@@ -165,7 +179,7 @@ impl WeightsWriter {
             }
             None => files.pop(),
         };
-        last.map_or(Ok(()), |last| commit(&self.dir, config, files, last))
+        last.map_or(Ok(()), |last| commit(&self.dir, config, self.beside, files, last))
     }
 }
 

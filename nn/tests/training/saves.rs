@@ -4,14 +4,16 @@ use crate::folders::Folder;
 use crate::support::{Setup, run};
 use shardgrad_autograd::Var;
 use shardgrad_nn::checkpoint::save_weights;
-use shardgrad_nn::hf::{CONFIG_FILE, WEIGHTS_FILE, check_replaceable, folder::INDEX_FILE};
+use shardgrad_nn::hf::{
+    CONFIG_FILE, Companion, WEIGHTS_FILE, Weights, WeightsWriter, check_replaceable, folder::INDEX_FILE,
+};
 use shardgrad_nn::{
     Gpt2Config, Init, LanguageModel, Linear, Llama, LlamaConfig, LlamaKind, Model, ModelConfig, Param, Plan,
     RmsNorm, Settings, Sgd, Trainer, module,
 };
 use shardgrad_tensor::{DType, Error, Kind, Mesh, Rank, Result, Tensor, Value, World};
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::{self, File};
 use std::ops::Range;
 use std::path::Path;
 use std::time::Duration;
@@ -298,4 +300,71 @@ fn a_config_of_a_larger_model_than_the_files_hold_is_refused_when_it_is_read() {
             assert_eq!(error.details()[0], ("field", told.to_string()));
         }
     }
+}
+
+/// Saves a tensor of two bytes, and files beside it; a file that is taken away before it has its name stops the save there.
+fn saved_beside(dir: &Path, byte: u8, companions: &[Companion<'_>], taken: Option<&str>) -> Result<()> {
+    let entries = [("t".to_string(), DType::U8, vec![2])];
+    let mut writer = WeightsWriter::create(dir, Some("{}"), &entries, 100)?.beside(companions)?;
+    writer.append("t", &[byte; 2])?;
+    if let Some(name) = taken {
+        fs::remove_file(dir.join(format!("{name}.tmp-{}", std::process::id()))).unwrap();
+    }
+    writer.finish()
+}
+
+#[test]
+fn files_that_go_with_a_model_change_with_it_as_one() {
+    let (folder, from) = (Folder::new("beside"), Folder::new("beside-from"));
+    let dir = &folder.0;
+    [dir, &from.0].into_iter().for_each(|dir| fs::create_dir_all(dir).unwrap());
+    for name in ["tokenizer.json", "merges.txt"] {
+        fs::write(from.0.join(name), format!("{name} of the new")).unwrap();
+    }
+    let [tokens, merges] =
+        ["tokenizer.json", "merges.txt"].map(|name| File::open(from.0.join(name)).unwrap());
+    let new = [("tokenizer.json", Some(&tokens)), ("merges.txt", Some(&merges)), ("vocab.txt", None)]
+        .map(|(name, file)| Companion { name, file });
+    let read = || Weights::open(dir).and_then(|weights| weights.read("t"));
+
+    saved_beside(dir, 1, &[], None).unwrap();
+    for name in ["tokenizer.json", "vocab.txt", "README.md"] {
+        fs::write(dir.join(name), format!("{name} of the old, which is longer")).unwrap();
+    }
+    let before = files(dir);
+    // What cannot be copied, or not be replaced, leaves all as it was.
+    let blocked = dir.join(format!("merges.txt.tmp-{}", std::process::id()));
+    fs::create_dir(&blocked).unwrap();
+    assert_eq!(saved_beside(dir, 2, &new, None).unwrap_err().kind(), Kind::Io);
+    assert!(files(dir) == before && read().unwrap() == [1, 1]);
+    fs::remove_dir(&blocked).unwrap();
+    std::os::unix::fs::symlink("README.md", dir.join("merges.txt")).unwrap();
+    for error in [new[1].check(dir).unwrap_err(), saved_beside(dir, 2, &new, None).unwrap_err()] {
+        assert!(error.message().ends_with("merges.txt: it is a link, which is not replaced"), "{error}");
+    }
+    fs::remove_file(dir.join("merges.txt")).unwrap();
+    assert!(files(dir) == before && read().unwrap() == [1, 1]);
+    // Where some of the files have their names, there is no model.
+    for taken in ["tokenizer.json", "merges.txt"] {
+        saved_beside(dir, 2, &new, Some(taken)).unwrap_err();
+        let error = read().unwrap_err();
+        assert!(error.message().contains("holds a save that was interrupted"), "{error}");
+        assert!(!files(dir).contains_key(WEIGHTS_FILE));
+        saved_beside(dir, 1, &[], None).unwrap();
+        for name in ["tokenizer.json", "vocab.txt"] {
+            fs::write(dir.join(name), &before[name]).unwrap();
+        }
+    }
+    fs::write(dir.join("merges.txt.tmp-4294967295"), "half").unwrap();
+    saved_beside(dir, 3, &new, None).unwrap();
+    assert_eq!(read().unwrap(), [3, 3]);
+    let found = files(dir);
+    assert!(found.keys().eq(["README.md", CONFIG_FILE, "merges.txt", WEIGHTS_FILE, "tokenizer.json"]));
+    assert!(["tokenizer.json", "merges.txt"].iter().all(|name| found[*name].ends_with(b" of the new")));
+    // Files that stay as they are make no moment without a model.
+    let error = saved_beside(dir, 4, &new, Some(WEIGHTS_FILE)).unwrap_err();
+    assert!(error.to_string().contains("what was there is as it was"), "{error}");
+    assert_eq!((read().unwrap(), files(dir)), (vec![3, 3], found));
+    saved_beside(dir, 5, &new.map(|one| Companion { file: None, ..one }), None).unwrap();
+    assert!(files(dir).keys().eq(["README.md", CONFIG_FILE, WEIGHTS_FILE]));
 }
