@@ -110,6 +110,16 @@ impl Tokenizer {
         }
     }
 
+    /// Whether a token is one byte of a run that is joined as a whole: each further byte may change what those before it stand
+    /// for, also letters that were whole.
+    pub(crate) fn is_part_of_run(&self, token: u32) -> bool {
+        match self {
+            Tokenizer::Bytes => false,
+            #[cfg(feature = "tokenizers")]
+            Tokenizer::File(file, _) => file.id_to_token(token).is_some_and(|text| is_byte(&text)),
+        }
+    }
+
     /// The text of some tokens, in UTF-8 as far as it goes.
     ///
     /// # Errors
@@ -124,6 +134,13 @@ impl Tokenizer {
             }
         }
     }
+}
+
+/// Whether a token is named as a byte: `<0xE5>`.
+#[cfg(feature = "tokenizers")]
+fn is_byte(text: &str) -> bool {
+    let digits = text.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
+    digits.is_some_and(|digits| digits.len() == 2 && digits.bytes().all(|b| b.is_ascii_hexdigit()))
 }
 
 /// The tokens of a text, with those that mark its start and end or without.

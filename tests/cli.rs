@@ -432,6 +432,29 @@ fn a_reader_that_goes_away_is_no_fault() {
     }
 }
 
+/// Bytes by chance: letters that break off, before others and at the end.
+#[test]
+fn a_text_is_printed_as_json_tells_it() {
+    use shardgrad::nn::{Gpt2, Gpt2Config, Model};
+    let folder = Folder::new("printed");
+    let model = folder.path("model");
+    shardgrad::dist::World::run(shardgrad::dist::Mesh::single(), |rank| {
+        let config = Gpt2Config { initializer_range: 0.3, ..Gpt2Config::new(256, 16, 8, 1, 2) };
+        Model::new(rank, Gpt2::new(&config), &Gpt2::plan(&config), 0)?.save(std::path::Path::new(&model))
+    })
+    .unwrap();
+    let mut ends = 0;
+    for seed in ["0", "1", "2", "3", "4", "5"] {
+        let given = ["generate", "--model", &model, "--prompt", "é", "--tokens", "40", "--seed", seed];
+        let printed = String::from_utf8(shardgrad(&given).stdout).unwrap();
+        let json = shardgrad(&[&given[..], &["--json"]].concat()).stdout;
+        let json: serde_json::Value = serde_json::from_slice(&json).unwrap();
+        assert_eq!(printed, format!("{}\n", json["text"].as_str().unwrap()), "seed {seed}");
+        ends += usize::from(printed.ends_with("\u{fffd}\n"));
+    }
+    assert!(ends > 0, "no text ends within a letter");
+}
+
 #[test]
 fn ranks_do_not_wait_for_a_reader_that_pauses() {
     use std::fs::File;
