@@ -8,6 +8,9 @@ use std::path::Path;
 pub(crate) const TOKENIZER_FILE: &str = "tokenizer.json";
 /// Files of older libraries that tell the tokens of a model.
 const OTHER_FILES: [&str; 5] = ["vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"];
+/// No file of tokens is longer than this; it is held as a whole.
+#[cfg(feature = "tokenizers")]
+const FILE_BYTES_MAX: u64 = 1_000_000_000;
 /// The number of byte values.
 pub(crate) const BYTES: usize = 256;
 
@@ -27,6 +30,7 @@ impl Tokenizer {
     /// # Errors
     /// `Kind::Unsupported` for a folder with a tokenizer file if this program was built without the feature `tokenizers`, and for one
     /// that tells its tokens in other files only;
+    /// `Kind::Checkpoint` for what is no file of the folder (a link out of it, a pipe, a device), or is too long;
     /// `Kind::Data` for a file that cannot be read; `Kind::Config` for a vocabulary that is larger than the model's.
     pub(crate) fn of(dir: Option<&Path>, config: &ModelConfig) -> Result<Tokenizer> {
         let find = |name: &str| dir.map(|dir| dir.join(name)).filter(|path| path.symlink_metadata().is_ok());
@@ -36,7 +40,8 @@ impl Tokenizer {
             let help = "write that file with the library of the model (a fast tokenizer saves it), or give token numbers";
             return Err(Error::new(Kind::Unsupported, why).detail("help", help));
         }
-        let tokenizer = path.map_or(Ok(Tokenizer::Bytes), |path| Tokenizer::read(&path))?;
+        let there = dir.filter(|_| path.is_some());
+        let tokenizer = there.map_or(Ok(Tokenizer::Bytes), Tokenizer::read)?;
         let (needs, has) = (tokenizer.vocab(), config.vocab_size());
         if needs <= has {
             return Ok(tokenizer);
@@ -51,9 +56,11 @@ impl Tokenizer {
     }
 
     #[cfg(feature = "tokenizers")]
-    fn read(path: &Path) -> Result<Tokenizer> {
+    fn read(dir: &Path) -> Result<Tokenizer> {
+        let path = dir.join(TOKENIZER_FILE);
         let told = |e| Error::new(Kind::Data, format!("{}: no tokenizer can be read: {e}", path.display()));
-        let mut file = tokenizers::Tokenizer::from_file(path).map_err(told)?;
+        let text = shardgrad::nn::hf::read_text(dir, TOKENIZER_FILE, FILE_BYTES_MAX)?;
+        let mut file = tokenizers::Tokenizer::from_bytes(text).map_err(told)?;
         // Many files say to cut texts and to fill them up, for models that read one at a time.
         file.with_padding(None).with_truncation(None).map_err(told)?;
         let last = file.get_vocab(true).into_values().max();
@@ -61,7 +68,8 @@ impl Tokenizer {
     }
 
     #[cfg(not(feature = "tokenizers"))]
-    fn read(path: &Path) -> Result<Tokenizer> {
+    fn read(dir: &Path) -> Result<Tokenizer> {
+        let path = dir.join(TOKENIZER_FILE);
         let why = format!("{}: this program was built without tokenizers", path.display());
         let help = "build it with `cargo build --release --features tokenizers`; train and eval take token numbers too (--tokens, .bin)";
         Err(Error::new(Kind::Unsupported, why).detail("help", help))
@@ -205,6 +213,27 @@ mod tests {
             assert_eq!(error.kind(), Kind::Data);
             assert!(error.message().starts_with(&format!("{}: no tokenizer", path.display())), "{error}");
         }
+    }
+
+    /// Without suspicion the pipe is waited for, the device read without end.
+    #[cfg(feature = "tokenizers")]
+    #[test]
+    fn a_tokenizer_file_is_a_file_of_its_folder() {
+        use std::os::unix::fs::symlink;
+        let (dir, other) = (crate::data::scratch::Scratch::new(), crate::data::scratch::Scratch::new());
+        let config = ModelConfig::preset("tiny").unwrap();
+        let path = dir.path(TOKENIZER_FILE);
+        let told = |why: &str| {
+            let error = Tokenizer::of(Some(&dir.path("")), &config).unwrap_err();
+            assert!(error.kind() == Kind::Checkpoint && error.message().ends_with(why), "{error}");
+            std::fs::remove_file(&path).unwrap();
+        };
+        symlink(other.file("x", "{}"), &path).unwrap();
+        told("is a link that leads out of its folder, which is not followed");
+        symlink("/dev/zero", &path).unwrap();
+        told("is a link that leads out of its folder, which is not followed");
+        assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+        told("is a pipe or a device, not a file");
     }
 
     #[cfg(not(feature = "tokenizers"))]

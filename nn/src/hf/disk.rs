@@ -92,7 +92,7 @@ pub(super) fn zeros(path: &Path, len: u64) -> Result<Vec<u8>> {
 /// # Errors
 /// `Kind::Checkpoint` if it is missing, no regular file, longer than `bytes_max`, or not UTF-8; `Kind::Io` if
 /// the system refuses.
-pub(super) fn read_text(dir: &Path, name: &str, bytes_max: u64) -> Result<String> {
+pub fn read_text(dir: &Path, name: &str, bytes_max: u64) -> Result<String> {
     let path = &dir.join(name);
     let (file, length) = open_within(dir, name)?;
     if length > bytes_max {

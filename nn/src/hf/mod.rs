@@ -24,7 +24,7 @@ pub mod family;
 pub use bert::{BertConfig, BertHead};
 pub use commit::check_replaceable;
 pub use companion::Companion;
-pub use disk::open_within;
+pub use disk::{open_within, read_text};
 pub use family::ModelConfig;
 pub use fields::{CONFIG_FILE, WEIGHTS_FILE};
 pub use files::{TensorFile, TensorWriter};
