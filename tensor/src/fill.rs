@@ -3,10 +3,11 @@
 
 use crate::layout::Layout;
 use crate::piece::{Piece, launch};
-use crate::tensor::{Tensor, adds_zeros};
+use crate::tensor::{Tensor, adds_zeros, check_mesh};
 use shardgrad_dist::{Rank, Result};
 use shardgrad_kernels::op::truth::LT;
 use shardgrad_kernels::{DType, Dims};
+use std::panic::Location;
 
 impl Tensor {
     /// f(i) for the element that stands at i in the row-major order of the whole tensor, rounded to the dtype: to the nearest
@@ -14,8 +15,11 @@ impl Tensor {
     /// values, the others zeros.
     ///
     /// # Errors
-    /// `Kind::Shape` for more elements than memory has addresses; `Kind::OutOfMemory`.
+    /// `Kind::Mesh` for a layout on another mesh than the rank's; `Kind::Shape` for more elements than memory has addresses;
+    /// `Kind::OutOfMemory`.
+    #[track_caller]
     pub fn from_fn(rank: &Rank, layout: &Layout, f: impl Fn(usize) -> f64) -> Result<Tensor> {
+        check_mesh(rank, layout, Location::caller())?;
         if adds_zeros(layout, rank) {
             return Tensor::zeros(rank, layout);
         }
@@ -35,6 +39,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::from_fn`].
+    #[track_caller]
     pub fn arange(rank: &Rank, layout: &Layout, start: f64, step: f64) -> Result<Tensor> {
         Tensor::from_fn(rank, layout, |i| step.mul_add(i as f64, start))
     }
@@ -43,6 +48,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::from_fn`].
+    #[track_caller]
     pub fn linspace(rank: &Rank, layout: &Layout, first: f64, last: f64) -> Result<Tensor> {
         let steps = layout.numel().saturating_sub(1);
         let (span, count) = (last - first, steps as f64);
@@ -57,8 +63,10 @@ impl Tensor {
     /// pending axis coordinate 0 holds the values, the others zeros.
     ///
     /// # Errors
-    /// `Kind::OutOfMemory`.
+    /// `Kind::Mesh` for a layout on another mesh than the rank's; `Kind::OutOfMemory`.
+    #[track_caller]
     pub fn bernoulli(rank: &Rank, layout: &Layout, key: u64, stream: u64, p: f64) -> Result<Tensor> {
+        check_mesh(rank, layout, Location::caller())?;
         if adds_zeros(layout, rank) {
             return Tensor::zeros(rank, layout);
         }
@@ -88,7 +96,7 @@ fn places(layout: &Layout, rank: &Rank) -> Vec<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use shardgrad_dist::{Mesh, World};
+    use shardgrad_dist::{Kind, Mesh, World};
 
     type Make = fn(&Rank, &Layout) -> Result<Tensor>;
 
@@ -106,6 +114,27 @@ mod tests {
             make(rank, &Layout::parse(text, rank.mesh())?)?.to_f64()
         });
         made.unwrap().remove(0)
+    }
+
+    /// Of a smaller one, of one of another name, of one with more axes: refused where the tensor is made, by the user's line.
+    #[test]
+    fn a_layout_on_another_mesh_is_refused() {
+        let whole: Make = |rank, layout| Tensor::from_global(rank, layout, &vec![1f32; layout.numel()]);
+        let own: Make = |rank, layout| Tensor::from_local(rank, layout, &[1f32; 4]);
+        for make in MADE.into_iter().chain([whole, own]) {
+            for (mesh, text) in
+                [("", "f32[8]"), ("b=2", "f32[8@b]"), ("a=2,b=4", "f32[8@b]"), ("a=4", "f32[8]")]
+            {
+                let other = Mesh::parse(mesh).unwrap();
+                let made = World::run(Mesh::parse("a=2").unwrap(), |rank| {
+                    make(rank, &Layout::parse(text, &other)?).map(drop)
+                });
+                let error = made.unwrap_err();
+                assert_eq!(error.kind(), Kind::Mesh, "{error}");
+                assert_eq!(error.message(), format!("a layout on {other} for a rank of mesh(a=2)"));
+                assert!(error.site().is_some_and(|site| site.file() == file!()), "{error}");
+            }
+        }
     }
 
     #[test]

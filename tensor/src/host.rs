@@ -3,7 +3,7 @@
 use crate::context::Context;
 use crate::layout::Layout;
 use crate::piece::Piece;
-use crate::tensor::{Tensor, adds_zeros, check_host, check_host_dtype};
+use crate::tensor::{Tensor, adds_zeros, check_host, check_host_dtype, check_mesh};
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::{DType, Element, Strides};
 use std::panic::Location;
@@ -25,10 +25,12 @@ impl Tensor {
     /// coordinate 0 holds the values, the others zeros. Truth values are given as u8; all but 0 is true.
     ///
     /// # Errors
-    /// `Kind::Shape` or `Kind::DType` if `data` does not fit the layout; `Kind::OutOfMemory`.
+    /// `Kind::Mesh` for a layout on another mesh than the rank's; `Kind::Shape` or `Kind::DType` if `data` does not fit the
+    /// layout; `Kind::OutOfMemory`.
     #[track_caller]
     pub fn from_global<T: Element>(rank: &Rank, layout: &Layout, data: &[T]) -> Result<Tensor> {
         let site = Location::caller();
+        check_mesh(rank, layout, site)?;
         check_host::<T>(layout, data.len()).map_err(|e| e.at(site))?;
         let here = rank.coordinates();
         if adds_zeros(layout, rank) {
@@ -51,9 +53,12 @@ impl Tensor {
     /// pieces belong together is the caller's word. Truth values are given as u8; all but 0 is true.
     ///
     /// # Errors
-    /// `Kind::Shape` if the elements are not as many as the local shape asks for; `Kind::DType`; `Kind::OutOfMemory`.
+    /// `Kind::Mesh` for a layout on another mesh than the rank's; `Kind::Shape` if the elements are not as many as the local
+    /// shape asks for; `Kind::DType`; `Kind::OutOfMemory`.
     #[track_caller]
     pub fn from_local<T: Element>(rank: &Rank, layout: &Layout, data: &[T]) -> Result<Tensor> {
+        let site = Location::caller();
+        check_mesh(rank, layout, site)?;
         let local = layout.local_shape(rank.coordinates());
         if data.len() != local.iter().product::<usize>() {
             let text = format!("{} local elements for a local shape of {:?}", data.len(), local.as_slice());
@@ -61,9 +66,8 @@ impl Tensor {
                 .detail("layout", layout.to_string())
                 .detail("rank", rank.describe())
                 .detail("help", "give this rank's part only; for the whole tensor use Tensor::from_global")
-                .at(Location::caller()));
+                .at(site));
         }
-        let site = Location::caller();
         check_host_dtype::<T>(layout).map_err(|e| e.at(site))?;
         let piece = Piece::upload(rank, &local, data)?;
         Ok(Tensor::assemble(rank, layout.clone(), as_stated(piece, layout, rank)?))

@@ -142,9 +142,11 @@ impl Tensor {
     /// A tensor with one value everywhere. On a pending axis coordinate 0 holds the value, the others zeros.
     ///
     /// # Errors
-    /// `Kind::DType` for a value that a dtype of integers does not hold; `Kind::Shape` for more elements than memory has addresses;
-    /// `Kind::OutOfMemory`.
+    /// `Kind::Mesh` for a layout on another mesh than the rank's; `Kind::DType` for a value that a dtype of integers does not
+    /// hold; `Kind::Shape` for more elements than memory has addresses; `Kind::OutOfMemory`.
+    #[track_caller]
     pub fn full(rank: &Rank, layout: &Layout, value: f64) -> Result<Tensor> {
+        check_mesh(rank, layout, Location::caller())?;
         check_held(layout.dtype(), value)?;
         layout.check_addressable()?;
         let value = if adds_zeros(layout, rank) { 0.0 } else { value };
@@ -155,7 +157,9 @@ impl Tensor {
     /// Zeros.
     ///
     /// # Errors
-    /// `Kind::Shape` for more elements than memory has addresses; `Kind::OutOfMemory`.
+    /// `Kind::Mesh` for a layout on another mesh than the rank's; `Kind::Shape` for more elements than memory has addresses;
+    /// `Kind::OutOfMemory`.
+    #[track_caller]
     pub fn zeros(rank: &Rank, layout: &Layout) -> Result<Tensor> {
         Tensor::full(rank, layout, 0.0)
     }
@@ -165,6 +169,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::zeros`].
+    #[track_caller]
     pub fn normal(rank: &Rank, layout: &Layout, key: u64, stream: u64, std: f64) -> Result<Tensor> {
         Tensor::random(rank, layout, &NORMAL, key, stream, [0.0, std])
     }
@@ -173,6 +178,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::zeros`].
+    #[track_caller]
     pub fn uniform(
         rank: &Rank,
         layout: &Layout,
@@ -184,6 +190,7 @@ impl Tensor {
         Tensor::random(rank, layout, &UNIFORM, key, stream, [low, high])
     }
 
+    #[track_caller]
     fn random(
         rank: &Rank,
         layout: &Layout,
@@ -192,6 +199,7 @@ impl Tensor {
         stream: u64,
         bounds: [f64; 2],
     ) -> Result<Tensor> {
+        check_mesh(rank, layout, Location::caller())?;
         if adds_zeros(layout, rank) {
             return Tensor::zeros(rank, layout);
         }
@@ -336,6 +344,19 @@ pub(crate) fn check_held(dtype: DType, number: f64) -> Result<()> {
     }
     Err(Error::new(Kind::DType, format!("{dtype} holds no {number}"))
         .detail("help", "give a number that it holds, or cast the tensor first: x.cast(DType::F32)"))
+}
+
+/// Refuses a layout on another mesh than that of the rank, which has no place in it.
+pub(crate) fn check_mesh(rank: &Rank, layout: &Layout, site: &'static Location<'static>) -> Result<()> {
+    if layout.mesh() == rank.mesh() {
+        return Ok(());
+    }
+    let text = format!("a layout on {} for a rank of {}", layout.mesh(), rank.mesh());
+    Err(Error::new(Kind::Mesh, text)
+        .detail("layout", layout.to_string())
+        .detail("rank", rank.describe())
+        .detail("help", "make the layout on the mesh of the rank, rank.mesh()")
+        .at(site))
 }
 
 /// Per dim the global extent and where this rank's range starts: what position-aware kernels are told.
