@@ -91,8 +91,9 @@ impl<M: Family> Model<M> {
     /// whose dtype is not that of their parameter.
     ///
     /// # Errors
-    /// `Kind::Checkpoint` listing all tensors that are missing, of another shape, of a dtype that `cast` does not let
-    /// become the parameter's, or unknown; parameters are untouched then. `Kind::Io` if the system refuses.
+    /// `Kind::Checkpoint` listing tensors that are missing, of another shape, of a dtype that `cast` does not let become the
+    /// parameter's, or unknown, at most twenty of each; parameters are untouched then. Where a file becomes shorter while it
+    /// is read (`Kind::Checkpoint`), or the system refuses (`Kind::Io`), some of them are filled already.
     pub fn load_as(&self, dir: &Path, cast: Cast) -> Result<Casts> {
         let weights = Weights::open(dir)?;
         let names = |name: &str| {
@@ -172,8 +173,12 @@ fn check_rounding<M: Module>(model: &Model<M>, dtype: DType, site: &'static Loca
         names.len(),
         model.params().len()
     );
-    let help =
-        "save in bf16, which is as wide as f32, or as they are stored (--save-dtype on the command line)";
+    let help = match (model.precision().param_dtype, dtype) {
+        (DType::F32, DType::F16) => {
+            "save in bf16, which is as wide as f32, or as they are stored (--save-dtype on the command line)"
+        }
+        _ => "save as they are stored (--save-dtype on the command line)",
+    };
     Err(Error::new(Kind::NotFinite, text).detail("help", help).at(site))
 }
 
@@ -329,7 +334,7 @@ fn bring(
 /// not that of their parameter, on all ranks and stages.
 ///
 /// # Errors
-/// `Kind::Checkpoint` listing all that does not fit, before any parameter is changed; what reading reports.
+/// `Kind::Checkpoint` listing what does not fit, before any parameter is changed; what reading reports.
 pub fn load_weights<M: Module>(
     model: &Model<M>,
     weights: &Weights,
@@ -396,7 +401,9 @@ struct Misfits {
     unknown: Vec<String>,
 }
 
-/// No more tensors than these are named of those that would have to be rounded: mostly it is all of them.
+/// No more tensors than these are named of one kind.
+const NAMED_MAX: usize = 20;
+/// Nor than these of those that would have to be rounded: mostly it is all of them.
 const NARROWER_MAX: usize = 3;
 
 impl Misfits {
@@ -408,9 +415,11 @@ impl Misfits {
         }
         let text = format!("{}: {count} tensor(s) do not fit the model", path.display());
         let mut error = Error::new(Kind::Checkpoint, text);
-        if narrower > NARROWER_MAX {
-            self.narrower.truncate(NARROWER_MAX);
-            self.narrower.push(format!("and {} more", narrower - NARROWER_MAX));
+        let lists = [&mut self.missing, &mut self.other, &mut self.unknown].map(|list| (list, NAMED_MAX));
+        for (list, most) in lists.into_iter().chain([(&mut self.narrower, NARROWER_MAX)]) {
+            let more = list.len().saturating_sub(most);
+            list.truncate(most);
+            list.extend((more > 0).then(|| format!("and {more} more")));
         }
         let kinds = [
             ("missing", self.missing),

@@ -1,7 +1,7 @@
 //! Model folders: saved on one mesh, loaded on another.
 
 use crate::support::{Setup, run};
-use shardgrad_nn::checkpoint::load_weights;
+use shardgrad_nn::checkpoint::{load_weights, save_weights};
 use shardgrad_nn::hf::{Gpt2Config, TensorFile, TensorWriter, Weights};
 use shardgrad_nn::{Cast, Gpt2, Model, Plan};
 use shardgrad_tensor::{DType, Error, Kind, Mesh, Result, World};
@@ -208,4 +208,20 @@ fn a_folder_that_cannot_be_made_ends_the_world() {
     });
     assert_eq!(saved.unwrap_err().kind(), Kind::Io);
     std::fs::remove_file(&folder.0).unwrap();
+}
+
+#[test]
+fn of_many_tensors_that_do_not_fit_the_first_are_named() {
+    let folder = Folder::new("many");
+    run("tp=2", |rank| {
+        let model = Setup::new().model(rank)?;
+        save_weights(&model, &folder.0, u64::MAX, DType::F64, &|name| format!("other.{name}"))
+    });
+    let error = World::run(Mesh::single(), |rank| Setup::new().model(rank)?.load_weights(&folder.0));
+    let error = error.unwrap_err();
+    for (label, first) in [("missing", "wte.weight, "), ("unknown", "other.")] {
+        let (_, told) = error.details().iter().find(|(found, _)| *found == label).unwrap();
+        assert_eq!(told.matches(", ").count(), 20, "{error}");
+        assert!(told.starts_with(first) && told.ends_with(", and 8 more"), "{error}");
+    }
 }

@@ -105,6 +105,8 @@ fn a_finite_number_that_would_be_infinite_leaves_config_and_weights_of_before() 
         let error = save(mesh, number, dtype).unwrap_err();
         let told = format!("hold numbers that are infinite in {dtype}, `h.1.mlp.c_proj.weight` first");
         assert!(error.kind() == Kind::NotFinite && error.message().ends_with(&told), "{mesh}: {error}");
+        // The model is of f64, which no other dtype is as wide as.
+        assert_eq!(error.details()[0].1, "save as they are stored (--save-dtype on the command line)");
         assert!(files(&folder.0) == before, "config and weights are those of before");
     }
     // What is infinite already, and what still fits, is saved; what is not finite can be asked for.
