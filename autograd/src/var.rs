@@ -6,7 +6,7 @@ use crate::tape::{Node, Tape, Work};
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::ops::redistribute::Redistribute;
 use shardgrad_tensor::piece::listed;
-use shardgrad_tensor::{DType, Inference, Layout, Op, Tensor, Value, op, unwind};
+use shardgrad_tensor::{DType, Inference, Layout, Op, Tensor, Value, op};
 use smallvec::SmallVec;
 use std::cell::RefCell;
 use std::fmt;
@@ -187,7 +187,8 @@ impl Var {
         let make = || match self.0.tape.leaf_form((self.0.id, &self.0.tensor), to, site) {
             Some((id, tensor)) => Var::new(&self.0.tape, tensor, Some(id), None).cut_if(self.0.cut),
             None => {
-                let op = unwind(Redistribute::between(self.rank(), self.layout(), to));
+                let op = Redistribute::between(self.rank(), self.layout(), to);
+                let op = op.unwrap_or_else(|e| e.at(site).raise());
                 Var::apply_at(op, &[self], site).into_iter().next().expect("redistribute has one output")
             }
         };

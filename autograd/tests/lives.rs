@@ -457,3 +457,14 @@ fn what_no_wanted_cotangent_reads_is_not_kept() {
         Ok(())
     });
 }
+
+#[test]
+fn a_change_to_a_layout_on_another_mesh_names_the_users_line() {
+    let moved = World::run(Mesh::parse("dp=2").unwrap(), |rank| {
+        let other = Layout::parse("f64[2]", &Mesh::parse("tp=4")?)?;
+        Tape::new(rank).leaf(0, &vector(rank, &[3.0, 5.0])?).to_layout(&other);
+        Ok(())
+    });
+    let error = moved.unwrap_err();
+    assert!(error.site().is_some_and(|site| site.file().ends_with("lives.rs")), "{error}");
+}

@@ -11,7 +11,7 @@ use crate::placed::Model;
 use crate::precision::check_dtype;
 use shardgrad_tensor::agreement::{Shared, check_copies, check_shared};
 use shardgrad_tensor::control::{local_sum_squares_once, pass_bytes, world_sum};
-use shardgrad_tensor::{DType, Error, Kind, Rank, Result, Tensor, Value};
+use shardgrad_tensor::{DType, Error, Kind, Layout, Rank, Result, Tensor, Value};
 use std::collections::HashSet;
 use std::fs;
 use std::panic::Location;
@@ -313,7 +313,11 @@ fn bring(
     dtype: DType,
     site: &'static Location<'static>,
 ) -> Result<Option<Vec<u8>>> {
-    let rounded = || param.as_in_files().cast(dtype).to_bytes();
+    let rounded = || {
+        let cast = param.as_in_files().cast(dtype);
+        let whole = Layout::invariant(cast.layout().mesh(), dtype, &cast.shape());
+        cast.to_layout_at(&whole, site)?.to_bytes()
+    };
     let home = param.home();
     if let Some(home) = home.as_ref().filter(|_| rank.index() == 0) {
         pass_bytes(rank.world(), home.axis, [0, home.places[0]], &[1], 1, site)?;

@@ -131,9 +131,10 @@ impl Faults {
         {
             self.add(format!("`torch_dtype` is {name:?}, but `dtype` is {other:?}"));
         }
+        let field = if name.is_none() && other.is_some() { "dtype" } else { "torch_dtype" };
         let name = name.or(other).unwrap_or("float32");
         DType::FLOATS.into_iter().find(|d| dtype_name(*d) == name).unwrap_or_else(|| {
-            self.add(format!("`torch_dtype` is {name:?}; held are float64, float32, bfloat16, float16"));
+            self.add(format!("`{field}` is {name:?}; held are float64, float32, bfloat16, float16"));
             DType::F32
         })
     }

@@ -478,6 +478,7 @@ mod tests {
             "`torch_dtype` is \"float32\", but `dtype` is \"bfloat16\""
         );
         assert!(add("\"torch_dtype\": \"int8\"").starts_with("`torch_dtype` is \"int8\"; held are float64"));
+        assert!(add("\"dtype\": \"int8\"").starts_with("`dtype` is \"int8\"; held are float64"));
     }
 
     #[test]
