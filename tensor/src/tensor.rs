@@ -287,7 +287,7 @@ impl Tensor {
     pub fn own(&mut self) -> Result<()> {
         if let Some(inner) = Rc::get_mut(&mut self.0) {
             // Other layouts of this value may lie in the same memory.
-            inner.forms.get_mut().clear();
+            inner.forms.take();
         }
         if self.is_own() {
             return Ok(());
