@@ -30,11 +30,11 @@ const HELD_OUT: RGBColor = RGBColor(224, 92, 14);
 type Point = (f64, f64);
 pub(crate) type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
 
-/// Draws the training loss of each step, its running mean, and the held-out loss where it was measured.
+/// Draws the training loss of each step, its running mean, and the held-out loss where it was measured, in nats per `unit`.
 ///
 /// # Errors
 /// `Kind::Io` if the drawing library fails.
-pub(crate) fn loss_plot(title: &str, steps: &[StepMetrics]) -> Result<String> {
+pub(crate) fn loss_plot(title: &str, unit: &str, steps: &[StepMetrics]) -> Result<String> {
     let series = Series::of(steps);
     let mut svg = String::new();
     let size = ((SIZE.0 * FINE) as u32, (SIZE.1 * FINE) as u32);
@@ -42,7 +42,7 @@ pub(crate) fn loss_plot(title: &str, steps: &[StepMetrics]) -> Result<String> {
         let area = SVGBackend::with_string(&mut svg, size).into_drawing_area();
         area.fill(&WHITE).map_err(failed)?;
         draw_title(&area, title, &series)?;
-        draw_series(&area, &series)?;
+        draw_series(&area, unit, &series)?;
         draw_legend(&area, &series)?;
         area.present().map_err(failed)?;
     }
@@ -60,8 +60,8 @@ pub(crate) fn shown(svg: &str, size: (i32, i32)) -> String {
 ///
 /// # Errors
 /// `Kind::Io` naming the file.
-pub(crate) fn write_loss_plot(path: &Path, title: &str, steps: &[StepMetrics]) -> Result<()> {
-    std::fs::write(path, loss_plot(title, steps)?)
+pub(crate) fn write_loss_plot(path: &Path, title: &str, unit: &str, steps: &[StepMetrics]) -> Result<()> {
+    std::fs::write(path, loss_plot(title, unit, steps)?)
         .map_err(|e| Error::new(Kind::Io, format!("cannot write {}: {e}", path.display())))
 }
 
@@ -190,7 +190,7 @@ fn draw_title(area: &Area<'_>, heading: &str, series: &Series) -> Result<()> {
     area.draw(&Text::new(series.summary(), at(70, 53), style)).map_err(failed)
 }
 
-fn draw_series(area: &Area<'_>, series: &Series) -> Result<()> {
+fn draw_series(area: &Area<'_>, unit: &str, series: &Series) -> Result<()> {
     let px = |n: i32| n * FINE;
     let losses = series.losses();
     // As many decimals as tell one grid line from the next.
@@ -218,7 +218,7 @@ fn draw_series(area: &Area<'_>, series: &Series) -> Result<()> {
         .x_label_formatter(&|step| format!("{step}"))
         .y_label_formatter(&|loss| format!("{loss:.decimals$}"))
         .x_desc("step")
-        .y_desc("nats per token")
+        .y_desc(format!("nats per {unit}"))
         .draw()
         .map_err(failed)?;
     for run in &series.each_step {
@@ -288,14 +288,14 @@ mod tests {
 
     #[test]
     fn a_run_shows_three_series_axes_and_a_legend() {
-        let svg =
-            loss_plot("tiny <on> a & b\u{1}", &steps((0..100).map(|i| 5.0 / (1.0 + i as f64)))).unwrap();
+        let svg = loss_plot("tiny <on> a & b\u{1}", "byte", &steps((0..100).map(|i| 5.0 / (1.0 + i as f64))))
+            .unwrap();
         assert!(svg.starts_with(
             "<svg width=\"900\" height=\"540\" stroke-linejoin=\"round\" viewBox=\"0 0 9000 5400\""
         ));
         assert!(svg.trim_end().ends_with("</svg>"));
         for word in
-            ["step", "nats per token", "train", "running mean", "validation", "tiny &lt;on&gt; a &amp; b"]
+            ["step", "nats per byte", "train", "running mean", "validation", "tiny &lt;on&gt; a &amp; b"]
         {
             assert_eq!(count(&svg, &format!("\n{word}\n")), 1, "{word}");
         }
@@ -320,13 +320,15 @@ mod tests {
             vec![1e-300; 40],
         ];
         for losses in odd {
-            let svg = loss_plot("odd", &steps(losses.clone())).unwrap();
+            let svg = loss_plot("odd", "token", &steps(losses.clone())).unwrap();
             assert!(!svg.contains("NaN") && !svg.contains("inf"), "{losses:?}");
             assert!(svg.len() < 20_000, "{losses:?}: {} bytes", svg.len());
         }
         let late = StepMetrics { step: u64::MAX, ..steps([1.0]).remove(0) };
-        loss_plot("late", &[late]).unwrap();
-        assert!(loss_plot(&"x".repeat(1000), &[]).unwrap().contains(&format!("\n{}…\n", "x".repeat(85))));
+        loss_plot("late", "token", &[late]).unwrap();
+        assert!(
+            loss_plot(&"x".repeat(1000), "token", &[]).unwrap().contains(&format!("\n{}…\n", "x".repeat(85)))
+        );
     }
 
     #[test]
@@ -360,8 +362,8 @@ mod tests {
     #[test]
     fn a_file_that_cannot_be_written_is_named() {
         let dir = Scratch::new();
-        write_loss_plot(&dir.path("loss.svg"), "t", &steps([1.0])).unwrap();
-        let error = write_loss_plot(&dir.path("no/loss.svg"), "t", &[]).unwrap_err();
+        write_loss_plot(&dir.path("loss.svg"), "t", "token", &steps([1.0])).unwrap();
+        let error = write_loss_plot(&dir.path("no/loss.svg"), "t", "token", &[]).unwrap_err();
         assert_eq!(error.kind(), Kind::Io);
         assert!(
             error.message().starts_with("cannot write ") && error.message().contains("loss.svg"),

@@ -120,7 +120,10 @@ impl Tokenizer {
 
     /// Whether a token is one byte of a run that is joined as a whole: each further byte may change what those before it stand
     /// for, also letters that were whole.
-    pub(crate) fn is_part_of_run(&self, token: u32) -> bool {
+    pub(crate) fn is_part_of_run(
+        &self,
+        #[cfg_attr(not(feature = "tokenizers"), expect(unused_variables))] token: u32,
+    ) -> bool {
         match self {
             Tokenizer::Bytes => false,
             #[cfg(feature = "tokenizers")]

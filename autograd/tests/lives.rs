@@ -144,9 +144,11 @@ fn a_pending_sum_that_blocks_capture_is_completed_once() {
                 let first = if quiet { tape.no_grad(|| y.relu()) } else { y.relu() };
                 y.square().scale(k).add(&first)
             };
-            let block = |k: f64| match in_blocks {
-                true => Ok(tape.checkpoint(&[], |_| Ok(vec![text(k)]))?.remove(0)),
-                false => Ok(text(k)),
+            let block = |k: f64| -> Result<Var> {
+                match in_blocks {
+                    true => Ok(tape.checkpoint(&[], |_| Ok(vec![text(k)]))?.remove(0)),
+                    false => Ok(text(k)),
+                }
             };
             let z = block(1.0)?.add(&block(2.0)?).add(&y.square()).add(&block(4.0)?);
             let value = z.tensor().to_local_f64()?;
@@ -462,7 +464,7 @@ fn what_no_wanted_cotangent_reads_is_not_kept() {
 fn a_change_to_a_layout_on_another_mesh_names_the_users_line() {
     let moved = World::run(Mesh::parse("dp=2").unwrap(), |rank| {
         let other = Layout::parse("f64[2]", &Mesh::parse("tp=4")?)?;
-        Tape::new(rank).leaf(0, &vector(rank, &[3.0, 5.0])?).to_layout(&other);
+        let _ = Tape::new(rank).leaf(0, &vector(rank, &[3.0, 5.0])?).to_layout(&other);
         Ok(())
     });
     let error = moved.unwrap_err();

@@ -140,7 +140,7 @@ fn write_down(job: &Job, title: &str) -> Result<()> {
     let ended = metrics.end();
     let drawn = match metrics.steps() {
         [] => Ok(()),
-        steps => plot::write_loss_plot(&job.out.join("loss.svg"), title, steps),
+        steps => plot::write_loss_plot(&job.out.join("loss.svg"), title, job.unit, steps),
     };
     let traced = job.trace.as_ref().map_or(Ok(()), |trace| trace.write(job.num_ranks));
     ended.and(drawn).and(traced)

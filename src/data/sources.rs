@@ -44,15 +44,15 @@ fn read_up_to(dir: &Path, bytes_max: usize) -> Result<(String, String)> {
             break;
         }
     }
-    if num_files == 0 {
-        let why = format!("{}: there are no Rust or Markdown files to train on", dir.display());
-        let help = "give a text with --data FILE, or start where such files are (ignored ones do not count)";
-        return Err(Error::new(Kind::Data, why).detail("help", help));
-    }
     let skipped = match num_skipped {
         0 => String::new(),
         n => format!(", {n} skipped that are not readable UTF-8"),
     };
+    if num_files == 0 {
+        let why = format!("{}: there are no Rust or Markdown files to train on{skipped}", dir.display());
+        let help = "give a text with --data FILE, or start where such files are (ignored ones do not count)";
+        return Err(Error::new(Kind::Data, why).detail("help", help));
+    }
     let origin = format!("{num_files} Rust and Markdown files of {}{skipped}{cut}", root.display());
     Ok((origin, text))
 }
@@ -164,6 +164,9 @@ mod tests {
         assert_eq!(error.kind(), Kind::Data);
         assert!(error.message().ends_with("there are no Rust or Markdown files to train on"), "{error}");
         assert!(error.details()[0].1.starts_with("give a text with --data FILE"));
+        dir.file("a.md", [0xff]);
+        let error = read_sources(&dir.path("")).unwrap_err();
+        assert!(error.message().ends_with("to train on, 1 skipped that are not readable UTF-8"), "{error}");
         assert_eq!(read_sources(&dir.path("absent")).unwrap_err().kind(), Kind::Io);
     }
 

@@ -9,6 +9,7 @@ use crate::kernel::Scalar::{self, Int, Real};
 use crate::strides::Strides;
 
 const INDEX: Kind = Kind::Fixed(DType::I64);
+const TOLD: Kind = Kind::Fixed(DType::F64);
 
 trait Shaped: Sized {
     /// Inputs of these shapes.
@@ -31,14 +32,17 @@ impl Shaped for Case<'_> {
 
 #[test]
 fn what_is_updated_is_read_and_written() {
-    let step = Case::new(&adamw::STEP).of(Kind::Tested, &[&[5]]).to(Kind::Tested, &[&[5]]);
+    // What a step is told: seven numbers of each parameter, and two of the gate.
+    let step = Case::new(&adamw::STEP).of(Kind::Tested, &[&[5]]).of(TOLD, &[&[1, 7], &[2]]);
+    let step = step.to(Kind::Tested, &[&[5]]);
     // A gradient; twice the parameter and two wide means.
-    assert_eq!(step.to(Kind::Accumulator, &[&[5], &[5]]).bytes(BF16), 10 + 2 * (10 + 20 + 20));
-    let many = Case::new(&adamw::STEP_MANY).of(Kind::Tested, &[&[3], &[4]]);
+    assert_eq!(step.to(Kind::Accumulator, &[&[5], &[5]]).bytes(BF16), 10 + 56 + 16 + 2 * (10 + 20 + 20));
+    let many = Case::new(&adamw::STEP).of(Kind::Tested, &[&[3], &[4]]).of(TOLD, &[&[2, 7], &[2]]);
     let many = many.to(Kind::Tested, &[&[3], &[3], &[3], &[4], &[4], &[4]]);
-    assert_eq!(many.bytes(F32), (12 + 16) + 2 * 3 * (12 + 16));
-    let step = Case::new(&sgd::STEP).of(Kind::Tested, &[&[5]]).to(Kind::Tested, &[&[5]]);
-    assert_eq!(step.to(Kind::Accumulator, &[&[5]]).bytes(F16), 10 + 2 * (10 + 20));
+    assert_eq!(many.bytes(F32), (12 + 16) + 112 + 16 + 2 * 3 * (12 + 16));
+    let step = Case::new(&sgd::STEP).of(Kind::Tested, &[&[5]]).of(TOLD, &[&[3], &[2]]);
+    let step = step.to(Kind::Tested, &[&[5]]);
+    assert_eq!(step.to(Kind::Accumulator, &[&[5]]).bytes(F16), 10 + 24 + 16 + 2 * (10 + 20));
     // A row that is added to two.
     let row = Strides::contiguous(&[3]).broadcast(&[2, 3]).unwrap();
     let sum = Case::new(&binary::ACCUMULATE).input_view(Kind::Tested, row, &[0.0; 3]);

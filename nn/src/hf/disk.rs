@@ -17,6 +17,10 @@ pub(super) fn failed(path: &Path, doing: &str, e: &std::io::Error) -> Error {
     match e.kind() {
         ErrorKind::UnexpectedEof => refuse(path, "the file became shorter while it was read"),
         ErrorKind::NotFound => refuse(path, "there is no such file"),
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
+            let text = format!("cannot {doing} {}: {e}", path.display());
+            Error::new(Kind::Io, text).detail("help", "make room on the disk, or save to another folder")
+        }
         _ => Error::new(Kind::Io, format!("cannot {doing} {}: {e}", path.display())),
     }
 }
@@ -318,6 +322,7 @@ mod tests {
         let error = full.write(b"more than four").unwrap_err();
         assert_eq!(error.kind(), Kind::Io);
         assert!(error.message().starts_with("cannot write model.safetensors: No space left"), "{error}");
+        assert!(error.details()[0].1.starts_with("make room on the disk"), "{error}");
     }
 
     #[test]
