@@ -74,6 +74,7 @@ impl TokensOnDisk {
         piece: usize,
     ) -> Result<Part> {
         let (first, mut held, mut done, mut wanted) = (self.len, Vec::new(), 0u64, piece);
+        let mut before = String::new();
         loop {
             let at = done + held.len() as u64;
             let more = wanted.saturating_sub(held.len()).min(usize::try_from(len - at).unwrap_or(usize::MAX));
@@ -90,12 +91,13 @@ impl TokensOnDisk {
                 }
             };
             if is_last {
-                self.append(&tokenizer.encode(text)?)?;
+                self.append(&following(tokenizer, &before, text)?)?;
                 break;
             }
             match border(tokenizer, text)? {
                 Some(at) => {
-                    self.append(&tokenizer.encode(&text[..at])?)?;
+                    self.append(&following(tokenizer, &before, &text[..at])?)?;
+                    before = text[text.floor_char_boundary(at.saturating_sub(AROUND_BYTES))..at].to_string();
                     held.drain(..at);
                     (done, wanted) = (done + at as u64, piece);
                 }
@@ -151,12 +153,21 @@ fn border(tokenizer: &Tokenizer, text: &str) -> Result<Option<usize>> {
     Ok(None)
 }
 
-/// Whether the text around a place has the tokens of its two halves.
+/// Whether no token lies on both sides of a place, as far as the text around it tells.
 fn parts(tokenizer: &Tokenizer, text: &str, at: usize) -> Result<bool> {
     let from = text.floor_char_boundary(at.saturating_sub(AROUND_BYTES));
     let to = text.ceil_char_boundary((at + AROUND_BYTES).min(text.len()));
-    let halves = [tokenizer.encode(&text[from..at])?, tokenizer.encode(&text[at..to])?].concat();
-    Ok(tokenizer.encode(&text[from..to])? == halves)
+    Ok(tokenizer.encode(&text[from..to])?.starts_with(&tokenizer.encode(&text[from..at])?))
+}
+
+/// The tokens of a text behind another one, from which a border parts it. Alone it could have others: some tokenizers put a
+/// blank before whatever begins.
+fn following(tokenizer: &Tokenizer, before: &str, text: &str) -> Result<Vec<u32>> {
+    if before.is_empty() {
+        return tokenizer.encode(text);
+    }
+    let had = tokenizer.encode(before)?.len();
+    Ok(tokenizer.encode(&[before, text].concat())?.into_iter().skip(had).collect())
 }
 
 #[cfg(all(test, feature = "tokenizers"))]
@@ -171,6 +182,31 @@ mod tests {
         config.vocab_size = 290;
         let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokenizers");
         Tokenizer::of(Some(&data.join(name)), &ModelConfig::Gpt2(config)).unwrap()
+    }
+
+    /// As those of Llama 2: a blank before the text, blanks as letters, no words, bytes for what has no token.
+    fn blank_before(dir: &Scratch) -> Tokenizer {
+        let bytes = (0..256).map(|byte| format!("<0x{byte:02X}>"));
+        let others = ["▁", "t", "h", "e", "c", "a", "o", "s", "▁t", "▁th", "▁the"].map(String::from);
+        let all = ["<unk>".to_string()].into_iter().chain(bytes).chain(others);
+        let vocab: serde_json::Map<_, _> = all.enumerate().map(|(id, token)| (token, id.into())).collect();
+        let file = serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+            "normalizer": {"type": "Sequence", "normalizers": [
+                {"type": "Prepend", "prepend": "▁"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+            ]},
+            "pre_tokenizer": null, "post_processor": null, "decoder": null,
+            "model": {
+                "type": "BPE", "dropout": null, "unk_token": "<unk>", "continuing_subword_prefix": null,
+                "end_of_word_suffix": null, "fuse_unk": true, "byte_fallback": true, "ignore_merges": false,
+                "vocab": vocab, "merges": ["▁ t", "▁t h", "▁th e"],
+            },
+        });
+        dir.file("tokenizer.json", file.to_string());
+        let ModelConfig::Gpt2(mut config) = ModelConfig::preset("tiny").unwrap() else { panic!("a GPT-2") };
+        config.vocab_size = 290;
+        Tokenizer::of(Some(&dir.path("")), &ModelConfig::Gpt2(config)).unwrap()
     }
 
     /// Lines, blank lines, runs of spaces, letters of several bytes, words without an end.
@@ -205,8 +241,13 @@ mod tests {
     #[test]
     fn pieces_have_the_tokens_of_the_whole() {
         let (dir, text) = (Scratch::new(), text());
-        for name in ["bpe", "wordpiece"] {
-            let tokenizer = tokenizer(name);
+        let folder = Scratch::new();
+        for (name, tokenizer) in [
+            ("bpe", tokenizer("bpe")),
+            ("wordpiece", tokenizer("wordpiece")),
+            ("blank before", blank_before(&folder)),
+        ] {
+            assert!(border(&tokenizer, &text).unwrap().is_some(), "{name}: it is cut at all");
             let whole = tokenizer.encode(&text).unwrap();
             for piece in [1, 16, 50, 64, 101, 500, 4000, text.len() - 1, text.len(), text.len() + 1] {
                 let (ids, len) = cut(&dir, &text, &tokenizer, piece).unwrap();
