@@ -246,8 +246,8 @@ fn rows(args: &TrainArgs, config: &ModelConfig, lines: &Lines) -> Result<Rows> {
     let written: Vec<PathBuf> = written(&args.out).iter().map(|own| place(own)).collect();
     let (rows, held_out) = match &args.source.tokens {
         Some(path) => {
-            let file = super::token_rows(path, config)?;
             refuse_written(path, &written)?;
+            let file = super::token_rows(path, config)?;
             if steps.seq.is_some() {
                 file.require_seq(seq)?;
             }
