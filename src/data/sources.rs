@@ -187,6 +187,9 @@ mod tests {
     fn files_that_are_not_utf8_are_counted() {
         let dir = Scratch::new();
         dir.file("a.rs", b"\xff");
+        let error = read_sources(&dir.path("")).unwrap_err();
+        let told = "there are no Rust or Markdown files to train on, 1 skipped that are not readable UTF-8";
+        assert!(error.message().ends_with(told), "{error}");
         dir.file("b.rs", "b");
         assert_eq!(text(&dir), "b\n");
         let shown = read_sources(&dir.path("")).unwrap().0;
