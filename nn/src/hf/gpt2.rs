@@ -268,8 +268,7 @@ impl Raw {
         config.attn_pdrop = faults.number("attn_pdrop", self.attn_pdrop, 0.1, 1.0);
         config.resid_pdrop = faults.number("resid_pdrop", self.resid_pdrop, 0.1, 1.0);
         config.tie_word_embeddings = self.tie_word_embeddings.unwrap_or(true);
-        // Not an index into anything here: `generate` in `transformers` may name a token that the vocabulary
-        // lacks.
+        // Not an index into anything here: `generate` in `transformers` may name a token that the vocabulary lacks.
         config.bos_token_id = self.bos_token_id.and_then(|id| usize::try_from(id).ok());
         let mut ends = self.eos_token_id.as_ref().map_or_else(Vec::new, Ids::list).into_iter();
         (config.eos_token_id, config.other_eos_token_ids) = (ends.next(), ends.collect());
