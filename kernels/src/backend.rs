@@ -162,6 +162,32 @@ pub trait Backend: fmt::Debug + Send + Sync {
         Ok(())
     }
 
+    /// Begins a flight: work that is done beside all that is given here, for calls to others. It is given to the back end that
+    /// comes back, which has this one's memory and account, and begins behind what was given here before. What is given here
+    /// after [`Backend::end_flight`] may begin before the flight is done, unless it reads what a flight has taken for itself
+    /// ([`Backend::alloc`] there) or writes that or what a flight holds ([`Backend::hold`]). Nothing is given here in between.
+    /// `None` where all work is done in one order.
+    ///
+    /// # Errors
+    /// What the device reports; then there is no flight.
+    fn begin_flight(&self) -> Result<Option<&dyn Backend>, KernelError> {
+        Ok(None)
+    }
+
+    /// Ends the flight that runs, if one does.
+    ///
+    /// # Errors
+    /// What the device reports.
+    fn end_flight(&self) -> Result<(), KernelError> {
+        Ok(())
+    }
+
+    /// On the back end of a flight: the flight reads this buffer, or waits for others who do. Until it is done nobody else
+    /// writes the buffer or takes its memory.
+    fn hold(&self, buffer: &Buffer) {
+        let _ = buffer;
+    }
+
     /// Notes the launches that a function gives, without doing them, for [`Backend::replay`]. Buffers that come out of the
     /// function have contents once that has been called, and keep their addresses; so do those that it reads and writes. Numbers
     /// that are passed by value stay as they are.

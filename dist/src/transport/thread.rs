@@ -9,6 +9,9 @@
 //! Work that was given to a device may not be done yet when a meeting is over. So whoever shows a buffer shows the point
 //! behind what fills it, at which readers let their work begin; and whoever has read shows the point behind that, at
 //! which the owners let what comes next begin. Nobody waits for the device. On the CPU there are no such points.
+//!
+//! Where the back end can do it, each call is a flight: what is copied and summed for it, and all that waits for others, is given
+//! beside what the rank computes, which goes on.
 
 use super::{Transport, local};
 use crate::call::{Op, ReduceOp, Request, chunk};
@@ -143,12 +146,7 @@ impl Transport for Threads {
     fn run(&self, backend: &dyn Backend, request: &Request<'_>) -> Result<Option<Buffer>> {
         self.check()?;
         self.shake();
-        let outcome = self.collect_returned(backend).and_then(|()| match request.op {
-            Op::Send { to } => self.send(backend, request, to).map(|()| None),
-            Op::Recv { from } => self.recv(backend, request, from).map(Some),
-            _ => self.collective(backend, request),
-        });
-        outcome.map_err(|error| {
+        self.fly(backend, request).map_err(|error| {
             let table = &self.shared.table;
             if table.has_failed() {
                 return error;
@@ -241,6 +239,24 @@ impl Threads {
         Ok(y)
     }
 
+    /// Carries a call out, as a flight where the back end knows such.
+    fn fly(&self, own: &dyn Backend, request: &Request<'_>) -> Result<Option<Buffer>> {
+        let backend = own.begin_flight()?.unwrap_or(own);
+        if let Some(x) = request.x {
+            backend.hold(x);
+        }
+        let outcome = self.collect_returned(backend).and_then(|()| match request.op {
+            Op::Send { to } => self.send(backend, request, to).map(|()| None),
+            Op::Recv { from } => self.recv(backend, request, from).map(Some),
+            _ => self.collective(backend, request),
+        });
+        // Whatever has come of it: others may have begun to read.
+        let ended = own.end_flight();
+        let y = outcome?;
+        ended?;
+        Ok(y)
+    }
+
     /// Ends the world if the members of a group have called unlike things: all of them find that out here.
     fn compare(&self, request: &Request<'_>, peers: &Peers<'_>) -> Result<()> {
         let calls: SmallVec<[_; 8]> = peers.iter().map(|p| &p.issued).collect();
@@ -329,6 +345,7 @@ impl Threads {
     /// Frees the contents of letters that were read since, behind their reading.
     fn collect_returned(&self, backend: &dyn Backend) -> Result<()> {
         for (x, read) in self.entry(self.rank).take_returned() {
+            backend.hold(&x);
             backend.wait(&read)?;
             drop(x);
         }

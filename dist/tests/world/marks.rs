@@ -1,21 +1,22 @@
-//! The order of work between ranks whose back ends do it later: a machine that computes at once but keeps account of what
-//! each back end may know to be done. Whoever reads before the writer, or writes before the readers, is found out without
-//! any luck of timing.
+//! The order of work between ranks whose back ends do it later, in two streams each: a machine that computes at once but keeps
+//! account of what each stream may know to be done. Whoever reads before the writer, or writes before the readers, is found out
+//! without any luck of timing.
 
 use crate::support::{mesh, on, up};
 use shardgrad_dist::{Rank, ReduceOp, Result, World};
+use shardgrad_kernels::op::copy::COPY;
 use shardgrad_kernels::op::fill::FILL;
 use shardgrad_kernels::{
     Arg, ArgMut, Backend, Buffer, Cost, Cpu, DType, Device, Kernel, KernelError, Launch, Machine, Mark,
     MemoryStats, Scalar, Settings, Strides,
 };
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 
-/// For each back end, up to which of its launches everything is known to be done.
+/// For each stream, up to which of its launches everything is known to be done.
 type Knowledge = Vec<u64>;
 
-/// Which launch wrote a buffer last, and which have read it since: back end and number.
+/// Which launch wrote a block last, and which have read it since: stream and number.
 #[derive(Debug, Default)]
 struct Touched {
     written: Option<(usize, u64)>,
@@ -25,15 +26,40 @@ struct Touched {
 #[derive(Debug, Default)]
 struct Account {
     knowledge: Vec<Knowledge>,
+    /// A block that is handed out again has its past.
     buffers: HashMap<usize, Touched>,
     faults: Vec<String>,
+    /// How many launches began before a flight of their rank was done.
+    num_beside: usize,
 }
 
-/// Ranks on the processor under an account; deaf ones wait for nothing.
+/// What ranks forget.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+enum Lapse {
+    #[default]
+    None,
+    /// To wait for marks of others.
+    Waits,
+    /// To let a flight begin behind what was given before.
+    Begins,
+    /// To wait for what a flight has written.
+    Results,
+    /// To keep what a flight reads, and to wait before it is written.
+    Holds,
+}
+
+/// Ranks on the processor under an account.
 #[derive(Debug, Default)]
 struct Accounted {
     account: Arc<Mutex<Account>>,
-    is_deaf: bool,
+    lapse: Lapse,
+    has_flights: bool,
+}
+
+impl Accounted {
+    fn new(has_flights: bool, lapse: Lapse) -> Arc<Accounted> {
+        Arc::new(Accounted { lapse, has_flights, ..Accounted::default() })
+    }
 }
 
 impl Machine for Accounted {
@@ -42,20 +68,45 @@ impl Machine for Accounted {
     }
 
     fn backend(&self, settings: Settings) -> Result<Arc<dyn Backend>, KernelError> {
-        let mut account = self.account.lock().unwrap();
-        let me = account.knowledge.len();
-        account.knowledge.push(Knowledge::new());
-        let (account, cpu) = (self.account.clone(), Cpu::backend(settings.num_threads));
-        Ok(Arc::new(Member { me, account, cpu, is_deaf: self.is_deaf }))
+        let cpu = Cpu::backend(settings.num_threads);
+        let stream = |beside, is_beside| {
+            let mut account = self.account.lock().unwrap();
+            account.knowledge.push(Knowledge::new());
+            let (me, account, cpu) = (account.knowledge.len() - 1, self.account.clone(), cpu.clone());
+            Stream {
+                me,
+                account,
+                cpu,
+                lapse: self.lapse,
+                beside,
+                is_beside,
+                used: Mutex::default(),
+                ended: Mutex::default(),
+            }
+        };
+        let beside = self.has_flights.then(|| Box::new(stream(None, true)));
+        Ok(Arc::new(stream(beside, false)))
     }
 }
 
+/// What a flight uses: addresses of what it has taken for itself, and what it holds.
+type Used = (Vec<usize>, Vec<Buffer>);
+
+/// One order of work of a rank: that of the rank itself, or that of its flights.
 #[derive(Debug)]
-struct Member {
+struct Stream {
     me: usize,
     account: Arc<Mutex<Account>>,
     cpu: Arc<dyn Backend>,
-    is_deaf: bool,
+    lapse: Lapse,
+    /// Where flights are given.
+    beside: Option<Box<Stream>>,
+    /// Whether this is such a place.
+    is_beside: bool,
+    /// What the flight that runs here uses.
+    used: Mutex<Used>,
+    /// Flights that the rank is not behind, with what is known at their ends.
+    ended: Mutex<Vec<(Used, Knowledge)>>,
 }
 
 impl Account {
@@ -98,19 +149,49 @@ impl Account {
     }
 }
 
-impl Backend for Member {
+impl Stream {
+    fn account(&self) -> MutexGuard<'_, Account> {
+        self.account.lock().unwrap()
+    }
+
+    fn known(&self) -> Knowledge {
+        self.account().knowledge[self.me].clone()
+    }
+
+    /// Lets what is given next begin behind the flights that it must not meet.
+    fn come_behind(&self, launch: &Launch<'_>) {
+        let mut ended = self.ended.lock().unwrap();
+        let is_met = |((taken, held), _): &(Used, Knowledge)| {
+            let is_taken = |buffer: &Buffer| taken.contains(&buffer.address());
+            let is_held = |buffer: &Buffer| held.iter().any(|b| b.same_as(buffer));
+            self.lapse != Lapse::Results && launch.inputs.iter().any(|x| is_taken(x.buffer))
+                || launch.outputs.iter().any(|y| is_taken(y.buffer) || is_held(y.buffer))
+        };
+        let num_passed = ended.iter().rposition(is_met).map_or(0, |last| last + 1);
+        if let Some((_, known)) = ended.drain(..num_passed).next_back() {
+            self.account().learn(self.me, &known);
+        }
+        self.account().num_beside += usize::from(!ended.is_empty());
+    }
+}
+
+impl Backend for Stream {
     fn device(&self) -> Device {
         Device::Cpu
     }
 
     fn alloc(&self, bytes: usize) -> Result<Buffer, KernelError> {
         let buffer = self.cpu.alloc(bytes)?;
-        self.account.lock().unwrap().buffers.insert(buffer.address(), Touched::default());
+        self.account().buffers.entry(buffer.address()).or_default();
+        if self.is_beside {
+            self.used.lock().unwrap().0.push(buffer.address());
+        }
         Ok(buffer)
     }
 
     fn launch(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
-        self.account.lock().unwrap().launch(self.me, kernel, launch);
+        self.come_behind(launch);
+        self.account().launch(self.me, kernel, launch);
         self.cpu.launch(kernel, launch)
     }
 
@@ -127,14 +208,38 @@ impl Backend for Member {
     }
 
     fn mark(&self) -> Result<Mark, KernelError> {
-        Ok(Mark::new(Arc::new(self.account.lock().unwrap().knowledge[self.me].clone())))
+        Ok(Mark::new(Arc::new(self.known())))
     }
 
     fn wait(&self, mark: &Mark) -> Result<(), KernelError> {
-        if let Some(what) = mark.point::<Knowledge>().filter(|_| !self.is_deaf) {
-            self.account.lock().unwrap().learn(self.me, what);
+        if let Some(what) = mark.point::<Knowledge>().filter(|_| self.lapse != Lapse::Waits) {
+            self.account().learn(self.me, what);
         }
         Ok(())
+    }
+
+    fn begin_flight(&self) -> Result<Option<&dyn Backend>, KernelError> {
+        let Some(beside) = &self.beside else { return Ok(None) };
+        if self.lapse != Lapse::Begins {
+            let known = self.known();
+            self.account().learn(beside.me, &known);
+        }
+        *beside.used.lock().unwrap() = Used::default();
+        Ok(Some(&**beside))
+    }
+
+    fn end_flight(&self) -> Result<(), KernelError> {
+        if let Some(beside) = &self.beside {
+            let used = std::mem::take(&mut *beside.used.lock().unwrap());
+            self.ended.lock().unwrap().push((used, beside.known()));
+        }
+        Ok(())
+    }
+
+    fn hold(&self, buffer: &Buffer) {
+        if self.is_beside && self.lapse != Lapse::Holds {
+            self.used.lock().unwrap().1.push(buffer.clone());
+        }
     }
 }
 
@@ -149,7 +254,17 @@ fn fill(rank: &Rank, x: &mut Buffer, numel: usize, value: f64) -> Result<()> {
         .launch(&FILL, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars: &scalars })?)
 }
 
-/// Every collective and message, with arguments that are written before and again after each.
+/// Copies a buffer to new memory of its rank.
+fn copy(rank: &Rank, x: &Buffer, numel: usize) -> Result<Buffer> {
+    let (mut y, view) = (rank.backend().alloc(4 * numel)?, Strides::contiguous(&[numel]));
+    let inputs = [Arg { buffer: x, dtype: DType::F32, view: &view }];
+    let mut outputs = [ArgMut { buffer: &mut y, dtype: DType::F32, view: &view }];
+    rank.backend().launch(&COPY, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars: &[] })?;
+    Ok(y)
+}
+
+/// Every collective and message, with arguments that are written before and again after each, results that are read at once, later,
+/// by the next call or never, and memory that is given up at once.
 fn program(rank: &Rank) -> Result<()> {
     let (call, numel) = (on(rank, "tp"), 40_000);
     let mut x = up(rank, &vec![0f32; numel]);
@@ -157,12 +272,20 @@ fn program(rank: &Rank) -> Result<()> {
     for round in 0..3 {
         let value = f64::from(round);
         fill(rank, &mut x, numel, value)?;
-        rank.all_reduce(&call, &x, numel, ReduceOp::Sum)?;
+        let sum = rank.all_reduce(&call, &x, numel, ReduceOp::Sum)?;
         fill(rank, &mut x, numel, value)?;
+        copy(rank, &sum, numel)?;
         rank.all_reduce(&call, &x, 16, ReduceOp::Max)?;
         fill(rank, &mut x, numel, value)?;
-        rank.reduce_scatter(&call, &x, &counts)?;
+        let part = rank.reduce_scatter(&call, &x, &counts)?;
+        let given_up = copy(rank, &x, numel)?;
+        let whole = rank.all_gather(&call, &part, &counts)?;
+        rank.all_reduce(&call, &given_up, numel, ReduceOp::Min)?;
+        drop(given_up);
+        let mut again = rank.backend().alloc(4 * numel)?;
+        fill(rank, &mut again, numel, value)?;
         fill(rank, &mut x, numel, value)?;
+        copy(rank, &whole, numel)?;
         rank.all_gather(&call, &x, &counts)?;
         fill(rank, &mut x, numel, value)?;
         rank.all_to_all(&call, &x, &counts, &counts)?;
@@ -173,6 +296,7 @@ fn program(rank: &Rank) -> Result<()> {
         rank.send(&call, &x, numel, (rank.index() + 1) % 4)?;
         fill(rank, &mut x, numel, value)?;
         let mut y = rank.recv(&call, numel, (rank.index() + 3) % 4)?;
+        copy(rank, &y, numel)?;
         fill(rank, &mut y, numel, value)?;
         rank.barrier(&call)?;
     }
@@ -181,19 +305,26 @@ fn program(rank: &Rank) -> Result<()> {
 
 #[test]
 fn work_that_is_done_later_is_ordered_by_marks() {
-    for seed in 0..5 {
-        let machine = Arc::new(Accounted::default());
+    for (seed, has_flights) in (0..5).flat_map(|seed| [(seed, false), (seed, true)]) {
+        let machine = Accounted::new(has_flights, Lapse::None);
         World::new(mesh("tp=4")).on(machine.clone()).jitter(seed).launch(program).unwrap();
         let account = machine.account.lock().unwrap();
         assert!(account.faults.is_empty(), "{:#?}", account.faults);
+        assert_eq!(account.num_beside > 0, has_flights, "what is given next goes on");
     }
 }
 
 #[test]
-fn ranks_that_wait_for_no_mark_are_found_out() {
-    let machine = Arc::new(Accounted { is_deaf: true, ..Accounted::default() });
-    World::new(mesh("tp=4")).on(machine.clone()).launch(program).unwrap();
-    let account = machine.account.lock().unwrap();
-    assert!(account.faults.iter().any(|f| f.contains("reads what")), "{:#?}", account.faults);
-    assert!(account.faults.iter().any(|f| f.contains("writes what")), "{:#?}", account.faults);
+fn what_ranks_forget_is_found_out() {
+    let found = |has_flights: bool, lapse: Lapse| {
+        let machine = Accounted::new(has_flights, lapse);
+        World::new(mesh("tp=4")).on(machine.clone()).launch(program).unwrap();
+        let account = machine.account.lock().unwrap();
+        ["reads what", "writes what"].map(|what| account.faults.iter().any(|fault| fault.contains(what)))
+    };
+    assert_eq!(found(false, Lapse::Waits), [true, true]);
+    assert_eq!(found(true, Lapse::Waits), [true, true]);
+    assert!(found(true, Lapse::Begins)[0]);
+    assert!(found(true, Lapse::Results)[0]);
+    assert!(found(true, Lapse::Holds)[1]);
 }

@@ -1,8 +1,9 @@
-//! Cards as machines for ranks, and the back end of one rank: a stream, its memory, and what it launches.
+//! Cards as machines for ranks, and the back end of one rank: its memory, what it launches, and the stream of what is no flight.
 
 use super::blas::{Planner, Products, WORKSPACE_BYTES};
 use super::compile::Compiler;
 use super::driver::{Context, Description, Driver, Event, Pinned, Stream};
+use super::flight::{Flights, Own};
 use super::graph::{self, Captured, Noting};
 use super::launch::{Operands, Programs};
 use super::library::{DRIVER, Places};
@@ -14,8 +15,9 @@ use crate::error::{KernelError, MemoryStats};
 use crate::gpu::{FAULTS_MAX, GridArg, Plan, Step};
 use crate::kernel::{Cost, Kernel, Launch};
 use smallvec::SmallVec;
+use std::iter;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// An NVIDIA card that is open: its context, its compiled kernels and the libraries, which all ranks on it share.
 #[derive(Debug)]
@@ -143,18 +145,14 @@ struct Noted {
 /// The back end of one rank on a card.
 #[derive(Debug)]
 struct Cuda {
-    number: usize,
-    shared_bytes_max: u32,
-    num_threads: usize,
-    programs: Arc<Programs>,
-    cost: Mutex<Cost>,
     planner: Mutex<Planner>,
     workspace: Buffer,
     faults: Mutex<Faults>,
     staging: Mutex<Staging>,
     noting: Noting,
-    memory: Arc<Memory>,
-    stream: Stream,
+    /// Made with the first of them: a rank alone has none.
+    flights: OnceLock<Arc<Flights>>,
+    own: Arc<Own>,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -169,19 +167,23 @@ impl Cuda {
         let workspace = memory.alloc(WORKSPACE_BYTES)?;
         let mut noted = memory.alloc(FAULTS_MAX * FAULT_BYTES)?;
         stream.clear(&mut noted)?;
-        Ok(Cuda {
+        let own = Own {
             number: card.number,
             shared_bytes_max: card.description.shared_bytes_max,
             num_threads: settings.num_threads,
             programs: card.programs.clone(),
             cost: Mutex::default(),
+            memory,
+            stream,
+        };
+        Ok(Cuda {
             planner: Mutex::new(Planner::new(&card.products, settings.precision)),
             workspace,
             faults: Mutex::new(Faults { noted, kernels: Vec::new() }),
             staging: Mutex::new(Staging::new(&card.context)?),
             noting: Noting::default(),
-            memory,
-            stream,
+            flights: OnceLock::new(),
+            own: Arc::new(own),
         })
     }
 
@@ -189,7 +191,7 @@ impl Cuda {
     fn run(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
         let unsupported = || KernelError::Unsupported { kernel: kernel.name, device: "cuda" };
         let gpu = kernel.gpu.as_ref().ok_or_else(unsupported)?;
-        let mut plan = Plan::new(self.shared_bytes_max);
+        let mut plan = Plan::new(self.own.shared_bytes_max);
         (gpu.plan)(launch, &mut plan)?;
         let memory = self.memory_now(launch);
         let scratch = plan.scratch_bytes().iter().map(|&bytes| memory.alloc(bytes));
@@ -202,14 +204,14 @@ impl Cuda {
                     let fault = if notes { faults.address(kernel.name) } else { 0 };
                     let operands = Operands { launch, scratch: &scratch, fault, faults: faults.first() };
                     drop(faults);
-                    self.programs.launch(&self.stream, kernel.name, gpu.source, grid, &operands)?;
+                    self.own.programs.launch(&self.own.stream, kernel.name, gpu.source, grid, &operands)?;
                 }
                 Step::Product(product) => {
                     let maker = Maker {
                         memory: &memory,
                         planner: &self.planner,
                         workspace: &self.workspace,
-                        stream: &self.stream,
+                        stream: &self.own.stream,
                         run: &|kernel, launch| self.run(kernel, launch),
                     };
                     maker.product(launch, *product)?;
@@ -222,11 +224,25 @@ impl Cuda {
     /// Where memory for a launch comes from; its operands are kept where it is captured.
     fn memory_now(&self, launch: &Launch<'_>) -> Arc<Memory> {
         let mut noting = locked(&self.noting);
-        let Some(holdings) = noting.as_mut() else { return self.memory.clone() };
+        let Some(holdings) = noting.as_mut() else { return self.own.memory.clone() };
         let read = launch.inputs.iter().map(|x| x.buffer);
         let written = launch.outputs.iter().map(|y| &*y.buffer);
         read.chain(written).for_each(|buffer| holdings.keep(buffer));
         holdings.memory.clone()
+    }
+
+    /// Lets what comes next, which reads and writes these buffers, begin behind the flights that it must not meet.
+    fn order<'a>(
+        &self,
+        read: impl Iterator<Item = &'a Buffer>,
+        written: impl Iterator<Item = &'a Buffer>,
+    ) -> Result<(), KernelError> {
+        self.flights.get().map_or(Ok(()), |flights| flights.order(read, written))
+    }
+
+    /// Lets what comes next, whatever it uses, begin behind all flights.
+    fn order_all(&self) -> Result<(), KernelError> {
+        self.flights.get().map_or(Ok(()), |flights| flights.order_all())
     }
 
     /// Refuses what cannot be part of captured work.
@@ -242,96 +258,122 @@ impl Cuda {
         }
         let mut records = vec![0; faults.kernels.len() * FAULT_BYTES];
         let piece = staging.turn()?;
-        self.stream.download(&faults.noted, 0, &mut records, &mut piece.0)?;
+        self.own.stream.download(&faults.noted, 0, &mut records, &mut piece.0)?;
         let each = faults.kernels.iter().zip(records.chunks(FAULT_BYTES));
         let Some(error) = each.into_iter().find_map(|(kernel, record)| fault_of(kernel, record)) else {
             return Ok(());
         };
-        self.stream.clear(&mut faults.noted)?;
+        self.own.stream.clear(&mut faults.noted)?;
         Err(error)
     }
 }
 
 impl Backend for Cuda {
     fn device(&self) -> Device {
-        Device::Cuda(self.number)
+        Device::Cuda(self.own.number)
     }
 
     fn alloc(&self, bytes: usize) -> Result<Buffer, KernelError> {
         let memory = locked(&self.noting).as_ref().map(|holdings| holdings.memory.clone());
-        memory.as_ref().unwrap_or(&self.memory).alloc(bytes)
+        memory.as_ref().unwrap_or(&self.own.memory).alloc(bytes)
     }
 
     fn launch(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+        let read = launch.inputs.iter().map(|x| x.buffer);
+        self.order(read, launch.outputs.iter().map(|y| &*y.buffer))?;
         self.run(kernel, launch)?;
-        *locked(&self.cost) += kernel.cost(launch);
+        *self.own.cost() += kernel.cost(launch);
         Ok(())
     }
 
     fn memory(&self) -> MemoryStats {
-        self.memory.stats()
+        self.own.memory.stats()
     }
 
     fn cost(&self) -> Cost {
-        *locked(&self.cost)
+        *self.own.cost()
     }
 
     fn num_threads(&self) -> usize {
-        self.num_threads
+        self.own.num_threads
     }
 
     fn upload(&self, from: &[u8], to: &mut Buffer) -> Result<(), KernelError> {
         self.not_captured("copies from the host")?;
         assert!(to.is_unique(), "bug: a buffer that is written has one handle");
+        self.order(iter::empty(), iter::once(&*to))?;
         let mut staging = locked(&self.staging);
         for (i, part) in from.chunks(STAGE_BYTES).enumerate() {
             let (memory, event) = staging.turn()?;
-            *event = Some(self.stream.upload(part, to, i * STAGE_BYTES, memory)?);
+            *event = Some(self.own.stream.upload(part, to, i * STAGE_BYTES, memory)?);
         }
         Ok(())
     }
 
     fn download(&self, from: &Buffer, to: &mut [u8]) -> Result<(), KernelError> {
         self.not_captured("copies to the host")?;
+        self.order(iter::once(from), iter::empty())?;
         let mut staging = locked(&self.staging);
         for (i, part) in to.chunks_mut(STAGE_BYTES).enumerate() {
             let (memory, _) = staging.turn()?;
-            self.stream.download(from, i * STAGE_BYTES, part, memory)?;
+            self.own.stream.download(from, i * STAGE_BYTES, part, memory)?;
         }
         self.check_faults(&mut staging)
     }
 
     fn mark(&self) -> Result<Mark, KernelError> {
         self.not_captured("shows a mark to others")?;
-        Ok(Mark::new(Arc::new(self.stream.mark()?)))
+        self.order_all()?;
+        Ok(Mark::new(Arc::new(self.own.stream.mark()?)))
     }
 
     fn wait(&self, mark: &Mark) -> Result<(), KernelError> {
         self.not_captured("waits for a mark of others")?;
-        mark.point::<Event>().map_or(Ok(()), |event| self.stream.wait(event))
+        mark.point::<Event>().map_or(Ok(()), |event| self.own.stream.wait(event))
+    }
+
+    fn begin_flight(&self) -> Result<Option<&dyn Backend>, KernelError> {
+        self.not_captured("shows a mark to others")?;
+        let flights = match self.flights.get() {
+            Some(flights) => flights,
+            None => {
+                let fresh = Flights::new(&self.own)?;
+                self.flights.get_or_init(|| fresh)
+            }
+        };
+        flights.begin()?;
+        Ok(Some(&**flights))
+    }
+
+    fn end_flight(&self) -> Result<(), KernelError> {
+        self.flights.get().map_or(Ok(()), |flights| flights.end())
     }
 
     fn capture(&self, work: &mut dyn FnMut() -> Result<(), KernelError>) -> Result<Graph, KernelError> {
+        // Captured work cannot wait for what is not.
+        self.order_all()?;
         // Nothing of it is done, so that nothing of it has a cost as yet, however it ends.
-        let before = std::mem::take(&mut *locked(&self.cost));
-        let noted = || graph::capture(&self.stream, &self.memory, &self.noting, work);
+        let before = std::mem::take(&mut *self.own.cost());
+        let noted = || graph::capture(&self.own.stream, &self.own.memory, &self.noting, work);
         let captured = catch_unwind(AssertUnwindSafe(noted));
-        let cost = std::mem::replace(&mut *locked(&self.cost), before);
+        let cost = std::mem::replace(&mut *self.own.cost(), before);
         let captured = captured.unwrap_or_else(|cause| resume_unwind(cause))?;
         Ok(Graph::new(Arc::new(Noted { captured, cost })))
     }
 
     fn replay(&self, graph: &Graph) -> Result<(), KernelError> {
         self.not_captured("replays other work")?;
+        self.order_all()?;
         let Noted { captured, cost } = graph.work().expect("bug: a graph of another back end");
-        captured.replay(&self.stream)?;
-        *locked(&self.cost) += *cost;
+        captured.replay(&self.own.stream)?;
+        *self.own.cost() += *cost;
         Ok(())
     }
 
     fn finish(&self) -> Result<(), KernelError> {
         self.not_captured("waits until all work is done")?;
-        self.stream.finish()?;
+        self.own.stream.finish()?;
+        self.flights.get().map_or(Ok(()), |flights| flights.finish())?;
         self.check_faults(&mut locked(&self.staging))
     }
 }

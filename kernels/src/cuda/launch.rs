@@ -142,7 +142,7 @@ impl Programs {
         let [x, y, z] = grid.blocks;
         // SAFETY: the entry's module is alive, since programs are never taken out; the values outlive the call, which
         // copies them. The addresses lead to memory of the operands, which goes back to an allocator of this very stream,
-        // so that nothing else gets it before this work is done. What an entry does with it is as its plan was tested.
+        // or is kept until that is behind this work, so that nothing else gets it before this is done. What an entry does with it is as its plan was tested.
         unsafe {
             stream.context().bound()?.cuLaunchKernel(
                 function,

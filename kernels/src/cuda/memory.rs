@@ -1,13 +1,13 @@
-//! Memory of a card for one rank: large chunks from the driver, cut up here. What is freed is used again at once: all work
-//! of the rank is given to one stream, so whoever uses it next comes after whoever used it last. Only blocks that captured work
-//! uses wait until that is gone.
+//! Memory of a card for one rank: large chunks from the driver, cut up here. What is freed is used again at once: work of the
+//! rank is given to one stream, so whoever uses it next comes after whoever used it last. Only blocks that captured work uses
+//! wait until that is gone, and those of flights, which have another stream, until the rank comes behind them.
 
 use super::driver::Context;
 use crate::buffer::{Buffer, Cuts, Keeper};
 use crate::error::{KernelError, MemoryStats};
 use std::collections::{HashMap, HashSet};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 /// Every block is a multiple of this, which is the alignment that a driver gives.
 const GRAIN: usize = 512;
@@ -29,6 +29,12 @@ pub(super) trait Source: fmt::Debug + Send + Sync {
     fn give_late(&self) {}
 }
 
+/// What can have blocks be let go that it keeps.
+pub(super) trait Relief: fmt::Debug + Send + Sync {
+    /// Whether it has let any go.
+    fn relieve(&self) -> bool;
+}
+
 /// Chunks and blocks, as addresses.
 #[derive(Debug, Default)]
 struct Books {
@@ -36,7 +42,7 @@ struct Books {
     cuts: [Cuts; 2],
     /// Bytes of each block in use.
     used: HashMap<u64, usize>,
-    /// How many graphs keep a block in use, and which of those would be free without them.
+    /// How many graphs and flights keep a block in use, and which of those would be free without them.
     kept: HashMap<u64, usize>,
     waiting: HashSet<u64>,
     stats: MemoryStats,
@@ -96,19 +102,20 @@ pub(super) struct Memory {
     books: Mutex<Books>,
     /// The rank's own, where this is a graph's. It counts what a graph holds, and is never waited for the other way round.
     home: Option<Arc<Memory>>,
+    relief: OnceLock<Weak<dyn Relief>>,
 }
 
 impl Memory {
     /// Memory of at most `limit` bytes from the driver (0: no limit).
     pub(super) fn new(source: Arc<dyn Source>, limit: usize) -> Arc<Memory> {
-        Arc::new(Memory { source, limit, books: Mutex::default(), home: None })
+        Arc::new(Memory { source, limit, books: Mutex::default(), home: None, relief: OnceLock::new() })
     }
 
     /// Memory of a graph, from the same driver and under the same limit, whose blocks are never those of this one. All that it
     /// ever had in use counts as in use here as long as it lives: whenever the graph is replayed, it is used so again.
     pub(super) fn beside(self: &Arc<Memory>) -> Arc<Memory> {
         let (source, limit, home) = (self.source.clone(), self.limit, Some(self.clone()));
-        Arc::new(Memory { source, limit, books: Mutex::default(), home })
+        Arc::new(Memory { source, limit, books: Mutex::default(), home, relief: OnceLock::new() })
     }
 
     fn books(&self) -> MutexGuard<'_, Books> {
@@ -126,8 +133,21 @@ impl Memory {
         self.books().empty_chunks().into_iter().for_each(|address| self.source.give(address));
     }
 
+    /// Asks this before a block is refused; the first that was named is asked.
+    pub(super) fn relieve_by(&self, relief: Weak<dyn Relief>) {
+        self.relief.get_or_init(|| relief);
+    }
+
     /// A block of at least `bytes` bytes with arbitrary contents.
     pub(super) fn alloc(self: &Arc<Memory>, bytes: usize) -> Result<Buffer, KernelError> {
+        let relieved = || self.relief.get().and_then(Weak::upgrade).is_some_and(|relief| relief.relieve());
+        match self.block(bytes) {
+            Err(KernelError::OutOfMemory { .. }) if relieved() => self.block(bytes),
+            found => found,
+        }
+    }
+
+    fn block(self: &Arc<Memory>, bytes: usize) -> Result<Buffer, KernelError> {
         let mut books = self.books();
         let refuse = |books: &Books| {
             let stats = self.home.as_ref().map_or(books.stats, |home| home.stats());

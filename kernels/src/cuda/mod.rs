@@ -12,6 +12,7 @@ mod launch;
 mod operand;
 mod blas;
 mod product;
+mod flight;
 pub mod backend;
 pub mod report;
 #[cfg(test)]
@@ -20,6 +21,8 @@ pub(crate) mod fake;
 mod tests;
 #[cfg(test)]
 mod captures;
+#[cfg(test)]
+mod flights;
 
 pub use backend::Card;
 pub use compile::{Compiled, Compiler, Program};
