@@ -1,8 +1,6 @@
 //! Training steps that are captured and replayed give the bits of steps that are run, whatever changes between them; and where
 //! they cannot be captured, they are run.
 
-#[cfg(feature = "cuda")]
-mod card;
 mod device;
 mod updates;
 
@@ -412,7 +410,7 @@ fn what_a_loss_keeps_is_of_the_last_step_or_refused() {
 #[test]
 fn steps_on_the_fake_card_are_captured_too() {
     let folder = crate::cli::Folder::new("captured");
-    let Some(card) = card::open(&folder) else { return };
+    let Some(card) = crate::card::open(&folder) else { return };
     let same = |case: &Case<'_>, why: Option<&str>| {
         let run = |capture| case.run(case.world().on(card.clone()), capture).unwrap();
         let (captured, told) = run(true);

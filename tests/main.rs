@@ -3,11 +3,15 @@
 mod distance;
 mod agreement;
 mod cli;
+#[cfg(feature = "cuda")]
+mod card;
 mod captured;
 mod documents;
 mod errors;
 mod endings;
 mod explain;
+#[cfg(feature = "cuda")]
+mod flights;
 mod hf;
 mod invariants;
 mod llama;
