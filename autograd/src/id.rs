@@ -43,6 +43,16 @@ pub(crate) enum Id {
     Made { round: u32, node: u32, out: u32 },
 }
 
+impl Id {
+    /// The number of the leaf that it names.
+    pub(crate) fn leaf(self) -> Option<usize> {
+        match self {
+            Id::Leaf(at) => Some(at as usize),
+            Id::Made { .. } => None,
+        }
+    }
+}
+
 /// Which random numbers the ops of a recorded program draw when it is replayed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Draw {

@@ -1,11 +1,13 @@
 //! Leaves: parameters as they are stored, and in the layouts in which they are computed.
 
 use crate::id::{Id, Key};
-use crate::tape::{Arena, Leaf, Tape};
+use crate::tape::{Arena, Leaf, Node, Stand, Tape, add};
 use shardgrad_dist::{Error, Kind, Result};
+use shardgrad_tensor::op::Vjp;
 use shardgrad_tensor::ops::redistribute::Redistribute;
 use shardgrad_tensor::{DType, Layout, Tensor, op, unwind};
 use smallvec::SmallVec;
+use std::cell::RefCell;
 use std::panic::Location;
 use std::rc::Rc;
 
@@ -67,6 +69,28 @@ impl Arena {
             next += 1;
         }
         family
+    }
+
+    /// Derived leaves to which nothing is added any more once a node was pulled back: the number of the node, and the leaf, in
+    /// ascending order. Only those that alone make up the gradient of their parameter, whose sum is the same whenever it is formed.
+    pub(crate) fn ends(&self, nodes: &[Node]) -> Vec<(usize, usize)> {
+        let mut first = vec![None; self.leaves.len()];
+        for (node, inputs) in nodes.iter().map(|node| &node.inputs).enumerate() {
+            for leaf in inputs.iter().filter_map(|id| id.and_then(Id::leaf)) {
+                first[leaf].get_or_insert(node);
+            }
+        }
+        let is_alone = |origin: usize| {
+            let leaf = &self.leaves[origin];
+            leaf.forms.len() == 1 && leaf.cotangent.is_none() && first[origin].is_none()
+        };
+        let end = |(at, leaf): (usize, &Leaf)| {
+            let (origin, _) = leaf.origin.as_ref()?;
+            Some((first[at].filter(|_| is_alone(*origin as usize))?, at))
+        };
+        let mut ends: Vec<(usize, usize)> = self.leaves.iter().enumerate().filter_map(end).collect();
+        ends.sort_unstable();
+        ends
     }
 
     /// Gives a parameter another tensor, and its other layouts up.
@@ -198,6 +222,27 @@ impl Tape {
             }
         }
         Some((Id::Leaf(at as u32), tensor))
+    }
+
+    /// Takes the cotangent of a derived leaf back along its route, if it has one, to the leaf that it is derived of.
+    pub(crate) fn take_back(&self, arena: &mut Arena, at: usize, stand: &Stand) {
+        let leaf = &mut arena.leaves[at];
+        let Some((origin, op)) = leaf.origin.clone() else { return };
+        let Some(cotangent) = leaf.cotangent.take() else { return };
+        self.context().set_path(&leaf.path);
+        stand.set(Some((leaf.site, op.name())));
+        let back = op.vjp(&Vjp {
+            rank: self.rank(),
+            inputs: &[None],
+            outputs: &[None],
+            input_layouts: &[arena.leaves[origin as usize].layout.clone()],
+            output_layouts: &[cotangent.layout().dual()],
+            grads: &[Some(cotangent)],
+            wanted: &[true],
+            taken: RefCell::default(),
+        });
+        let back = back.into_iter().next().flatten().expect("redistribute has a vjp");
+        add(&mut arena.leaves, &mut [], Id::Leaf(origin), back);
     }
 
     pub(crate) fn key_of(&self, id: Id) -> Option<Key> {

@@ -100,6 +100,8 @@ struct Inner {
     outline: bool,
     /// Whether a gradient can reach a parameter, or a program is to name it.
     keeps_leaves: bool,
+    /// Whether gradients are taken after the next backward pass.
+    is_last: Cell<bool>,
     draws: Draws,
     recorder: RefCell<Option<Box<Recorder>>>,
     /// How many recordings there were.
@@ -155,6 +157,7 @@ impl Tape {
             quiet: Cell::new(false),
             outline,
             keeps_leaves: records || outline,
+            is_last: Cell::new(false),
             draws: Draws::default(),
             recorder: RefCell::default(),
             recordings: Cell::new(0),
@@ -318,6 +321,7 @@ impl Tape {
         let before = context.set_backward(true);
         let mut arena = self.arena();
         let mut nodes = arena.take_nodes();
+        let mut ends = if self.0.is_last.take() { arena.ends(&nodes) } else { Vec::new() };
         for (id, seed) in seeds {
             add(&mut arena.leaves, &mut nodes, id, seed);
         }
@@ -336,11 +340,21 @@ impl Tape {
                     }
                 }
                 nodes.truncate(at);
+                while let Some((_, leaf)) = ends.pop_if(|(node, _)| *node == at) {
+                    self.take_back(&mut arena, leaf, stand);
+                }
             }
         });
         // Its memory serves the next round.
         arena.nodes = nodes;
         context.set_backward(before);
+    }
+
+    /// Says that gradients are taken after the next backward pass. It takes the adjoint of a parameter's route as soon as it has
+    /// added the last cotangent to it, so that a device can reduce that gradient while it forms the others. The gradients are the
+    /// same, and every rank says so alike.
+    pub fn expect_gradients(&self) {
+        self.0.is_last.set(true);
     }
 
     /// The gradients collected so far, brought to the stored layouts (the adjoint of each route runs here, once),
@@ -354,31 +368,10 @@ impl Tape {
         for at in (0..arena.leaves.len()).rev() {
             let leaf = &mut arena.leaves[at];
             leaf.tensor = None;
-            let Some(cotangent) = leaf.cotangent.take() else { continue };
-            context.set_path(&leaf.path);
-            let site = leaf.site;
-            match leaf.origin.clone() {
-                None => {
-                    gradients.insert(leaf.key, cotangent);
-                }
-                Some((origin, op)) => {
-                    let layout = arena.leaves[origin as usize].layout.clone();
-                    let vjp = Vjp {
-                        rank: &self.0.rank,
-                        inputs: &[None],
-                        outputs: &[None],
-                        input_layouts: &[layout],
-                        output_layouts: &[cotangent.layout().dual()],
-                        grads: &[Some(cotangent)],
-                        wanted: &[true],
-                        taken: RefCell::default(),
-                    };
-                    named(|stand| {
-                        stand.set(Some((site, op.name())));
-                        let back = op.vjp(&vjp).into_iter().next().flatten().expect("redistribute has a vjp");
-                        add(&mut arena.leaves, &mut [], Id::Leaf(origin), back);
-                    });
-                }
+            if leaf.origin.is_some() {
+                named(|stand| self.take_back(&mut arena, at, stand));
+            } else if let Some(cotangent) = leaf.cotangent.take() {
+                gradients.insert(leaf.key, cotangent);
             }
         }
         context.set_backward(before);

@@ -138,6 +138,47 @@ fn a_route_is_taken_back_once_a_step() {
     assert_eq!(counts.unwrap(), [1, 1], "one all_reduce a step");
 }
 
+/// Where gradients are expected, each route is taken back in the backward pass, as soon as no cotangent is left to come.
+#[test]
+fn expected_gradients_are_reduced_within_the_last_backward_pass() {
+    World::run(Mesh::parse("dp=2").unwrap(), |rank| {
+        rank.trace().enable();
+        let layout = Layout::parse("f64[4@dp, 3]", rank.mesh())?;
+        let weight = |key: u64| Tensor::normal(rank, &Layout::parse("f64[3, 3]", rank.mesh())?, 1, key, 0.5);
+        let weights = [weight(1)?, weight(2)?, weight(3)?];
+        let step = |is_told: bool| -> Result<_> {
+            let tape = Tape::new(rank);
+            let mut counts = Vec::new();
+            for round in 0..3 {
+                let x = tape.constant(Tensor::normal(rank, &layout, 2, round, 1.0)?);
+                let leaf = |i: usize| tape.leaf(i as u64, &weights[i]);
+                // The first is used twice; the last is used as it is stored too, so that two places add to its gradient.
+                let h = x.matmul(&leaf(0)).gelu().matmul(&leaf(1)).gelu().matmul(&leaf(0)).matmul(&leaf(2));
+                let loss = h.square().sum().add(&leaf(2).square().sum());
+                rank.trace().take();
+                if is_told && round == 2 {
+                    tape.expect_gradients();
+                }
+                loss.backward()?;
+                counts.push(rank.trace().take().iter().map(|e| e.counts[0]).collect::<Vec<usize>>());
+            }
+            let gradients = tape.gradients();
+            let gradients = gradients.values().map(Tensor::to_local_f64).collect::<Result<Vec<_>>>()?;
+            let left = rank.trace().take().len();
+            Ok((gradients, counts, left))
+        };
+        let (plain, counts, left) = step(false)?;
+        let (told, told_counts, told_left) = step(true)?;
+        assert_eq!(told, plain, "the same bits");
+        assert_eq!(left, 3);
+        assert_eq!(told_left, 1, "only what may still grow is left");
+        assert_eq!(told_counts[..2], counts[..2]);
+        assert_eq!(told_counts[2].len(), counts[2].len() + 2, "{told_counts:?}");
+        Ok(())
+    })
+    .unwrap();
+}
+
 fn block(x: &Var, w: &Var) -> Var {
     let h = x.matmul(w).gelu();
     h.mul(&h).add(x)

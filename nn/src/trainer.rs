@@ -421,6 +421,9 @@ impl<'t, M: Module> Trainer<'t, M> {
             let loss = if count == 1 { loss } else { loss.scale(1.0 / count as f64) };
             losses.push(loss.tensor().clone());
             let (middle, stage) = (Instant::now(), 0);
+            if microbatch + 1 == count {
+                tape.expect_gradients();
+            }
             loss.backward_scaled(self.factor())?;
             self.passes.borrow_mut().extend([
                 Passed { action: Action::Forward { stage, microbatch }, start, end: middle },
