@@ -5,8 +5,9 @@ use crate::module::Module;
 use crate::name::{matches, nearest};
 use crate::param::Param;
 use crate::placed::Model;
-use shardgrad_autograd::Gradients;
+use shardgrad_autograd::{Gradients, Key};
 use shardgrad_tensor::{Error, Found, GatedStep, Kind, Rank, Result, StepTold, Tensor};
+use std::collections::HashSet;
 use std::fmt;
 use std::panic::Location;
 
@@ -102,6 +103,19 @@ fn check_args(step: u64, args: &StepArgs<'_>) -> Result<()> {
     check_clip(args.clip)?;
     within("the loss scale", args.loss_scale, POSITIVE)
         .map_err(|e| e.detail("help", "give a power of two of at least 1"))
+}
+
+/// Refuses gradients of what is no parameter of a model: nothing would be done with them, and who gives a model those of another
+/// would train it for nothing.
+fn check_known(params: &[Param], gradients: &Gradients) -> Result<()> {
+    let known: HashSet<Key> = params.iter().map(Param::key).collect();
+    let strange = gradients.keys().filter(|key| !known.contains(key)).count();
+    if strange == 0 {
+        return Ok(());
+    }
+    let text = format!("{strange} of {} gradients are of no parameter of this model", gradients.len());
+    Err(Error::new(Kind::Config, text)
+        .detail("help", "give each model its own: what Gradients has under Param::key of its parameters"))
 }
 
 /// What an optimizer keeps of a parameter that has been stepped, and what a run needs to go on beside its parameters.
@@ -216,7 +230,8 @@ pub trait Optimizer: fmt::Debug {
     ///
     /// # Errors
     /// `Kind::Config` before anything is communicated for a rate below 0, for a clip or a loss scale that is not above 0, and for
-    /// any of them that is no number; what [`Optimizer::check`] refuses. What the collective and the kernels report.
+    /// any of them that is no number; for gradients of what is no parameter of the model; what [`Optimizer::check`] refuses. What
+    /// the collective and the kernels report.
     #[track_caller]
     fn step<M: Module>(
         &mut self,
@@ -227,6 +242,8 @@ pub trait Optimizer: fmt::Debug {
     where
         Self: Sized,
     {
+        let site = Location::caller();
+        check_known(model.params(), &gradients).map_err(|e| e.at(site))?;
         step(self, (model.rank(), model.params()), (gradients, None), args, &mut false)
     }
 

@@ -7,6 +7,7 @@ mod residuals;
 mod gradcheck;
 mod composed;
 mod names;
+mod lines;
 mod parity;
 mod rounds;
 mod traces;
