@@ -10,7 +10,7 @@
 use crate::id::{ByKey, Draws, Gradients, Id, Key, Noise};
 use crate::program::{Keeper, OpRecord, Recorder, Slot};
 use shardgrad_dist::{Error, Rank};
-use shardgrad_tensor::op::{Cotangents, Vjp, check_given};
+use shardgrad_tensor::op::{Cotangents, Vjp, check_given, check_lawful};
 use shardgrad_tensor::{Context, DType, Inference, Layout, Op, Tensor, unwind};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell, RefMut};
@@ -426,14 +426,8 @@ impl Node {
                     taken: RefCell::new(taken),
                 });
                 context.set_closed(closed);
-                for (cotangent, layout) in cotangents.iter().zip(inference.inputs()) {
-                    let lawful = cotangent.as_ref().is_none_or(|c| c.layout().is_dual_of(layout));
-                    assert!(
-                        lawful,
-                        "bug in shardgrad: {op:?} gave {cotangent:?} for an argument of {layout}"
-                    );
-                }
-                check_given(&**op, &cotangents, wanted).unwrap_or_else(|e| e.raise());
+                let lawful = check_lawful(&**op, &cotangents, inference.inputs());
+                lawful.and_then(|()| check_given(&**op, &cotangents, wanted)).unwrap_or_else(|e| e.raise());
                 cotangents
             }
             Work::Block(block) => {

@@ -5,7 +5,7 @@ use crate::plans::Plans;
 use crate::recent::Recent;
 use crate::route::RouteCache;
 use crate::signature::Signature;
-use shardgrad_dist::{Phase, Rank};
+use shardgrad_dist::{Phase, Rank, Result};
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -37,27 +37,34 @@ impl Context {
     /// The parsed form of a signature text.
     ///
     /// # Panics
-    /// If the text is no signature: ops are written by us, so that is a bug in the library.
+    /// If the text is no signature: an op is asked before it is run.
     #[must_use]
     pub fn signature(&self, text: &str) -> Rc<Signature> {
-        let place = (text.as_ptr().addr() ^ text.len() << 4) as u64;
-        let same = |s: &Rc<Signature>| (s.text() == text).then(|| s.clone());
-        self.recent_signatures.find(place, same).unwrap_or_else(|| {
-            let found = self.read(text);
-            self.recent_signatures.keep(place, &found);
-            found
-        })
+        self.checked_signature(text).unwrap_or_else(|e| panic!("bug in shardgrad: {e}"))
     }
 
-    fn read(&self, text: &str) -> Rc<Signature> {
-        if let Some(found) = self.signatures.borrow().get(text) {
-            return found.clone();
+    /// The same of a text that may be no signature.
+    ///
+    /// # Errors
+    /// As [`Signature::parse`].
+    pub(crate) fn checked_signature(&self, text: &str) -> Result<Rc<Signature>> {
+        let place = (text.as_ptr().addr() ^ text.len() << 4) as u64;
+        let same = |s: &Rc<Signature>| (s.text() == text).then(|| s.clone());
+        if let Some(found) = self.recent_signatures.find(place, same) {
+            return Ok(found);
         }
-        let parsed =
-            Signature::parse(text).unwrap_or_else(|e| panic!("bug in shardgrad: signature `{text}`: {e}"));
-        let parsed = Rc::new(parsed);
+        let found = self.read(text)?;
+        self.recent_signatures.keep(place, &found);
+        Ok(found)
+    }
+
+    fn read(&self, text: &str) -> Result<Rc<Signature>> {
+        if let Some(found) = self.signatures.borrow().get(text) {
+            return Ok(found.clone());
+        }
+        let parsed = Rc::new(Signature::parse(text)?);
         self.signatures.borrow_mut().insert(text.into(), parsed.clone());
-        parsed
+        Ok(parsed)
     }
 
     /// Forward or backward: what a collective issued now belongs to.

@@ -201,12 +201,12 @@ pub fn infer(
         work.axis_of_nothing(axis);
     }
     let Work { mut result, partial, replicate, .. } = work;
-    assert_eq!(
-        out_dtypes.len(),
-        join.labels.outputs().len(),
-        "bug in shardgrad: one dtype per output of `{}`",
-        rule.signature
-    );
+    let (num_dtypes, num_outputs) = (out_dtypes.len(), join.labels.outputs().len());
+    if num_dtypes != num_outputs {
+        let text = format!("{num_dtypes} dtype(s) for {num_outputs} output(s) of `{}`", rule.signature);
+        return Err(Refusal::new("shape", text, &[])
+            .hint("Op::dtypes gives one for each output, saved ones included"));
+    }
     for (k, (places, &dtype)) in join.labels.outputs().iter().zip(out_dtypes).enumerate() {
         let dims = places.iter().map(|&x| join.dim(x)).collect();
         // Without a gradient there is nothing to tell `~` from `=`.

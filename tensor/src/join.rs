@@ -49,13 +49,17 @@ impl Join {
     /// Joins the labels of all arguments and of the wanted outputs.
     ///
     /// # Errors
-    /// Codes `mesh`, `shape`, `one`, `order`, `grain`, `conflict`, `whole`, in this order.
+    /// Codes `shape` for another number of arguments; `mesh`, `shape`, `one`, `order`, `grain`, `conflict`, `whole`, in this order.
     pub(crate) fn new(
         signature: &Signature,
         args: &[&Layout],
         want: &[Option<&Layout>],
     ) -> Result<Join, Refusal> {
-        assert_eq!(args.len(), signature.num_inputs(), "bug in shardgrad: `{signature}` has other arguments");
+        if args.len() != signature.num_inputs() {
+            let text = format!("{} argument(s) for a signature of {}", args.len(), signature.num_inputs());
+            return Err(Refusal::new("shape", text, &[])
+                .hint("give as many as stand before `->`, or write all of them into Op::signature"));
+        }
         one_mesh(args, want)?;
         let wanted_ndim = |k: usize| want.get(k).copied().flatten().map(Layout::ndim);
         let labels = signature.bind(|i| args[i].ndim(), wanted_ndim)?;

@@ -1,6 +1,7 @@
 //! What an op is, and how one is applied: infer or refuse, take the implied steps, run the local piece.
 
 mod message;
+mod mistake;
 mod plan;
 mod volume;
 
@@ -15,6 +16,8 @@ use crate::tensor::Tensor;
 use crate::watch::Watch;
 use message::failed;
 pub use message::offers;
+pub use mistake::{check_given, check_lawful};
+use mistake::{check_pieces, guarded, numbered, unkept};
 pub use plan::plan;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::{DType, Kernel, Scalar};
@@ -130,9 +133,11 @@ pub trait Op: fmt::Debug + 'static {
     /// Cotangents of the wanted arguments, in the dual layouts of the arguments. No step may be needed.
     ///
     /// # Panics
-    /// The default: an op without differentiable arguments is never asked.
+    /// The default unwinds with `Kind::Unsupported`: an op without differentiable arguments is never asked.
     fn vjp(&self, _: &Vjp<'_>) -> Cotangents {
-        panic!("bug in shardgrad: {} has no vjp but was asked for one", self.name())
+        Error::new(Kind::Unsupported, format!("{} has no vjp", self.name()))
+            .detail("help", "write Op::vjp, or declare the arguments not differentiable (Op::differentiable)")
+            .raise()
     }
 }
 
@@ -189,19 +194,6 @@ impl Keeps {
         };
         Keeps { inputs, outputs: &[] }
     }
-}
-
-/// Looks whether the vjp of an op gave the cotangents of all wanted arguments. Without one, a parameter would stay as it is and
-/// nobody would know why.
-///
-/// # Errors
-/// `Kind::Unsupported` with op and argument.
-pub fn check_given(op: &dyn Op, cotangents: &[Option<Tensor>], wanted: &[bool]) -> Result<()> {
-    let is_lost = |i: &usize| wanted[*i] && cotangents.get(*i).is_none_or(Option::is_none);
-    let Some(i) = (0..wanted.len()).find(is_lost) else { return Ok(()) };
-    let text = format!("{}: the vjp gives no cotangent of argument {i}", op.name());
-    Err(Error::new(Kind::Unsupported, text)
-        .detail("help", "give one for each argument that is wanted, zeros where nothing flows, or declare it not differentiable"))
 }
 
 /// The one float dtype that all of some arguments have.
@@ -303,9 +295,12 @@ pub struct Vjp<'a> {
 
 impl Vjp<'_> {
     /// A kept argument.
+    ///
+    /// # Panics
+    /// Unwinds with `Kind::Unsupported` if it is not kept, or there is none of this number; so do the methods below.
     #[must_use]
     pub fn input(&self, i: usize) -> &Tensor {
-        self.inputs[i].as_ref().expect("the op keeps this argument")
+        numbered(self.inputs, i, "argument").as_ref().unwrap_or_else(|| unkept("argument", i).raise())
     }
 
     /// The argument that the op consumes.
@@ -317,20 +312,20 @@ impl Vjp<'_> {
     /// A kept output.
     #[must_use]
     pub fn output(&self, i: usize) -> &Tensor {
-        self.outputs[i].as_ref().expect("the op keeps this output")
+        numbered(self.outputs, i, "output").as_ref().unwrap_or_else(|| unkept("output", i).raise())
     }
 
     /// The cotangent of output `i`: zeros of the dual layout if it had no use.
     #[must_use]
     pub fn grad(&self, i: usize) -> Tensor {
         let zeros = || Tensor::zeros(self.rank, &self.output_layouts[i].dual()).unwrap_or_else(|e| e.raise());
-        self.grads[i].clone().unwrap_or_else(zeros)
+        numbered(self.grads, i, "the cotangent of output").clone().unwrap_or_else(zeros)
     }
 
     /// The layout that the cotangent of argument `i` must have: the dual of the argument's.
     #[must_use]
     pub fn goal(&self, i: usize) -> Layout {
-        self.input_layouts[i].dual()
+        numbered(self.input_layouts, i, "argument").dual()
     }
 
     /// One entry per argument, computed only where wanted, in exactly the dual layout of the argument: a grain that a
@@ -395,10 +390,14 @@ fn with_pieces<R>(
 ) -> Result<R> {
     let local = Local { rank, inputs: inference.inputs(), inference, site };
     // Taken from where it lies: memory that was just written is slow to move.
-    let mut made = op.forward(&local, x);
+    let go = || op.forward(&local, x);
+    let mut made = if cfg!(debug_assertions) { guarded(op, &local, go) } else { go() };
     let Ok(outputs) = &mut made else {
         return Err(failed(made.expect_err("it is no output"), op, &local));
     };
+    if cfg!(debug_assertions) || outputs.len() != inference.outputs.len() {
+        check_pieces(outputs, op, &local)?;
+    }
     if context.is_watched() {
         Watch::look(rank, op.name(), x, &outputs.iter().collect::<Vec<_>>(), site)?;
     }

@@ -2,6 +2,7 @@
 
 use super::Op;
 use super::message::{describe, refused};
+use super::mistake::{check_shown, closed, unreadable};
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
@@ -40,11 +41,9 @@ pub fn plan(
             inference
         }
     };
-    assert!(
-        inference.targets.iter().all(Option::is_none) || !context.is_closed(),
-        "bug in shardgrad: {} implies a step inside a vjp ({args:?})",
-        op.name()
-    );
+    if inference.targets.iter().any(Option::is_some) && context.is_closed() {
+        return Err(closed(op, (rank, args), site));
+    }
     Ok(inference)
 }
 
@@ -56,7 +55,7 @@ fn inferred(
     want: &[Option<Layout>],
     site: &'static Location<'static>,
 ) -> Result<Rc<Inference>> {
-    let signature = context.signature(op.signature());
+    let signature = context.checked_signature(op.signature()).map_err(|e| unreadable(op, &e, site))?;
     // Read where they lie, as in `run`.
     let outputs = listed(args, |l| l.dtype(), |dtypes| op.dtypes(dtypes, signature.num_outputs()));
     let outputs = match &outputs {
@@ -68,7 +67,10 @@ fn inferred(
             return Err(told.fold(described, |error, (label, text)| error.detail(label, text.as_str())));
         }
     };
-    op.infer(context, args, outputs, want).map_err(|refusal| refused(op, rank, args, &refusal, site))
+    let inference =
+        op.infer(context, args, outputs, want).map_err(|refusal| refused(op, rank, args, &refusal, site))?;
+    check_shown(op, (rank, args), &inference, site)?;
+    Ok(inference)
 }
 
 #[cfg(test)]
