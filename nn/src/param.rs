@@ -375,12 +375,21 @@ impl Param {
     }
 
     /// Draws the first value, if the parameter lives here.
+    #[track_caller]
     pub(crate) fn fill(&self, rank: &Rank, seed: u64, home: Option<Home>) -> Result<()> {
         self.settle(home);
         if !self.is_here() {
             return Ok(());
         }
-        self.set_tensor(draw(self, &self.layout(), rank, key(seed, &self.name()))?)
+        let (layout, site) = (self.layout(), Location::caller());
+        let drawn = draw(self, &layout, rank, key(seed, &self.name())).map_err(|error| match error.kind() {
+            Kind::OutOfMemory => error
+                .detail("parameter", format!("{}: {layout}", self.name()))
+                .detail("help", "split it over more ranks, store it in fewer bits, or raise the limit")
+                .at(site),
+            _ => error.at(site),
+        });
+        self.set_tensor(drawn?)
     }
 
     /// Refuses a layout that leaves a rank without a part of what it must have.
@@ -443,6 +452,7 @@ impl fmt::Debug for Param {
 }
 
 /// Fresh values of a parameter.
+#[track_caller]
 fn draw(param: &Param, layout: &Layout, rank: &Rank, key: u64) -> Result<Tensor> {
     match param.initial() {
         Init::Zeros => Tensor::zeros(rank, layout),

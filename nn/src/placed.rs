@@ -35,6 +35,7 @@ impl<M: Module> Model<M> {
     /// `Kind::Config` for a plan with rules that cannot be read or match nothing, for parameters of one name, for one
     /// that another model has, and for a split into more parts than a parameter can have (heads);
     /// `Kind::Layout` for a split of a dim that a parameter does not have; `Kind::OutOfMemory`.
+    #[track_caller]
     pub fn new(rank: &Rank, module: M, plan: &Plan, seed: u64) -> Result<Model<M>> {
         Model::with_dtype(rank, module, plan, seed, DType::F32)
     }
@@ -43,6 +44,7 @@ impl<M: Module> Model<M> {
     ///
     /// # Errors
     /// As [`Model::new`], and `Kind::DType` for a dtype that is no float.
+    #[track_caller]
     pub fn with_dtype(rank: &Rank, module: M, plan: &Plan, seed: u64, dtype: DType) -> Result<Model<M>> {
         Model::with_precision(rank, module, plan, seed, Precision::of(dtype))
     }
@@ -51,6 +53,7 @@ impl<M: Module> Model<M> {
     ///
     /// # Errors
     /// As [`Model::new`], and as [`Precision::check`].
+    #[track_caller]
     pub fn with_precision(
         rank: &Rank,
         module: M,
@@ -59,7 +62,9 @@ impl<M: Module> Model<M> {
         precision: Precision,
     ) -> Result<Model<M>> {
         let model = Model::outline(rank, module, plan, precision)?;
-        model.params.iter().try_for_each(|param| param.fill(rank, seed, None))?;
+        for param in &model.params {
+            param.fill(rank, seed, None)?;
+        }
         Ok(model)
     }
 

@@ -33,6 +33,7 @@ impl Staged {
     /// Records the model's text on arguments such as these, cuts it, proves the schedule, and draws the parameters of
     /// this rank's stage. The model is on the slice of the world without the axis. Where cut or schedule depend on
     /// times, those are measured first.
+    #[track_caller]
     pub(crate) fn new<M: Module>(
         model: &Model<M>,
         (pipeline, axis): (&Pipeline, Axis),

@@ -1,5 +1,7 @@
 //! The training loop's body: microbatches, stages, gradient norm, update.
 
+mod loss;
+
 use crate::captured::{Capture, Passes};
 use crate::checkpoint::check_parameters;
 use crate::module::Module;
@@ -9,6 +11,7 @@ use crate::plan::Plan;
 use crate::precision::Precision;
 use crate::rescue::Rescued;
 use crate::staged::{self, Staged};
+use loss::wide;
 use shardgrad_autograd::pipeline::{self, Action, Passed};
 use shardgrad_autograd::{Gradients, Noise, OpRecord, Program, Var};
 use shardgrad_tensor::agreement::{check_alike, check_copies};
@@ -109,6 +112,8 @@ pub struct Trainer<'t, M> {
     /// Whether an update has begun and not ended: parameters may be of no step.
     is_updating: bool,
     passes: RefCell<Vec<Passed>>,
+    /// The line that asked for the last step.
+    site: &'static Location<'static>,
 }
 
 impl<'t, M: Module> Trainer<'t, M> {
@@ -125,6 +130,7 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// As [`Model::new`]; `Kind::Config` for rows that the microbatches do not divide, for a clip that is not above 0, for a
     /// pipeline that the model cannot be cut for, and what [`Optimizer::check`] refuses; `Kind::DType` on a pipeline for a loss
     /// of 16 bits, which [`Trainer::step`] refuses elsewhere; what `read` reports.
+    #[track_caller]
     pub fn new(
         rank: &Rank,
         module: M,
@@ -170,6 +176,7 @@ impl<'t, M: Module> Trainer<'t, M> {
             step: 0,
             is_updating: false,
             passes,
+            site: Location::caller(),
         })
     }
 
@@ -246,6 +253,7 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// bits. `Kind::Config` as [`Optimizer::step`]. What ops, arguments and collectives report.
     #[track_caller]
     pub fn step(&mut self, control: &[f64]) -> Result<StepReport> {
+        self.site = Location::caller();
         let step = self.step;
         let lr = self.settings.schedule.as_ref().map_or_else(|| self.optim.lr(), |s| s.lr(step as usize));
         let args = StepArgs { lr, clip: self.settings.clip, control, loss_scale: self.factor() };
@@ -417,14 +425,15 @@ impl<'t, M: Module> Trainer<'t, M> {
             let start = Instant::now();
             tape.set_noise(Some(self.noise(microbatch)));
             let arguments: Vec<Var> = arguments(microbatch)?.into_iter().map(|t| tape.constant(t)).collect();
-            let loss = wide((self.loss)(&self.model, &arguments))?;
+            let loss = wide((self.loss)(&self.model, &arguments)).map_err(|e| e.at(self.site))?;
             let loss = if count == 1 { loss } else { loss.scale(1.0 / count as f64) };
             losses.push(loss.tensor().clone());
             let (middle, stage) = (Instant::now(), 0);
             if microbatch + 1 == count {
                 tape.expect_gradients();
             }
-            loss.backward_scaled(self.factor())?;
+            // The line of the loss is not known, and that of this call is nobody's.
+            loss.backward_scaled(self.factor()).map_err(|e| e.asked_by(self.site))?;
             self.passes.borrow_mut().extend([
                 Passed { action: Action::Forward { stage, microbatch }, start, end: middle },
                 Passed { action: Action::Backward { stage, microbatch }, start: middle, end: Instant::now() },
@@ -469,20 +478,6 @@ impl<'t, M: Module> Trainer<'t, M> {
             Err(cause) => error.detail("replay", cause.message()),
         }
     }
-}
-
-/// Refuses a loss of 16 bits: its mean has three digits, and whether the scaled one is finite depends on how many microbatches it
-/// is divided by first, so on the mesh.
-fn wide(loss: Var) -> Result<Var> {
-    let dtype = loss.dtype();
-    if dtype == dtype.accumulator() {
-        return Ok(loss);
-    }
-    let sums = dtype.accumulator();
-    let text =
-        format!("the loss is formed in {dtype}, which has neither digits nor room for a mean and its scale");
-    let help = format!("cast before the mean: x.cast(DType::{}).mean()", sums.name().to_uppercase());
-    Err(Error::new(Kind::DType, text).detail("help", help))
 }
 
 fn check(settings: &Settings) -> Result<()> {

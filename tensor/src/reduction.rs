@@ -116,6 +116,10 @@ pub trait Reduction: Value {
         if dim == last {
             return self.softmax();
         }
+        if dim > last {
+            let text = format!("softmax: there is no dim {dim} in {}", self.layout());
+            unwind(Err::<(), _>(Error::new(Kind::Shape, text).detail("help", "dims are counted from 0")));
+        }
         self.transpose(dim, last).softmax().transpose(dim, last)
     }
 
@@ -273,5 +277,16 @@ mod tests {
             Ok(())
         })
         .unwrap();
+    }
+
+    #[test]
+    fn a_dim_that_is_not_there_is_told_of_the_op_that_was_called() {
+        let ran = World::run(Mesh::single(), |rank| {
+            let _ = Tensor::from_host(rank, &[2, 3], &[0.0f32; 6])?.softmax_dim(2);
+            Ok(())
+        });
+        let error = ran.unwrap_err();
+        assert_eq!(error.message(), "softmax: there is no dim 2 in f32[2, 3]");
+        assert!(error.site().is_some_and(|s| s.file() == file!()), "{error}");
     }
 }

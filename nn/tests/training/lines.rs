@@ -1,9 +1,10 @@
 //! Misuse of models and trainers is refused where it happens, with the line of who did it.
 
 use crate::support::run;
+use shardgrad_autograd::Var;
 use shardgrad_nn::layer::Linear;
-use shardgrad_nn::{Model, Optimizer, Plan, Sgd};
-use shardgrad_tensor::{Error, Kind, Tensor, Value};
+use shardgrad_nn::{Model, Optimizer, Plan, Settings, Sgd, Trainer};
+use shardgrad_tensor::{Error, Kind, Layout, Mesh, Tensor, Value, World};
 
 fn is_of_this_file(error: &Error) -> bool {
     error.site().is_some_and(|s| s.file() == file!())
@@ -35,4 +36,43 @@ fn gradients_of_another_model_are_refused() {
             Ok(())
         });
     }
+}
+
+/// The error of the first step of a trainer, all of whose parameters are frozen or none.
+fn step(is_frozen: bool, loss: fn(&Var) -> Var) -> Error {
+    let ran = World::run(Mesh::parse("dp=2").unwrap(), |rank| {
+        let read = |rank: &shardgrad_tensor::Rank, _, rows: std::ops::Range<usize>| {
+            let layout = Layout::parse(&format!("f32[{}@dp, 3]", rows.len()), rank.mesh())?;
+            Ok(vec![Tensor::full(rank, &layout, 1.0)?])
+        };
+        let text = |model: &Linear, x: &[Var]| loss(&model.forward(&x[0]));
+        let (plan, settings) = (Plan::new(), Settings { microbatches: 2, ..Settings::new(4) });
+        let mut trainer = Trainer::new(rank, Linear::new(3, 2), &plan, Sgd::new(0.1), settings, read, text)?;
+        if is_frozen {
+            trainer.model().params().iter().for_each(|param| param.set_frozen(true));
+        }
+        trainer.step(&[]).map(|_| ())
+    });
+    ran.expect_err("the loss is refused")
+}
+
+#[test]
+fn a_loss_that_a_trainer_refuses_is_told_with_the_line_of_the_step() {
+    let wide = step(false, |y| y.square());
+    assert!(wide.kind() == Kind::Shape && is_of_this_file(&wide), "{wide}");
+    let frozen = step(true, |y| y.square().mean());
+    assert!(frozen.kind() == Kind::Unsupported && is_of_this_file(&frozen), "{frozen}");
+}
+
+#[test]
+fn parameters_that_memory_cannot_hold_are_named_with_the_line_of_the_model() {
+    let made = World::new(Mesh::single())
+        .memory_limit(1 << 10)
+        .launch(|rank| Model::new(rank, Linear::new(1024, 16), &Plan::new(), 1).map(|_| ()));
+    let error = made.unwrap_err();
+    assert!(error.kind() == Kind::OutOfMemory && is_of_this_file(&error), "{error}");
+    let details: Vec<(&str, &str)> =
+        error.details().iter().map(|(label, text)| (*label, text.as_str())).collect();
+    assert!(details.contains(&("parameter", "weight: f32[1024, 16]")), "{error}");
+    assert!(details.iter().any(|(label, _)| *label == "help"), "{error}");
 }
