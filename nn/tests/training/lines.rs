@@ -41,7 +41,7 @@ fn gradients_of_another_model_are_refused() {
 /// The error of the first step of a trainer, all of whose parameters are frozen or none.
 fn step(is_frozen: bool, loss: fn(&Var) -> Var) -> Error {
     let ran = World::run(Mesh::parse("dp=2").unwrap(), |rank| {
-        let read = |rank: &shardgrad_tensor::Rank, _, rows: std::ops::Range<usize>| {
+        let read = |rank: &shardgrad_tensor::Rank, _: u64, rows: std::ops::Range<usize>| {
             let layout = Layout::parse(&format!("f32[{}@dp, 3]", rows.len()), rank.mesh())?;
             Ok(vec![Tensor::full(rank, &layout, 1.0)?])
         };
