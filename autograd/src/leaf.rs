@@ -196,7 +196,7 @@ impl Tape {
         if let Some((at, held)) = known.and_then(|at| Some((at, arena.leaves[at].tensor.clone()?))) {
             return Some((Id::Leaf(at as u32), held));
         }
-        let op = unwind(Redistribute::between(self.rank(), stored.layout(), to));
+        let op = unwind(Redistribute::between(self.rank(), stored.layout(), to).map_err(|e| e.at(site)));
         let inference = unwind(op::plan(&*op, (self.rank(), self.context()), &[stored.layout()], &[], site));
         let made = match self.is_outline() {
             true => op::outline(&inference, self.rank()),

@@ -347,7 +347,7 @@ fn a_result_that_no_gradient_reaches_is_a_constant_whether_computed_again_or_not
 }
 
 #[test]
-fn a_block_leaves_no_layout_of_what_it_captured() {
+fn blocks_keep_one_layout_of_what_all_of_them_captured() {
     World::run(Mesh::parse("tp=2").unwrap(), |rank| {
         let layout = Layout::parse("f64[1024] +tp", rank.mesh())?;
         let tape = Tape::new(rank);
@@ -359,7 +359,8 @@ fn a_block_leaves_no_layout_of_what_it_captured() {
         for block in 1..=4 {
             results.extend(tape.checkpoint(&[], |_| Ok(vec![y.square().sum()]))?);
             let kept = in_use() - before;
-            assert!(kept < 1024 * 8, "{kept} bytes after {block} blocks");
+            // The complete sum, which is made once, and the results.
+            assert!(kept < 1024 * 8 + 8 * 64, "{kept} bytes after {block} blocks");
         }
         results.iter().skip(1).fold(results[0].clone(), |sum, x| sum.add(x)).backward()?;
         assert_eq!(tape.gradients()[&1].to_f64()?, [4.0 * 18.0; 1024]);

@@ -134,7 +134,6 @@ fn all_others_read_and_write_their_operands_once() {
         "gather",
         "triangle",
         "adamw",
-        "adamw_many",
         "sgd",
     ];
     assert_eq!(own, known);

@@ -166,7 +166,7 @@ impl Part {
                         tasks.push(Task { entry, place, standard, settings: Vec::new() });
                     }
                     Err(e)
-                        if e.kind() != Kind::Panic
+                        if ![Kind::Panic, Kind::Unsupported].contains(&e.kind())
                             && case().inputs.iter().any(|i| i.shape().contains(&0)) =>
                     {
                         *walk.meaningless.entry(entry.name).or_default() += 1;
