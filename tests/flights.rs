@@ -133,6 +133,7 @@ static HELD: Kernel = Kernel {
         },
     }),
     flops: |_| 0,
+    bytes: None,
     bound: Bound { ulps: 0.0 },
 };
 

@@ -211,9 +211,12 @@ fn frozen_parameters_have_no_gradient_on_any_stage() {
     assert!(all.iter().all(|(key, gradient)| *gradient == expected[key]));
 }
 
+/// Of a rank: gradients by key, transfers with gradients, operations.
+type Found = (BTreeMap<u64, Vec<f64>>, Vec<&'static str>, u64);
+
 /// One product with a parameter of its own for each of four stages, of which `frozen` are not trained. Of each rank: its gradients,
 /// the transfers with gradients, and what its step computes, without the seed of the loss.
-fn chain(schedule: &Schedule, frozen: &[u64]) -> Vec<(BTreeMap<u64, Vec<f64>>, Vec<&'static str>, u64)> {
+fn chain(schedule: &Schedule, frozen: &[u64]) -> Vec<Found> {
     let ranks = World::run(Mesh::parse(&format!("pp={}", schedule.ranks.len())).unwrap(), |rank| {
         let axis = rank.mesh().axis("pp").unwrap();
         let here = rank.slice(axis);

@@ -167,7 +167,7 @@ fn accepted(op: &Rc<dyn Op>, rank: &Rank, layouts: &[Layout]) -> Option<Vec<Layo
     let num_outputs = context.signature(op.signature()).num_outputs();
     let made = op.dtypes(&given, num_outputs).ok()?;
     // Asked of the rule itself: a refusal here needs no list of repairs.
-    let found = op.infer(&context, &layouts.iter().collect::<Vec<_>>(), &made, &[]).ok()?;
+    let found = op.infer(context, &layouts.iter().collect::<Vec<_>>(), &made, &[]).ok()?;
     let direct = found.targets.iter().all(Option::is_none);
     direct.then(|| found.outputs[..num_outputs - op.num_saved()].to_vec())
 }

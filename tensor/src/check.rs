@@ -256,7 +256,7 @@ impl Call<'_> {
     fn run(&self, args: &[Tensor], seeds: &[Option<Global>], wanted: Option<&[bool]>) -> Result<Run> {
         let layouts: Vec<&Layout> = args.iter().map(Tensor::layout).collect();
         let context = Context::of(self.rank);
-        let inference = op::plan(&**self.op, (self.rank, &context), &layouts, &[], self.site)?;
+        let inference = op::plan(&**self.op, (self.rank, context), &layouts, &[], self.site)?;
         let mut moved = Vec::new();
         for (x, target) in args.iter().zip(&inference.targets) {
             moved.push(match target {
@@ -268,7 +268,7 @@ impl Call<'_> {
             });
         }
         let given: Vec<&Piece> = moved.iter().map(Tensor::piece).collect();
-        let outputs = op::run(&**self.op, &given, &inference, (self.rank, &context), self.site)?;
+        let outputs = op::run(&**self.op, &given, &inference, (self.rank, context), self.site)?;
         let differentiable = differentiable_args(&**self.op, &layouts);
         let visible = outputs.len() - self.op.num_saved();
         let floats = outputs[..visible].iter().any(|t| t.dtype().is_float());
@@ -366,7 +366,7 @@ fn seeds(
     site: &'static Location<'static>,
 ) -> Result<Vec<Option<Global>>> {
     let layouts: Vec<&Layout> = args.iter().map(Tensor::layout).collect();
-    let inference = op::plan(&**op, (rank, &Context::of(rank)), &layouts, &[], site)?;
+    let inference = op::plan(&**op, (rank, Context::of(rank)), &layouts, &[], site)?;
     let visible = inference.outputs.len() - op.num_saved();
     let draw = |(i, layout): (usize, &Layout)| {
         let drawn = Global::draw(&Input::real(&layout.shape()), seed + 100 + i as u64);
@@ -402,7 +402,7 @@ impl Setting {
         let setting = Setting { layouts: layouts.clone(), is_strided: false, repair: None };
         let offers = op::offers(&*case.op, rank, &args, &refusal);
         let context = Context::of(rank);
-        let place = (rank, &*context);
+        let place = (rank, context);
         match op::plan(&*case.op, place, &args, &[], site) {
             _ if refusal.code == "shape" => return setting.wrong(case, "refused for its shapes".into()),
             Ok(_) => return setting.wrong(case, "refused by its rule but planned".into()),
@@ -494,5 +494,5 @@ fn refusal(rank: &Rank, case: &Case, args: &[&Layout]) -> Option<Refusal> {
     let dtypes: DTypes = args.iter().map(|l| l.dtype()).collect();
     let num_outputs = context.signature(case.op.signature()).num_outputs();
     let outputs = case.op.dtypes(&dtypes, num_outputs).ok()?;
-    case.op.infer(&context, args, &outputs, &[]).err()
+    case.op.infer(context, args, &outputs, &[]).err()
 }

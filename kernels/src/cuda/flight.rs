@@ -222,10 +222,10 @@ impl Backend for Flights {
         for step in plan.steps() {
             // Products and faults have places of their own, which belong to the other stream.
             let Step::Grid(grid) = step else { return Err(unsupported()) };
-            if grid.args.contains(&GridArg::Fault) {
+            if grid.args.iter().any(|arg| [GridArg::Fault, GridArg::Faults].contains(arg)) {
                 return Err(unsupported());
             }
-            let operands = Operands { launch, scratch: &scratch, fault: 0 };
+            let operands = Operands { launch, scratch: &scratch, fault: 0, faults: 0 };
             self.own.programs.launch(&self.stream, kernel.name, gpu.source, grid, &operands)?;
         }
         *self.own.cost() += kernel.cost(launch);

@@ -214,16 +214,17 @@ impl Maker<'_> {
         }
         let is_shared = x.view.strides[0] == 0;
         let from = if is_shared { x.view.narrow(0, 0, 1) } else { x.view.clone() };
-        let mut to = Strides::contiguous(&from.shape);
+        let to = Strides::contiguous(&from.shape);
         let mut buffer = self.memory.alloc(from.numel() * x.dtype.size())?;
         let inputs = [Arg { view: &from, ..*x }];
         let mut outputs = [ArgMut { buffer: &mut buffer, dtype: x.dtype, view: &to }];
         (self.run)(&COPY, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars: &[] })?;
         let address = place(&buffer, &to, x.dtype);
+        let mut seen = to.geometry();
         if is_shared {
-            to.strides[0] = 0;
+            seen.strides[0] = 0;
         }
-        let described = Operand::of(&to, address).expect("row-major memory can be described");
+        let described = Operand::of(&seen.into(), address).expect("row-major memory can be described");
         Ok(Readable { described, address, _copy: Some(buffer) })
     }
 }

@@ -86,7 +86,7 @@ pub fn offers(op: &dyn Op, rank: &Rank, args: &[&Layout], refusal: &Refusal) -> 
     let infer = |args: &[&Layout]| {
         let dtypes: DTypes = args.iter().map(|l| l.dtype()).collect();
         let outputs = op.dtypes(&dtypes, signature.num_outputs()).expect("layouts change, dtypes stay");
-        let mut inference = Rc::unwrap_or_clone(op.infer(&context, args, &outputs, &[])?);
+        let mut inference = Rc::unwrap_or_clone(op.infer(context, args, &outputs, &[])?);
         inference.outputs.truncate(inference.outputs.len() - op.num_saved());
         Ok(inference)
     };
