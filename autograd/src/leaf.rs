@@ -86,7 +86,8 @@ impl Arena {
         };
         let end = |(at, leaf): (usize, &Leaf)| {
             let (origin, _) = leaf.origin.as_ref()?;
-            Some((first[at].filter(|_| is_alone(*origin as usize))?, at))
+            // What is derived of it in turn adds to it last of all.
+            Some((first[at].filter(|_| leaf.forms.is_empty() && is_alone(*origin as usize))?, at))
         };
         let mut ends: Vec<(usize, usize)> = self.leaves.iter().enumerate().filter_map(end).collect();
         ends.sort_unstable();

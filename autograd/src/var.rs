@@ -162,8 +162,11 @@ impl Var {
     /// Whether a block that is computed again has captured this value, in which a sum is pending, and needs it in a layout that takes
     /// no more memory: what the block keeps instead.
     fn is_captured_for(&self, to: &Layout, recording: u32) -> bool {
-        let (tape, here) = (&self.0.tape, self.rank().coordinates());
-        let numel = |layout: &Layout| layout.local_shape(here).iter().product::<usize>();
+        let tape = &self.0.tape;
+        // Of the last ranks, which have the largest shards: ranks have to decide alike.
+        let mesh = self.rank().mesh();
+        let last: Vec<usize> = mesh.axes().map(|axis| mesh.size(axis) - 1).collect();
+        let numel = |layout: &Layout| layout.local_shape(&last).iter().product::<usize>();
         let is_made_in_it = self.0.slot.is_some_and(|(own, _)| own == recording);
         // A program that is recorded in outline has all in it that moves.
         recording != 0

@@ -461,6 +461,22 @@ fn what_no_wanted_cotangent_reads_is_not_kept() {
     });
 }
 
+/// Ranks decide alike what a block keeps, whose shards are of unlike sizes: else they would call unlike things in the backward pass.
+#[test]
+fn ranks_with_unlike_shards_keep_alike() {
+    World::run(Mesh::parse("a=2,b=2").unwrap(), |rank| {
+        let layout = Layout::parse("f64[1@a, 4] +b", rank.mesh())?;
+        let whole = Layout::parse("f64[1, 4]", rank.mesh())?;
+        let tape = Tape::new(rank);
+        let y = tape.leaf(1, &Tensor::from_global(rank, &layout, &[1.0; 4])?).scale(3.0);
+        let block = |_: &[Var]| Ok(vec![y.to_layout(&whole).square().sum()]);
+        tape.checkpoint(&[], block)?.remove(0).backward()?;
+        assert_eq!(tape.gradients()[&1].to_f64()?, [18.0; 4]);
+        Ok(())
+    })
+    .unwrap();
+}
+
 #[test]
 fn a_change_to_a_layout_on_another_mesh_names_the_users_line() {
     let moved = World::run(Mesh::parse("dp=2").unwrap(), |rank| {

@@ -138,6 +138,33 @@ fn a_route_is_taken_back_once_a_step() {
     assert_eq!(counts.unwrap(), [1, 1], "one all_reduce a step");
 }
 
+/// A layout of a parameter of which another is derived gets a cotangent from that one last.
+#[test]
+fn the_route_of_a_layout_of_which_another_is_derived_is_taken_back_once() {
+    World::run(Mesh::parse("dp=2,tp=2").unwrap(), |rank| {
+        rank.trace().enable();
+        let parse = |text: &str| Layout::parse(text, rank.mesh());
+        let stored = Tensor::normal(rank, &parse("f64[4@dp]")?, 1, 1, 1.0)?;
+        let x = Tensor::normal(rank, &parse("f64[4@tp]")?, 1, 2, 1.0)?;
+        let step = |is_told: bool| -> Result<_> {
+            rank.trace().take();
+            let tape = Tape::new(rank);
+            let whole = tape.leaf(0, &stored).to_layout(&parse("f64[4] ~dp")?);
+            let parts = whole.to_layout(&parse("f64[4@tp] ~dp")?);
+            let loss = whole.square().sum().add(&parts.mul(&tape.constant(x.clone())).sum());
+            if is_told {
+                tape.expect_gradients();
+            }
+            loss.backward()?;
+            let gradient = tape.gradients()[&0].to_local_f64()?;
+            Ok((gradient, rank.trace().take().iter().map(|e| e.op).collect::<Vec<_>>()))
+        };
+        assert_eq!(step(true)?, step(false)?);
+        Ok(())
+    })
+    .unwrap();
+}
+
 /// Where gradients are expected, each route is taken back in the backward pass, as soon as no cotangent is left to come.
 #[test]
 fn expected_gradients_are_reduced_within_the_last_backward_pass() {

@@ -167,7 +167,7 @@ impl Capture {
         *self.pass.get_mut() = Some(pass).filter(|_| self.is_on());
         let Some(kept) = update else { return Ok(None) };
         *began = true;
-        kept.work.replay()?;
+        kept.work.replay().map_err(|error| kept.update.failed(began, error))?;
         let report = kept.update.end(optim, began)?;
         *self.update.get_mut() = Some(kept).filter(|_| self.asked_update.why_not.is_none());
         Ok(Some(report))

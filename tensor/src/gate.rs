@@ -4,9 +4,10 @@
 use crate::control::{counted_once, sum_over_world, sum_squares};
 use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
-use shardgrad_dist::{Rank, Result};
+use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::gate::{GATE, WORD};
 use shardgrad_kernels::{DType, Scalar, Strides, refill};
+use std::ops::Range;
 use std::panic::Location;
 
 /// What the host tells a step.
@@ -49,6 +50,8 @@ pub struct GatedStep {
     /// Factor of the gradients, 1 or 0, norm, then the control word of all ranks: f64.
     found: Piece,
     has_loss: bool,
+    /// The rates that are the rule's.
+    rates: Range<usize>,
 }
 
 /// What a step found; the same on every rank.
@@ -83,7 +86,26 @@ impl GatedStep {
         let numbers = Piece::upload(rank, &[numbers.len()], &numbers)?;
         let len = FOUND + 1 + usize::from(has_loss) + told.control.len();
         let found = Piece::alloc(rank, DType::F64, &[len])?;
-        Ok(GatedStep { rank: rank.clone(), told, numbers, found, has_loss })
+        let rates = 0..told.rates.len();
+        Ok(GatedStep { rank: rank.clone(), told, numbers, found, has_loss, rates })
+    }
+
+    /// The same step for a rule that gave some of its rates, by their place among those of this one: a rule may hand parts of its
+    /// parameters on to others, each with the rates that it gave.
+    ///
+    /// # Panics
+    /// If there are no such rates.
+    #[must_use]
+    pub fn of_rates(&self, rates: Range<usize>) -> GatedStep {
+        assert!(
+            rates.start <= rates.end && rates.end <= self.rates.len(),
+            "rates {rates:?} of {}",
+            self.rates.len()
+        );
+        let rates = self.rates.start + rates.start..self.rates.start + rates.end;
+        let (rank, told) = (self.rank.clone(), self.told.clone());
+        let (numbers, found) = (self.numbers.clone(), self.found.clone());
+        GatedStep { rank, told, numbers, found, has_loss: self.has_loss, rates }
     }
 
     /// Takes other numbers of the host, at the same place. False, and nothing is done, if there are not as many of each kind.
@@ -154,20 +176,33 @@ impl GatedStep {
     /// and averages as they are.
     ///
     /// # Errors
-    /// As [`GatedStep::read`]; `Kind::Unsupported` while work is captured ([`capture`](crate::capture)), since these are of one step.
+    /// As [`GatedStep::read`]; `Kind::Unsupported` while work is captured ([`capture()`](crate::capture())), since these are of one step.
     pub fn taken(&self) -> Result<Option<Taken>> {
         let Found { is_taken, grad_scale, .. } = self.read()?;
-        Ok(is_taken.then(|| Taken { rates: self.told.rates.clone(), grad_scale }))
+        Ok(is_taken.then(|| Taken { rates: self.told.rates[self.rates.clone()].to_vec(), grad_scale }))
+    }
+
+    /// Refuses a step whose rates are not those of so many parameters, so many of each: another rule's would be taken for them.
+    pub(crate) fn check_rates(&self, count: usize, width: usize) -> Result<()> {
+        let told = self.rates.len();
+        if told == count * width {
+            return Ok(());
+        }
+        let text = format!("a step of {count} parameters with {width} rates each was told {told} rates");
+        Err(Error::new(Kind::Config, text).detail(
+            "help",
+            "a rule changes the parameters whose rates it gave; `GatedStep::of_rates` parts a step",
+        ))
     }
 
     /// The rates of all parameters on the device, so many in a row.
     pub(crate) fn rates(&self, width: usize) -> Piece {
-        self.told_part(HEAD + self.told.control.len(), &[self.told.rates.len() / width, width])
+        self.told_part(HEAD + self.told.control.len() + self.rates.start, &[self.rates.len() / width, width])
     }
 
     /// The rates of one parameter.
     pub(crate) fn row(&self, i: usize, width: usize) -> Piece {
-        self.told_part(HEAD + self.told.control.len() + i * width, &[width])
+        self.told_part(HEAD + self.told.control.len() + self.rates.start + i * width, &[width])
     }
 
     /// Factor and gate on the device.

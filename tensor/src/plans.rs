@@ -1,6 +1,6 @@
 //! Plans of ops of which nothing but the type and the signature decides: found by the handles of the layouts, without asking the op.
 //!
-//! As in [`memo`](crate::memo), a plan is handed out only for what equals that which it was made for.
+//! As in `memo`, a plan is handed out only for what equals that which it was made for.
 
 use crate::infer::Inference;
 use crate::layout::Layout;

@@ -120,7 +120,8 @@ pub struct AdamWStep<'a> {
 /// part, unless the launches were noted and not done.
 ///
 /// # Errors
-/// `Kind::Layout` if a parameter or gradient lies otherwise than the means; `Kind::OutOfMemory`.
+/// `Kind::Config` if the step was told other rates than those of these parameters; `Kind::Layout` if a parameter or gradient lies
+/// otherwise than the means; `Kind::OutOfMemory`.
 pub fn adamw(steps: Vec<AdamWStep<'_>>, of: &GatedStep) -> (Vec<Tensor>, Result<()>) {
     let steps = steps.into_iter().map(|AdamWStep { param, grad, moments }| (param, (grad, moments)));
     let own = |param: &Tensor, (grad, moments): &mut (&Tensor, &mut Moments)| {
@@ -128,6 +129,7 @@ pub fn adamw(steps: Vec<AdamWStep<'_>>, of: &GatedStep) -> (Vec<Tensor>, Result<
         moments.own(param.rank())
     };
     in_place(steps.collect(), own, |rank, params, others| {
+        of.check_rates(params.len(), adamw::NUM_RATES)?;
         let contiguous = others.iter().map(|(grad, _)| grad.piece().contiguous(rank));
         let contiguous = contiguous.collect::<Result<Vec<Piece>>>()?;
         let (rates, gate) = (of.rates(adamw::NUM_RATES), of.gate());
@@ -245,7 +247,8 @@ pub struct SgdStep<'a> {
 /// [`sgd::NUM_RATES`] rates of the step ([`SgdRates::row`]), and so on.
 ///
 /// # Errors
-/// `Kind::Layout` if a parameter or gradient lies otherwise than the velocity; `Kind::OutOfMemory`.
+/// `Kind::Config` if the step was told other rates than those of these parameters; `Kind::Layout` if a parameter or gradient lies
+/// otherwise than the velocity; `Kind::OutOfMemory`.
 pub fn descent(steps: Vec<SgdStep<'_>>, nesterov: bool, of: &GatedStep) -> (Vec<Tensor>, Result<()>) {
     let steps = steps.into_iter().map(|SgdStep { param, grad, velocity }| (param, (grad, velocity)));
     let own = |param: &Tensor, (grad, velocity): &mut (&Tensor, &mut Velocity)| {
@@ -253,6 +256,7 @@ pub fn descent(steps: Vec<SgdStep<'_>>, nesterov: bool, of: &GatedStep) -> (Vec<
         velocity.own(param.rank())
     };
     in_place(steps.collect(), own, |rank, params, others| {
+        of.check_rates(params.len(), sgd::NUM_RATES)?;
         let (gate, scalars) = (of.gate(), [Scalar::Int(i64::from(nesterov))]);
         for (i, (param, (grad, velocity))) in params.iter_mut().zip(others).enumerate() {
             let (grad, rates) = (grad.piece().contiguous(rank)?, of.row(i, sgd::NUM_RATES));

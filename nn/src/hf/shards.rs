@@ -371,24 +371,6 @@ mod tests {
     }
 
     #[test]
-    fn a_first_save_that_stops_between_two_names_keeps_its_files() {
-        let scratch = Scratch::new();
-        let dir = &scratch.path("");
-        let writer = begin(dir, (NEW, 1), &[2; 3], 2).unwrap();
-        fs::remove_file(dir.join(temporary(&shard_name(2, 3)))).unwrap();
-        let error = writer.finish().unwrap_err();
-        let help = format!("save again; until then the new files lie in {}, some as *.tmp-*", dir.display());
-        assert_eq!(error.details().last().unwrap().1, help);
-        let names = scratch.names();
-        for name in [temporary(&shard_name(3, 3)), temporary(INDEX_FILE), shard_name(1, 3)] {
-            assert!(names.contains(&name), "{name} is not of {names:?}");
-        }
-        assert_eq!(read(dir).unwrap_err().kind(), Kind::Checkpoint);
-        write(dir, (NEW, 2), &[2; 3], 2).unwrap();
-        assert_eq!((read(dir).unwrap().0, scratch.names().len()), (vec![2; 6], 5));
-    }
-
-    #[test]
     fn names_that_fall_together_are_refused_before_anything_is_written() {
         let scratch = Scratch::new();
         let entries = ["a", "same", "same"].map(|name| (name.to_string(), DType::U8, vec![2]));

@@ -1,6 +1,8 @@
 //! AdamW: Adam with weight decay apart from the gradient. Loshchilov and Hutter, arXiv 1711.05101.
 
-use super::step::{BELOW_ONE, Group, Groups, Kept, NOT_NEGATIVE, Optimizer, POSITIVE, check_setting, unlike};
+use super::step::{
+    BELOW_ONE, Group, Groups, Kept, NOT_NEGATIVE, Optimizer, POSITIVE, check_asked, check_setting, unlike,
+};
 use crate::param::Param;
 use shardgrad_autograd::Key;
 use shardgrad_tensor::update::{AdamWRates, AdamWStep, Moments, adamw};
@@ -213,13 +215,13 @@ impl Optimizer for AdamW {
     }
 
     fn change(&mut self, params: &[(&Param, Tensor)], step: &GatedStep) -> Result<()> {
+        check_asked(params, |param| self.kept.contains_key(&param.key()))?;
         let mut moments: BTreeMap<Key, &mut Moments> =
             self.kept.iter_mut().map(|(key, kept)| (*key, &mut kept.moments)).collect();
         Param::update_all(params.iter().map(|(param, _)| *param), |tensors| {
             let mut steps = Vec::with_capacity(params.len());
             for (param, (of, grad)) in tensors.into_iter().zip(params) {
-                let moments =
-                    moments.remove(&of.key()).expect("rates were asked for, and each parameter comes once");
+                let moments = moments.remove(&of.key()).expect("each parameter comes once");
                 steps.push(AdamWStep { param, grad, moments });
             }
             adamw(steps, step)

@@ -1,6 +1,6 @@
 //! Stochastic gradient descent with momentum.
 
-use super::step::{Group, Groups, Kept, NOT_NEGATIVE, Optimizer, Range, check_setting, unlike};
+use super::step::{Group, Groups, Kept, NOT_NEGATIVE, Optimizer, Range, check_asked, check_setting, unlike};
 use crate::param::Param;
 use shardgrad_autograd::Key;
 use shardgrad_tensor::update::{SgdRates, SgdStep, Velocity, descent};
@@ -162,14 +162,13 @@ impl Optimizer for Sgd {
     }
 
     fn change(&mut self, params: &[(&Param, Tensor)], step: &GatedStep) -> Result<()> {
+        check_asked(params, |param| self.velocities.contains_key(&param.key()))?;
         let mut velocities: BTreeMap<Key, &mut Velocity> =
             self.velocities.iter_mut().map(|(key, velocity)| (*key, velocity)).collect();
         Param::update_all(params.iter().map(|(param, _)| *param), |tensors| {
             let mut steps = Vec::with_capacity(params.len());
             for (param, (of, grad)) in tensors.into_iter().zip(params) {
-                let velocity = velocities
-                    .remove(&of.key())
-                    .expect("rates were asked for, and each parameter comes once");
+                let velocity = velocities.remove(&of.key()).expect("each parameter comes once");
                 steps.push(SgdStep { param, grad, velocity });
             }
             descent(steps, self.nesterov, step)

@@ -133,6 +133,14 @@ pub(super) fn unlike(param: &Param, found: usize, wanted: usize) -> Error {
     Error::new(Kind::Config, text).detail("help", "go on with the optimizer that kept them")
 }
 
+/// Refuses to change a parameter of which nothing is kept, since its rates were not asked for.
+pub(super) fn check_asked(params: &[(&Param, Tensor)], is_kept: impl Fn(&Param) -> bool) -> Result<()> {
+    let Some((param, _)) = params.iter().find(|(param, _)| !is_kept(param)) else { return Ok(()) };
+    let text = format!("the rates of parameter `{}` were not asked for", param.name());
+    Err(Error::new(Kind::Config, text)
+        .detail("help", "an optimizer that hands `change` on hands `rates` and `count` on too"))
+}
+
 /// What a step is told.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepArgs<'a> {
@@ -191,12 +199,13 @@ pub trait Optimizer: fmt::Debug {
     /// and no parameter comes twice. It is of this step only: of a captured one the next writes over it, so that a rule that needs it
     /// later copies it ([`Tensor::copied`]).
     ///
-    /// Whether the step is taken is not known to the host as yet. A rule that hands the step on to an optimizer of this crate does not
-    /// need to know. A rule of tensor ops asks [`GatedStep::taken`], where the host waits for it; such an update is not captured, since
-    /// what is captured may depend on nothing of one step.
+    /// Whether the step is taken is not known to the host as yet. A rule that hands the step on to an optimizer of this crate, with
+    /// the parameters whose rates that one gave ([`GatedStep::of_rates`] parts a step), does not need to know. A rule of tensor ops
+    /// asks [`GatedStep::taken`], where the host waits for it; such an update is not captured, since what is captured may depend on
+    /// nothing of one step. Where steps are captured, this is called once for many of them, and again where that cannot be done.
     ///
     /// # Errors
-    /// What the kernels report. Parameters are lost then, unless their values were not touched.
+    /// What the kernels report. Parameters are lost then, unless the step was not to be taken.
     fn change(&mut self, params: &[(&Param, Tensor)], step: &GatedStep) -> Result<()>;
 
     /// Counts a step that was taken, and that changed these parameters.
@@ -211,7 +220,8 @@ pub trait Optimizer: fmt::Debug {
         Ok(())
     }
 
-    /// What is kept of a parameter, if its rates have been asked for and the rule keeps anything.
+    /// What is kept of a parameter, if its rates have been asked for and the rule keeps anything. A captured update writes to these
+    /// tensors, so that a rule that keeps more than it tells here cannot be captured rightly.
     fn kept(&self, _param: &Param) -> Option<Kept> {
         None
     }
@@ -355,7 +365,7 @@ impl Update {
 
     /// What becomes of parameters after an error: they are lost, unless the gate was shut, as it is where a device has found a fault in
     /// the gradients.
-    fn failed(&self, began: &mut bool, error: Error) -> Error {
+    pub(crate) fn failed(&self, began: &mut bool, error: Error) -> Error {
         match self.step.read() {
             Ok(Found { is_taken: false, .. }) => *began = false,
             _ => self.changed.iter().for_each(|(param, _)| param.lose()),

@@ -3,7 +3,9 @@
 use crate::support::{ROWS, Setup, batch, run};
 use shardgrad_autograd::Var;
 use shardgrad_nn::optim::{GatedStep, Group, Kept, LossScale, Taken};
-use shardgrad_nn::{AdamW, Gpt2, Model, Optimizer, Param, Plan, Schedule, Settings, Sgd, StepArgs, Trainer};
+use shardgrad_nn::{
+    AdamW, Gpt2, Linear, Model, Optimizer, Param, Plan, Schedule, Settings, Sgd, StepArgs, Trainer,
+};
 use shardgrad_tensor::{DType, Elementwise, Kind, Mesh, Rank, Result, Tensor, Value, World};
 use std::ops::Range;
 
@@ -88,6 +90,119 @@ fn every_optimizer_takes_the_same_steps_on_every_mesh() {
             assert!(same, "optimizer {which} on {mesh}: {here:?} {alone:?}");
         }
     }
+}
+
+/// Hands the change of a step on to another rule, of all parameters but the first few, and its rates only if it is told to.
+#[derive(Debug)]
+struct HandedOn<O> {
+    rule: O,
+    left_out: usize,
+    asks: bool,
+}
+
+impl<O: Optimizer> Optimizer for HandedOn<O> {
+    fn lr(&self) -> f64 {
+        self.rule.lr()
+    }
+
+    fn describe(&self) -> String {
+        self.rule.describe()
+    }
+
+    fn num_steps(&self) -> u64 {
+        self.rule.num_steps()
+    }
+
+    fn rates(&mut self, params: &[&Param], lr: f64) -> Result<Vec<f64>> {
+        if self.asks { self.rule.rates(params, lr) } else { Ok(vec![lr; params.len()]) }
+    }
+
+    fn change(&mut self, params: &[(&Param, Tensor)], step: &GatedStep) -> Result<()> {
+        self.rule.change(&params[self.left_out..], step)
+    }
+
+    fn count(&mut self, params: &[&Param]) {
+        self.rule.count(params);
+    }
+}
+
+#[test]
+fn rates_of_other_parameters_are_not_taken_for_those_of_a_rule() {
+    fn told<O: Optimizer>(rule: fn() -> O, left_out: usize, asks: bool) -> Result<()> {
+        let ran = World::run(Mesh::single(), |rank| {
+            let model = Model::new(rank, Linear::new(3, 2), &Plan::new(), 1)?;
+            let tape = model.tape();
+            let x = tape.constant(Tensor::from_host(rank, &[1, 3], &[1.0f32, 2.0, 3.0])?);
+            model.forward(&x).square().sum().backward()?;
+            HandedOn { rule: rule(), left_out, asks }.update(&model, tape.gradients()).map(drop)
+        });
+        ran.map(drop)
+    }
+    fn all<O: Optimizer>(rule: fn() -> O) {
+        told(rule, 0, true).unwrap();
+        for (left_out, asks, text) in
+            [(1, true, "a step of 1 parameters with"), (0, false, "the rates of parameter")]
+        {
+            let error = told(rule, left_out, asks).unwrap_err();
+            assert!(error.kind() == Kind::Config && error.message().starts_with(text), "{error}");
+        }
+    }
+    all(|| AdamW::new(0.1));
+    all(|| Sgd::new(0.1));
+}
+
+/// The first parameter by one rule, the rest by another.
+#[derive(Debug)]
+struct Parted(AdamW, Sgd);
+
+impl Optimizer for Parted {
+    fn lr(&self) -> f64 {
+        self.0.lr()
+    }
+
+    fn describe(&self) -> String {
+        format!("{} and {}", self.0.describe(), self.1.describe())
+    }
+
+    fn num_steps(&self) -> u64 {
+        self.0.num_steps()
+    }
+
+    fn rates(&mut self, params: &[&Param], lr: f64) -> Result<Vec<f64>> {
+        let (first, others) = params.split_at(1);
+        Ok([self.0.rates(first, lr)?, self.1.rates(others, lr)?].concat())
+    }
+
+    fn change(&mut self, params: &[(&Param, Tensor)], step: &GatedStep) -> Result<()> {
+        let (first, others) = params.split_at(1);
+        self.0.change(first, &step.of_rates(0..7))?;
+        self.1.change(others, &step.of_rates(7..10))
+    }
+
+    fn count(&mut self, params: &[&Param]) {
+        let (first, others) = params.split_at(1);
+        self.0.count(first);
+        self.1.count(others);
+    }
+}
+
+#[test]
+fn a_step_is_parted_between_rules() {
+    fn stepped(rank: &Rank, mut optim: impl Optimizer) -> Result<Vec<Vec<f64>>> {
+        let model = Model::new(rank, Linear::new(3, 2), &Plan::new(), 1)?;
+        let tape = model.tape();
+        let x = tape.constant(Tensor::from_host(rank, &[1, 3], &[1.0f32, 2.0, 3.0])?);
+        model.forward(&x).square().sum().backward()?;
+        optim.step(&model, tape.gradients(), StepArgs { clip: Some(0.5), ..StepArgs::new(0.01) })?;
+        model.params().iter().map(|param| param.tensor().to_f64()).collect()
+    }
+    World::run(Mesh::single(), |rank| {
+        let (adam, sgd) = (|| AdamW::new(0.1).weight_decay(0.1), || Sgd::new(0.1).momentum(0.5));
+        let both = stepped(rank, Parted(adam(), sgd()))?;
+        assert_eq!(both, [stepped(rank, adam())?.swap_remove(0), stepped(rank, sgd())?.swap_remove(1)]);
+        Ok(())
+    })
+    .unwrap();
 }
 
 /// A trainer of the tiny model.
