@@ -116,6 +116,9 @@ pub(super) fn reduce<F: Fold, T: Float<Acc = F::From>, U: Element>(
         return;
     }
     let x = Operand { memory, kept, reduced };
+    if x.reduced.numel() == 1 {
+        return alone::<F, T, U>(pool, &x, y, finish);
+    }
     let neighbours = x.kept.dims()[x.kept.dims().len() - 1];
     if neighbours.1 == [1] && neighbours.0 >= LANES && x.reduced.steps() != [1] {
         across::<F, T, U>(pool, &x, neighbours.0, y, finish);
@@ -128,6 +131,24 @@ struct Operand<'a, T> {
     memory: &'a [T],
     kept: Walk<1>,
     reduced: Walk<1>,
+}
+
+/// Each result is that of one element: the blocks and the tree add nothing to it but what stands for no element.
+fn alone<F: Fold, T: Float<Acc = F::From>, U: Element>(
+    pool: &Pool,
+    x: &Operand<'_, T>,
+    y: &mut [U],
+    finish: &Finish<'_, F, U>,
+) {
+    let [step] = x.kept.steps();
+    pool.chunks(y, TASK, |task, y| {
+        let mut left = y.iter_mut();
+        x.kept.runs(task * TASK..task * TASK + left.len(), |[at], length| {
+            for (i, y) in left.by_ref().take(length).enumerate() {
+                *y = finish(F::join(F::EMPTY, F::load(x.memory[at + i * step].widen())));
+            }
+        });
+    });
 }
 
 /// Each result on its own; long rows are cut into branches of the tree.
@@ -170,16 +191,18 @@ fn branch<F: Fold, T: Float<Acc = F::From>>(
     if range.is_empty() {
         return sums.finish();
     }
+    let row = (x.reduced.dims().len() == 1 && x.reduced.steps() == [1])
+        .then(|| &x.memory[base + range.start..base + range.end]);
+    if let Some(row) = row.and_then(T::as_wide) {
+        sums.take(row);
+        return sums.finish();
+    }
     let mut gathered = [F::From::ZERO; BLOCK];
-    if x.reduced.dims().len() == 1 && x.reduced.steps() == [1] {
-        let row = &x.memory[base + range.start..base + range.end];
-        match T::as_wide(row) {
-            Some(row) => sums.take(row),
-            None => row.chunks(BLOCK).for_each(|part| {
-                widen(part, &mut gathered);
-                sums.take(&gathered[..part.len()]);
-            }),
-        }
+    if let Some(row) = row {
+        row.chunks(BLOCK).for_each(|part| {
+            widen(part, &mut gathered);
+            sums.take(&gathered[..part.len()]);
+        });
         return sums.finish();
     }
     let [step] = x.reduced.steps();

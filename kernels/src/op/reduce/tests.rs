@@ -44,6 +44,8 @@ fn fast_paths_agree() {
             (&[40_000], 1),
             (&[5, 17], 0),
             (&[600, 40], 1),
+            (&[9000, 1], 1),
+            (&[3, 50, 1, 1], 2),
         ] {
             let x = values(1, shape.iter().product());
             let kept = &shape[..shape.len() - num];
@@ -185,8 +187,9 @@ fn sums(view: Strides, memory: &[f32]) -> Vec<u32> {
 
 #[test]
 fn bits_are_those_of_the_stated_order_however_x_lies() {
-    for [rows, cols] in [[20, 3000], [17, 256], [3, 100], [1, 70_000], [33, 16_384]] {
-        let x: Vec<f32> = values(5, rows * cols).iter().map(|&x| x as f32).collect();
+    for [rows, cols] in [[20, 3000], [17, 256], [3, 100], [1, 70_000], [33, 16_384], [9000, 1]] {
+        let mut x: Vec<f32> = values(5, rows * cols).iter().map(|&x| x as f32).collect();
+        x[0] = -0.0;
         let mut turned = vec![0f32; x.len()];
         (0..x.len()).for_each(|i| turned[i % cols * rows + i / cols] = x[i]);
         let right: Vec<u32> = x.chunks(cols).map(|row| stated(row).to_bits()).collect();
