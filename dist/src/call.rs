@@ -159,6 +159,17 @@ impl Request<'_> {
         }
     }
 
+    /// Elements that the member at a place shows to the others.
+    pub(crate) fn shown_numel(&self, place: usize) -> usize {
+        match self.op {
+            Op::AllReduce(_) => self.counts[0],
+            Op::AllGather => self.counts[place],
+            Op::Broadcast { root } if root != place => 0,
+            Op::Barrier | Op::Recv { .. } => 0,
+            _ => self.counts.iter().sum(),
+        }
+    }
+
     /// Elements that this rank has to move, whatever the algorithm.
     pub(crate) fn moved_numel(&self) -> usize {
         let (place, k) = (self.seat.place, self.seat.size());
@@ -173,6 +184,51 @@ impl Request<'_> {
             Op::Barrier => 0,
         }
     }
+}
+
+/// What is compared of a call, in two numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Print {
+    /// Of all that has to be the same for every member.
+    pub(crate) call: u64,
+    /// Of the path; 0 if there is none.
+    pub(crate) path: u64,
+}
+
+impl Print {
+    /// Of a call to a whole group. What [`Issued::differences`] tells apart has unlike prints but for one chance in 2^64; the
+    /// splits of an all_to_all, which differ from member to member, are not in it.
+    pub(crate) fn of(request: &Request<'_>) -> Print {
+        let Call { axes, dtype, phase, path, .. } = *request.call;
+        let (kind, with) = match request.op {
+            Op::AllReduce(how) => (0, how as u64),
+            Op::AllGather => (1, 0),
+            Op::ReduceScatter => (2, 0),
+            Op::AllToAll => (3, 0),
+            Op::Broadcast { root } => (4, root as u64),
+            Op::Barrier => (5, 0),
+            Op::Send { .. } | Op::Recv { .. } => unreachable!("bug: messages have no print"),
+        };
+        let small = kind | (dtype as u64) << 8 | (phase as u64) << 16 | u64::from(axes.bits()) << 32;
+        let counts = if request.op == Op::AllToAll { &[] } else { request.counts };
+        let start = [small, with, request.number, counts.len() as u64].into_iter().fold(0, mixed);
+        let call = counts.iter().fold(start, |hash, count| mixed(hash, *count as u64));
+        let (words, rest) = path.as_bytes().as_chunks::<8>();
+        let start = words.iter().fold(path.len() as u64, |hash, word| mixed(hash, u64::from_ne_bytes(*word)));
+        let hash = rest.iter().fold(start, |hash, byte| mixed(hash, u64::from(*byte)));
+        Print { call, path: if path.is_empty() { 0 } else { hash | 1 } }
+    }
+
+    /// Whether two members' calls fit together.
+    pub(crate) fn fits(self, other: Print) -> bool {
+        self.call == other.call && (self.path == other.path || self.path == 0 || other.path == 0)
+    }
+}
+
+/// One word more in a hash: a product spreads it, and what it brought to the upper half comes down.
+fn mixed(hash: u64, word: u64) -> u64 {
+    let product = (hash ^ word).wrapping_add(0x9E37_79B9_7F4A_7C15).wrapping_mul(0xD6E8_FEB8_6659_FD93);
+    product ^ product >> 32
 }
 
 /// The fingerprint of a call, kept where other ranks can read it. `number` 0 means no call yet.
@@ -317,6 +373,53 @@ mod tests {
         assert_eq!(moved(1, Op::AllToAll, &[1, 2, 3], &[4, 2, 2]), 6);
         assert_eq!(moved(0, Op::Send { to: 1 }, &[7], &[]), 7);
         assert_eq!(moved(0, Op::Barrier, &[], &[]), 0);
+    }
+
+    #[test]
+    fn prints_tell_apart_what_is_compared() {
+        let mesh = Mesh::new(&[("dp", 2), ("tp", 2)]).unwrap();
+        let site = Location::caller();
+        let call =
+            |axis: u8, dtype, phase, path| Call { axes: AxisSet::one(Axis(axis)), dtype, phase, path, site };
+        let plain = call(0, DType::F32, Phase::Forward, "h.0.mlp.out");
+        let calls = [
+            plain,
+            Call { axes: AxisSet::one(Axis(1)), ..plain },
+            Call { dtype: DType::BF16, ..plain },
+            Call { phase: Phase::Backward, ..plain },
+            Call { path: "h.1.mlp.out", ..plain },
+            Call { path: "h.0.mlp.ouu", ..plain },
+            Call { path: "h.0.mlp", ..plain },
+            Call { path: "", ..plain },
+        ];
+        let ops = [
+            Op::AllReduce(ReduceOp::Sum),
+            Op::AllReduce(ReduceOp::Max),
+            Op::AllGather,
+            Op::ReduceScatter,
+            Op::Broadcast { root: 0 },
+            Op::Broadcast { root: 1 },
+            Op::AllToAll,
+            Op::Barrier,
+        ];
+        let counts = [&[][..], &[6], &[7], &[3, 4], &[4, 3], &[0, 7]];
+        let mut all: Vec<(Print, Issued)> = Vec::new();
+        let parts = calls.iter().flat_map(|call| ops.iter().map(move |op| (call, *op)));
+        for (call, op) in parts {
+            let seat = Seat::new(&mesh, 0, call.axes);
+            for (counts, number) in counts.iter().flat_map(|counts| [(*counts, 1), (*counts, 2)]) {
+                let request = Request { call, op, seat: &seat, number, counts, received: &[], x: None };
+                let mut issued = Issued::nothing();
+                issued.set(&request);
+                all.push((Print::of(&request), issued));
+            }
+        }
+        for (i, (print, issued)) in all.iter().enumerate() {
+            for (other_print, other) in &all[i..] {
+                let fits = issued.differences(other).is_empty();
+                assert_eq!(print.fits(*other_print), fits, "{issued:?} and {other:?}");
+            }
+        }
     }
 
     #[test]

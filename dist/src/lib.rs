@@ -23,6 +23,7 @@ pub mod call;
 pub mod trace;
 mod sync;
 mod park;
+mod group;
 mod table;
 mod report;
 mod transport;

@@ -232,14 +232,23 @@ impl Mesh {
     /// of these axes (mesh order, outermost first). `rank` itself is among them.
     #[must_use]
     pub fn group(&self, rank: usize, axes: AxisSet) -> Vec<usize> {
-        let stride = |axis: Axis| self.0.sizes[axis.0 as usize + 1..].iter().product::<usize>();
-        let own = |axis: Axis| rank / stride(axis) % self.size(axis) * stride(axis);
-        let mut members = vec![rank - axes.iter().map(own).sum::<usize>()];
+        let mut members = vec![self.head(rank, axes)];
         for axis in axes.iter() {
-            let (size, stride) = (self.size(axis), stride(axis));
+            let (size, stride) = (self.size(axis), self.stride(axis));
             members = members.iter().flat_map(|first| (0..size).map(move |c| first + c * stride)).collect();
         }
         members
+    }
+
+    /// The first of [`Mesh::group`].
+    pub(crate) fn head(&self, rank: usize, axes: AxisSet) -> usize {
+        let own = |axis: Axis| rank / self.stride(axis) % self.size(axis) * self.stride(axis);
+        rank - axes.iter().map(own).sum::<usize>()
+    }
+
+    /// How far apart two neighbours on an axis are.
+    fn stride(&self, axis: Axis) -> usize {
+        self.0.sizes[axis.0 as usize + 1..].iter().product()
     }
 
     /// Every axis of the mesh.

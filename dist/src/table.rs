@@ -3,13 +3,14 @@
 
 use crate::call::{Issued, Op, Request};
 use crate::error::Error;
+use crate::group::Group;
 use crate::mesh::{AxisSet, Mesh};
 use crate::park::Parking;
 use crate::sync::{AtomicBool, AtomicU64, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use shardgrad_kernels::{Buffer, Mark};
-use std::collections::VecDeque;
-use std::sync::PoisonError;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 
 /// Whether a rank still runs its function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,12 +117,12 @@ impl Entry {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Shows a call to the others, with a buffer that is filled at `ready`. One that waits must be ended by [`Entry::met`]
-    /// when all have come.
-    pub(crate) fn post(&self, request: &Request<'_>, waits: bool, ready: Mark) {
+    /// Writes down a call for those who ask why nobody comes, and for the members of its group the buffer that they read, which
+    /// is filled at `ready`. One that waits must be ended by [`Entry::met`] when all have come.
+    pub(crate) fn post(&self, request: &Request<'_>, waits: bool, x: Option<&Buffer>, ready: Mark) {
         let mut posted = self.posted_mut();
         posted.issued.set(request);
-        posted.x = request.x.filter(|_| waits).cloned();
+        posted.x = x.cloned();
         posted.ready = ready;
         drop(posted);
         if waits {
@@ -129,7 +130,7 @@ impl Entry {
         }
     }
 
-    /// Ends the wait for others; to be called before anyone can go on to a next call.
+    /// Ends the wait for others.
     pub(crate) fn met(&self) {
         self.ticket.fetch_add(1, Ordering::AcqRel);
     }
@@ -237,11 +238,15 @@ pub(crate) enum Finding {
     Departed(usize),
 }
 
-/// All lines, and the first failure.
+/// A group: the bits of its axes, and its first member.
+type Place = (u16, usize);
+
+/// All lines, all groups in which ranks have met, and the first failure.
 #[derive(Debug)]
 pub(crate) struct Table {
     pub(crate) mesh: Mesh,
     entries: Vec<Entry>,
+    groups: Mutex<HashMap<Place, Arc<Group>>>,
     failed: AtomicBool,
     failure: Mutex<Option<Failure>>,
 }
@@ -249,7 +254,22 @@ pub(crate) struct Table {
 impl Table {
     pub(crate) fn new(mesh: Mesh) -> Table {
         let entries = (0..mesh.num_ranks()).map(|_| Entry::new()).collect();
-        Table { mesh, entries, failed: AtomicBool::new(false), failure: Mutex::new(None) }
+        let (groups, failed, failure) = (Mutex::default(), AtomicBool::new(false), Mutex::new(None));
+        Table { mesh, entries, groups, failed, failure }
+    }
+
+    /// The group of a rank over some axes.
+    pub(crate) fn group(&self, rank: usize, axes: AxisSet) -> Arc<Group> {
+        let fresh = || Arc::new(Group::new(self.mesh.group_size(axes)));
+        self.groups().entry(self.place(rank, axes)).or_insert_with(fresh).clone()
+    }
+
+    fn place(&self, rank: usize, axes: AxisSet) -> Place {
+        (axes.bits(), self.mesh.head(rank, axes))
+    }
+
+    fn groups(&self) -> MutexGuard<'_, HashMap<Place, Arc<Group>>> {
+        self.groups.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn entry(&self, rank: usize) -> &Entry {
@@ -277,8 +297,8 @@ impl Table {
     }
 
     /// One consistent glance at all ranks: a rank counts as waiting only if its ticket did not change between
-    /// the time before the first line was read and the time after the last, so every wait seen was true
-    /// throughout.
+    /// the time before the first line was read and the time after the last, and if those for whom it waits have not all
+    /// arrived by then, so every wait seen was true throughout.
     pub(crate) fn glance(&self) -> Glance<'_> {
         let tickets = || self.entries.iter().map(|e| e.ticket.load(Ordering::Acquire)).collect::<Vec<u64>>();
         let before = tickets();
@@ -293,9 +313,15 @@ impl Table {
             line.has_letter = self.has_letter(rank, line);
         }
         let after = tickets();
+        let groups = self.groups();
         for (rank, line) in lines.iter_mut().enumerate() {
-            line.waiting = before[rank] % 2 == 1 && before[rank] == after[rank];
+            // One that has not woken up yet keeps its ticket, while the others may have gone on.
+            let has_met = || groups.get(&self.place(rank, line.axes)).is_some_and(|g| g.has_met(line.number));
+            line.waiting = before[rank] % 2 == 1
+                && before[rank] == after[rank]
+                && !(line.op.is_collective() && has_met());
         }
+        drop(groups);
         Glance { mesh: &self.mesh, lines }
     }
 
@@ -357,9 +383,11 @@ fn path_back(
     false
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::call::{Call, Phase, Seat};
+    use shardgrad_kernels::DType;
     use std::cell::Cell;
 
     /// What is found of a rank where each waits for these, and one may be gone; and how often it was asked who waits for whom.
@@ -380,6 +408,33 @@ mod tests {
         assert_eq!(of(0), None);
         assert_eq!(of(5), None);
         assert_eq!(found(&[&[0]], None, 0).0, Some(Finding::Cycle(vec![0])));
+    }
+
+    #[test]
+    fn one_whom_all_have_met_waits_no_more_though_it_sleeps() {
+        let mesh = Mesh::new(&[("x", 2)]).unwrap();
+        let (table, axes) = (Table::new(mesh.clone()), mesh.all_axes());
+        let (phase, site) = (Phase::Control, std::panic::Location::caller());
+        let call = Call { axes, dtype: DType::F32, phase, path: "", site };
+        let (op, seat) = (Op::Barrier, Seat::new(&mesh, 0, axes));
+        let request =
+            Request { call: &call, op, seat: &seat, number: 1, counts: &[], received: &[], x: None };
+        let group = table.group(0, axes);
+        table.entry(0).post(&request, true, None, Mark::default());
+        let nap = std::time::Duration::ZERO;
+        let mut seen = Vec::new();
+        // While it naps, the other one comes, and leaves for good.
+        let arrived = group.come(&group.arrived, nap, || {
+            if seen.is_empty() {
+                seen.push(table.glance().absent(0));
+                group.come(&group.arrived, nap, || unreachable!("it is the last")).unwrap();
+                table.entry(1).set_state(State::Returned);
+                seen.push(table.glance().absent(0));
+                assert_eq!(table.glance().examine(0), None);
+            }
+            Ok(())
+        });
+        assert!(arrived.is_ok() && seen == [vec![1], vec![]], "{seen:?}");
     }
 
     #[test]

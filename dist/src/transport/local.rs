@@ -1,6 +1,6 @@
 //! The kernels that collectives are made of: copies and combinations of flat ranges.
 
-use crate::call::ReduceOp;
+use crate::call::{Op, ReduceOp, Request};
 use crate::error::Result;
 use shardgrad_kernels::op::{copy, ranks};
 use shardgrad_kernels::{Arg, ArgMut, Backend, Buffer, DType, Launch, Strides};
@@ -53,4 +53,39 @@ pub(super) fn combine<'a>(
     };
     backend.launch(kernel, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars: &[] })?;
     Ok(())
+}
+
+/// Where part `i` begins.
+pub(super) fn before(counts: &[usize], i: usize) -> usize {
+    counts[..i].iter().sum()
+}
+
+fn of<'a>(shown: &Option<&'a Buffer>) -> &'a Buffer {
+    shown.expect("every member of a reduction or a gathering shows a buffer")
+}
+
+/// Forms the result of the member that asks from the buffers that members show, by place: all of them, or the root. An exchange
+/// and a large all-reduce are formed elsewhere.
+pub(super) fn form(
+    backend: &dyn Backend,
+    request: &Request<'_>,
+    shown: &[Option<&Buffer>],
+    y: &mut Buffer,
+) -> Result<()> {
+    let (dtype, place, counts) = (request.call.dtype, request.seat.place, request.counts);
+    match request.op {
+        Op::AllReduce(how) => combine(backend, dtype, how, shown.iter().map(of), &(0..counts[0]), y),
+        Op::ReduceScatter => {
+            let start = before(counts, place);
+            let mine = start..start + counts[place];
+            combine(backend, dtype, ReduceOp::Sum, shown.iter().map(of), &mine, y)
+        }
+        Op::AllGather => shown
+            .iter()
+            .map(of)
+            .enumerate()
+            .try_for_each(|(i, x)| copy(backend, dtype, x, 0..counts[i], y, before(counts, i))),
+        Op::Broadcast { root } => copy(backend, dtype, of(&shown[root]), 0..counts[0], y, 0),
+        Op::AllToAll | Op::Send { .. } | Op::Recv { .. } | Op::Barrier => Ok(()),
+    }
 }

@@ -10,22 +10,23 @@
 //! behind what fills it, at which readers let their work begin; and whoever has read shows the point behind that, at
 //! which the owners let what comes next begin. Nobody waits for the device. On the CPU there are no such points.
 //!
+//! There, little is shown as a copy in the group's notes instead, which stays until everyone has come to the next call: no buffer
+//! is read in place, so there is no second meeting.
+//!
 //! Where the back end can do it, each call is a flight: what is copied and summed for it, and all that waits for others, is given
 //! beside what the rank computes, which goes on.
 
 use super::{Transport, local};
-use crate::call::{Op, ReduceOp, Request, chunk};
+use crate::call::{Op, Print, ReduceOp, Request, chunk};
 use crate::error::Result;
-use crate::park::Parking;
+use crate::group::{Group, NOTE_BYTES, NOTED_MAX};
 use crate::report;
-use crate::sync::{AtomicU64, Mutex, RwLockReadGuard};
+use crate::sync::{AtomicU64, RwLockReadGuard};
 use crate::table::{Entry, Failure, Finding, Letter, Posted, Table};
-use shardgrad_kernels::{Backend, Buffer, Mark};
+use shardgrad_kernels::{Allocator, Backend, Buffer, Mark};
 use smallvec::SmallVec;
-use std::cell::{Cell, RefCell};
-use std::collections::HashMap;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
+use std::cell::{Cell, OnceCell, RefCell};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Up to this size every member combines all elements itself: a meeting costs more than the reading.
@@ -37,50 +38,6 @@ const LOOKERS_MAX: usize = 32;
 /// No more of a nap of ten milliseconds counts as waiting, however late a loaded machine wakes a rank.
 const NAP_MAX: Duration = Duration::from_millis(100);
 
-/// How often the members of a group have come to each of the three meetings, summed over all of them.
-#[derive(Debug, Default)]
-#[repr(align(128))]
-pub(crate) struct Group {
-    arrived: AtomicU64,
-    combined: AtomicU64,
-    left: AtomicU64,
-    parking: Parking,
-}
-
-impl Group {
-    /// Comes to a meeting of one kind and waits until all of `size` members have come. `tick` runs at every wake-up that
-    /// finds nothing done; its error ends the wait.
-    fn come(
-        &self,
-        count: &AtomicU64,
-        size: u64,
-        spin: Duration,
-        tick: impl FnMut() -> Result<()>,
-    ) -> Result<()> {
-        let before = count.fetch_add(1, Ordering::SeqCst);
-        // Nobody comes to the next meeting of a kind before this one is complete.
-        let all = (before / size + 1) * size;
-        if before + 1 == all {
-            self.parking.ring();
-            return Ok(());
-        }
-        self.parking.wait(spin, || count.load(Ordering::SeqCst) >= all, tick)
-    }
-}
-
-#[cfg(all(loom, test))]
-impl Group {
-    /// The first meeting alone.
-    pub(crate) fn arrive(&self, size: u64, spin: Duration, tick: impl FnMut() -> Result<()>) -> Result<()> {
-        self.come(&self.arrived, size, spin, tick)
-    }
-
-    /// The last meeting alone.
-    pub(crate) fn leave(&self, size: u64, spin: Duration, tick: impl FnMut() -> Result<()>) -> Result<()> {
-        self.come(&self.left, size, spin, tick)
-    }
-}
-
 /// What all ranks of one world share.
 #[derive(Debug)]
 pub(crate) struct Shared {
@@ -88,13 +45,11 @@ pub(crate) struct Shared {
     pub(crate) timeout: Duration,
     pub(crate) spin: Duration,
     pub(crate) jitter: Option<u64>,
-    /// By axes and first member.
-    groups: Mutex<HashMap<(u16, usize), Arc<Group>>>,
 }
 
 impl Shared {
     pub(crate) fn new(table: Table, timeout: Duration, spin: Duration, jitter: Option<u64>) -> Shared {
-        Shared { table, timeout, spin, jitter, groups: Mutex::default() }
+        Shared { table, timeout, spin, jitter }
     }
 }
 
@@ -104,10 +59,19 @@ pub(crate) struct Threads {
     shared: Arc<Shared>,
     rank: usize,
     /// By axes.
-    groups: RefCell<Vec<Option<Arc<Group>>>>,
+    groups: Vec<OnceCell<Arc<Group>>>,
+    desk: RefCell<Desk>,
     dice: Cell<u64>,
     /// The limit of a wait, where that is longer than the world's.
     patience: Cell<Duration>,
+}
+
+/// Where a rank copies what is shown in notes.
+#[derive(Debug)]
+struct Desk {
+    bytes: Box<[u8; NOTE_BYTES]>,
+    /// The contents of other members' notes, by place.
+    shown: Vec<Buffer>,
 }
 
 /// How long a rank has slept in one wait, as far as it has lived.
@@ -130,6 +94,9 @@ impl Watch {
 }
 
 type Peers<'a> = SmallVec<[RwLockReadGuard<'a, Posted>; 8]>;
+
+/// What the members show, by place.
+type Shown<'a> = SmallVec<[Option<&'a Buffer>; 8]>;
 
 impl Transport for Threads {
     fn check(&self) -> Result<()> {
@@ -163,8 +130,9 @@ impl Threads {
     pub(crate) fn new(shared: Arc<Shared>, rank: usize) -> Threads {
         let num_sets = 1 << shared.table.mesh.num_axes();
         let seed = shared.jitter.unwrap_or(0) ^ (rank as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-        let (groups, patience) = (RefCell::new(vec![None; num_sets]), Cell::new(Duration::ZERO));
-        Threads { rank, groups, dice: Cell::new(seed), patience, shared }
+        let (groups, patience) = (vec![OnceCell::new(); num_sets], Cell::new(Duration::ZERO));
+        let desk = RefCell::new(Desk { bytes: Box::new([0; NOTE_BYTES]), shown: Vec::new() });
+        Threads { rank, groups, desk, dice: Cell::new(seed), patience, shared }
     }
 
     /// How long a wait may last.
@@ -190,46 +158,96 @@ impl Threads {
         report::lost(&table.mesh, &failure, self.rank, doing)
     }
 
-    fn group(&self, request: &Request<'_>) -> Arc<Group> {
-        let bits = request.call.axes.bits();
-        self.groups.borrow_mut()[usize::from(bits)]
-            .get_or_insert_with(|| {
-                let mut groups = self.shared.groups.lock().unwrap_or_else(PoisonError::into_inner);
-                groups.entry((bits, request.seat.members[0])).or_default().clone()
-            })
-            .clone()
+    fn group(&self, request: &Request<'_>) -> &Group {
+        let axes = request.call.axes;
+        self.groups[usize::from(axes.bits())].get_or_init(|| self.shared.table.group(self.rank, axes))
     }
 
     fn collective(&self, backend: &dyn Backend, request: &Request<'_>) -> Result<Option<Buffer>> {
         let size = request.call.dtype.size();
-        let is_root = matches!(request.op, Op::Broadcast { root } if root == request.seat.place);
-        let mut y = match request.result_numel() {
-            Some(_) if is_root => request.x.cloned(),
+        let y = match request.result_numel() {
+            Some(_) if is_root(request) => request.x.cloned(),
             Some(numel) => Some(backend.alloc(numel * size)?),
             None => None,
         };
-        let group = self.group(request);
-        self.entry(self.rank).post(request, true, backend.mark()?);
-        self.meet(&group, &group.arrived, request, true)?;
-        self.entry(self.rank).met();
+        let (group, ready) = (self.group(request), backend.mark()?);
+        if ready.is_behind() && fits_notes(request) {
+            return self.by_notes(backend, request, group, y);
+        }
+        self.in_place(backend, request, group, ready, y)
+    }
+
+    /// Meets once: everyone shows a copy.
+    fn by_notes(
+        &self,
+        backend: &dyn Backend,
+        request: &Request<'_>,
+        group: &Group,
+        y: Option<Buffer>,
+    ) -> Result<Option<Buffer>> {
+        let (size, seat) = (request.call.dtype.size(), request.seat);
+        let Desk { bytes, shown } = &mut *self.desk.borrow_mut();
+        let mine = &mut bytes[..request.shown_numel(seat.place) * size];
+        if let Some(x) = request.x {
+            backend.download(x, mine)?;
+        }
+        self.entry(self.rank).post(request, true, None, Mark::default());
+        self.arrive(group, request, mine)?;
+        self.shake();
+        let mut y = match y {
+            Some(y) if !is_root(request) => y,
+            done => return Ok(done),
+        };
+        while shown.len() < seat.size() {
+            // Not of the back end, whose account is that of tensors.
+            shown.push(Allocator::with_limit(0).alloc(NOTE_BYTES)?);
+        }
+        for (place, shown) in shown[..seat.size()].iter_mut().enumerate().filter(|(i, _)| *i != seat.place) {
+            let theirs = &mut bytes[..request.shown_numel(place) * size];
+            group.read(place, request.number, theirs);
+            backend.upload(theirs, shown)?;
+        }
+        let of = |place: usize| request.x.filter(|_| place == seat.place).or(Some(&shown[place]));
+        local::form(backend, request, &(0..seat.size()).map(of).collect::<Shown<'_>>(), &mut y)?;
+        Ok(Some(y))
+    }
+
+    /// Meets before and behind the reading of what everyone shows where it lies.
+    fn in_place(
+        &self,
+        backend: &dyn Backend,
+        request: &Request<'_>,
+        group: &Group,
+        ready: Mark,
+        mut y: Option<Buffer>,
+    ) -> Result<Option<Buffer>> {
+        // Where work is done when it is given, nothing has to wait for it.
+        let is_later = !ready.is_behind();
+        self.entry(self.rank).post(request, true, request.x, ready);
+        self.arrive(group, request, &[])?;
         {
-            let peers: Peers<'_> = request.seat.members.iter().map(|&r| self.entry(r).posted()).collect();
-            self.compare(request, &peers)?;
+            let peers = self.peers(request);
             for peer in &peers {
                 backend.wait(&peer.ready)?;
             }
             match (request.op, &mut y) {
                 (Op::AllReduce(how), Some(y)) if is_large(request) => {
-                    self.all_reduce_in_chunks(backend, request, how, &group, peers, y)?;
+                    self.all_reduce_in_chunks(backend, request, how, group, peers, y)?;
                 }
-                (_, Some(y)) if !is_root => read(backend, request, &peers, y)?,
+                (Op::AllToAll, Some(y)) => exchange(backend, request, &peers, y)?,
+                (_, Some(y)) if !is_root(request) => {
+                    let shown: Shown<'_> = peers.iter().map(|p| p.x.as_ref()).collect();
+                    local::form(backend, request, &shown, y)?;
+                }
                 _ => {}
             }
         }
         self.shake();
-        self.entry(self.rank).set_read(backend.mark()?);
-        self.meet(&group, &group.left, request, false)?;
-        for &peer in &request.seat.members {
+        if is_later {
+            self.entry(self.rank).set_read(backend.mark()?);
+        }
+        self.meet(group, &group.left, request, false)?;
+        for &peer in request.seat.members.iter().filter(|_| is_later) {
             backend.wait(&self.entry(peer).read())?;
         }
         self.entry(self.rank).clear();
@@ -237,6 +255,22 @@ impl Threads {
             self.entry(self.rank).set_part(None);
         }
         Ok(y)
+    }
+
+    /// Comes to the first meeting, with contents for all, and compares the calls.
+    fn arrive(&self, group: &Group, request: &Request<'_>, contents: &[u8]) -> Result<()> {
+        group.show(request.seat.place, request.number, Print::of(request), contents);
+        self.meet(group, &group.arrived, request, true)?;
+        self.entry(self.rank).met();
+        // Splits differ from member to member. Whoever has posted an unlike call does not post another one.
+        if group.prints_agree(request.number) && request.op != Op::AllToAll {
+            return Ok(());
+        }
+        self.compare(request, &self.peers(request))
+    }
+
+    fn peers(&self, request: &Request<'_>) -> Peers<'_> {
+        request.seat.members.iter().map(|&r| self.entry(r).posted()).collect()
     }
 
     /// Carries a call out, as a flight where the back end knows such.
@@ -301,7 +335,7 @@ impl Threads {
     fn meet(&self, group: &Group, count: &AtomicU64, request: &Request<'_>, arriving: bool) -> Result<()> {
         let mut watch = Watch::default();
         let look_around = || self.look_around(request, &mut watch, arriving);
-        group.come(count, request.seat.size() as u64, self.shared.spin, look_around)
+        group.come(count, self.shared.spin, look_around)
     }
 
     /// What a waiting rank does every ten milliseconds: has the world failed, will nobody come, is it too
@@ -361,7 +395,7 @@ impl Threads {
         }
         let me = self.entry(self.rank);
         let ready = backend.mark()?;
-        me.post(request, false, Mark::default());
+        me.post(request, false, None, Mark::default());
         let issued = me.posted().issued.clone();
         let letter = Letter { from: self.rank, issued, x: copied, ready };
         self.entry(request.seat.members[to]).deliver(letter);
@@ -372,7 +406,7 @@ impl Threads {
         let (dtype, numel, axes) = (request.call.dtype, request.counts[0], request.call.axes);
         let mut y = backend.alloc(numel * dtype.size())?;
         let (me, from) = (self.entry(self.rank), request.seat.members[from]);
-        me.post(request, true, Mark::default());
+        me.post(request, true, None, Mark::default());
         let mut watch = Watch::default();
         let there = || me.has_letter(axes, from);
         me.parking.wait(self.shared.spin, there, || self.look_around(request, &mut watch, true))?;
@@ -416,42 +450,31 @@ fn is_large(request: &Request<'_>) -> bool {
     request.seat.size() > 2 && request.counts[0] * request.call.dtype.size() > DIRECT_BYTES_MAX
 }
 
+/// Whether this rank has what all get.
+fn is_root(request: &Request<'_>) -> bool {
+    matches!(request.op, Op::Broadcast { root } if root == request.seat.place)
+}
+
+/// Whether what each member shows fits into its note. All members decide alike, or their prints differ.
+fn fits_notes(request: &Request<'_>) -> bool {
+    let places = 0..request.seat.size();
+    let bytes = |place: usize| request.shown_numel(place) * request.call.dtype.size();
+    request.op != Op::AllToAll
+        && places.len() <= NOTED_MAX
+        && places.map(bytes).all(|bytes| bytes <= NOTE_BYTES)
+}
+
 /// The buffers that all members show, in the order of the group.
 fn buffers<'a>(peers: &'a Peers<'_>) -> impl Iterator<Item = &'a Buffer> {
     peers.iter().map(|p| p.x.as_ref().expect("every member of a reduction shows a buffer"))
 }
 
-/// Forms this rank's result from what the members show, without a further meeting.
-fn read(backend: &dyn Backend, request: &Request<'_>, peers: &Peers<'_>, y: &mut Buffer) -> Result<()> {
-    let (dtype, place) = (request.call.dtype, request.seat.place);
-    let before = |counts: &[usize], i: usize| counts[..i].iter().sum::<usize>();
-    match request.op {
-        Op::AllReduce(how) => {
-            local::combine(backend, dtype, how, buffers(peers), &(0..request.counts[0]), y)?;
-        }
-        Op::ReduceScatter => {
-            let start = before(request.counts, place);
-            let mine = start..start + request.counts[place];
-            local::combine(backend, dtype, ReduceOp::Sum, buffers(peers), &mine, y)?;
-        }
-        Op::AllGather => {
-            for (i, x) in buffers(peers).enumerate() {
-                local::copy(backend, dtype, x, 0..request.counts[i], y, before(request.counts, i))?;
-            }
-        }
-        Op::AllToAll => {
-            for (i, x) in buffers(peers).enumerate() {
-                let start = before(&peers[i].issued.counts, place);
-                let range = start..start + request.received[i];
-                local::copy(backend, dtype, x, range, y, before(request.received, i))?;
-            }
-        }
-        Op::Broadcast { root } => {
-            if let Some(x) = &peers[root].x {
-                local::copy(backend, dtype, x, 0..request.counts[0], y, 0)?;
-            }
-        }
-        Op::Send { .. } | Op::Recv { .. } | Op::Barrier => {}
+/// Picks from what every member sends what is for this rank.
+fn exchange(backend: &dyn Backend, request: &Request<'_>, peers: &Peers<'_>, y: &mut Buffer) -> Result<()> {
+    let (dtype, place, received) = (request.call.dtype, request.seat.place, request.received);
+    for (i, x) in buffers(peers).enumerate() {
+        let start = local::before(&peers[i].issued.counts, place);
+        local::copy(backend, dtype, x, start..start + received[i], y, local::before(received, i))?;
     }
     Ok(())
 }

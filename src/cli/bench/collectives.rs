@@ -26,6 +26,8 @@ const CASES: [Case; 4] = [
 
 /// A sample moves so many bytes at most, or is one call.
 const CALLS_BYTES: usize = 1 << 28;
+/// But no more calls than this; of fewer, all samples are over before ranks have come to cores of their own.
+const CALLS_MAX: usize = 2000;
 /// Rows and columns of what is moved, f32.
 const SHAPES: [[usize; 2]; 3] = [[4, 4], [64, 64], [1024, 1024]];
 
@@ -62,7 +64,7 @@ fn measure(bench: &Bench, rank: &Rank, case: &Case, shape: &[usize]) -> Result<f
     let moved = || x.to_layout_at(&to, Location::caller());
     check(case.name, &moved()?.to_f64()?, &data.iter().map(|x| f64::from(*x)).collect::<Vec<_>>(), 0.0)?;
     // Every rank makes as many calls as the others: the number must not depend on a clock.
-    let calls = (CALLS_BYTES / (4 * data.len())).clamp(1, 50);
+    let calls = (CALLS_BYTES / (4 * data.len())).clamp(1, CALLS_MAX);
     let sample = Bench { limit: std::time::Duration::ZERO, ..*bench };
     sample.seconds(calls, || moved().map(|_| ()))
 }
