@@ -68,3 +68,85 @@ fn each_difference_is_named() {
         assert!(error.to_string().contains("`argument 0 of the loss` first"), "{error}");
     }
 }
+
+/// A number that comes of a batch of this shape, which each rank states for itself.
+fn of_batch(
+    mesh: &str,
+    shape: impl Fn(usize) -> [usize; 2] + Sync,
+    f: impl Fn(&Var) -> Var + Sync,
+) -> Result<Vec<f64>> {
+    World::run(Mesh::parse(mesh).unwrap(), |rank| {
+        let shape = shape(rank.index());
+        let data: Vec<f32> = (0..shape[0] * shape[1]).map(|i| i as f32).collect();
+        let layout = Plan::data("dp").batch_layout(rank.mesh(), DType::F32, &shape)?;
+        let batch = Tensor::from_global(rank, &layout, &data)?;
+        f(&Tape::inference(rank).constant(batch)).item()
+    })
+}
+
+#[test]
+fn batches_of_unlike_shapes_are_told_where_a_scalar_hides_them() {
+    let mean = |x: &Var| x.square().mean();
+    // More rows, and the same rows with more in each.
+    for (odd, text) in [([6, 4], "f32[6@dp, 4]"), ([4, 7], "f32[4@dp, 7]")] {
+        for mesh in ["dp=2", "dp=2,tp=2"] {
+            let error = of_batch(mesh, |r| if r == 1 { odd } else { [4, 4] }, mean).unwrap_err();
+            let told = error.to_string();
+            assert_eq!(error.kind(), Kind::Collective, "{told}");
+            for part in ["global shapes", "f32[4@dp, 4] at tests/agreement.rs", text, "same global shape"] {
+                assert!(told.contains(part), "no `{part}` in: {told}");
+            }
+        }
+    }
+    let alike = of_batch("dp=2", |_| [4, 4], mean).unwrap();
+    assert_eq!(alike, of_batch("dp=1", |_| [4, 4], mean).unwrap().repeat(2));
+}
+
+#[test]
+fn a_shape_that_an_op_states_is_compared_too() {
+    let cut = |x: &Var| {
+        let odd = if x.rank().index() == 1 { 2 } else { 3 };
+        x.slice(1, 0..odd).sum()
+    };
+    let error = of_batch("dp=2", |_| [4, 4], cut).unwrap_err();
+    assert!(error.kind() == Kind::Collective && error.to_string().contains("global shapes"), "{error}");
+}
+
+#[test]
+fn what_a_rank_does_by_itself_is_nobody_elses_affair() {
+    let plain = of_batch("dp=2", |_| [4, 4], |x| x.square().mean()).unwrap();
+    let noted = of_batch(
+        "dp=2",
+        |_| [4, 4],
+        |x| {
+            let is_first = x.rank().index() == 0;
+            if is_first {
+                // What is looked at on one rank, in a shape that the others never make.
+                let seen = x.tensor().slice(1, 1..3).square().to_local_f64().unwrap();
+                assert_eq!(seen, [1.0, 4.0, 25.0, 36.0]);
+            }
+            // Rows of one rank are changed in a way of its own, and keep their shape.
+            let x = if is_first { x.neg() } else { x.clone() };
+            x.square().mean()
+        },
+    );
+    assert_eq!(noted.unwrap(), plain);
+}
+
+#[test]
+fn gradients_of_unlike_batches_are_not_added_up() {
+    let ended = World::run(Mesh::parse("dp=2").unwrap(), |rank| {
+        let plan = Plan::data("dp");
+        let rows = if rank.index() == 0 { 4 } else { 6 };
+        let layout = plan.batch_layout(rank.mesh(), DType::F32, &[rows, 3])?;
+        let model = Model::new(rank, Linear::new(3, 2), &plan, 1)?;
+        let tape = model.tape();
+        let x = tape.constant(Tensor::from_global(rank, &layout, &vec![0.5f32; rows * 3])?);
+        model.forward(&x).square().mean().backward()?;
+        Ok(tape.gradients().len())
+    });
+    let told = ended.unwrap_err().to_string();
+    for part in ["backward", "f32[4@dp, 3]", "f32[6@dp, 3]"] {
+        assert!(told.contains(part), "no `{part}` in: {told}");
+    }
+}

@@ -3,7 +3,7 @@
 
 use crate::card;
 use crate::cli::Folder;
-use shardgrad::dist::{AxisSet, Call, Phase, ReduceOp};
+use shardgrad::dist::{AxisSet, Call, Origin, Phase, ReduceOp};
 use shardgrad::kernels::gpu::{Grid, GridArg};
 use shardgrad::kernels::op::copy::COPY;
 use shardgrad::kernels::{
@@ -23,7 +23,14 @@ const N: usize = 10_000;
 #[track_caller]
 fn over_tp(rank: &Rank) -> Call<'static> {
     let axes: AxisSet = rank.mesh().axes().collect();
-    Call { axes, dtype: DType::F32, phase: Phase::Forward, path: "", site: Location::caller() }
+    Call {
+        axes,
+        dtype: DType::F32,
+        phase: Phase::Forward,
+        path: "",
+        origin: Origin::default(),
+        site: Location::caller(),
+    }
 }
 
 fn up(rank: &Rank, value: impl Fn(usize) -> f32) -> Result<Buffer> {

@@ -40,6 +40,15 @@ pub enum Phase {
     Control,
 }
 
+/// What the elements of a call come from, as far as its caller knows: ranks that meet made it alike.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Origin<'a> {
+    /// The same on all ranks that meet; 0 where nothing is known, which is compared with nothing.
+    pub mark: u64,
+    /// What this rank was given last, and where, for the error of unlike marks. It is not compared.
+    pub given: &'a str,
+}
+
 /// What a caller states of a collective besides its buffers.
 #[derive(Clone, Copy, Debug)]
 pub struct Call<'a> {
@@ -51,6 +60,8 @@ pub struct Call<'a> {
     pub phase: Phase,
     /// The value in question, as in `h.3.mlp.out`. May be empty; ranks that meet and name one name the same.
     pub path: &'a str,
+    /// What the elements come from.
+    pub origin: Origin<'a>,
     /// The line of user code that asked.
     pub site: &'static Location<'static>,
 }
@@ -127,6 +138,9 @@ impl Seat {
         }
     }
 }
+
+/// How messages call a difference of what the elements come from.
+pub(crate) const ORIGIN: &str = "global shapes";
 
 /// One call on its way to a transport. `counts` holds the global extents that all members must agree on; for
 /// all_to_all it holds what this rank sends to each member, and `received` what it gets from each.
@@ -242,6 +256,8 @@ pub(crate) struct Issued {
     pub(crate) received: SmallVec<[usize; 8]>,
     phase: Phase,
     path: String,
+    mark: u64,
+    pub(crate) given: String,
     site: &'static Location<'static>,
 }
 
@@ -257,6 +273,8 @@ impl Issued {
             received: SmallVec::new(),
             phase: Phase::Control,
             path: String::new(),
+            mark: 0,
+            given: String::new(),
             site: Location::caller(),
         }
     }
@@ -274,6 +292,9 @@ impl Issued {
         self.phase = request.call.phase;
         self.path.clear();
         self.path.push_str(request.call.path);
+        self.mark = request.call.origin.mark;
+        self.given.clear();
+        self.given.push_str(request.call.origin.given);
         self.site = request.call.site;
     }
 
@@ -290,6 +311,7 @@ impl Issued {
             (Op::Broadcast { root: a }, Op::Broadcast { root: b }) => root = a != b,
             _ => {}
         }
+        let marks = self.mark != 0 && other.mark != 0 && self.mark != other.mark;
         let paths = !self.path.is_empty() && !other.path.is_empty() && self.path != other.path;
         [
             (!same_op, "op"),
@@ -301,6 +323,7 @@ impl Issued {
             (self.axes != other.axes, "axes"),
             (self.phase != other.phase, "phase"),
             (paths, "path"),
+            (marks, ORIGIN),
         ]
         .iter()
         .filter_map(|&(differs, what)| differs.then_some(what))
@@ -360,8 +383,14 @@ mod tests {
     fn moved_elements_by_hand() {
         let mesh = Mesh::new(&[("tp", 3)]).unwrap();
         let axes = AxisSet::one(Axis(0));
-        let call =
-            Call { axes, dtype: DType::F32, phase: Phase::Forward, path: "", site: Location::caller() };
+        let call = Call {
+            axes,
+            dtype: DType::F32,
+            phase: Phase::Forward,
+            path: "",
+            origin: Origin::default(),
+            site: Location::caller(),
+        };
         let moved = |rank: usize, op: Op, counts: &[usize], received: &[usize]| {
             let seat = Seat::new(&mesh, rank, axes);
             Request { call: &call, op, seat: &seat, number: 1, counts, received, x: None }.moved_numel()

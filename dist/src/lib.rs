@@ -4,8 +4,8 @@
 //! one thread per rank of a [`Mesh`]; each gets a [`Rank`], the one handle through which it meets the others.
 //!
 //! What always holds:
-//! - Every collective carries what it is (number, op, reduction, root, dtype, counts, axes, path, line), and
-//!   ranks that called different things get an error naming both. Nothing is computed from unlike calls.
+//! - Every collective carries what it is (number, op, reduction, root, dtype, counts, axes, path, line) and what its
+//!   elements come from, and ranks that called different things get an error naming both. Nothing is computed from unlike calls.
 //! - No wait is endless: a mismatch, a circle of waits over any groups, a rank that left and a wait beyond
 //!   [`World::timeout`] all end in an error on every rank, and [`World::launch`] returns the first cause.
 //! - Results are functions of the inputs and the mesh: sums are formed in a fixed balanced tree over the place
@@ -30,7 +30,7 @@ mod transport;
 pub mod rank;
 pub mod launch;
 
-pub use call::{Call, Phase, ReduceOp};
+pub use call::{Call, Origin, Phase, ReduceOp};
 pub use error::{Error, Kind, Result};
 pub use launch::World;
 pub use mesh::{Axis, AxisSet, Mesh};

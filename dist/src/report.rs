@@ -1,6 +1,6 @@
 //! The texts of everything that can go wrong between ranks.
 
-use crate::call::{Issued, Op};
+use crate::call::{Issued, ORIGIN, Op};
 use crate::error::{Error, Kind};
 use crate::mesh::Mesh;
 use crate::table::{Failure, Letter, Seen, State};
@@ -8,6 +8,7 @@ use std::time::Duration;
 
 const LONGER: &str = "a longer limit is set with World::timeout (--timeout on the command line)";
 const SAME_CALLS: &str = "all ranks of a group make the same calls in the same order";
+const SAME_SHAPES: &str = "all ranks must give the same global shape: leave out or pad what a rank has more of, and make the layout of it";
 
 /// The error of a group whose members called unlike things; `None` if all agree.
 pub(crate) fn mismatch(mesh: &Mesh, members: &[usize], calls: &[&Issued]) -> Option<Error> {
@@ -32,10 +33,16 @@ fn unlike(mesh: &Mesh, members: &[usize], calls: &[&Issued], differences: &[&str
         .iter()
         .map(|(call, ranks)| format!("{} called {}", list(ranks), call.text(mesh, ranks[0])))
         .collect();
-    Error::new(Kind::Collective, format!("collective mismatch: {}", clauses.join(", ")))
+    let mut error = Error::new(Kind::Collective, format!("collective mismatch: {}", clauses.join(", ")))
         .detail("differs", differences.join(", "))
-        .detail("ranks", format!("{members:?} of {mesh}"))
-        .detail("help", SAME_CALLS)
+        .detail("ranks", format!("{members:?} of {mesh}"));
+    if !differences.contains(&ORIGIN) {
+        return error.detail("help", SAME_CALLS);
+    }
+    for (call, ranks) in classes.iter().filter(|(call, _)| !call.given.is_empty()) {
+        error = error.detail("given", format!("{}: {}", list(ranks), call.given));
+    }
+    error.detail("help", SAME_SHAPES)
 }
 
 fn unlike_splits(mesh: &Mesh, members: &[usize], calls: &[&Issued]) -> Option<Error> {

@@ -6,7 +6,7 @@
 use crate::layout::Layout;
 use crate::state::State;
 use crate::tensor::Tensor;
-use shardgrad_dist::{Axis, Call, Error, Kind, Phase, Rank, Result};
+use shardgrad_dist::{Axis, Call, Error, Kind, Origin, Phase, Rank, Result};
 use shardgrad_kernels::{Buffer, DType, download, upload};
 use std::panic::Location;
 
@@ -178,7 +178,8 @@ fn all_gather(
 ) -> Result<Buffer> {
     let mesh = rank.mesh();
     let axes = mesh.axes().filter(|a| mesh.size(*a) > 1).collect();
-    rank.all_gather(&Call { axes, dtype, phase: Phase::Control, path: "", site }, own, counts)
+    let call = Call { axes, dtype, phase: Phase::Control, path: "", origin: Origin::default(), site };
+    rank.all_gather(&call, own, counts)
 }
 
 /// 64 bits that any change of one word changes: every word is mixed in by steps that can be undone. Four runs side by

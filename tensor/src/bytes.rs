@@ -31,7 +31,7 @@ impl Tensor {
         }
         // Bytes of a file need not be 0 or 1, as those of every bool are.
         let dtype = if from == DType::Bool { DType::U8 } else { from };
-        let held = Piece { buffer: upload(&**rank.backend(), bytes)?, dtype, view: view.into() };
+        let held = Piece::received(upload(&**rank.backend(), bytes)?, dtype, &view.shape);
         let part = if dtype == layout.dtype() { held } else { held.converted(rank, layout.dtype())? };
         Ok(Tensor::assemble(rank, layout.clone(), part))
     }

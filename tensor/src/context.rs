@@ -1,5 +1,6 @@
 //! What one rank remembers between ops: caches that change no result, and where the program stands.
 
+use crate::layout::Layout;
 use crate::memo::{Memo, Quick};
 use crate::plans::Plans;
 use crate::recent::Recent;
@@ -8,6 +9,7 @@ use crate::signature::Signature;
 use shardgrad_dist::{Phase, Rank, Result};
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
+use std::panic::Location;
 use std::rc::Rc;
 
 /// Hangs on the [`Rank`]. Nothing in it changes a value; it only names, counts and remembers.
@@ -25,6 +27,7 @@ pub struct Context {
     closed: Cell<bool>,
     watched: Cell<bool>,
     path: RefCell<Rc<str>>,
+    given: RefCell<Rc<str>>,
 }
 
 impl Context {
@@ -109,6 +112,20 @@ impl Context {
     /// Notes where in the model the program stands.
     pub fn set_path(&self, path: &Rc<str>) {
         *self.path.borrow_mut() = path.clone();
+    }
+
+    /// The tensor that the program made last of numbers of its own or at random, and its line: most often a batch. Empty before
+    /// the first one.
+    #[must_use]
+    pub fn given(&self) -> Rc<str> {
+        self.given.borrow().clone()
+    }
+
+    /// Notes what the program makes. Numbers alone are passed over, as no ranks differ in their shape.
+    pub(crate) fn set_given(&self, layout: &Layout, site: &'static Location<'static>) {
+        if layout.ndim() > 0 {
+            *self.given.borrow_mut() = format!("{layout} at {}:{}", site.file(), site.line()).into();
+        }
     }
 }
 

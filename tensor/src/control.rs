@@ -5,7 +5,7 @@ use crate::piece::{Piece, launch};
 use crate::state::State;
 use crate::tensor::Tensor;
 use crate::watch::Watch;
-use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Phase, Rank, ReduceOp, Result};
+use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Origin, Phase, Rank, ReduceOp, Result};
 use shardgrad_kernels::op::reduce::SUM_SQUARES_MANY;
 use shardgrad_kernels::{DType, Strides, download};
 use std::panic::Location;
@@ -36,7 +36,8 @@ pub(crate) fn sum_over_world(rank: &Rank, own: Piece, site: &'static Location<'s
     let axes = mesh.axes().filter(|a| mesh.size(*a) > 1).collect();
     let context = Context::of(rank);
     let path = context.path();
-    let call = Call { axes, dtype: DType::F64, phase: Phase::Control, path: &path, site };
+    let call =
+        Call { axes, dtype: DType::F64, phase: Phase::Control, path: &path, origin: Origin::default(), site };
     let sums = rank.all_reduce(&call, &own.buffer, own.numel(), ReduceOp::Sum)?;
     Ok(Piece::received(sums, DType::F64, &own.view.shape))
 }
@@ -59,7 +60,8 @@ pub fn pass_bytes(
         return Ok((here == to).then(|| bytes.to_vec()));
     }
     let axes = AxisSet::one(axis);
-    let call = Call { axes, dtype: DType::U8, phase: Phase::Control, path: "", site };
+    let call =
+        Call { axes, dtype: DType::U8, phase: Phase::Control, path: "", origin: Origin::default(), site };
     if here == from {
         rank.send(&call, &Piece::upload(rank, &[bytes.len()], bytes)?.buffer, len, to)?;
     }

@@ -67,8 +67,10 @@ impl Growing {
             Some(room) if room.layout().extent(dim) >= after => room,
             smaller => self.larger(rank, layout, [before, after], smaller)?,
         };
-        let room =
-            room.update(|piece| piece.write(rank, piece.view.narrow(dim, before, after), part.piece()))?;
+        let room = room.update(|piece| {
+            piece.lineage = piece.lineage.join(part.piece().lineage);
+            piece.write(rank, piece.view.narrow(dim, before, after), part.piece())
+        })?;
         self.len = after;
         let filled = room.piece().viewed(room.piece().view.narrow(dim, 0, after));
         let whole = Tensor::assemble(rank, self.resized(layout, after), filled);

@@ -32,6 +32,7 @@ impl Tensor {
         let site = Location::caller();
         check_mesh(rank, layout, site)?;
         check_host::<T>(layout, data.len()).map_err(|e| e.at(site))?;
+        Context::of(rank).set_given(layout, site);
         let here = rank.coordinates();
         if adds_zeros(layout, rank) {
             return Tensor::zeros(rank, layout);
@@ -69,6 +70,7 @@ impl Tensor {
                 .at(site));
         }
         check_host_dtype::<T>(layout).map_err(|e| e.at(site))?;
+        Context::of(rank).set_given(layout, site);
         let piece = Piece::upload(rank, &local, data)?;
         Ok(Tensor::assemble(rank, layout.clone(), as_stated(piece, layout, rank)?))
     }

@@ -9,6 +9,7 @@
 use crate::dim::Dim;
 use crate::join::Join;
 use crate::layout::{BEYOND_MEMORY, Layout};
+use crate::lineage::Lineage;
 use crate::refusal::Refusal;
 use crate::signature::{Labels, Signature};
 use crate::state::State;
@@ -52,8 +53,8 @@ pub struct Inference {
     /// The layouts of the outputs.
     pub outputs: SmallVec<[Layout; 1]>,
     labels: Option<(Arc<Labels>, SmallVec<[Dim; 8]>)>,
-    /// The layouts of the arguments after their steps.
-    inputs: OnceCell<SmallVec<[Layout; 2]>>,
+    /// The layouts of the arguments after their steps, and what outputs come from beside them.
+    settled: OnceCell<(SmallVec<[Layout; 2]>, Lineage)>,
     /// How the outputs lie in new memory of the one rank that has inferred this.
     views: OnceCell<SmallVec<[Arc<Strides>; 1]>>,
     noted: RefCell<Option<Noted>>,
@@ -75,7 +76,7 @@ impl Inference {
             targets: SmallVec::from_elem(None, num_args),
             outputs: outputs.into_iter().collect(),
             labels: None,
-            inputs: OnceCell::new(),
+            settled: OnceCell::new(),
             views: OnceCell::new(),
             noted: RefCell::default(),
         }
@@ -102,9 +103,10 @@ impl Inference {
 
     /// Notes what the arguments were before their steps.
     pub(crate) fn settle(&self, args: &[&Layout]) {
-        self.inputs.get_or_init(|| {
+        self.settled.get_or_init(|| {
             let after = |(arg, target): (&&Layout, &Option<Layout>)| target.as_ref().unwrap_or(arg).clone();
-            args.iter().zip(&self.targets).map(after).collect()
+            let inputs = args.iter().zip(&self.targets).map(after).collect();
+            (inputs, Lineage::of_new(args, &self.outputs))
         });
     }
 
@@ -114,7 +116,19 @@ impl Inference {
     /// If this comes from no [`plan`](crate::op::plan).
     #[must_use]
     pub fn inputs(&self) -> &[Layout] {
-        self.inputs.get().expect("bug in shardgrad: an inference that no plan has made")
+        &self.settled().0
+    }
+
+    /// What the outputs come from beside the arguments.
+    ///
+    /// # Panics
+    /// As [`Inference::inputs`].
+    pub(crate) fn lineage(&self) -> Lineage {
+        self.settled().1
+    }
+
+    fn settled(&self) -> &(SmallVec<[Layout; 2]>, Lineage) {
+        self.settled.get().expect("bug in shardgrad: an inference that no plan has made")
     }
 
     /// How output `i` lies in new memory of the rank that has inferred this: row-major.

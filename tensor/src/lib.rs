@@ -11,6 +11,7 @@ pub mod state;
 pub mod dim;
 pub mod layout;
 mod text;
+pub mod lineage;
 pub mod refusal;
 pub mod signature;
 mod join;
@@ -64,6 +65,7 @@ pub use growing::Growing;
 pub use indexing::Indexing;
 pub use infer::{Implied, Inference, Rule, infer};
 pub use layout::Layout;
+pub use lineage::Lineage;
 pub use local_map::{MapLayouts, local_map};
 pub use op::{Cotangents, Keeps, Local, Op, Pieces, Vjp, unwind};
 pub use piece::{Piece, View, launch};
@@ -75,7 +77,9 @@ pub use reshape_rule::reshape_layout;
 pub use residual::Residual;
 pub use route::{Route, RouteCache, route};
 pub use shaping::Shaping;
-pub use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Mesh, Phase, Rank, Record, Result, World};
+pub use shardgrad_dist::{
+    Axis, AxisSet, Call, Error, Kind, Mesh, Origin, Phase, Rank, Record, Result, World,
+};
 pub use shardgrad_kernels::{DType, Dims, Element};
 pub use signature::{Labels, Mark, Signature, Term};
 pub use state::State;

@@ -398,6 +398,8 @@ fn with_pieces<R>(
     if cfg!(debug_assertions) || outputs.len() != inference.outputs.len() {
         check_pieces(outputs, op, &local)?;
     }
+    let lineage = x.iter().fold(inference.lineage(), |all, piece| all.join(piece.lineage));
+    outputs.iter_mut().for_each(|output| output.lineage = lineage);
     if context.is_watched() {
         Watch::look(rank, op.name(), x, &outputs.iter().collect::<Vec<_>>(), site)?;
     }

@@ -1,6 +1,7 @@
 //! The part of a tensor that one rank holds: a typed view of a local buffer. No placement is known here.
 
 use crate::context::Context;
+use crate::lineage::Lineage;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::copy::COPY;
 use shardgrad_kernels::op::fill::FILL;
@@ -22,6 +23,8 @@ pub struct Piece {
     pub dtype: DType,
     /// Where they lie.
     pub view: View,
+    /// What its elements come from.
+    pub lineage: Lineage,
 }
 
 impl Piece {
@@ -39,13 +42,13 @@ impl Piece {
     /// `Kind::OutOfMemory`.
     pub(crate) fn under(rank: &Rank, dtype: DType, view: View) -> Result<Piece> {
         let buffer = rank.backend().alloc(view.numel() * dtype.size())?;
-        Ok(Piece { buffer, dtype, view })
+        Ok(Piece { buffer, dtype, view, lineage: Lineage::UNKNOWN })
     }
 
-    /// The memory that a message came in, row-major from its first byte.
+    /// Memory that was filled, as by a message: row-major from its first byte.
     #[must_use]
     pub fn received(buffer: Buffer, dtype: DType, shape: &[usize]) -> Piece {
-        Piece { buffer, dtype, view: Strides::contiguous(shape).into() }
+        Piece { buffer, dtype, view: Strides::contiguous(shape).into(), lineage: Lineage::UNKNOWN }
     }
 
     /// New memory with one value everywhere, row-major.
@@ -71,7 +74,7 @@ impl Piece {
             );
         }
         let buffer = upload(&**rank.backend(), data)?;
-        Ok(Piece { buffer, dtype: T::DTYPE, view: Strides::contiguous(shape).into() })
+        Ok(Piece::received(buffer, T::DTYPE, shape))
     }
 
     /// The number of elements.
@@ -83,7 +86,7 @@ impl Piece {
     /// The same memory seen through another view.
     #[must_use]
     pub fn viewed(&self, view: impl Into<View>) -> Piece {
-        Piece { buffer: self.buffer.clone(), dtype: self.dtype, view: view.into() }
+        Piece { buffer: self.buffer.clone(), dtype: self.dtype, view: view.into(), lineage: self.lineage }
     }
 
     /// This piece if it lies row-major without gaps, else a copy that does.
@@ -124,6 +127,7 @@ impl Piece {
     pub fn converted(&self, rank: &Rank, dtype: DType) -> Result<Piece> {
         let mut copy = self.alike(rank, dtype)?;
         launch(rank, &COPY, &[self], &mut [&mut copy], &[])?;
+        copy.lineage = self.lineage;
         Ok(copy)
     }
 

@@ -2,12 +2,13 @@
 
 use crate::context::Context;
 use crate::layout::Layout;
+use crate::lineage::Lineage;
 use crate::piece::Piece;
 use crate::state::State;
 use crate::step::Step;
 use crate::tensor::Tensor;
-use shardgrad_dist::{Axis, AxisSet, Call, Rank, ReduceOp, Result};
-use shardgrad_kernels::Strides;
+use shardgrad_dist::{Axis, AxisSet, Call, Origin, Rank, ReduceOp, Result};
+use shardgrad_kernels::{Buffer, DType, Strides};
 use std::ops::Range;
 use std::panic::Location;
 
@@ -35,7 +36,9 @@ pub fn run(x: &Tensor, steps: &[Step], goal: &Layout, site: &'static Location<'s
     let (mut layout, mut piece) = (x.layout().clone(), x.piece().clone());
     for step in steps {
         let to = layout.after(step);
+        let lineage = piece.lineage;
         piece = Move { rank, from: &layout, to: &to, axes: step.axes, site }.take(piece, step.to)?;
+        piece.lineage = lineage;
         layout = to;
     }
     debug_assert!(layout.agrees(goal), "the steps lead from {} to {goal}, not to {layout}", x.layout());
@@ -58,11 +61,28 @@ pub fn combine(
         return Ok(x);
     }
     let flat = x.flat(rank)?;
-    let context = Context::of(rank);
-    let path = context.path();
-    let call = Call { axes, dtype: x.dtype, phase: context.phase(), path: &path, site };
-    let buffer = rank.all_reduce(&call, &flat.buffer, flat.numel(), reduce)?;
-    Ok(Piece { buffer, dtype: x.dtype, view: Strides::contiguous(&x.view.shape).into() })
+    let asked = Asked { axes, dtype: x.dtype, lineage: x.lineage, site };
+    let buffer = asked.of(rank, |call| rank.all_reduce(call, &flat.buffer, flat.numel(), reduce))?;
+    Ok(Piece::received(buffer, x.dtype, &x.view.shape))
+}
+
+/// What a call says of itself, beside where the program stands.
+struct Asked {
+    axes: AxisSet,
+    dtype: DType,
+    lineage: Lineage,
+    site: &'static Location<'static>,
+}
+
+impl Asked {
+    /// Makes the call.
+    fn of(&self, rank: &Rank, call: impl FnOnce(&Call<'_>) -> Result<Buffer>) -> Result<Buffer> {
+        let context = Context::of(rank);
+        let (path, given) = (context.path(), context.given());
+        let origin = Origin { mark: self.lineage.mark(), given: &given };
+        let Asked { axes, dtype, site, .. } = *self;
+        call(&Call { axes, dtype, phase: context.phase(), path: &path, origin, site })
+    }
 }
 
 /// One step on one rank.
@@ -92,9 +112,9 @@ impl Move<'_> {
         }
     }
 
-    fn call<'c>(&self, path: &'c str) -> Call<'c> {
-        let phase = Context::of(self.rank).phase();
-        Call { axes: self.axes, dtype: self.from.dtype(), phase, path, site: self.site }
+    /// Makes a call for elements of some lineage.
+    fn call(&self, lineage: Lineage, call: impl FnOnce(&Call<'_>) -> Result<Buffer>) -> Result<Buffer> {
+        Asked { axes: self.axes, dtype: self.from.dtype(), lineage, site: self.site }.of(self.rank, call)
     }
 
     /// The coordinates of the member of this rank's group that stands at `i` on the axis.
@@ -130,9 +150,9 @@ impl Move<'_> {
 
     fn all_reduce(&self, x: &Piece) -> Result<Piece> {
         let flat = x.flat(self.rank)?;
-        let path = Context::of(self.rank).path();
-        let buffer = self.rank.all_reduce(&self.call(&path), &flat.buffer, flat.numel(), ReduceOp::Sum)?;
-        Ok(Piece { buffer, dtype: x.dtype, view: Strides::contiguous(&x.view.shape).into() })
+        let buffer = self
+            .call(x.lineage, |call| self.rank.all_reduce(call, &flat.buffer, flat.numel(), ReduceOp::Sum))?;
+        Ok(Piece::received(buffer, x.dtype, &x.view.shape))
     }
 
     /// Shapes of the parts that the members hold under the layout in which `axis` splits dim `d`.
@@ -145,10 +165,8 @@ impl Move<'_> {
         let flat = x.flat(self.rank)?;
         let parts = self.part_shapes(self.from, axis);
         let counts: Vec<usize> = parts.iter().map(|s| s.iter().product()).collect();
-        let path = Context::of(self.rank).path();
-        let buffer = self.rank.all_gather(&self.call(&path), &flat.buffer, &counts)?;
-        let gathered =
-            Piece { buffer, dtype: x.dtype, view: Strides::contiguous(&[counts.iter().sum()]).into() };
+        let buffer = self.call(x.lineage, |call| self.rank.all_gather(call, &flat.buffer, &counts))?;
+        let gathered = Piece::received(buffer, x.dtype, &[counts.iter().sum()]);
         self.lay_side_by_side(&gathered, &parts, d, &self.to.local_shape(self.rank.coordinates()))
     }
 
@@ -156,10 +174,8 @@ impl Move<'_> {
         let parts = self.part_shapes(self.to, axis);
         let counts: Vec<usize> = parts.iter().map(|s| s.iter().product()).collect();
         let packed = self.pack(x, d, axis, &counts)?;
-        let path = Context::of(self.rank).path();
-        let buffer = self.rank.reduce_scatter(&self.call(&path), &packed.buffer, &counts)?;
-        let own = self.to.local_shape(self.rank.coordinates());
-        Ok(Piece { buffer, dtype: x.dtype, view: Strides::contiguous(&own).into() })
+        let buffer = self.call(x.lineage, |call| self.rank.reduce_scatter(call, &packed.buffer, &counts))?;
+        Ok(Piece::received(buffer, x.dtype, &self.to.local_shape(self.rank.coordinates())))
     }
 
     fn all_to_all(&self, x: &Piece, d: usize, e: usize, axis: Axis) -> Result<Piece> {
@@ -174,10 +190,8 @@ impl Move<'_> {
             (0..size).map(|j| cut(&mine_e, d, self.from.range(d, &self.member(axis, j)).len())).collect();
         let recv: Vec<usize> = parts.iter().map(|s| s.iter().product()).collect();
         let packed = self.pack(x, e, axis, &send)?;
-        let path = Context::of(self.rank).path();
-        let buffer = self.rank.all_to_all(&self.call(&path), &packed.buffer, &send, &recv)?;
-        let received =
-            Piece { buffer, dtype: x.dtype, view: Strides::contiguous(&[recv.iter().sum()]).into() };
+        let buffer = self.call(x.lineage, |call| self.rank.all_to_all(call, &packed.buffer, &send, &recv))?;
+        let received = Piece::received(buffer, x.dtype, &[recv.iter().sum()]);
         self.lay_side_by_side(&received, &parts, d, &mine_e)
     }
 

@@ -3,12 +3,13 @@
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
+use crate::lineage::Lineage;
 use crate::piece::{Piece, launch};
 use crate::watch::Watch;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::binary::{ACCUMULATE, ADD};
 use shardgrad_kernels::op::random::{NORMAL, UNIFORM};
-use shardgrad_kernels::{Buffer, DType, Dims, Element, Scalar, Strides};
+use shardgrad_kernels::{Buffer, DType, Dims, Element, Scalar};
 use std::cell::{OnceCell, RefCell};
 use std::fmt;
 use std::ops::Range;
@@ -44,12 +45,16 @@ impl Lies {
 }
 
 impl Tensor {
-    /// Puts a piece under a layout. The piece has the local shape and the dtype of the layout.
+    /// Puts a piece under a layout. The piece has the local shape and the dtype of the layout. One of unknown lineage comes from
+    /// this shape.
     ///
     /// # Panics
     /// In debug builds, if shape or dtype differ: callers inside the library guarantee them.
     #[must_use]
-    pub fn assemble(rank: &Rank, layout: Layout, piece: Piece) -> Tensor {
+    pub fn assemble(rank: &Rank, layout: Layout, mut piece: Piece) -> Tensor {
+        if piece.lineage == Lineage::UNKNOWN {
+            piece.lineage = Lineage::of(&layout);
+        }
         Tensor::with(rank, Lies::Own(layout), piece)
     }
 
@@ -73,8 +78,8 @@ impl Tensor {
             rank.index()
         );
         // Part by part: as a whole it would be read at once where its parts were just written, and wait for them.
-        let Piece { buffer, dtype, view } = piece;
-        let piece = Piece { buffer, dtype, view };
+        let Piece { buffer, dtype, view, lineage } = piece;
+        let piece = Piece { buffer, dtype, view, lineage };
         Tensor(Rc::new(Inner { rank: rank.clone(), lies, piece, forms: OnceCell::new() }))
     }
 
@@ -126,11 +131,7 @@ impl Tensor {
     pub fn outline(rank: &Rank, layout: &Layout) -> Tensor {
         let (dtype, shape) = (layout.dtype(), layout.local_shape(rank.coordinates()));
         let buffer = Buffer::without_memory(shape.iter().product::<usize>() * dtype.size());
-        Tensor::assemble(
-            rank,
-            layout.clone(),
-            Piece { buffer, dtype, view: Strides::contiguous(&shape).into() },
-        )
+        Tensor::assemble(rank, layout.clone(), Piece::received(buffer, dtype, &shape))
     }
 
     /// Whether the values are here, so that this is no outline.
@@ -199,7 +200,9 @@ impl Tensor {
         stream: u64,
         bounds: [f64; 2],
     ) -> Result<Tensor> {
-        check_mesh(rank, layout, Location::caller())?;
+        let site = Location::caller();
+        check_mesh(rank, layout, site)?;
+        Context::of(rank).set_given(layout, site);
         if adds_zeros(layout, rank) {
             return Tensor::zeros(rank, layout);
         }
@@ -257,10 +260,14 @@ impl Tensor {
     pub fn accumulate(mut self, other: &Tensor) -> Result<Tensor> {
         debug_assert_eq!(self.layout(), other.layout(), "cotangents of one value share a layout");
         let (owned, rank) = (self.is_own(), self.rank().clone());
+        let lineage = self.piece().lineage.join(other.piece().lineage);
         if owned && !Context::of(&rank).is_watched() {
-            return self.update(|sum| launch(&rank, &ACCUMULATE, &[other.piece()], &mut [sum], &[]));
+            return self.update(|sum| {
+                sum.lineage = lineage;
+                launch(&rank, &ACCUMULATE, &[other.piece()], &mut [sum], &[])
+            });
         }
-        let mut sum = self.piece().alike(&rank, self.dtype())?;
+        let mut sum = Piece { lineage, ..self.piece().alike(&rank, self.dtype())? };
         launch(&rank, &ADD, &[self.piece(), other.piece()], &mut [&mut sum], &[])?;
         if Context::of(&rank).is_watched() {
             let site = Location::caller();

@@ -11,7 +11,7 @@ use crate::program::Slot;
 use crate::replay::Values;
 use crate::tape::Tape;
 use crate::var::Var;
-use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Phase, Rank, Result};
+use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Origin, Phase, Rank, Result};
 use shardgrad_tensor::control::note_sent;
 use shardgrad_tensor::piece::Piece;
 use shardgrad_tensor::{Layout, Tensor, Value};
@@ -183,7 +183,14 @@ impl Runner<'_> {
         path: &'a str,
         site: &'static Location<'static>,
     ) -> Call<'a> {
-        Call { axes: AxisSet::one(self.axis), dtype: layout.dtype(), phase, path, site }
+        Call {
+            axes: AxisSet::one(self.axis),
+            dtype: layout.dtype(),
+            phase,
+            path,
+            origin: Origin::default(),
+            site,
+        }
     }
 
     /// Sends the numbers of a flat piece to another place.

@@ -1,6 +1,6 @@
 //! Calls and buffers in few words.
 
-use shardgrad_dist::{AxisSet, Call, Mesh, Phase, Rank};
+use shardgrad_dist::{AxisSet, Call, Mesh, Origin, Phase, Rank};
 use shardgrad_kernels::{Buffer, Cpu, DType, Element, download, upload};
 use std::panic::Location;
 
@@ -17,7 +17,7 @@ pub(crate) fn axes(mesh: &Mesh, names: &str) -> AxisSet {
 /// A forward call over some axes, from the line of the caller.
 #[track_caller]
 pub(crate) fn over(axes: AxisSet, dtype: DType) -> Call<'static> {
-    Call { axes, dtype, phase: Phase::Forward, path: "", site: Location::caller() }
+    Call { axes, dtype, phase: Phase::Forward, path: "", origin: Origin::default(), site: Location::caller() }
 }
 
 /// An f32 call over the axes of a text.
