@@ -200,20 +200,22 @@ impl Request<'_> {
     }
 }
 
-/// What is compared of a call, in two numbers.
+/// What is compared of a call, in three numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Print {
     /// Of all that has to be the same for every member.
     pub(crate) call: u64,
     /// Of the path; 0 if there is none.
     pub(crate) path: u64,
+    /// Of what the elements come from; 0 if nothing is known.
+    pub(crate) mark: u64,
 }
 
 impl Print {
     /// Of a call to a whole group. What [`Issued::differences`] tells apart has unlike prints but for one chance in 2^64; the
     /// splits of an all_to_all, which differ from member to member, are not in it.
     pub(crate) fn of(request: &Request<'_>) -> Print {
-        let Call { axes, dtype, phase, path, .. } = *request.call;
+        let Call { axes, dtype, phase, path, origin, .. } = *request.call;
         let (kind, with) = match request.op {
             Op::AllReduce(how) => (0, how as u64),
             Op::AllGather => (1, 0),
@@ -230,12 +232,13 @@ impl Print {
         let (words, rest) = path.as_bytes().as_chunks::<8>();
         let start = words.iter().fold(path.len() as u64, |hash, word| mixed(hash, u64::from_ne_bytes(*word)));
         let hash = rest.iter().fold(start, |hash, byte| mixed(hash, u64::from(*byte)));
-        Print { call, path: if path.is_empty() { 0 } else { hash | 1 } }
+        Print { call, path: if path.is_empty() { 0 } else { hash | 1 }, mark: origin.mark }
     }
 
     /// Whether two members' calls fit together.
     pub(crate) fn fits(self, other: Print) -> bool {
-        self.call == other.call && (self.path == other.path || self.path == 0 || other.path == 0)
+        let agree = |a: u64, b: u64| a == b || a == 0 || b == 0;
+        self.call == other.call && agree(self.path, other.path) && agree(self.mark, other.mark)
     }
 }
 
@@ -408,8 +411,14 @@ mod tests {
     fn prints_tell_apart_what_is_compared() {
         let mesh = Mesh::new(&[("dp", 2), ("tp", 2)]).unwrap();
         let site = Location::caller();
-        let call =
-            |axis: u8, dtype, phase, path| Call { axes: AxisSet::one(Axis(axis)), dtype, phase, path, site };
+        let call = |axis: u8, dtype, phase, path| Call {
+            axes: AxisSet::one(Axis(axis)),
+            dtype,
+            phase,
+            path,
+            origin: Origin::default(),
+            site,
+        };
         let plain = call(0, DType::F32, Phase::Forward, "h.0.mlp.out");
         let calls = [
             plain,
@@ -420,6 +429,8 @@ mod tests {
             Call { path: "h.0.mlp.ouu", ..plain },
             Call { path: "h.0.mlp", ..plain },
             Call { path: "", ..plain },
+            Call { origin: Origin { mark: 3, given: "x" }, ..plain },
+            Call { origin: Origin { mark: 4, given: "x" }, ..plain },
         ];
         let ops = [
             Op::AllReduce(ReduceOp::Sum),

@@ -21,7 +21,7 @@ pub(crate) const NOTED_MAX: usize = 8;
 
 const WORD_BYTES: usize = size_of::<u64>();
 /// What lies beside the print: two lines of memory hold all.
-const NUM_WORDS: usize = 14;
+const NUM_WORDS: usize = 13;
 
 /// What one member shows of a call.
 #[derive(Default)]
@@ -29,6 +29,7 @@ const NUM_WORDS: usize = 14;
 struct Note {
     call: AtomicU64,
     path: AtomicU64,
+    mark: AtomicU64,
     words: [AtomicU64; NUM_WORDS],
     sheet: Sheet,
 }
@@ -95,6 +96,7 @@ impl Group {
         // Whoever sees that this member has arrived sees what it wrote before.
         note.call.store(print.call, Ordering::Relaxed);
         note.path.store(print.path, Ordering::Relaxed);
+        note.mark.store(print.mark, Ordering::Relaxed);
         if contents.len() > NUM_WORDS * WORD_BYTES {
             let mut sheet = note.sheet.0.write().unwrap_or_else(PoisonError::into_inner);
             sheet.clear();
@@ -111,8 +113,9 @@ impl Group {
     /// Whether what all members have shown of call number `number`, at which all have arrived, fits together.
     pub(crate) fn prints_agree(&self, number: u64) -> bool {
         let print = |place: usize| {
-            let note = self.note(place, number);
-            Print { call: note.call.load(Ordering::Relaxed), path: note.path.load(Ordering::Relaxed) }
+            let Note { call, path, mark, .. } = self.note(place, number);
+            let [call, path, mark] = [call, path, mark].map(|word| word.load(Ordering::Relaxed));
+            Print { call, path, mark }
         };
         let first = print(0);
         (1..self.notes.len()).all(|place| print(place).fits(first))
@@ -144,9 +147,9 @@ mod tests {
     #[test]
     fn notes_of_two_calls_lie_apart_and_odd_bytes_come_back() {
         let group = Group::new(2);
-        let print = Print { call: 7, path: 0 };
+        let print = Print { call: 7, path: 0, mark: 0 };
         let all: Vec<u8> = (0..NOTE_BYTES).map(|i| (i * 7 % 251) as u8).collect();
-        for size in [0, 1, 7, 8, 9, 111, 112, 113, NOTE_BYTES - 1, NOTE_BYTES] {
+        for size in [0, 1, 7, 8, 9, 103, 104, 105, NOTE_BYTES - 1, NOTE_BYTES] {
             group.show(0, 1, print, &all[..size]);
             group.show(0, 2, print, &[255; 200]);
             group.show(1, 1, print, &[254; 200]);
@@ -159,13 +162,14 @@ mod tests {
     #[test]
     fn a_print_that_differs_is_seen_and_no_path_fits_any() {
         let group = Group::new(3);
-        let show = |prints: [(u64, u64); 3]| {
-            for (place, (call, path)) in prints.into_iter().enumerate() {
-                group.show(place, 4, Print { call, path }, &[]);
+        let show = |prints: [(u64, u64, u64); 3]| {
+            for (place, (call, path, mark)) in prints.into_iter().enumerate() {
+                group.show(place, 4, Print { call, path, mark }, &[]);
             }
             group.prints_agree(4)
         };
-        assert!(show([(5, 1), (5, 1), (5, 1)]) && show([(5, 1), (5, 0), (5, 1)]));
-        assert!(!show([(5, 1), (5, 1), (6, 1)]) && !show([(5, 1), (5, 2), (5, 1)]));
+        assert!(show([(5, 1, 2), (5, 1, 2), (5, 1, 2)]) && show([(5, 1, 2), (5, 0, 2), (5, 1, 0)]));
+        assert!(!show([(5, 1, 2), (5, 1, 2), (6, 1, 2)]));
+        assert!(!show([(5, 1, 2), (5, 2, 2), (5, 1, 2)]) && !show([(5, 1, 2), (5, 1, 2), (5, 1, 3)]));
     }
 }

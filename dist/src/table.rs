@@ -386,7 +386,7 @@ fn path_back(
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::call::{Call, Phase, Seat};
+    use crate::call::{Call, Origin, Phase, Seat};
     use shardgrad_kernels::DType;
     use std::cell::Cell;
 
@@ -415,7 +415,7 @@ mod tests {
         let mesh = Mesh::new(&[("x", 2)]).unwrap();
         let (table, axes) = (Table::new(mesh.clone()), mesh.all_axes());
         let (phase, site) = (Phase::Control, std::panic::Location::caller());
-        let call = Call { axes, dtype: DType::F32, phase, path: "", site };
+        let call = Call { axes, dtype: DType::F32, phase, path: "", origin: Origin::default(), site };
         let (op, seat) = (Op::Barrier, Seat::new(&mesh, 0, axes));
         let request =
             Request { call: &call, op, seat: &seat, number: 1, counts: &[], received: &[], x: None };

@@ -48,7 +48,7 @@ fn notes(size: usize, calls: u64, preemptions: usize) {
         let group = Arc::new(Group::new(size));
         let member = move |me: usize, group: &Group| {
             for number in 1..=calls {
-                group.show(me, number, Print { call: number, path: 0 }, &[number as u8; 8]);
+                group.show(me, number, Print { call: number, path: 0, mark: 0 }, &[number as u8; 8]);
                 group.come(&group.arrived, Duration::ZERO, || Ok(())).unwrap();
                 assert!(group.has_met(number) && group.prints_agree(number));
                 for other in 0..size {
