@@ -2,9 +2,10 @@
 
 use crate::layout::Layout;
 use crate::piece::Piece;
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, check_mesh};
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::{DType, Strides, upload};
+use std::panic::Location;
 
 #[cfg(target_endian = "big")]
 compile_error!("tensors are held as their files hold them, little endian");
@@ -14,9 +15,11 @@ impl Tensor {
     /// all but 0 is true. No communication.
     ///
     /// # Errors
-    /// `Kind::Shape` if the bytes are not as many as the part asks for; `Kind::Layout` for one that nothing can be
-    /// stored in; `Kind::DType` between floats and others; `Kind::OutOfMemory`.
+    /// `Kind::Mesh` for a layout on another mesh than the rank's; `Kind::Shape` if the bytes are not as many as the part asks
+    /// for; `Kind::Layout` for one that nothing can be stored in; `Kind::DType` between floats and others; `Kind::OutOfMemory`.
+    #[track_caller]
     pub fn from_own_bytes(rank: &Rank, layout: &Layout, from: DType, bytes: &[u8]) -> Result<Tensor> {
+        check_mesh(rank, layout, Location::caller())?;
         layout.check_storable()?;
         let view = Strides::contiguous(&layout.local_shape(rank.coordinates()));
         if bytes.len() != view.numel() * from.size() {
@@ -52,7 +55,7 @@ impl Tensor {
     /// What the collectives report; `Kind::OutOfMemory`.
     #[track_caller]
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
-        let site = std::panic::Location::caller();
+        let site = Location::caller();
         let whole = Layout::invariant(self.layout().mesh(), self.dtype(), &self.shape());
         let flat = self.to_layout_at(&whole, site)?.piece().flat(self.rank())?;
         flat.front(self.rank(), whole.numel() * self.dtype().size())
@@ -94,6 +97,20 @@ mod tests {
             assert_eq!(of("f32[4@tp]", DType::F32).unwrap_err().kind(), Kind::Shape);
             assert_eq!(of("f32[4@tp]", DType::I64).unwrap_err().kind(), Kind::DType);
             assert_eq!(of("f32[2] +tp", DType::F64).unwrap_err().kind(), Kind::Layout);
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn a_layout_on_another_mesh_is_refused() {
+        World::run(Mesh::parse("tp=2").unwrap(), |rank| {
+            for other in ["dp=2", "dp=2,tp=4", ""] {
+                let layout = Layout::invariant(&Mesh::parse(other)?, DType::F32, &[1]);
+                let error = Tensor::from_own_bytes(rank, &layout, DType::F32, &[0; 4]).unwrap_err();
+                assert_eq!(error.kind(), Kind::Mesh, "{other}: {error}");
+                assert!(error.site().is_some_and(|s| s.file() == file!()), "{error}");
+            }
             Ok(())
         })
         .unwrap();
