@@ -4,9 +4,11 @@ use super::message::describe;
 use super::{Local, Op, Pieces};
 use crate::infer::Inference;
 use crate::layout::Layout;
+use crate::piece::Piece;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
+use std::sync::Arc;
 
 fn mistake(op: &dyn Op, what: &str) -> Error {
     Error::new(Kind::Unsupported, format!("{}: {what}", op.name()))
@@ -48,6 +50,17 @@ pub(super) fn closed(
     let help = "a vjp moves nothing: declare the op linear in an argument (Op::linear_in) only if that holds, and form \
                 cotangents of pending sums by linear ops";
     describe(error, op, rank, args, site).detail("help", help)
+}
+
+/// Whether there is a piece for each output of the op, of its dtype and shape. Most lie as new memory does.
+#[inline]
+pub(super) fn are_as_inferred(pieces: &Pieces, local: &Local<'_>) -> bool {
+    let (inference, here) = (local.inference, local.rank.coordinates());
+    let fits = |(i, (piece, layout)): (usize, (&Piece, &Layout))| {
+        let view = inference.view(i, here);
+        piece.dtype == layout.dtype() && (Arc::ptr_eq(&piece.view, view) || piece.view.shape == view.shape)
+    };
+    pieces.len() == inference.outputs.len() && pieces.iter().zip(&inference.outputs).enumerate().all(fits)
 }
 
 /// Refuses another number of pieces than the op has outputs, and pieces of another dtype or shape.
@@ -143,7 +156,6 @@ pub fn check_lawful(op: &dyn Op, cotangents: &[Option<Tensor>], args: &[Layout])
 mod tests {
     use super::*;
     use crate::op::DTypes;
-    use crate::piece::Piece;
     use crate::value::Value;
     use shardgrad_dist::{Mesh, World};
     use shardgrad_kernels::op::unary::SCALE;
