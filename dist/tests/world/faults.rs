@@ -13,13 +13,13 @@
 //! | 26 | a rank that returns early | `a_rank_that_returns_at_once`, and with an error, an unwinding and a panic |
 //! | 27 | two threads of one rank | does not compile: the example at `Rank` |
 //! | 28 | another program or version on a rank | cannot be: ranks are threads of one program |
-//! | 29 | other settings or data on a rank | where they change a call: `order_swapped_between_values_of_equal_size` |
+//! | 29 | other settings or data on a rank | where they change a call: `order_swapped_between_values_of_equal_size`; other shapes: `origins` |
 //! | 30 | replicas that drift | `tests/invariants` of the workspace |
 //! | 31 | messages that do not pair up, schedules that block | `messages`, and `pipeline::verify` of the tape |
 //! | 32 | counters that wrap | `calls_are_counted_in_64_bits` |
 
 use crate::support::{hash, mesh, on, over, up};
-use shardgrad_dist::{Call, Error, Kind, Origin, Phase, Rank, ReduceOp, Result, World};
+use shardgrad_dist::{Call, Error, Kind, Phase, Rank, ReduceOp, Result, World};
 use shardgrad_kernels::{Buffer, DType};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -188,24 +188,6 @@ fn order_swapped_between_values_of_equal_size() {
         run(rank, Call { path: if is_first(rank) { "" } else { "h.0.w" }, ..on(rank, "tp") })
     })
     .unwrap();
-}
-
-#[test]
-fn elements_of_another_origin() {
-    let run = |rank: &Rank, marks: [u64; 2]| {
-        let given = ["f32[4] at a.rs:1", "f32[6] at b.rs:2"][rank.index()];
-        let origin = Origin { mark: marks[rank.index()], given };
-        let call = Call { origin, ..on(rank, "tp") };
-        rank.all_reduce(&call, &data(rank), 8, ReduceOp::Sum).map(|_| ())
-    };
-    let given = ["given      rank 0: f32[4] at a.rs:1", "given      rank 1: f32[6] at b.rs:2"];
-    mismatch("tp=2", &["differs    global shapes", given[0], given[1], "the same global shape"], |rank| {
-        run(rank, [3, 4])
-    });
-    // Of nothing known, and of the same, whatever was given last.
-    for marks in [[0, 4], [3, 0], [0, 0], [5, 5]] {
-        World::run(mesh("tp=2"), |rank| run(rank, marks)).unwrap();
-    }
 }
 
 #[test]

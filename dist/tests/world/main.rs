@@ -7,6 +7,7 @@ mod faults;
 mod launch;
 mod marks;
 mod messages;
+mod origins;
 mod programs;
 mod random;
 mod support;
