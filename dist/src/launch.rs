@@ -7,6 +7,7 @@ use crate::report;
 use crate::table::{Failure, State, Table};
 use crate::transport::record::Recording;
 use crate::transport::thread::{Shared, Threads};
+use shardgrad_kernels::cpu::cores;
 use shardgrad_kernels::{Host, Machine, MatmulPrecision, Null, Settings};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -36,6 +37,7 @@ pub struct World {
     memory_bytes_max: usize,
     precision: MatmulPrecision,
     jitter: Option<u64>,
+    pinned: bool,
     machine: Arc<dyn Machine>,
 }
 
@@ -50,6 +52,7 @@ impl World {
             memory_bytes_max: 0,
             precision: MatmulPrecision::Highest,
             jitter: None,
+            pinned: false,
             machine: Arc::new(Host),
         }
     }
@@ -108,6 +111,14 @@ impl World {
         self
     }
 
+    /// Keeps each thread of each rank on a core of its own, of those that the calling thread may run on. It makes times steadier
+    /// where nothing else wants these cores, and much longer where something does. Default: off.
+    #[must_use]
+    pub fn pinned(mut self) -> World {
+        self.pinned = true;
+        self
+    }
+
     /// Calls `f` once on every rank, each on a thread of its own, and returns the results in the order of
     /// ranks.
     ///
@@ -115,18 +126,23 @@ impl World {
     /// The first cause, if any rank returned an error, unwound with one ([`Error::raise`]) or panicked, or if
     /// a collective failed: that rank's error as it is, with the rank as a detail; a panic as `Kind::Panic`
     /// with its text. The other ranks are released from their waits at once, and from computing at
-    /// [`Rank::check`]. `Kind::Collective` too if a message was sent and never received.
+    /// [`Rank::check`]. `Kind::Collective` too if a message was sent and never received. `Kind::Config` where threads are to be
+    /// [pinned](World::pinned) and there are not as many cores.
     pub fn launch<T: Send>(self, f: impl Fn(&Rank) -> Result<T> + Sync) -> Result<Vec<T>> {
         let num_ranks = self.mesh.num_ranks();
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let num_threads = self.num_threads.unwrap_or((cores / num_ranks).max(1));
         let spin = if num_ranks.saturating_mul(num_threads) <= cores { SPIN } else { Duration::ZERO };
+        let homes = if self.pinned { homes(num_ranks, num_threads)? } else { Vec::new() };
         let table = Table::new(self.mesh.clone());
         let shared = Arc::new(Shared::new(table, self.timeout, spin, self.jitter));
         let (memory_bytes_max, precision) = (self.memory_bytes_max, self.precision);
         let one = |index: usize| {
             let rank = || {
-                let backend = self.machine.backend(Settings { num_threads, memory_bytes_max, precision })?;
+                let cores = homes.chunks(num_threads).nth(index).unwrap_or_default().to_vec();
+                cores.first().iter().for_each(|core| cores::stay_on(**core));
+                let settings = Settings { num_threads, memory_bytes_max, precision, cores };
+                let backend = self.machine.backend(settings)?;
                 let transport = Box::new(Threads::new(shared.clone(), index));
                 Ok(Rank::new(self.mesh.clone(), index, backend, transport))
             };
@@ -169,6 +185,20 @@ impl World {
         rank.trace().enable();
         caught(&self.mesh, index, || f(&rank))
     }
+}
+
+/// A core for each thread of each rank.
+fn homes(num_ranks: usize, num_threads: usize) -> Result<Vec<usize>> {
+    let mut cores = cores::allowed();
+    let wanted = num_ranks.saturating_mul(num_threads);
+    if cores.len() < wanted {
+        let there = cores.len();
+        let why = format!("{num_ranks} ranks of {num_threads} threads cannot be pinned to {there} cores");
+        let help = "do without pinning, or take as many ranks and threads as there are cores";
+        return Err(Error::new(Kind::Config, why).detail("help", help));
+    }
+    cores.truncate(wanted);
+    Ok(cores)
 }
 
 /// The life of one rank: its function, and what the others have to know of its end before the rank is taken

@@ -219,7 +219,7 @@ pub trait Backend: fmt::Debug + Send + Sync {
 }
 
 /// What a rank asks of its back end.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Settings {
     /// Host threads that its kernels use, the rank's own among them (0 counts as 1).
     pub num_threads: usize,
@@ -227,12 +227,15 @@ pub struct Settings {
     pub memory_bytes_max: usize,
     /// How it forms matrix products of f32.
     pub precision: MatmulPrecision,
+    /// The cores on which these threads stay, the rank's own first. Empty: where the system lets them run.
+    pub cores: Vec<usize>,
 }
 
 impl Default for Settings {
-    /// One thread, no limit, the most exact products.
+    /// One thread anywhere, no limit, the most exact products.
     fn default() -> Self {
-        Settings { num_threads: 1, memory_bytes_max: 0, precision: MatmulPrecision::Highest }
+        let precision = MatmulPrecision::Highest;
+        Settings { num_threads: 1, memory_bytes_max: 0, precision, cores: Vec::new() }
     }
 }
 

@@ -202,6 +202,9 @@ pub(crate) struct RunArgs {
     /// Threads of each rank [default: cores divided by ranks]
     #[arg(long, value_name = "N", value_parser = values::threads)]
     threads: Option<usize>,
+    /// Keep each thread of each rank on a core of its own: steadier where nothing else runs on them
+    #[arg(long)]
+    pin: bool,
     /// Seconds that a rank waits for another before the run fails
     #[arg(
         long, value_name = "SECONDS", default_value = defaults::TIMEOUT_SECONDS,
@@ -314,6 +317,7 @@ impl RunArgs {
         }
         let world = World::new(self.mesh.clone()).timeout(self.timeout).on(open(self.device)?);
         let world = world.matmul_precision(self.matmul_precision);
+        let world = if self.pin { world.pinned() } else { world };
         Ok(self.threads.map_or(world.clone(), |n| world.threads(n)))
     }
 }

@@ -1,7 +1,7 @@
 //! What a launch promises besides collectives.
 
 use crate::support::{down, mesh, on, over, up};
-use shardgrad_dist::{Error, Kind, Rank, ReduceOp, Result, World};
+use shardgrad_dist::{Error, Kind, Mesh, Rank, ReduceOp, Result, World};
 use shardgrad_kernels::DType;
 use std::cell::Cell;
 
@@ -24,6 +24,23 @@ fn ranks_know_where_they_stand() {
 fn threads_are_as_asked_for() {
     let seen = World::new(mesh("tp=2")).threads(3).launch(|rank| Ok(rank.backend().num_threads())).unwrap();
     assert_eq!(seen, [3, 3]);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn pinned_threads_have_a_core_each_and_others_are_let_be() {
+    use shardgrad_kernels::cpu::cores::allowed;
+    let cores = allowed();
+    let seen = World::new(Mesh::single()).threads(1).pinned().launch(|_| Ok(allowed())).unwrap();
+    assert_eq!(seen, [vec![cores[0]]]);
+    let one_each = Mesh::new(&[("dp", cores.len())]).unwrap();
+    let seen = World::new(one_each.clone()).threads(1).pinned().launch(|_| Ok(allowed())).unwrap();
+    assert_eq!(seen.concat(), cores);
+    assert_eq!(World::new(one_each.clone()).threads(1).launch(|_| Ok(allowed())).unwrap()[0], cores);
+    let error = World::new(one_each).threads(2).pinned().launch(|_| Ok(())).unwrap_err();
+    assert_eq!(error.kind(), Kind::Config);
+    let why = format!("{0} ranks of 2 threads cannot be pinned to {0} cores", cores.len());
+    assert!(error.to_string().contains(&why), "{error}");
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! The CPU: a pool of threads, run-time SIMD dispatch, and vector maths.
 
 pub mod simd;
+pub mod cores;
 mod pace;
 pub mod pool;
 pub mod math;
