@@ -3,6 +3,7 @@
 pub mod simd;
 pub mod cores;
 mod pace;
+mod seat;
 pub mod pool;
 pub mod math;
 pub mod gemm;

@@ -1,101 +1,72 @@
 //! A small pool of threads for the kernels of one rank.
 //!
 //! Work is cut into tasks. Where a border of tasks cuts a sum, it does not depend on the number of threads, so results
-//! do not either. Workers spin for a while after a task (waking a parked thread costs some 20 us), then park.
+//! do not either. Workers spin for a while after a task (waking a parked thread costs some 20 us), then park. While they
+//! spin, to hand work over and to learn that it is done costs a few exchanges of cache lines.
 
 use crate::cpu::pace::Pace;
+use crate::cpu::seat::Seat;
 use crate::cpu::simd::scratch::Scratch;
 use crate::precision::MatmulPrecision;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
-
-/// How long an idle worker spins before it parks.
-const SPIN: Duration = Duration::from_micros(60);
 
 type Task<'a> = dyn Fn(usize) + Sync + 'a;
+/// The same for tasks that want to know the thread: the caller's is 0.
+type TaskOfThread<'a> = dyn Fn(usize, usize) + Sync + 'a;
 
-/// One call of [`Pool::run`]: the task, how many indices were handed out, how many are done.
-struct Job {
-    task: *const Task<'static>,
+/// One call of [`Pool::run`], which holds it until no worker has it: the task, how many indices there are, the next one to be
+/// handed out. On a cache line of its own, which goes to a worker at once.
+#[repr(align(128))]
+struct Job<'a> {
+    task: &'a TaskOfThread<'a>,
     count: usize,
     next: AtomicUsize,
-    done: AtomicUsize,
     panicked: AtomicBool,
 }
 
-// SAFETY: `task` points to a `Sync` closure that outlives the job's last access: `Pool::run` returns only after
-// `done == count`, and no worker touches `task` after counting its last index.
-unsafe impl Send for Job {}
-// SAFETY: as for Send; everything else in a job is atomic.
-unsafe impl Sync for Job {}
-
-impl Job {
-    fn work(&self) {
+impl Job<'_> {
+    fn work(&self, thread: usize) {
         loop {
             let i = self.next.fetch_add(1, Ordering::Relaxed);
             if i >= self.count {
                 return;
             }
-            // SAFETY: index i < count is not done yet, so `Pool::run` still waits and the closure is alive.
-            let task = unsafe { &*self.task };
-            if let Err(cause) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| task(i))) {
-                // To drop it may panic again, outside of what is caught.
-                std::mem::forget(cause);
-                self.panicked.store(true, Ordering::Relaxed);
-            }
-            self.done.fetch_add(1, Ordering::Release);
+            self.one(thread, i);
+        }
+    }
+
+    fn one(&self, thread: usize, i: usize) {
+        let task = std::panic::AssertUnwindSafe(|| (self.task)(thread, i));
+        if let Err(cause) = std::panic::catch_unwind(task) {
+            // To drop it may panic again, outside of what is caught.
+            std::mem::forget(cause);
+            self.panicked.store(true, Ordering::Relaxed);
         }
     }
 }
 
-#[derive(Default)]
-struct Inbox {
-    job: Option<Arc<Job>>,
-    /// Workers that wait to be woken. To wake nobody costs a call of the system all the same.
-    num_parked: usize,
-    stop: bool,
-}
-
-#[derive(Default)]
-struct Shared {
-    inbox: Mutex<Inbox>,
-    wake: Condvar,
-    /// Counts jobs, so that spinning workers see a new one without the lock. It is changed under the lock: whoever finds it
-    /// unchanged there is counted as parked before the next job comes.
-    epoch: AtomicUsize,
-}
-
-impl Shared {
-    fn locked(&self) -> MutexGuard<'_, Inbox> {
-        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Changes what workers find, and lets all of them look.
-    fn tell(&self, change: impl FnOnce(&mut Inbox)) {
-        let mut inbox = self.locked();
-        change(&mut inbox);
-        self.epoch.fetch_add(1, Ordering::Release);
-        let num_parked = inbox.num_parked;
-        drop(inbox);
-        if num_parked > 0 {
-            self.wake.notify_all();
-        }
-    }
+struct Worker {
+    seat: Arc<Seat>,
+    handle: JoinHandle<()>,
 }
 
 /// Threads for the kernels of one rank; the caller's thread is one of them.
 pub struct Pool {
-    shared: Arc<Shared>,
-    workers: Vec<JoinHandle<()>>,
-    /// What tasks have given back.
-    scratches: Mutex<Vec<Scratch>>,
+    workers: Vec<Worker>,
+    /// What tasks have given back, by thread.
+    shelves: Box<[Shelf]>,
     precision: MatmulPrecision,
     pace: Pace,
 }
+
+/// Scratch memory that one thread has used: it lies in the caches of its core.
+#[derive(Default)]
+#[repr(align(128))]
+struct Shelf(Mutex<Vec<Scratch>>);
 
 /// Scratch memory on loan to one task.
 #[derive(Debug)]
@@ -128,18 +99,19 @@ impl Pool {
     /// A pool of `num_threads` threads, the caller's among them (0 counts as 1).
     #[must_use]
     pub fn new(num_threads: usize) -> Pool {
-        let shared = Arc::new(Shared::default());
-        let workers = (1..num_threads.max(1))
-            .map(|i| {
-                let shared = shared.clone();
-                std::thread::Builder::new()
-                    .name(format!("kernel-{i}"))
-                    .spawn(move || serve(&shared))
-                    .expect("the system starts a thread for the kernel pool")
-            })
-            .collect();
+        let workers = (1..num_threads.max(1)).map(|thread| {
+            let seat = Arc::<Seat>::default();
+            let own = seat.clone();
+            let handle = std::thread::Builder::new()
+                .name(format!("kernel-{thread}"))
+                .spawn(move || serve(&own, thread))
+                .expect("the system starts a thread for the kernel pool");
+            Worker { seat, handle }
+        });
+        let workers: Vec<_> = workers.collect();
+        let shelves = (0..=workers.len()).map(|_| Shelf::default()).collect();
         let precision = MatmulPrecision::default();
-        Pool { shared, workers, scratches: Mutex::default(), precision, pace: Pace::default() }
+        Pool { workers, shelves, precision, pace: Pace::default() }
     }
 
     /// The same for kernels that form products of f32 in another way. Default: the most exact.
@@ -163,8 +135,14 @@ impl Pool {
     /// Scratch memory for as long as the caller holds it; at most one lasts for each that is held at once.
     #[must_use]
     pub fn scratch(&self) -> Loan<'_> {
-        let mut free = self.scratches.lock().unwrap_or_else(PoisonError::into_inner);
-        Loan { scratch: free.pop().unwrap_or_default(), home: &self.scratches }
+        self.scratch_of(0)
+    }
+
+    /// The same for a task of a thread (see [`Pool::run_on_threads`]), which has used that memory before if any has.
+    pub(crate) fn scratch_of(&self, thread: usize) -> Loan<'_> {
+        let home = &self.shelves[thread].0;
+        let mut free = home.lock().unwrap_or_else(PoisonError::into_inner);
+        Loan { scratch: free.pop().unwrap_or_default(), home }
     }
 
     /// How many threads take part, the caller's among them.
@@ -179,28 +157,27 @@ impl Pool {
     /// # Panics
     /// If a task panics, after all are done.
     pub fn run(&self, count: usize, task: &Task<'_>) {
+        self.run_on_threads(count, &|_, i| task(i));
+    }
+
+    /// As [`Pool::run`] for a task that is told the number of its thread before i. The caller's is 0 and does the first task, so
+    /// that a second thread, if it comes in time, finds in its caches what it left there in a call like this one.
+    ///
+    /// # Panics
+    /// If a task panics, after all are done.
+    pub(crate) fn run_on_threads(&self, count: usize, task: &TaskOfThread<'_>) {
         if count <= 1 || self.workers.is_empty() {
-            (0..count).for_each(&task);
+            (0..count).for_each(|i| task(0, i));
             return;
         }
-        // SAFETY: only the lifetime is erased; see `Job`.
-        let task: *const Task<'static> =
-            unsafe { std::mem::transmute::<&Task<'_>, &'static Task<'static>>(task) };
-        let job = Arc::new(Job {
-            task,
-            count,
-            next: AtomicUsize::new(0),
-            done: AtomicUsize::new(0),
-            panicked: AtomicBool::new(false),
-        });
-        self.shared.tell(|inbox| inbox.job = Some(job.clone()));
-        job.work();
-        let mut spins = 0u32;
-        while job.done.load(Ordering::Acquire) < count {
-            spins += 1;
-            if spins < 20_000 { std::hint::spin_loop() } else { std::thread::yield_now() }
-        }
-        self.shared.locked().job = None;
+        let job = Job { task, count, next: AtomicUsize::new(1), panicked: AtomicBool::new(false) };
+        let offer = (&raw const job).cast_mut().cast::<()>();
+        let workers = &self.workers[..self.workers.len().min(count - 1)];
+        // Nothing unwinds from here until no worker has the job.
+        workers.iter().for_each(|worker| worker.seat.offer(offer, worker.handle.thread()));
+        job.one(0, 0);
+        job.work(0);
+        workers.iter().for_each(|worker| worker.seat.recall(offer));
         assert!(
             !job.panicked.load(Ordering::Relaxed),
             "a kernel task panicked (its own message stands above)"
@@ -278,36 +255,20 @@ impl<T> Shares<T> {
 // SAFETY: used only to form disjoint slices of `T: Send`, one per task.
 unsafe impl<T: Send> Sync for Shares<T> {}
 
-fn serve(shared: &Shared) {
-    let mut seen = 0;
-    loop {
-        let idle = Instant::now();
-        while shared.epoch.load(Ordering::Acquire) == seen && idle.elapsed() < SPIN {
-            std::hint::spin_loop();
-        }
-        let mut inbox = shared.locked();
-        while shared.epoch.load(Ordering::Acquire) == seen && !inbox.stop {
-            inbox.num_parked += 1;
-            inbox = shared.wake.wait(inbox).unwrap_or_else(PoisonError::into_inner);
-            inbox.num_parked -= 1;
-        }
-        if inbox.stop {
-            return;
-        }
-        seen = shared.epoch.load(Ordering::Acquire);
-        let job = inbox.job.clone();
-        drop(inbox);
-        if let Some(job) = job {
-            job.work();
-        }
+fn serve(seat: &Seat, thread: usize) {
+    while let Some(job) = seat.take() {
+        // SAFETY: offers point to jobs that `Pool::run_on_threads` holds until it has recalled them, which waits until this
+        // worker is done; jobs are shared between threads only by what is atomic and by their task, which is `Sync`.
+        unsafe { &*job.cast::<Job<'_>>() }.work(thread);
+        seat.done();
     }
 }
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        self.shared.tell(|inbox| inbox.stop = true);
+        self.workers.iter().for_each(|worker| worker.seat.close(worker.handle.thread()));
         for worker in self.workers.drain(..) {
-            let _ = worker.join();
+            let _ = worker.handle.join();
         }
     }
 }
@@ -321,6 +282,7 @@ impl fmt::Debug for Pool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::{Duration, Instant};
 
     #[test]
     fn every_chunk_is_visited_once() {
@@ -341,7 +303,7 @@ mod tests {
         let pool = Pool::new(3);
         for round in 0..4 {
             let wait = Instant::now();
-            while pool.shared.locked().num_parked < 2 {
+            while !pool.workers.iter().all(|worker| worker.seat.is_parked()) {
                 assert!(wait.elapsed() < Duration::from_secs(20), "round {round}: idle workers park");
                 std::thread::yield_now();
             }

@@ -97,8 +97,8 @@ impl Split {
     ) {
         let (row_parts, col_parts) = (m.div_ceil(self.rows), n.div_ceil(self.cols));
         let parts = row_parts * col_parts;
-        pool.run((g * parts).div_ceil(self.together), &|task| {
-            let mut scratch = pool.scratch();
+        pool.run_on_threads((g * parts).div_ceil(self.together), &|thread, task| {
+            let mut scratch = pool.scratch_of(thread);
             for at in task * self.together..((task + 1) * self.together).min(g * parts) {
                 let (matrix, at) = (at / parts, at % parts);
                 let (row, col) = (at / col_parts * self.rows, at % col_parts * self.cols);

@@ -1,0 +1,162 @@
+//! Where a worker of a pool waits for work, and how it is handed over: one word, so that a cache line goes there and back.
+
+use std::ptr::{null_mut, without_provenance_mut};
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::thread::Thread;
+use std::time::{Duration, Instant};
+
+/// How long an idle worker spins before it parks.
+const SPIN: Duration = Duration::from_micros(60);
+/// So often a caller looks whether a worker is done before it lets others run: the worker may have been stopped by the system.
+const LOOKS: usize = 20_000;
+
+/// Nothing to do; the worker spins.
+const READY: *mut () = null_mut();
+/// Nothing to do; the worker has to be woken.
+const PARKED: *mut () = without_provenance_mut(1);
+/// There will be no more work.
+const CLOSED: *mut () = without_provenance_mut(3);
+
+/// The place of one worker: `READY`, `PARKED`, `CLOSED`, an offer, or an offer that was taken.
+///
+/// Whoever offers a job calls [`Seat::recall`] before the job ends, on every seat it was offered to. After that no worker has it.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+pub(super) struct Seat {
+    state: AtomicPtr<()>,
+}
+
+/// The state while a job is worked on.
+fn taken(job: *mut ()) -> *mut () {
+    job.map_addr(|address| address | 1)
+}
+
+impl Seat {
+    /// Waits for an offer and takes it; none, if the seat is closed. For the worker, who says [`Seat::done`] next.
+    pub(super) fn take(&self) -> Option<*mut ()> {
+        let mut idle = Instant::now();
+        loop {
+            let state = self.state.load(Ordering::Relaxed);
+            if state == CLOSED {
+                return None;
+            }
+            if state != READY {
+                // The job may have been recalled meanwhile.
+                if self.change(state, taken(state)) {
+                    return Some(state);
+                }
+            } else if idle.elapsed() < SPIN {
+                std::hint::spin_loop();
+            } else if self.change(READY, PARKED) {
+                while self.state.load(Ordering::Relaxed) == PARKED {
+                    std::thread::park();
+                }
+                idle = Instant::now();
+            }
+        }
+    }
+
+    /// What was taken is done, and is not touched any more.
+    pub(super) fn done(&self) {
+        self.state.store(READY, Ordering::Release);
+    }
+
+    /// Offers a job, whose address is even, to the worker unless it is at work.
+    pub(super) fn offer(&self, job: *mut (), worker: &Thread) {
+        if self.change(READY, job) {
+            return;
+        }
+        if self.change(PARKED, job) {
+            worker.unpark();
+        }
+    }
+
+    /// Takes a job back or, if the worker has taken it, waits until it is done. What the worker did is seen after that.
+    pub(super) fn recall(&self, job: *mut ()) {
+        if self.change(job, READY) {
+            return;
+        }
+        let mut looks = 0;
+        while self.state.load(Ordering::Acquire) == taken(job) {
+            looks += 1;
+            if looks < LOOKS { std::hint::spin_loop() } else { std::thread::yield_now() }
+        }
+    }
+
+    /// Sends the worker home. Nobody offers anything now or later.
+    pub(super) fn close(&self, worker: &Thread) {
+        self.state.store(CLOSED, Ordering::Release);
+        worker.unpark();
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_parked(&self) -> bool {
+        self.state.load(Ordering::Relaxed) == PARKED
+    }
+
+    fn change(&self, from: *mut (), to: *mut ()) -> bool {
+        self.state.load(Ordering::Relaxed) == from
+            && self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicUsize;
+
+    #[test]
+    fn a_job_is_taken_or_recalled() {
+        let (seat, me) = (Seat::default(), std::thread::current());
+        let [first, second] = [16, 32].map(without_provenance_mut::<()>);
+        seat.offer(first, &me);
+        seat.offer(second, &me);
+        assert_eq!(seat.take(), Some(first), "who is offered one thing is not offered another");
+        seat.offer(second, &me);
+        seat.recall(second);
+        assert_eq!(seat.state.load(Ordering::Relaxed), taken(first), "nor is who works");
+        seat.done();
+        seat.offer(second, &me);
+        seat.recall(first);
+        assert_eq!(seat.take(), Some(second), "only the job itself is recalled");
+        seat.done();
+        seat.offer(first, &me);
+        seat.recall(first);
+        seat.close(&me);
+        assert_eq!(seat.take(), None);
+    }
+
+    /// Workers count twice for each job they take: whoever has recalled it finds whole pairs, and they stay as they are.
+    #[test]
+    fn who_has_recalled_a_job_has_it_alone() {
+        const ROUNDS: usize = 2000;
+        let seats = [Seat::default(), Seat::default()];
+        let counts: Vec<AtomicUsize> = (0..ROUNDS).map(|_| AtomicUsize::new(0)).collect();
+        let job = |round: usize| without_provenance_mut::<()>(16 * (round + 1));
+        std::thread::scope(|scope| {
+            let work = |seat: &Seat| {
+                while let Some(job) = seat.take() {
+                    let count = &counts[job.addr() / 16 - 1];
+                    count.fetch_add(1, Ordering::Relaxed);
+                    std::thread::yield_now();
+                    count.fetch_add(1, Ordering::Relaxed);
+                    seat.done();
+                }
+            };
+            let workers = seats.each_ref().map(|seat| (seat, scope.spawn(move || work(seat))));
+            let mut seen = vec![];
+            for round in 0..ROUNDS {
+                workers.iter().for_each(|(seat, worker)| seat.offer(job(round), worker.thread()));
+                // Now nobody has taken it yet, now both are done with it.
+                (0..round % 50 * 20).for_each(|_| std::hint::spin_loop());
+                workers.iter().for_each(|(seat, _)| seat.recall(job(round)));
+                seen.push(counts[round].load(Ordering::Relaxed));
+            }
+            workers.iter().for_each(|(seat, worker)| seat.close(worker.thread()));
+            assert!(seen.iter().all(|&count| [0, 2, 4].contains(&count)), "{seen:?}");
+            for (seen, count) in seen.iter().zip(&counts) {
+                assert_eq!(*seen, count.load(Ordering::Relaxed));
+            }
+        });
+    }
+}
