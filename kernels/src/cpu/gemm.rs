@@ -27,7 +27,7 @@ use crate::cpu::simd::{Level, level, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
 use crate::precision::MatmulPrecision;
 use ended::Ended;
-use split::{COLS_MIN, OPERATIONS_MIN, PACKING, Split, reading};
+use split::{COLS_MIN, OPERATIONS_MIN, Reading, Split};
 
 pub use ended::{Ending, ended_products};
 
@@ -234,7 +234,8 @@ fn tiled_products<T: Float>(
     let source = |x: Stack<'_, T>| Source::new(x.data, x.strides[1], x.strides[2]);
     let (sa, sb) = (source(a), source(b));
     let sc = Target { start: c.data.as_mut_ptr(), row: c.strides[1], col: c.strides[2] };
-    Split::each(pool, dims, reading(&a, c.strides), |scratch, [matrix, row, col], [rows, cols]| {
+    let reading = Reading::of(tiles.lanes, &a, c.strides);
+    Split::each(pool, dims, reading, |scratch, [matrix, row, col], [rows, cols]| {
         let c = sc.moved(matrix * c.strides[0] + row * c.strides[1] + col * c.strides[2]);
         let whole = Ended::of_part(ended, [matrix, row, col], c);
         // SAFETY: the reaches were checked above; the parts of c that two tasks write share no memory; `tiles`
@@ -261,7 +262,7 @@ fn short_products<T: Float, R: Float<Acc = f32>>(
     let la = Lines::new(a.data, a.strides[1], a.strides[2]);
     let lb = Lines::new(b.data, b.strides[2], b.strides[1]);
     let to: Target<R> = Target { start: c.data.as_mut_ptr().cast(), row: c.strides[1], col: c.strides[2] };
-    Split::each(pool, dims, [PACKING; 2], |scratch, [matrix, row, col], [rows, cols]| {
+    Split::each(pool, dims, Reading::PACKED, |scratch, [matrix, row, col], [rows, cols]| {
         let a = la.moved(matrix * a.strides[0] + row * a.strides[1]);
         let b = lb.moved(matrix * b.strides[0] + col * b.strides[2]);
         let to = to.moved(matrix * c.strides[0] + row * c.strides[1] + col * c.strides[2]);

@@ -2,7 +2,7 @@
 //!
 //! Work is cut into tasks. Where a border of tasks cuts a sum, it does not depend on the number of threads, so results
 //! do not either. Workers spin for a while after a task (waking a parked thread costs some 20 us), then park. While they
-//! spin, to hand work over and to learn that it is done costs a few exchanges of cache lines.
+//! spin, handing work over and learning that it is done takes a few exchanges of cache lines.
 
 use crate::cpu::pace::Pace;
 use crate::cpu::seat::Seat;

@@ -3,6 +3,7 @@
 use super::Stack;
 use crate::cpu::Pool;
 use crate::cpu::pace::Watch;
+use crate::cpu::simd::blocks::cols_in_place;
 use crate::cpu::simd::scratch::Scratch;
 use crate::dtype::{Element, Float};
 
@@ -29,13 +30,13 @@ pub(super) struct Split {
 }
 
 impl Split {
-    /// The cut of a product, by so many threads with so many tasks each, that should be done first. `reading` is what it costs a
-    /// task to read an element of a, and of b: each is read by all tasks that share its rows or its columns.
+    /// The cut of a product, by so many threads with so many tasks each, that should be done first. Elements of a and of b are
+    /// read by all tasks that share their rows or their columns.
     pub(super) fn of(
         [g, m, n, k]: [usize; 4],
         num_threads: usize,
         tasks_per_thread: usize,
-        reading: [usize; 2],
+        reading: Reading,
     ) -> Split {
         let operations = operations([m, n, k]);
         let tasks_max = if num_threads == 1 { 1 } else { tasks_per_thread * num_threads };
@@ -46,7 +47,7 @@ impl Split {
             let fits = (row_tasks == 1 || rows >= ROWS_MIN) && (col_tasks == 1 || cols >= COLS_MIN);
             let cols = if col_tasks == 1 { n } else { cols };
             let rounds = (row_tasks * col_tasks).div_ceil(num_threads);
-            let time = rounds * (rows * cols + rows * reading[0] + cols * reading[1]);
+            let time = rounds * (rows * cols + rows * reading.a(cols) + cols * reading.b);
             fits.then_some((time, rows, cols))
         };
         // As many tasks as fit: none may be too small.
@@ -60,7 +61,7 @@ impl Split {
     pub(super) fn each(
         pool: &Pool,
         dims: [usize; 4],
-        reading: [usize; 2],
+        reading: Reading,
         part: impl Fn(&mut Scratch, [usize; 3], [usize; 2]) + Sync,
     ) {
         let [g, m, n, k] = dims;
@@ -112,13 +113,37 @@ fn operations([m, n, k]: [usize; 3]) -> usize {
     m.saturating_mul(n).saturating_mul(2 * k)
 }
 
-/// What it costs to read an element of a and of b (see [`Split::of`]), in multiply-adds: about four times as much if it is packed
-/// first, as b always is, and a unless its rows can be read where they lie.
-pub(super) fn reading<T: Float>(a: &Stack<'_, T>, c_strides: [usize; 3]) -> [usize; 2] {
-    let in_place = T::DTYPE == T::Acc::DTYPE && a.strides[2] == 1;
-    let is_turned = c_strides[1] == 1 && c_strides[2] != 1;
-    [if in_place && !is_turned { 4 } else { PACKING }, PACKING]
+/// What it costs a task to read an element of an operand where it lies, in multiply-adds.
+const IN_PLACE: usize = 4;
+/// The same if it is packed first.
+const PACKING: usize = 16;
+
+/// What it costs a task to read an element of a and of b (see [`Split::of`]), in multiply-adds.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Reading {
+    pub(super) b: usize,
+    /// Up to so many columns of c, a is read where it lies.
+    pub(super) in_place: usize,
 }
 
-/// Multiply-adds in the time in which an element is packed.
-pub(super) const PACKING: usize = 16;
+impl Reading {
+    /// Where both operands are packed.
+    pub(super) const PACKED: Reading = Reading { b: PACKING, in_place: 0 };
+
+    /// Of tiles of widened operands, that many lanes wide. They pack b, where it is not so small that it hardly counts.
+    pub(super) fn of<T: Float>(lanes: usize, a: &Stack<'_, T>, c_strides: [usize; 3]) -> Reading {
+        let is_turned = c_strides[1] == 1 && c_strides[2] != 1;
+        let in_place = match a.strides {
+            _ if T::DTYPE != T::Acc::DTYPE || is_turned => 0,
+            [_, _, 1] => usize::MAX,
+            [_, 1, step] => cols_in_place(lanes, step),
+            _ => 0,
+        };
+        Reading { in_place, ..Reading::PACKED }
+    }
+
+    /// For an element of a, by a task of so many columns.
+    fn a(self, cols: usize) -> usize {
+        if cols <= self.in_place { IN_PLACE } else { PACKING }
+    }
+}

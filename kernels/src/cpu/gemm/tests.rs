@@ -275,7 +275,8 @@ fn one_row<T: Float>(means: Option<Means>, [g, n, k]: [usize; 3], a: &[T], b: &[
 
 #[test]
 fn large_tasks_are_cut_and_small_products_gathered() {
-    let (packed, in_place) = ([16, 16], [4, 16]);
+    let packed = Reading::PACKED;
+    let [in_place, few_in_place] = [usize::MAX, 64].map(|in_place| Reading { in_place, ..packed });
     let cut = |dims, num_threads, reading| Split::of(dims, num_threads, 1, reading);
     assert_eq!(cut([1, 64, 64, 64], 2, packed), Split { rows: 64, cols: 64, together: 2 });
     assert_eq!(cut([1, 1024, 1024, 1024], 1, packed), Split { rows: 1024, cols: 1024, together: 1 });
@@ -283,6 +284,12 @@ fn large_tasks_are_cut_and_small_products_gathered() {
     assert_eq!(cut([1, 1024, 1024, 1024], 2, in_place), Split { rows: 1024, cols: 512, together: 1 });
     assert_eq!(cut([1, 1024, 1024, 1024], 4, packed), Split { rows: 512, cols: 512, together: 1 });
     assert_eq!(cut([1, 3072, 768, 512], 2, packed), Split { rows: 1536, cols: 768, together: 1 });
+    let turned = Split { rows: 128, cols: 64, together: 1 };
+    assert_eq!(
+        cut([1, 128, 128, 128], 2, few_in_place),
+        turned,
+        "a task of half of the columns reads a where it lies"
+    );
     let rows = Split { rows: 171, cols: 512, together: 1 };
     assert_eq!(cut([1, 512, 512, 512], 3, in_place), rows, "192 columns would take longer");
     assert_eq!(cut([1, 20, 4096, 512], 4, packed).rows, 20, "few rows are not cut");

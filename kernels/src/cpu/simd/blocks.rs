@@ -21,6 +21,14 @@ const FEW: usize = 2;
 const SOME: usize = 4;
 /// See [`SOME`]: tiles that touch a new page in each step wait for its translation.
 const NEAR: usize = 512;
+/// A block of b of so many bytes, with what lies between its rows, stays in the first-level cache while all strips of a meet it.
+const NARROW: usize = 32 << 10;
+
+/// Up to so many columns of c, a turned a is read where it lies, for the strips of that many columns are few (see [`SOME`]).
+/// `step` is the distance of its columns, `lanes` how many columns a vector has.
+pub(crate) fn cols_in_place(lanes: usize, step: usize) -> usize {
+    if step <= NEAR { SOME * 2 * lanes } else { FEW * 2 * lanes }
+}
 
 /// A matrix that is written.
 pub(crate) struct Target<T> {
@@ -146,10 +154,10 @@ impl<'t, R: Real> Blocked<'t, R> {
         // What is packed for few rows is used at once, and should not leave the first-level cache before.
         let cols_max = if strips.count <= FEW { wide } else { COLS };
         let col_step = n.div_ceil(n.div_ceil(cols_max).max(1)).next_multiple_of(wide);
-        let in_place_a =
-            a.direct && (a.col == 1 || a.row == 1 && (n <= FEW * wide || n <= SOME * wide && a.col <= NEAR));
+        let in_place_a = a.direct && (a.col == 1 || a.row == 1 && n <= cols_in_place(tiles.lanes, a.col));
+        let is_narrow = b.row * k.min(DEPTH_MAX) * size_of::<R>() <= NARROW;
         // Rows no longer than those of packed strips lie as well as these.
-        let in_place_b = b.direct && b.col == 1 && (strips.count <= FEW || b.row <= COLS_MAX);
+        let in_place_b = b.direct && b.col == 1 && (strips.count <= FEW || b.row <= COLS_MAX || is_narrow);
         if k == 0 && !accumulate {
             for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
                 // SAFETY: (i, j) lies inside of c.
