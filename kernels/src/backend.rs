@@ -262,7 +262,7 @@ impl Machine for Host {
 
     fn backend(&self, settings: Settings) -> Result<Arc<dyn Backend>, KernelError> {
         let allocator = Allocator::with_limit(settings.memory_bytes_max);
-        let pool = Pool::new(settings.num_threads).with_precision(settings.precision);
+        let pool = Pool::on_cores(settings.num_threads, &settings.cores).with_precision(settings.precision);
         Ok(Arc::new(Cpu { allocator, pool, cost: Tally::default() }))
     }
 }

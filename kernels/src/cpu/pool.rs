@@ -4,6 +4,7 @@
 //! do not either. Workers spin for a while after a task (waking a parked thread costs some 20 us), then park. While they
 //! spin, handing work over and learning that it is done takes a few exchanges of cache lines.
 
+use crate::cpu::cores;
 use crate::cpu::pace::Pace;
 use crate::cpu::seat::Seat;
 use crate::cpu::simd::scratch::Scratch;
@@ -99,12 +100,21 @@ impl Pool {
     /// A pool of `num_threads` threads, the caller's among them (0 counts as 1).
     #[must_use]
     pub fn new(num_threads: usize) -> Pool {
+        Pool::on_cores(num_threads, &[])
+    }
+
+    /// The same, whose threads stay on these cores; the first is for the caller, who has to see to that. Empty: anywhere.
+    #[must_use]
+    pub fn on_cores(num_threads: usize, cores: &[usize]) -> Pool {
         let workers = (1..num_threads.max(1)).map(|thread| {
             let seat = Arc::<Seat>::default();
-            let own = seat.clone();
+            let (own, core) = (seat.clone(), cores.get(thread).copied());
             let handle = std::thread::Builder::new()
                 .name(format!("kernel-{thread}"))
-                .spawn(move || serve(&own, thread))
+                .spawn(move || {
+                    core.into_iter().for_each(cores::stay_on);
+                    serve(&own, thread);
+                })
                 .expect("the system starts a thread for the kernel pool");
             Worker { seat, handle }
         });
@@ -283,6 +293,24 @@ impl fmt::Debug for Pool {
 mod tests {
     use super::*;
     use std::time::{Duration, Instant};
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn workers_stay_on_their_cores() {
+        let all = cores::allowed();
+        // Where there is one core only, it is that one twice.
+        let (first, last) = (all[0], all[all.len() - 1]);
+        let pool = Pool::on_cores(2, &[first, last]);
+        let both = std::sync::Barrier::new(2);
+        let seen = Mutex::new(vec![]);
+        pool.run_on_threads(2, &|thread, _| {
+            both.wait();
+            seen.lock().unwrap().push((thread, cores::allowed()));
+        });
+        let mut seen = seen.into_inner().unwrap();
+        seen.sort();
+        assert_eq!(seen, [(0, all), (1, vec![last])]);
+    }
 
     #[test]
     fn every_chunk_is_visited_once() {

@@ -145,12 +145,12 @@ mod tests {
             };
             let workers = seats.each_ref().map(|seat| (seat, scope.spawn(move || work(seat))));
             let mut seen = vec![];
-            for round in 0..ROUNDS {
+            for (round, count) in counts.iter().enumerate() {
                 workers.iter().for_each(|(seat, worker)| seat.offer(job(round), worker.thread()));
                 // Now nobody has taken it yet, now both are done with it.
                 (0..round % 50 * 20).for_each(|_| std::hint::spin_loop());
                 workers.iter().for_each(|(seat, _)| seat.recall(job(round)));
-                seen.push(counts[round].load(Ordering::Relaxed));
+                seen.push(count.load(Ordering::Relaxed));
             }
             workers.iter().for_each(|(seat, worker)| seat.close(worker.thread()));
             assert!(seen.iter().all(|&count| [0, 2, 4].contains(&count)), "{seen:?}");
