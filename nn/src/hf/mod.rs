@@ -12,6 +12,7 @@ mod part;
 mod fields;
 mod companion;
 mod commit;
+mod turn;
 pub mod folder;
 pub mod shards;
 mod fit;

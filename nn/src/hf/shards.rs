@@ -7,6 +7,7 @@ use super::disk::{Pending, is_taken, read_text, refuse, sealed_text};
 use super::fields::{CONFIG_BYTES_MAX, CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE};
 use super::files::TensorWriter;
 use super::header::DIGEST;
+use super::turn::Turn;
 use serde_json::json;
 use shardgrad_tensor::{DType, Result};
 use std::collections::{BTreeMap, HashSet, VecDeque};
@@ -34,6 +35,8 @@ pub struct WeightsWriter {
     sealed: Vec<(Pending, Option<String>)>,
     /// What the index is to tell, where there is one.
     index: Option<Index>,
+    /// Ends behind the last file.
+    _turn: Turn,
 }
 
 #[derive(Debug)]
@@ -59,10 +62,11 @@ fn check_names(dir: &Path, entries: &[Entry]) -> Result<()> {
 
 impl WeightsWriter {
     /// For the text of a config, if there is one, and the tensors of a list, in files of at most `bytes_max` bytes of tensors;
-    /// one that is larger has a file of its own. What is not whole of saves that have ended is removed first.
+    /// one that is larger has a file of its own. What is not whole of saves that have ended is removed first. Another save into
+    /// the folder is waited for; one of the same thread would wait for itself.
     ///
     /// # Errors
-    /// `Kind::Checkpoint` for two tensors of one name; `Kind::Io` if something that is no file (a link, a folder, a device) has a
+    /// `Kind::Checkpoint` for two tensors of one name; `Kind::Io` if another save takes more than ten minutes; if something that is no file (a link, a folder, a device) has a
     /// name that is to be written or removed; what [`TensorWriter::create`] reports of the first file.
     pub fn create(
         dir: &Path,
@@ -71,6 +75,7 @@ impl WeightsWriter {
         bytes_max: u64,
     ) -> Result<WeightsWriter> {
         check_names(dir, entries)?;
+        let turn = Turn::wait(dir)?;
         let bytes = |e: &Entry| (e.2.iter().product::<usize>() * e.1.size()) as u64;
         let mut groups: Vec<Vec<Entry>> = vec![Vec::new()];
         let mut sum = 0;
@@ -107,7 +112,8 @@ impl WeightsWriter {
             config.filter(is_new).map(|text| sealed_text(&dir.join(CONFIG_FILE), text)).transpose()?;
         let dir = dir.to_path_buf();
         let (sealed, beside) = (Vec::new(), Beside::default());
-        let mut writer = WeightsWriter { dir, files, open: None, left: 0, config, beside, sealed, index };
+        let (open, left) = (None, 0);
+        let mut writer = WeightsWriter { dir, files, open, left, config, beside, sealed, index, _turn: turn };
         writer.next()?;
         Ok(writer)
     }
@@ -278,6 +284,23 @@ mod tests {
             assert_eq!(found.len(), others.len() + 1 + files, "{found:?}");
             assert!(others.iter().all(|name| found.contains(&name.to_string())));
         }
+    }
+
+    #[test]
+    fn saves_into_one_folder_wait_for_each_other() {
+        let scratch = Scratch::new();
+        let dir = &scratch.path("");
+        write(dir, (OLD, 9), &[2, 2], 2).unwrap();
+        let first = begin(dir, (NEW, 1), &[2, 2, 2], 2).unwrap();
+        std::thread::scope(|scope| {
+            let second = scope.spawn(|| write(dir, (OLD, 2), &[2, 2, 2], 100));
+            std::thread::sleep(std::time::Duration::from_millis(100));
+            assert!(!second.is_finished(), "it writes among the files of another save");
+            first.finish().unwrap();
+            second.join().unwrap().unwrap();
+        });
+        assert_eq!(read(dir).unwrap(), (vec![2; 6], OLD.to_string()));
+        assert_eq!(scratch.names(), [CONFIG_FILE, WEIGHTS_FILE]);
     }
 
     /// A name that cannot be had stands for a full disk: whatever is written last when it is full.
