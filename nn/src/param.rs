@@ -438,7 +438,11 @@ fn elsewhere(name: &str, home: &Home) -> Error {
 
 fn lost(name: &str) -> Error {
     Error::new(Kind::Config, format!("parameter `{name}` was lost in an update that failed"))
+        .detail("help", AFTER_LOSS)
 }
+
+/// What is left to do where parameters are lost.
+pub(crate) const AFTER_LOSS: &str = "go on from the last model that was saved";
 
 impl fmt::Debug for Param {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

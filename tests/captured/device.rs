@@ -27,12 +27,19 @@ pub(super) struct Addressed {
     asked: Arc<Mutex<Vec<Asked>>>,
     /// How many captures it refuses first, and at the launch of which kernel.
     refusals: (Arc<AtomicUsize>, &'static str),
+    /// Which replay fails, counted from 1.
+    failing: Option<usize>,
 }
 
 impl Addressed {
     /// A device that refuses some captures in the middle, when a kernel is launched.
     pub(super) fn refusing(count: usize, kernel: &'static str) -> Addressed {
         Addressed { refusals: (Arc::new(count.into()), kernel), ..Addressed::default() }
+    }
+
+    /// A device on which one replay fails.
+    pub(super) fn failing(number: usize) -> Addressed {
+        Addressed { failing: Some(number), ..Addressed::default() }
     }
 
     /// What it was asked since the last call of this.
@@ -313,8 +320,11 @@ impl Backend for OneRank {
     }
 
     fn replay(&self, graph: &Graph) -> Result<(), KernelError> {
-        self.device.counts[1].fetch_add(1, Ordering::Relaxed);
+        let number = self.device.counts[1].fetch_add(1, Ordering::Relaxed) + 1;
         self.note(Asked::Replay);
+        if self.device.failing == Some(number) {
+            return Err(KernelError::Device { call: "replay", why: "not now".into(), lasting: false });
+        }
         let work: &Work = graph.work().expect("a graph of this device");
         let mut books = locked(&self.store.books);
         work.launches.iter().try_for_each(|launch| books.run(&*self.host, launch))

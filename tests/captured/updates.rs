@@ -53,6 +53,47 @@ impl Optimizer for Asks {
 }
 
 #[test]
+fn a_replay_that_fails_leaves_parameters_as_they_are_or_says_that_they_are_lost() {
+    let config = ModelConfig::from(config(0.0));
+    // Each step replays its pass, then its update.
+    for (number, is_update) in [(5, false), (6, true)] {
+        let world = World::new(Mesh::single()).threads(1).on(Arc::new(Addressed::failing(number)));
+        let ended = world.launch(|rank| {
+            let (model, plan) = (LanguageModel::new(&config), LanguageModel::plan(&config));
+            let loss = |model: &LanguageModel, x: &[Var]| model.loss_of(x);
+            let settings = Settings { capture: true, ..settings() };
+            let mut trainer = Trainer::new(rank, model, &plan, AdamW::new(1e-3), settings, read, loss)?;
+            let weights = |trainer: &Lm<'_>| {
+                trainer.model().params().iter().map(|p| p.tensor().to_f64()).collect::<Result<Vec<_>>>()
+            };
+            trainer.step(&[])?;
+            trainer.step(&[])?;
+            let before = weights(&trainer)?;
+            let error = trainer.step(&[]).unwrap_err();
+            assert!(error.message().contains("replay: not now"), "{error}");
+            let told =
+                error.details().iter().find(|(label, _)| *label == "lost").map(|(_, text)| text.to_string());
+            if !is_update {
+                assert_eq!((told, weights(&trainer)?), (None, before));
+                trainer.step(&[])?;
+                return weights(&trainer).map(drop);
+            }
+            let (count, first) = (before.len(), trainer.model().params()[0].name());
+            let what = format!(
+                "{count} parameters, `{first}` first: they may be of no step; go on from the last model"
+            );
+            assert!(told.is_some_and(|told| told.starts_with(&what)), "{error}");
+            // Nobody reads half of a step.
+            weights(&trainer).map(drop)
+        });
+        match is_update {
+            false => drop(ended.unwrap()),
+            true => assert!(ended.unwrap_err().message().contains("was lost in an update that failed")),
+        }
+    }
+}
+
+#[test]
 fn updates_of_all_rules_are_captured() {
     for clip in [None, Some(0.5), Some(1e9)] {
         let case = Case { settings: Settings { clip, ..settings() }, ..Case::new() };

@@ -3,7 +3,7 @@
 use super::norm::{LossParts, counted};
 use crate::module::Module;
 use crate::name::{matches, nearest};
-use crate::param::Param;
+use crate::param::{AFTER_LOSS, Param};
 use crate::placed::Model;
 use shardgrad_autograd::{Gradients, Key};
 use shardgrad_tensor::{Error, Found, GatedStep, Kind, Rank, Result, StepTold, Tensor};
@@ -363,14 +363,20 @@ impl Update {
         Ok(Report { grad_norm, control: sums, applied: is_taken })
     }
 
-    /// What becomes of parameters after an error: they are lost, unless the gate was shut, as it is where a device has found a fault in
-    /// the gradients.
+    /// What becomes of parameters after an error, and the error that says so: they are lost, unless the gate was shut, as it is where a
+    /// device has found a fault in the gradients.
     pub(crate) fn failed(&self, began: &mut bool, error: Error) -> Error {
-        match self.step.read() {
-            Ok(Found { is_taken: false, .. }) => *began = false,
-            _ => self.changed.iter().for_each(|(param, _)| param.lose()),
+        if let Ok(Found { is_taken: false, .. }) = self.step.read() {
+            *began = false;
+            return error;
         }
-        error
+        self.changed.iter().for_each(|(param, _)| param.lose());
+        let Some((first, _)) = self.changed.first() else { return error };
+        let (first, all) = (first.name(), self.changed.len());
+        error.detail(
+            "lost",
+            format!("{all} parameters, `{first}` first: they may be of no step; {AFTER_LOSS}"),
+        )
     }
 }
 
