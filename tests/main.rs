@@ -14,6 +14,7 @@ mod explain;
 mod flights;
 mod hf;
 mod invariants;
+mod limits;
 mod llama;
 mod mixed;
 mod mutants;

@@ -220,6 +220,10 @@ pub(crate) struct RunArgs {
     /// How exactly products of f32 are formed; `doctor` says of what
     #[arg(long, value_name = "NAME", default_value = "highest", value_parser = matmul_precisions())]
     matmul_precision: MatmulPrecision,
+    /// Memory that each rank may take, as in 500MB or 5GB [default: what the machine has left, which a run must fit from the
+    /// start]
+    #[arg(long, value_name = "BYTES", value_parser = values::bytes)]
+    memory_limit: Option<values::Bytes>,
     /// Round weights that are read from a folder and are not exact in the dtype of the run; else they are refused
     #[arg(long)]
     cast: bool,
@@ -253,6 +257,16 @@ impl RunArgs {
     /// What may become of weights that are read.
     pub(crate) fn cast(&self) -> Cast {
         if self.cast { Cast::Rounded } else { Cast::Widened }
+    }
+
+    /// Bytes that each rank may take, if that was asked for.
+    pub(crate) fn memory_limit(&self) -> Option<u64> {
+        self.memory_limit.map(|limit| limit.0)
+    }
+
+    /// Whether tensors live in the memory of the processor.
+    pub(crate) fn is_on_host(&self) -> bool {
+        self.device == Device::Cpu
     }
 
     /// The mesh of a training run: as asked for, else, on the processor, a rank for each of two cores, if microbatches have
@@ -316,7 +330,8 @@ impl RunArgs {
             return Err(Error::new(Kind::Config, why).detail("help", help));
         }
         let world = World::new(self.mesh.clone()).timeout(self.timeout).on(open(self.device)?);
-        let world = world.matmul_precision(self.matmul_precision);
+        let limit = self.memory_limit().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(0);
+        let world = world.matmul_precision(self.matmul_precision).memory_limit(limit);
         let world = if self.pin { world.pinned() } else { world };
         Ok(self.threads.map_or(world.clone(), |n| world.threads(n)))
     }

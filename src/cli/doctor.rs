@@ -2,6 +2,7 @@
 //! libraries that the back end would use. It never fails.
 
 use super::args::DoctorArgs;
+use super::memory::{field, kib};
 use serde_json::json;
 #[cfg(feature = "cuda")]
 use shardgrad::Error;
@@ -59,17 +60,6 @@ fn look() -> Findings {
         driver: read("/proc/driver/nvidia/version").lines().next().map(str::to_string),
         libraries: LIBRARIES.map(|(_, file)| files(&folders, file)).into(),
     }
-}
-
-/// The value of the first `key : value` line of a text.
-fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
-    let value = |line: &'a str| line.split_once(':').filter(|(k, _)| k.trim() == key).map(|(_, v)| v.trim());
-    text.lines().find_map(value)
-}
-
-/// A value that is given in kB, in bytes.
-fn kib(text: &str, key: &str) -> Option<u64> {
-    field(text, key)?.strip_suffix("kB")?.trim().parse::<u64>().ok().map(|n| n << 10)
 }
 
 /// Where a loader would look, and where CUDA is usually put.

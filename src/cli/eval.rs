@@ -1,6 +1,7 @@
 //! `eval`: the mean loss of a model on a text or on token numbers, on any mesh.
 
 use super::args::{EvalArgs, check_tokens, config_of};
+use super::memory::check_model;
 use crate::data::{Order, Sampler};
 use crate::outputs::check_target;
 use crate::train::{Measured, batch, mean_loss};
@@ -16,6 +17,8 @@ use std::sync::Arc;
 pub(crate) fn run(args: &EvalArgs) -> Result<()> {
     let config = config_of(&args.model)?;
     let seq = args.seq(&config)?;
+    let world = args.run.world()?;
+    check_model(&args.run, &args.model, &config)?;
     let (windows, what) = match &args.source.tokens {
         Some(path) => {
             let file = super::token_rows(path, &config)?;
@@ -41,7 +44,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
         )?;
     }
     let plan = LanguageModel::plan(&config);
-    let losses = args.run.world()?.launch(|rank| {
+    let losses = world.launch(|rank| {
         let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 0, args.run.dtype)?;
         super::load(&model, &args.model, args.run.cast())?;
         if let Some(path) = &args.logits {

@@ -6,7 +6,7 @@ use crate::train::{batch, word};
 use serde_json::json;
 use shardgrad::dist::{Phase, Record};
 use shardgrad::kernels::Cost;
-use shardgrad::nn::{LanguageModel, ModelConfig, Settings, Trainer};
+use shardgrad::nn::{LanguageModel, ModelConfig, Precision, Settings, Trainer};
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -16,6 +16,57 @@ use std::rc::Rc;
 /// What is said where a run would measure times.
 const ESTIMATED: &str = "stages and order of passes are an estimate: passes take as long as their ops have volume; a run measures \
                          them, and keeps its lists in schedule.txt";
+
+/// A training step that nobody takes.
+pub(super) struct Outline<'a> {
+    pub(super) config: &'a ModelConfig,
+    pub(super) plan: &'a Plan,
+    /// Sequences in the global batch, and tokens in each.
+    pub(super) batch: usize,
+    pub(super) seq: usize,
+    pub(super) microbatches: usize,
+    pub(super) precision: Precision,
+}
+
+impl Outline<'_> {
+    /// What is told of a trainer for the step on one rank of a mesh, without memory and arithmetic.
+    pub(super) fn on<T>(
+        &self,
+        mesh: &Mesh,
+        rank: usize,
+        told: impl FnOnce(&Rank, &mut Trainer<'_, LanguageModel>) -> Result<T>,
+    ) -> Result<T> {
+        let Outline { config, plan, seq, microbatches, precision, .. } = *self;
+        World::new(mesh.clone()).dry_run(rank, |rank| {
+            let blank = |own: Range<usize>| vec![0; own.len() * seq];
+            let read = |rank: &Rank, _: u64, rows: Range<usize>| {
+                let read = |own: Range<usize>| {
+                    Ok(Batch { inputs: blank(own.clone()), targets: blank(own), more: Vec::new() })
+                };
+                let share = matches!(config, ModelConfig::Bert(_)).then_some(1.0);
+                batch(rank, plan, [rows.len(), seq], share, read)
+            };
+            let settings = Settings {
+                microbatches,
+                dtype: precision.dtype,
+                param_dtype: Some(precision.param_dtype),
+                ..Settings::new(self.batch)
+            };
+            let loss = |model: &LanguageModel, x: &[Var]| model.loss_of(x);
+            let module = LanguageModel::new(config);
+            let mut trainer = Trainer::new(rank, module, plan, AdamW::new(1e-3), settings, read, loss)?;
+            told(rank, &mut trainer)
+        })
+    }
+}
+
+/// Takes two steps: the first makes what the optimizer keeps, when activations are gone; later ones hold both. The most bytes that
+/// the rank holds.
+pub(super) fn peak_bytes(rank: &Rank, trainer: &mut Trainer<'_, LanguageModel>) -> Result<u64> {
+    trainer.step(&word(false, false))?;
+    trainer.step(&word(false, false))?;
+    Ok(rank.backend().memory().peak_bytes as u64)
+}
 
 /// One rank's view of a step.
 struct Step {
@@ -44,30 +95,9 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     check_tokens(args.batch, seq)?;
     let plan = args.pipeline.plan(LanguageModel::plan(&config));
     let microbatches = args.pipeline.microbatches(&mesh, args.batch);
-    let one = |rank: &Rank| -> Result<Step> {
-        let blank = |own: Range<usize>| vec![0; own.len() * seq];
-        let read = |rank: &Rank, _: u64, rows: Range<usize>| {
-            let read = |own: Range<usize>| {
-                Ok(Batch { inputs: blank(own.clone()), targets: blank(own), more: Vec::new() })
-            };
-            let share = matches!(config, ModelConfig::Bert(_)).then_some(1.0);
-            batch(rank, &plan, [rows.len(), seq], share, read)
-        };
-        let settings = Settings {
-            microbatches,
-            dtype: precision.dtype,
-            param_dtype: Some(precision.param_dtype),
-            ..Settings::new(args.batch)
-        };
-        let loss = |model: &LanguageModel, x: &[Var]| model.loss_of(x);
-        let module = LanguageModel::new(&config);
-        let mut trainer = Trainer::new(rank, module, &plan, AdamW::new(1e-3), settings, read, loss)?;
-        account(rank, &mut trainer)
-    };
-    let steps: Vec<Step> = largest_ranks(&mesh)
-        .into_iter()
-        .map(|r| World::new(mesh.clone()).dry_run(r, one))
-        .collect::<Result<_>>()?;
+    let outline = Outline { config: &config, plan: &plan, batch: args.batch, seq, microbatches, precision };
+    let steps: Vec<Step> =
+        largest_ranks(&mesh).into_iter().map(|r| outline.on(&mesh, r, account)).collect::<Result<_>>()?;
     if args.json {
         steps.iter().for_each(|step| print_json(&mesh, step));
         return Ok(());
@@ -251,11 +281,12 @@ fn repeated(records: &[Record]) -> Vec<(usize, &Record)> {
 }
 
 /// Bytes in the largest unit that leaves at least one digit before the point.
-fn size(bytes: u64) -> String {
+pub(super) fn size(bytes: u64) -> String {
     match bytes {
         0..1024 => format!("{bytes} B"),
         1024..1_048_576 => format!("{:.1} KiB", bytes as f64 / 1024.0),
         1_048_576..1_073_741_824 => format!("{:.1} MiB", bytes as f64 / 1_048_576.0),
-        _ => format!("{:.1} GiB", bytes as f64 / 1_073_741_824.0),
+        1_073_741_824..1_099_511_627_776 => format!("{:.1} GiB", bytes as f64 / 1_073_741_824.0),
+        _ => format!("{:.1} TiB", bytes as f64 / 1_099_511_627_776.0),
     }
 }

@@ -7,6 +7,7 @@ use sample::choose;
 use text::Text;
 
 use super::args::{GenerateArgs, SamplingArgs, config_of};
+use super::memory::check_model;
 use crate::behind::Behind;
 use crate::tokenizer::Tokenizer;
 use serde_json::json;
@@ -18,6 +19,8 @@ use shardgrad::prelude::*;
 pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     let config = config_of(&args.model)?;
     refuse_encoders(&config)?;
+    let world = args.run.world()?;
+    check_model(&args.run, &args.model, &config)?;
     let tokenizer = Tokenizer::of(Some(&args.model), &config)?;
     let mut ends = config.ends_of_text_in(&args.model)?;
     // A number that is a byte of text to the tokenizer ends none.
@@ -39,7 +42,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
             });
         }
     };
-    let mut made = args.run.world()?.launch(|rank| {
+    let mut made = world.launch(|rank| {
         let plan = LanguageModel::plan(&config);
         let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 0, args.run.dtype)?;
         super::load(&model, &args.model, args.run.cast())?;

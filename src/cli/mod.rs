@@ -2,9 +2,10 @@
 
 pub(crate) mod args;
 mod bench;
+mod explain;
+mod memory;
 mod doctor;
 mod eval;
-mod explain;
 mod generate;
 mod ops;
 mod plan;

@@ -10,6 +10,8 @@ use steps::{Ended, take_steps};
 
 use super::Failure;
 use super::args::{TrainArgs, check_tokens};
+use super::explain::Outline;
+use super::memory::check_training;
 use crate::data::{Order, Sampler, Split, refuse_written};
 use crate::interrupt::Interrupt;
 use crate::metrics::Metrics;
@@ -168,26 +170,16 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         config = config.with_dropout(p);
     }
     let lines = Lines::new();
-    let Rows { rows, held_out, unit } = rows(args, &config, &lines)?;
-    let steps = &args.steps;
-    let optim = &args.optim;
-    let recipe = Recipe {
-        steps: steps.steps,
-        batch: steps.batch,
-        seq: rows.seq(),
-        microbatches: args.microbatches(),
-        schedule: args.schedule(),
-        optim: AdamW::new(optim.lr)
-            .betas(optim.beta1, optim.beta2)
-            .eps(optim.eps)
-            .weight_decay(optim.weight_decay),
-        clip: optim.clip(),
-        seed: steps.seed,
-        precision: args.precision(),
-        // A trace shows passes one by one.
-        capture: args.run.is_alone_on_a_card(&args.mesh()) && args.trace.is_none(),
-    };
-    check_tokens(recipe.batch, recipe.seq)?;
+    let Rows { rows, held_out, unit, told } = rows(args, &config)?;
+    let recipe = recipe(args, rows.seq());
+    let Recipe { batch, seq, microbatches, precision, .. } = recipe;
+    check_tokens(batch, seq)?;
+    let plan = args.pipeline.plan(LanguageModel::plan(&config));
+    let step = Outline { config: &config, plan: &plan, batch, seq, microbatches, precision };
+    check_training(&args.run, &args.mesh(), &args.model.name(), &step)?;
+    if let Some(corpus) = told.filter(|_| !args.json) {
+        lines.say(format_args!("reading {corpus}"));
+    }
     let out = OutFolder::open(&args.out)?;
     let metrics = out.join("metrics.jsonl");
     let in_place = args.model.dir().is_some_and(|dir| place(dir) == place(&out.join("model")));
@@ -200,7 +192,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         check_target("--trace", trace, read.chain(own.iter().map(PathBuf::as_path)))?;
     }
     Ok(Job {
-        plan: args.pipeline.plan(LanguageModel::plan(&config)),
+        plan,
         config,
         recipe,
         rows,
@@ -228,6 +220,27 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
     })
 }
 
+/// What decides the numbers of the run, on rows of so many tokens.
+fn recipe(args: &TrainArgs, seq: usize) -> Recipe {
+    let (steps, optim) = (&args.steps, &args.optim);
+    Recipe {
+        steps: steps.steps,
+        batch: steps.batch,
+        seq,
+        microbatches: args.microbatches(),
+        schedule: args.schedule(),
+        optim: AdamW::new(optim.lr)
+            .betas(optim.beta1, optim.beta2)
+            .eps(optim.eps)
+            .weight_decay(optim.weight_decay),
+        clip: optim.clip(),
+        seed: steps.seed,
+        precision: args.precision(),
+        // A trace shows passes one by one.
+        capture: args.run.is_alone_on_a_card(&args.mesh()) && args.trace.is_none(),
+    }
+}
+
 /// What is trained on.
 struct Rows {
     rows: Sampler,
@@ -235,14 +248,16 @@ struct Rows {
     held_out: Option<Sampler>,
     /// What a loss is measured by.
     unit: &'static str,
+    /// What is read, if it is text.
+    told: Option<String>,
 }
 
 /// Opens what there is to read.
-fn rows(args: &TrainArgs, config: &ModelConfig, lines: &Lines) -> Result<Rows> {
+fn rows(args: &TrainArgs, config: &ModelConfig) -> Result<Rows> {
     let seq = args.seq(config)?;
     let steps = &args.steps;
     let order = if args.no_shuffle { Order::InFileOrder } else { Order::Shuffled { seed: steps.seed } };
-    let mut unit = "token";
+    let (mut unit, mut told) = ("token", None);
     let written: Vec<PathBuf> = written(&args.out).iter().map(|own| place(own)).collect();
     let (rows, held_out) = match &args.source.tokens {
         Some(path) => {
@@ -258,15 +273,13 @@ fn rows(args: &TrainArgs, config: &ModelConfig, lines: &Lines) -> Result<Rows> {
             let how = args.source.how(args.model.dir(), config, Some(&args.out), &written)?;
             let corpus = Arc::new(super::documents(&args.source.data, &how)?);
             unit = corpus.unit();
-            if !args.json {
-                lines.say(format_args!("reading {corpus}"));
-            }
+            told = Some(corpus.to_string());
             let held_out = || Sampler::of_text(corpus.clone(), Split::Val, seq, Order::InFileOrder);
             let held_out = args.eval_every().map(|_| held_out()).transpose()?;
             (Sampler::of_text(corpus, Split::Train, seq, order)?, held_out)
         }
     };
-    Ok(Rows { rows, held_out, unit })
+    Ok(Rows { rows, held_out, unit, told })
 }
 
 /// One rank's run: its steps, then the model, whatever ended them and left a world to save it in.
