@@ -1,14 +1,19 @@
-//! SIGINT, SIGTERM and SIGHUP: the first asks the run to stop after the step it is in; a second SIGINT or SIGTERM ends the
-//! process, unless the run has begun to save.
+//! SIGINT, SIGTERM and SIGHUP: the first asks a training to stop after the step it is in; a second SIGINT or SIGTERM ends the
+//! process, unless the run has begun to save. Other commands end at the first one.
 
 use shardgrad::{Error, Kind, Result};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::{SigId, flag, low_level};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
 
 /// The exit code of a run that was stopped by a signal.
 pub(crate) const EXIT_CODE: i32 = 130;
+
+/// How often a command that ends at the first signal looks for one.
+const WATCH: Duration = Duration::from_millis(20);
 
 /// Whether somebody has asked the process to stop. Clones share the answer, so each rank may hold one; ranks
 /// must agree on the step at which they act on it.
@@ -27,7 +32,6 @@ impl Interrupt {
     /// `Kind::Io` if the system refuses.
     pub(crate) fn install() -> Result<Interrupt> {
         let asked = Arc::new(AtomicBool::new(false));
-        let failed = |signal| move |e| Error::new(Kind::Io, format!("cannot catch signal {signal}: {e}"));
         let mut ends = Vec::new();
         for signal in [SIGINT, SIGTERM] {
             // In this order: the first signal finds the flag down and raises it, the next finds it up.
@@ -53,6 +57,34 @@ impl Interrupt {
             low_level::unregister(*end);
         }
     }
+}
+
+/// Ends the process at the first SIGINT or SIGTERM from now on, with a word: for commands that have nothing to save. The exit code
+/// is that of a shell for a process that the signal ends.
+///
+/// # Errors
+/// `Kind::Io` if the system refuses.
+pub(crate) fn end_at_signals(command: &'static str) -> Result<()> {
+    let came = Arc::new(AtomicUsize::new(0));
+    for signal in [SIGINT, SIGTERM].into_iter().filter(|signal| !is_ignored(*signal)) {
+        flag::register_usize(signal, Arc::clone(&came), signal as usize).map_err(failed(signal))?;
+    }
+    let watch = move || loop {
+        thread::sleep(WATCH);
+        let name = match came.load(Ordering::SeqCst) as i32 {
+            0 => continue,
+            SIGINT => "SIGINT",
+            _ => "SIGTERM",
+        };
+        eprintln!("{command}: stopped by {name}");
+        std::process::exit(128 + came.load(Ordering::SeqCst) as i32);
+    };
+    let watcher = thread::Builder::new().name("signals".to_string()).spawn(watch);
+    watcher.map(drop).map_err(|e| Error::new(Kind::Io, format!("no thread that waits for signals: {e}")))
+}
+
+fn failed(signal: i32) -> impl Fn(std::io::Error) -> Error {
+    move |e| Error::new(Kind::Io, format!("cannot catch signal {signal}: {e}"))
 }
 
 /// Whether the process was started with a signal ignored, where the system tells (Linux).

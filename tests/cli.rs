@@ -450,6 +450,12 @@ fn a_text_is_printed_as_json_tells_it() {
         let json = shardgrad(&[&given[..], &["--json"]].concat()).stdout;
         let json: serde_json::Value = serde_json::from_slice(&json).unwrap();
         assert_eq!(printed, format!("{}\n", json["text"].as_str().unwrap()), "seed {seed}");
+        let tokens: Vec<u8> = serde_json::from_value(json["tokens"].clone()).unwrap();
+        let bytes = ["é".as_bytes(), &tokens].concat();
+        assert_eq!(
+            (tokens.len(), String::from_utf8_lossy(&bytes)),
+            (40, json["text"].as_str().unwrap().into())
+        );
         ends += usize::from(printed.ends_with("\u{fffd}\n"));
     }
     assert!(ends > 0, "no text ends within a letter");

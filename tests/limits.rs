@@ -1,9 +1,12 @@
-//! What cannot fit the memory is refused before it begins.
+//! What cannot fit the memory is refused before it begins, and what has nothing to save ends at a signal with a word.
 
 use crate::cli::{Folder, shardgrad, told};
 use shardgrad::nn::{Gpt2, Gpt2Config};
 use shardgrad::prelude::*;
+use std::fs;
+use std::io::Read;
 use std::path::Path;
+use std::process::{Command, Stdio};
 
 /// A model folder that writes for ever.
 fn model(folder: &Folder) -> String {
@@ -44,4 +47,45 @@ fn what_cannot_fit_is_refused_before_it_begins() {
         assert!(code == 2 && said.contains("on a rank, and --memory-limit allows 1000 B"), "{said}");
         assert!(shardgrad(&[command, &["--model", &model]].concat()).status.success());
     }
+}
+
+#[test]
+fn a_signal_ends_what_has_nothing_to_save_with_a_word() {
+    let folder = Folder::new("word");
+    let model = model(&folder);
+    for (signal, name, code) in [("-INT", "SIGINT", 130), ("-TERM", "SIGTERM", 143)] {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_shardgrad"))
+            .args(["generate", "--model", &model, "--prompt", "a", "--tokens", "100000000"])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut written = child.stdout.take().unwrap();
+        written.read_exact(&mut [0; 200]).unwrap();
+        let reader = std::thread::spawn(move || std::io::copy(&mut written, &mut std::io::sink()));
+        assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
+        let output = child.wait_with_output().unwrap();
+        reader.join().unwrap().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(
+            (output.status.code(), said.as_str()),
+            (Some(code), &*format!("generate: stopped by {name}\n"))
+        );
+    }
+}
+
+#[test]
+fn a_folder_that_is_left_out_of_the_data_is_named() {
+    let folder = Folder::new("left-out");
+    let data = folder.path("data");
+    fs::create_dir_all(format!("{data}/model")).unwrap();
+    fs::write(format!("{data}/text"), "The quick brown fox. ".repeat(100)).unwrap();
+    fs::write(format!("{data}/model/text"), "A dog. ".repeat(100)).unwrap();
+    let train = ["train", "--data", &data, "--out", &data, "--batch", "2", "--seq", "8", "--steps", "1"];
+    let output = shardgrad(&train);
+    let printed = String::from_utf8(output.stdout).unwrap();
+    assert!(
+        printed.contains(&format!("{data}/model")) && printed.contains("which the run replaces"),
+        "{printed}"
+    );
 }

@@ -32,7 +32,7 @@ use std::time::Duration;
 #[derive(Debug, Parser)]
 #[command(name = "shardgrad", version, max_term_width = 100, disable_help_subcommand = true)]
 #[command(
-    after_help = "Exit codes: 0 done, 1 the run failed, 2 misuse or bad input, 130 `train` was stopped by a signal."
+    after_help = "Exit codes: 0 done, 1 the run failed, 2 misuse or bad input, 130 `train` was stopped by a signal, 128 + N another command was by signal N."
 )]
 pub(crate) struct Cli {
     #[command(subcommand)]

@@ -3,6 +3,7 @@
 use super::args::{EvalArgs, check_tokens, config_of};
 use super::memory::check_model;
 use crate::data::{Order, Sampler};
+use crate::interrupt::end_at_signals;
 use crate::outputs::check_target;
 use crate::train::{Measured, batch, mean_loss};
 use serde_json::json;
@@ -15,6 +16,7 @@ use std::sync::Arc;
 
 /// Runs the command.
 pub(crate) fn run(args: &EvalArgs) -> Result<()> {
+    end_at_signals("eval")?;
     let config = config_of(&args.model)?;
     let seq = args.seq(&config)?;
     let world = args.run.world()?;

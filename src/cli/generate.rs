@@ -9,6 +9,7 @@ use text::Text;
 use super::args::{GenerateArgs, SamplingArgs, config_of};
 use super::memory::check_model;
 use crate::behind::Behind;
+use crate::interrupt::end_at_signals;
 use crate::tokenizer::Tokenizer;
 use serde_json::json;
 use shardgrad::kernels::op::random::uniform_at;
@@ -17,6 +18,7 @@ use shardgrad::prelude::*;
 
 /// Runs the command.
 pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
+    end_at_signals("generate")?;
     let config = config_of(&args.model)?;
     refuse_encoders(&config)?;
     let world = args.run.world()?;
@@ -50,16 +52,20 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
             return continued(&model, &prompt, args.tokens, &args.sampling, |_| Ok(())).map(|()| None);
         }
         show(args.prompt.clone());
-        let mut text = Text::behind(&prompt.tokens, &tokenizer)?;
-        continued(&model, &prompt, args.tokens, &args.sampling, |token| text.push(token).map(&show))?;
+        let (mut text, mut tokens) = (Text::behind(&prompt.tokens, &tokenizer)?, Vec::new());
+        continued(&model, &prompt, args.tokens, &args.sampling, |token| {
+            tokens.push(token);
+            text.push(token).map(&show)
+        })?;
         let (rest, all) = text.end();
         show(rest);
-        Ok(Some(all))
+        Ok(Some((all, tokens)))
     })?;
     printer.wait()?;
     if args.json {
-        let text = args.prompt.clone() + &made.swap_remove(0).unwrap_or_default();
-        println!("{}", json!({"prompt": args.prompt, "text": text}));
+        let (text, tokens) = made.swap_remove(0).unwrap_or_default();
+        let text = args.prompt.clone() + &text;
+        println!("{}", json!({"prompt": args.prompt, "text": text, "tokens": tokens}));
     } else {
         println!();
     }

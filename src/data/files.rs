@@ -101,7 +101,7 @@ impl Corpus {
     /// A file whose name ends in `.bin` holds token numbers and is taken as it is. Any other is a text in UTF-8, and between
     /// two texts stands the end-of-text token. Texts of bytes and numbers stay on disk and are read by position; of texts that
     /// a tokenizer cuts the tokens are written to disk and read from there. What the program itself writes into a folder
-    /// ([`How::written`]) is passed over.
+    /// ([`How::written`]) is passed over, and named in the text form.
     ///
     /// # Errors
     /// `Kind::Data` naming the file if it is missing, a pipe or a device, empty, not UTF-8 (with the offset of the first bad
@@ -109,9 +109,9 @@ impl Corpus {
     /// has numbers, and for a token between texts where there are no two; for a folder without files; what the tokenizer of the
     /// model reports; `Kind::Io` if the system refuses.
     pub(crate) fn open(paths: &[PathBuf], how: &How<'_>) -> Result<Corpus> {
-        let mut files = Vec::new();
+        let (mut files, mut passed) = (Vec::new(), Vec::new());
         for path in paths {
-            expand(path, how.written, &mut files)?;
+            expand(path, how.written, &mut files, &mut passed)?;
         }
         how.check_width(&files)?;
         how.check_end(files.iter().filter(|path| !is_numbers(path)).count())?;
@@ -137,6 +137,13 @@ impl Corpus {
             ([only], _) => only.display().to_string(),
             (_, [folder]) => format!("{} files of {}", files.len(), folder.display()),
             _ => format!("{} files", files.len()),
+        };
+        let origin = match passed.as_slice() {
+            [] => origin,
+            passed => {
+                let passed: Vec<String> = passed.iter().map(|path| path.display().to_string()).collect();
+                format!("{origin} (without {}, which the run replaces)", passed.join(", "))
+            }
         };
         Ok(Corpus::of(origin, how.config.vocab_size(), parts))
     }
@@ -177,8 +184,14 @@ pub(crate) fn refuse_written(path: &Path, written: &[PathBuf]) -> Result<()> {
     Ok(())
 }
 
-/// A file, or the files of a folder in the order of their paths; hidden ones, and those that are written, are passed over.
-fn expand(path: &Path, written: &[PathBuf], files: &mut Vec<PathBuf>) -> Result<()> {
+/// A file, or the files of a folder in the order of their paths; hidden ones are passed over, and so are files and folders that are
+/// written, which are told as `passed`.
+fn expand(
+    path: &Path,
+    written: &[PathBuf],
+    files: &mut Vec<PathBuf>,
+    passed: &mut Vec<PathBuf>,
+) -> Result<()> {
     const HELP: &str = "give names of UTF-8 text files, folders of them, or .bin files with --data";
     let kind = match fs::metadata(path) {
         Err(e) if e.kind() == ErrorKind::NotFound => return Err(refuse(path, "there is no such file", HELP)),
@@ -200,6 +213,9 @@ fn expand(path: &Path, written: &[PathBuf], files: &mut Vec<PathBuf>) -> Result<
         let entry =
             entry.map_err(|e| Error::new(Kind::Io, format!("cannot read {}: {e}", path.display())))?;
         if is_at(written, entry.path()) {
+            if !passed.iter().any(|above| entry.path().starts_with(above)) {
+                passed.push(entry.into_path());
+            }
             continue;
         }
         if entry.depth() > 0 && entry.path_is_symlink() {
@@ -398,6 +414,14 @@ mod tests {
         let read = |path: PathBuf| Corpus::open(&[path], &written).map(|corpus| corpus.tokens(Split::All));
         assert_eq!(read(dir.path("")).unwrap(), b"a\nr\nr", "a.txt, run/b.txt and run/models.txt");
         assert_eq!(read(dir.path("run")).unwrap(), b"r\nr");
+        // What is passed over is told, a folder as one.
+        let run = dir.path("run").display().to_string();
+        assert_eq!(
+            Corpus::open(&[dir.path("run")], &written).unwrap().to_string(),
+            format!(
+                "2 files of {run} (without {run}/metrics.jsonl, {run}/model, which the run replaces), 3 bytes"
+            )
+        );
         for name in
             ["run/metrics.jsonl", "run/../run/metrics.jsonl", "link", "run/model/vocab.txt", "run/model"]
         {

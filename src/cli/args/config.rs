@@ -80,8 +80,11 @@ fn from_file(path: &Path, command: &Command, given: &ArgMatches) -> Result<Vec<S
     let table: toml::Table = toml::from_str(&text).map_err(|e| {
         let line = 1 + text[..e.span().map_or(0, |s| s.start)].matches('\n').count();
         let why = e.message().replace('\n', ", ");
-        Error::new(Kind::Config, format!("{name} is no TOML file: line {line}: {why}"))
-            .detail("help", "write option = value, as in lr = 1e-3 or mesh = \"dp=2\"")
+        let help = match why.contains("too large") {
+            true => "write a number above 9223372036854775807 as text, as in seed = \"18446744073709551615\"",
+            false => "write option = value, as in lr = 1e-3 or mesh = \"dp=2\"",
+        };
+        Error::new(Kind::Config, format!("{name} is no TOML file: line {line}: {why}")).detail("help", help)
     })?;
     let (arguments, faults) = arguments(&table, command, given);
     if faults.is_empty() {
@@ -138,6 +141,8 @@ fn argument(option: &Arg, long: &str, value: &Value, command: &Command) -> Resul
         // As in `shard-size = "5GB"`.
         Value::Integer(n) if option.get_value_parser().type_id() == TypeId::of::<Bytes>() => n.to_string(),
         Value::Float(x) if number => x.to_string(),
+        // TOML has no larger integers than those of 63 bits, and a seed may be one.
+        Value::String(text) if number && text.parse::<u64>().is_ok() => text.clone(),
         Value::String(text) if !number => text.clone(),
         _ if number => return Err(format!("must be a number; found: {found}")),
         _ => return Err(format!("must be a string; found: {found}")),
@@ -225,6 +230,25 @@ mod tests {
         let text = told("shard-size = \"5 fish\"\nseed = \"x\"", &["train"]);
         assert!(text.contains("`shard-size`: invalid value '5 fish'"), "{text}");
         assert!(text.contains("`seed`: must be a number; found: string"), "{text}");
+    }
+
+    #[test]
+    fn a_seed_has_64_bits() {
+        let seed = |file: &str| match parsed(file, &["train"]).unwrap().command {
+            Chosen::Train(args) => args.steps.seed,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(seed("seed = 9223372036854775807"), i64::MAX as u64);
+        assert_eq!(seed("seed = \"18446744073709551615\""), u64::MAX);
+        let text = told("steps = 3\nseed = 18446744073709551615", &["train"]);
+        assert!(
+            text.contains("line 2: ") && text.contains("as in seed = \"18446744073709551615\""),
+            "{text}"
+        );
+        for file in ["seed = -1", "seed = \"-1\"", "seed = \"18446744073709551616\"", "seed = 1.5"] {
+            let text = told(file, &["train"]);
+            assert!(text.contains("must be a"), "{file}: {text}");
+        }
     }
 
     #[test]
