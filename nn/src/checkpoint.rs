@@ -1,5 +1,9 @@
 //! Models in Hugging Face folders: saved from any mesh, loaded on any other.
 
+mod gather;
+
+pub(crate) use gather::{bring, tell};
+
 use crate::cast::{Cast, Casts, is_exact};
 use crate::hf::folder::Weights;
 use crate::hf::{Companion, WeightsWriter};
@@ -10,8 +14,8 @@ use crate::param::{Home, Param};
 use crate::placed::Model;
 use crate::precision::check_dtype;
 use shardgrad_tensor::agreement::{Shared, check_copies, check_shared};
-use shardgrad_tensor::control::{local_sum_squares_once, pass_bytes, world_sum};
-use shardgrad_tensor::{DType, Error, Kind, Layout, Rank, Result, Tensor, Value};
+use shardgrad_tensor::control::{local_sum_squares_once, world_sum};
+use shardgrad_tensor::{DType, Error, Kind, Result, Tensor, Value};
 use std::collections::HashSet;
 use std::fs;
 use std::panic::Location;
@@ -21,7 +25,7 @@ use std::time::Duration;
 /// The most bytes of a file of weights, unless a caller says otherwise.
 pub const FILE_BYTES_MAX: u64 = 5_000_000_000;
 /// How long ranks wait for the one that writes: a disk may stall for long, and all that was trained hangs on it.
-const PATIENCE: Duration = Duration::from_secs(24 * 60 * 60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(24 * 60 * 60);
 
 impl<M: Family> Model<M> {
     /// [`Model::save_in_files`] of at most [`FILE_BYTES_MAX`] bytes.
@@ -49,7 +53,7 @@ impl<M: Family> Model<M> {
     ///
     /// A model that the folder held before is replaced by [`WeightsWriter::finish`]: until all of the new one is on the disk
     /// it stays as it was, whatever fails. Files that have nothing to do with saving stay. Ranks wait for the disk of the
-    /// first one longer than for anything else ([`Rank::patiently`]).
+    /// first one longer than for anything else ([`Rank::patiently`](shardgrad_tensor::Rank::patiently)).
     ///
     /// # Errors
     /// As [`Model::save_weights`]; `Kind::Checkpoint`, before anything is written, for a model of which `config.json` cannot say
@@ -260,7 +264,7 @@ fn write<M: Module>(
         tell(rank, begun, site)?;
         let mut written = Ok(());
         for (param, (name, ..)) in model.params().iter().zip(&entries) {
-            let bytes = bring(rank, param, dtype, site)?;
+            let bytes = bring(rank, param, dtype, || Ok(param.as_in_files().cast(dtype)), site)?;
             // The other ranks gather what is left, whether it can be written or not.
             if let (Some(writer), Some(bytes), true) = (&mut writer, bytes, written.is_ok()) {
                 written = writer.append(name, &bytes);
@@ -272,65 +276,6 @@ fn write<M: Module>(
         // Nobody goes on to read before the file is whole.
         tell(rank, written, site)
     })
-}
-
-/// What writing may be refused for.
-const KINDS: [Kind; 3] = [Kind::Io, Kind::Checkpoint, Kind::OutOfMemory];
-
-/// Hands the outcome of the first rank's writing to all: each of them returns the same, so that they stay together. Every rank
-/// calls this together.
-fn tell(rank: &Rank, done: Result<()>, site: &'static Location<'static>) -> Result<()> {
-    let world = rank.world();
-    if world.mesh().num_ranks() == 1 {
-        return done;
-    }
-    let (kind, lines) = done.err().map_or((0, Vec::new()), |e| {
-        let helps = e.details().iter().filter(|(label, _)| *label == "help").map(|(_, text)| text.as_str());
-        let lines: Vec<String> = [e.message()].into_iter().chain(helps).map(str::to_string).collect();
-        (1 + KINDS.iter().position(|kind| *kind == e.kind()).unwrap_or(0), lines)
-    });
-    let text = lines.join("\n");
-    let word = world_sum(world, &[kind as f64, text.len() as f64], site)?;
-    if word[0] == 0.0 {
-        return Ok(());
-    }
-    let byte = |i: usize| f64::from(text.as_bytes().get(i).copied().unwrap_or(0));
-    let bytes: Vec<f64> = (0..word[1] as usize).map(byte).collect();
-    let bytes: Vec<u8> = world_sum(world, &bytes, site)?.into_iter().map(|byte| byte as u8).collect();
-    let text = String::from_utf8_lossy(&bytes);
-    let (message, helps) = text.split_once('\n').unwrap_or((&text, ""));
-    let error = Error::new(KINDS[word[0] as usize - 1], message);
-    let error = helps.lines().fold(error, |e, help| e.detail("help", help));
-    Err(error.detail("rank", world.mesh().describe(0)))
-}
-
-/// The bytes of a whole parameter, on the first rank at least: gathered by the stage that counts it, and passed on from there
-/// when the first rank asks for them. What is sent waits in memory until it is received, so the first rank has to have come to
-/// a parameter before the stages behind it send theirs.
-fn bring(
-    rank: &Rank,
-    param: &Param,
-    dtype: DType,
-    site: &'static Location<'static>,
-) -> Result<Option<Vec<u8>>> {
-    let rounded = || {
-        let cast = param.as_in_files().cast(dtype);
-        let whole = Layout::invariant(cast.layout().mesh(), dtype, &cast.shape());
-        cast.to_layout_at(&whole, site)?.to_bytes()
-    };
-    let home = param.home();
-    if let Some(home) = home.as_ref().filter(|_| rank.index() == 0) {
-        pass_bytes(rank.world(), home.axis, [0, home.places[0]], &[1], 1, site)?;
-    }
-    let bytes = if param.counts_here() { rounded()? } else { Vec::new() };
-    match home {
-        Some(home) if rank.index() == 0 => {
-            let len = param.numel() * dtype.size();
-            pass_bytes(rank.world(), home.axis, [home.places[0], 0], &bytes, len, site)
-        }
-        Some(_) => Ok(None),
-        None => Ok(Some(bytes)),
-    }
 }
 
 /// Fills the parameters of a model from files. A parameter is the tensor of the name that `name_in_file` gives, or of its own

@@ -141,8 +141,28 @@ impl Param {
     /// The stored tensor with its dims in the order of files.
     #[track_caller]
     pub(crate) fn as_in_files(&self) -> Tensor {
-        let tensor = self.tensor();
-        self.0.declared.file_order.as_ref().map_or(tensor.clone(), |order| tensor.permute(order))
+        self.in_file_order(self.tensor())
+    }
+
+    /// A tensor that lies as the stored one, with its dims in the order of files.
+    #[track_caller]
+    pub(crate) fn in_file_order(&self, tensor: Tensor) -> Tensor {
+        match &self.0.declared.file_order {
+            Some(order) => tensor.permute(order),
+            None => tensor,
+        }
+    }
+
+    /// A tensor that lies as [`Param::as_in_files`], as the stored one lies.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    #[track_caller]
+    pub(crate) fn out_of_file_order(&self, tensor: Tensor) -> Result<Tensor> {
+        let Some(order) = &self.0.declared.file_order else { return Ok(tensor) };
+        let mut back = vec![0; order.len()];
+        order.iter().enumerate().for_each(|(i, d)| back[*d] = i);
+        tensor.permute(&back).contiguous()
     }
 
     /// Puts a tensor that lies as [`Param::as_in_files`] in the place of the stored one.
@@ -151,10 +171,7 @@ impl Param {
     /// As [`Param::set_tensor`].
     #[track_caller]
     pub(crate) fn set_from_files(&self, tensor: Tensor) -> Result<()> {
-        let Some(order) = &self.0.declared.file_order else { return self.set_tensor(tensor) };
-        let mut back = vec![0; order.len()];
-        order.iter().enumerate().for_each(|(i, d)| back[*d] = i);
-        self.set_tensor(tensor.permute(&back).contiguous()?)
+        self.set_tensor(self.out_of_file_order(tensor)?)
     }
 
     /// The global number of elements.

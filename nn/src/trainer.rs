@@ -1,6 +1,7 @@
 //! The training loop's body: microbatches, stages, gradient norm, update.
 
 mod loss;
+mod resumed;
 
 use crate::captured::{Capture, Passes};
 use crate::checkpoint::check_parameters;

@@ -69,7 +69,7 @@ fn unfinished_of(dir: &Path, is_meant: impl Fn(&str) -> bool) -> Result<Vec<(Str
 }
 
 /// Whether no process of a number runs, or it is this one. Where there is no list of processes, nobody is taken for dead.
-fn is_gone(id: u32) -> bool {
+pub(super) fn is_gone(id: u32) -> bool {
     let processes = Path::new("/proc");
     let is_listed = |name: &str| processes.join(name).exists();
     id == std::process::id() || is_listed("self") && !is_listed(&id.to_string())

@@ -3,7 +3,7 @@
 /// 64 bits of a stream of bytes. Every word is mixed in by steps that can be undone, so that a change of one word always
 /// changes them. No secret: whoever wants two streams of one number can make them.
 #[derive(Debug, Default)]
-pub(super) struct Digest {
+pub struct Digest {
     state: u64,
     /// Bytes that do not fill a word yet, and how many there are.
     word: [u8; 8],
@@ -17,7 +17,7 @@ impl Digest {
     }
 
     /// Goes on with these bytes; how they are cut into pieces makes no difference.
-    pub(super) fn add(&mut self, mut bytes: &[u8]) {
+    pub fn add(&mut self, mut bytes: &[u8]) {
         self.len += bytes.len() as u64;
         if self.filled > 0 {
             let (first, rest) = bytes.split_at(bytes.len().min(8 - self.filled));
@@ -36,7 +36,8 @@ impl Digest {
     }
 
     /// The number, as 16 hexadecimal digits.
-    pub(super) fn hex(mut self) -> String {
+    #[must_use]
+    pub fn hex(mut self) -> String {
         self.word[self.filled..].fill(0);
         self.mix(u64::from_le_bytes(self.word));
         self.mix(self.len);

@@ -73,9 +73,14 @@ impl Weights {
 
     /// The only file.
     fn single(dir: &Path) -> Result<Weights> {
-        let files = vec![TensorFile::open_within(dir, WEIGHTS_FILE)?];
+        Weights::of_file(dir, WEIGHTS_FILE)
+    }
+
+    /// The tensors of one file of a folder.
+    pub(crate) fn of_file(dir: &Path, name: &str) -> Result<Weights> {
+        let files = vec![TensorFile::open_within(dir, name)?];
         let by_name = files[0].tensors().iter().map(|t| (t.name.clone(), 0)).collect();
-        Ok(Weights { path: dir.join(WEIGHTS_FILE), files, by_name })
+        Ok(Weights { path: dir.join(name), files, by_name })
     }
 
     /// The files that an index names, if each holds what the index says that it holds.

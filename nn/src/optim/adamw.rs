@@ -185,6 +185,10 @@ impl Optimizer for AdamW {
         Some(Kept { num_steps, tensors: moments.into() })
     }
 
+    fn kept_names(&self) -> Option<&'static [&'static str]> {
+        Some(&["exp_avg", "exp_avg_sq"])
+    }
+
     fn go_on(&mut self, num_steps: u64, kept: Vec<(Param, Kept)>) -> Result<()> {
         let state = |(param, kept): &(Param, Kept)| match &kept.tensors[..] {
             [first, second] => {

@@ -137,6 +137,10 @@ impl Optimizer for Sgd {
         Some(Kept { num_steps: self.num_steps, tensors: vec![self.velocity(param)?] })
     }
 
+    fn kept_names(&self) -> Option<&'static [&'static str]> {
+        Some(&["momentum_buffer"])
+    }
+
     fn go_on(&mut self, num_steps: u64, kept: Vec<(Param, Kept)>) -> Result<()> {
         let velocity = |(param, kept): &(Param, Kept)| match &kept.tensors[..] {
             [velocity] => Ok((param.clone(), velocity.clone())),

@@ -226,6 +226,12 @@ pub trait Optimizer: fmt::Debug {
         None
     }
 
+    /// What the tensors of [`Optimizer::kept`] are called in a checkpoint, in their order; none of a rule that keeps nothing. A
+    /// rule that does not say so, or cannot go on, is not saved ([`resume`](crate::resume)).
+    fn kept_names(&self) -> Option<&'static [&'static str]> {
+        None
+    }
+
     /// Goes on from step `num_steps` with what was kept of each parameter that had been stepped.
     ///
     /// # Errors

@@ -20,5 +20,6 @@ mod scaled;
 mod drawn;
 mod folders;
 mod saves;
+mod resumed;
 mod bad_files;
 mod fuzz;

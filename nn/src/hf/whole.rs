@@ -1,0 +1,222 @@
+//! A folder that takes its name only when it is whole, as a checkpoint does.
+
+use super::commit::is_gone;
+use super::disk::{failed, refuse, sync_folder, unfinished};
+use super::run_state::{OPTIMIZER_FILE, STATE_FILE};
+use shardgrad_tensor::{Error, Kind, Result};
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+/// How the name of a checkpoint begins, before the number of its step.
+const PREFIX: &str = "checkpoint-";
+
+/// A folder under another name beside its place (`*.tmp-` and the number of the process). Dropped before it has its name, it
+/// leaves nothing behind.
+#[derive(Debug)]
+pub(crate) struct WholeFolder {
+    path: PathBuf,
+    temporary: PathBuf,
+}
+
+/// The name that something has while it is made, or removed.
+fn temporary(path: &Path, mark: &str) -> Result<PathBuf> {
+    let name = path.file_name().ok_or_else(|| refuse(path, "is not the name of a folder"))?;
+    let mut name = name.to_os_string();
+    name.push(format!("{mark}.tmp-{}", std::process::id()));
+    Ok(path.with_file_name(name))
+}
+
+/// The folder that something is in.
+fn above(path: &Path) -> &Path {
+    path.parent().filter(|above| !above.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// Whether something stands at a place that a checkpoint may replace: an empty folder, or one that holds a checkpoint.
+fn is_replaceable(path: &Path) -> Result<bool> {
+    let cannot = |what: &str| {
+        let text = format!("cannot write {}: it is {what}, which is not replaced", path.display());
+        Err(Error::new(Kind::Io, text).detail("help", "give another name"))
+    };
+    match path.symlink_metadata() {
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(false),
+        Err(e) => return Err(failed(path, "write", &e)),
+        Ok(found) if !found.is_dir() => return cannot("no folder"),
+        Ok(_) => {}
+    }
+    let is_ours = [STATE_FILE, OPTIMIZER_FILE].iter().any(|name| path.join(name).is_file());
+    let is_empty = || fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
+    if is_ours || is_empty() { Ok(true) } else { cannot("a folder of something else than a checkpoint") }
+}
+
+impl WholeFolder {
+    /// Makes an empty folder, and those above it.
+    ///
+    /// # Errors
+    /// `Kind::Io` if the system refuses, and if something else than a checkpoint or an empty folder stands at the place.
+    pub(crate) fn create(path: &Path) -> Result<WholeFolder> {
+        is_replaceable(path)?;
+        let temporary = temporary(path, "")?;
+        fs::create_dir_all(above(path)).map_err(|e| failed(above(path), "make", &e))?;
+        if temporary.symlink_metadata().is_ok() {
+            fs::remove_dir_all(&temporary).map_err(|e| failed(&temporary, "remove", &e))?;
+        }
+        fs::create_dir(&temporary).map_err(|e| failed(&temporary, "make", &e))?;
+        Ok(WholeFolder { path: path.to_path_buf(), temporary })
+    }
+
+    /// Where its files are to be written.
+    pub(crate) fn inside(&self) -> &Path {
+        &self.temporary
+    }
+
+    /// Gives it its name, in place of a checkpoint that has it. Its files must be on the disk.
+    ///
+    /// # Errors
+    /// `Kind::Io` if the system refuses, or as [`WholeFolder::create`]: what stood there is as it was, or gone.
+    pub(crate) fn place(self) -> Result<()> {
+        sync_folder(&self.temporary)?;
+        let old = is_replaceable(&self.path)?.then(|| temporary(&self.path, ".old")).transpose()?;
+        if let Some(old) = &old {
+            fs::rename(&self.path, old).map_err(|e| failed(&self.path, "write", &e))?;
+        }
+        fs::rename(&self.temporary, &self.path).map_err(|e| failed(&self.path, "write", &e))?;
+        sync_folder(above(&self.path))?;
+        old.map_or(Ok(()), |old| fs::remove_dir_all(&old).map_err(|e| failed(&old, "remove", &e)))
+    }
+}
+
+impl Drop for WholeFolder {
+    fn drop(&mut self) {
+        // Once it has its name, nothing is there; otherwise nobody is left to tell of a failure.
+        let _ = fs::remove_dir_all(&self.temporary);
+    }
+}
+
+/// The checkpoints of a run.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Checkpoints {
+    /// Those that are whole, by step, the earliest first.
+    pub whole: Vec<(u64, PathBuf)>,
+    /// What was not finished: folders under other names, and those without a state.
+    pub unfinished: Vec<PathBuf>,
+}
+
+impl Checkpoints {
+    /// Where a run keeps that of a step: `checkpoint-STEP` of its folder, as the Hugging Face Trainer names it.
+    #[must_use]
+    pub fn place(dir: &Path, step: u64) -> PathBuf {
+        dir.join(format!("{PREFIX}{step}"))
+    }
+
+    /// Looks for the checkpoints of a folder; in one that is not there, none are.
+    ///
+    /// # Errors
+    /// `Kind::Io` if the system refuses.
+    pub fn find(dir: &Path) -> Result<Checkpoints> {
+        let mut found = Checkpoints::default();
+        let entries = match fs::read_dir(dir) {
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(found),
+            entries => entries.map_err(|e| failed(dir, "read", &e))?,
+        };
+        for entry in entries {
+            let path = entry.map_err(|e| failed(dir, "read", &e))?.path();
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let Some(step) = name.strip_prefix(PREFIX).filter(|_| path.is_dir()) else { continue };
+            match step.parse().ok().filter(|n: &u64| n.to_string() == step) {
+                Some(step) if path.join(STATE_FILE).symlink_metadata().is_ok() => {
+                    found.whole.push((step, path))
+                }
+                Some(_) => found.unfinished.push(path),
+                None if unfinished(&name).is_some() => found.unfinished.push(path),
+                None => {}
+            }
+        }
+        found.whole.sort();
+        found.unfinished.sort();
+        Ok(found)
+    }
+
+    /// Removes all but the `count` newest whole ones of a folder, and what saves that have ended left unfinished. A folder that
+    /// goes loses its name first, so that a stop in between leaves none that looks whole.
+    ///
+    /// # Errors
+    /// `Kind::Io` if the system refuses.
+    pub fn keep_newest(dir: &Path, count: usize) -> Result<()> {
+        let Checkpoints { whole, unfinished: left } = Checkpoints::find(dir)?;
+        for (_, path) in &whole[..whole.len().saturating_sub(count)] {
+            let going = temporary(path, ".old")?;
+            fs::rename(path, &going).map_err(|e| failed(path, "remove", &e))?;
+            fs::remove_dir_all(&going).map_err(|e| failed(&going, "remove", &e))?;
+        }
+        let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let has_ended = |path: &&PathBuf| {
+            unfinished(&name(path)).is_some_and(|(_, id)| id != std::process::id() && is_gone(id))
+        };
+        left.iter()
+            .filter(has_ended)
+            .try_for_each(|path| fs::remove_dir_all(path).map_err(|e| failed(path, "remove", &e)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::disk::scratch::Scratch;
+    use super::*;
+
+    /// A checkpoint whose state is this text.
+    fn make(dir: &Path, step: u64, text: &str) {
+        let folder = WholeFolder::create(&Checkpoints::place(dir, step)).unwrap();
+        fs::write(folder.inside().join(STATE_FILE), text).unwrap();
+        folder.place().unwrap();
+    }
+
+    fn read(dir: &Path, step: u64) -> Option<String> {
+        fs::read_to_string(Checkpoints::place(dir, step).join(STATE_FILE)).ok()
+    }
+
+    #[test]
+    fn a_folder_has_its_name_when_it_is_whole_and_replaces_nothing_but_checkpoints() {
+        let scratch = Scratch::new();
+        let dir = scratch.path("a/b");
+        make(&dir, 3, "old");
+        let folder = WholeFolder::create(&Checkpoints::place(&dir, 3)).unwrap();
+        fs::write(folder.inside().join(STATE_FILE), "half").unwrap();
+        assert_eq!(Checkpoints::find(&dir).unwrap().unfinished, [folder.inside()]);
+        drop(folder);
+        assert_eq!((read(&dir, 3).unwrap(), fs::read_dir(&dir).unwrap().count()), ("old".to_string(), 1));
+        make(&dir, 3, "new");
+        assert_eq!((read(&dir, 3).unwrap(), fs::read_dir(&dir).unwrap().count()), ("new".to_string(), 1));
+        let other = scratch.file("file", b"");
+        assert!(WholeFolder::create(&other).unwrap_err().message().contains("it is no folder"));
+        let error = WholeFolder::create(&scratch.path("a")).unwrap_err();
+        assert!(error.message().contains("something else than a checkpoint"), "{error}");
+        let late = WholeFolder::create(&scratch.path("late")).unwrap();
+        fs::create_dir(scratch.path("late")).unwrap();
+        scratch.file("late/x", b"mine");
+        assert_eq!(late.place().unwrap_err().kind(), Kind::Io);
+        assert_eq!(scratch.names(), ["a", "file", "late"]);
+    }
+
+    #[test]
+    fn the_newest_are_kept_by_number_and_what_dead_saves_left_goes() {
+        let scratch = Scratch::new();
+        let dir = &scratch.path("");
+        assert_eq!(Checkpoints::find(&scratch.path("none")).unwrap(), Checkpoints::default());
+        for step in [5, 100, 20] {
+            make(dir, step, "x");
+        }
+        let (dead, alive) = (u32::MAX, std::os::unix::process::parent_id());
+        let left = [format!("checkpoint-7.tmp-{alive}"), "checkpoint-30".to_string()];
+        for name in left.iter().chain(&[format!("checkpoint-7.tmp-{dead}"), "checkpoint-x".to_string()]) {
+            fs::create_dir(dir.join(name)).unwrap();
+        }
+        let found = Checkpoints::find(dir).unwrap();
+        assert!(found.whole.iter().map(|(step, _)| *step).eq([5, 20, 100]), "{found:?}");
+        assert_eq!(found.unfinished.len(), 3);
+        Checkpoints::keep_newest(dir, 2).unwrap();
+        let kept = ["checkpoint-100", "checkpoint-20", "checkpoint-30"].map(String::from);
+        let kept = kept.into_iter().chain([left[0].clone(), "checkpoint-x".to_string()]);
+        assert!(scratch.names().into_iter().eq(kept), "{:?}", scratch.names());
+    }
+}
