@@ -1,28 +1,37 @@
 //! The record of a run: `metrics.jsonl`, one JSON object a step.
 
+mod earlier;
+
+pub(crate) use earlier::Earlier;
+
 use crate::behind::Behind;
 use crate::outputs::cannot;
-use serde::Serialize;
+use serde::{Deserialize, Deserializer, Serialize};
 use shardgrad::Result;
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// What one step did. In the file, a number that is not finite is `null`.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct StepMetrics {
     /// The step, counted from 1: how many batches were read.
     pub(crate) step: u64,
     /// The mean next-token cross-entropy of the global batch, in nats, before the update.
+    #[serde(deserialize_with = "number")]
     pub(crate) loss: f64,
     /// The norm of the whole gradient before clipping.
+    #[serde(deserialize_with = "number")]
     pub(crate) grad_norm: f64,
     /// The learning rate of the update.
+    #[serde(deserialize_with = "number")]
     pub(crate) lr: f64,
     /// Tokens of the global batch over the time of this step.
+    #[serde(deserialize_with = "number")]
     pub(crate) tokens_per_s: f64,
     /// Seconds since the run began.
+    #[serde(deserialize_with = "number")]
     pub(crate) seconds: f64,
     /// In f16: what the loss was multiplied by before its backward pass.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -33,6 +42,11 @@ pub(crate) struct StepMetrics {
     /// The mean loss over all windows of the held-out split after this step, where it was measured.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) val_loss: Option<f64>,
+}
+
+/// A number, or what stands for one that is not finite.
+fn number<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<f64, D::Error> {
+    Option::deserialize(from).map(|number| number.unwrap_or(f64::NAN))
 }
 
 /// How a line ends.
@@ -46,15 +60,20 @@ pub(crate) struct Metrics {
     file: Arc<Mutex<Option<File>>>,
     disk: Behind,
     steps: Vec<StepMetrics>,
+    /// The lines with which the file begins, where the run goes on, and how many of the steps are theirs.
+    earlier: (Arc<[u8]>, usize),
     /// How many bytes of a line are written that is not whole yet.
     begun: usize,
 }
 
 impl Metrics {
-    /// Begins a record. An older file of this name stays as it is until there is a step to write.
-    pub(crate) fn new(path: &Path) -> Metrics {
+    /// Goes on with a record, which may be empty. An older file of this name stays as it is until there is a step to write; then
+    /// the earlier lines take its place.
+    pub(crate) fn new(path: &Path, earlier: Earlier) -> Metrics {
         let (file, disk) = (Arc::default(), Behind::start());
-        Metrics { path: path.to_path_buf(), file, disk, steps: Vec::new(), begun: 0 }
+        let (count, Earlier { lines, steps }) = (earlier.steps.len(), earlier);
+        let earlier = (lines.into(), count);
+        Metrics { path: path.to_path_buf(), file, disk, steps, earlier, begun: 0 }
     }
 
     /// Begins one step whose held-out loss, its last field, is about to be measured.
@@ -106,7 +125,7 @@ impl Metrics {
             *file = None;
             let folder = path.parent().map_or(Ok(()), fs::create_dir_all);
             folder.map_err(|e| cannot("write", &path, &e))?;
-            append(&path, &mut file, &lines?.concat())
+            append(&path, &mut file, (&[], &lines?.concat()))
         });
         ended.and(self.disk.wait())
     }
@@ -120,26 +139,53 @@ impl Metrics {
     /// Has bytes written; what went wrong before is told.
     fn write(&self, bytes: &[u8]) -> Result<()> {
         let (path, file, bytes) = (self.path.clone(), Arc::clone(&self.file), bytes.to_vec());
-        self.disk
-            .hand(move || append(&path, &mut file.lock().unwrap_or_else(PoisonError::into_inner), &bytes));
+        let earlier = Arc::clone(&self.earlier.0);
+        self.disk.hand(move || {
+            append(&path, &mut file.lock().unwrap_or_else(PoisonError::into_inner), (&earlier, &bytes))
+        });
         self.disk.told()
     }
 
-    /// The steps so far.
+    /// Has what is written so far put on the disk itself.
+    pub(crate) fn sync(&self) {
+        let (path, file) = (self.path.clone(), Arc::clone(&self.file));
+        self.disk.hand(move || match &*file.lock().unwrap_or_else(PoisonError::into_inner) {
+            Some(file) => file.sync_data().map_err(|e| cannot("write", &path, &e)),
+            None => Ok(()),
+        });
+    }
+
+    /// The steps so far, earlier ones too.
     #[must_use]
     pub(crate) fn steps(&self) -> &[StepMetrics] {
         &self.steps
     }
+
+    /// How many of the steps are this run's own.
+    #[must_use]
+    pub(crate) fn taken(&self) -> usize {
+        self.steps.len() - self.earlier.1
+    }
 }
 
-/// Appends to a file, which is made anew at first.
-fn append(path: &Path, file: &mut Option<File>, bytes: &[u8]) -> Result<()> {
+/// Appends to a file, which is made anew at first; where it has earlier lines, another takes its place that holds them.
+fn append(path: &Path, file: &mut Option<File>, (earlier, bytes): (&[u8], &[u8])) -> Result<()> {
     let failed = |e| cannot("write", path, &e);
     let file = match file {
         Some(file) => file,
-        none => none.insert(File::create(path).map_err(failed)?),
+        none if earlier.is_empty() => none.insert(File::create(path).map_err(failed)?),
+        none => none.insert(beginning(path, earlier).map_err(failed)?),
     };
     file.write_all(bytes).map_err(failed)
+}
+
+/// A file of some lines in the place of another: until it is whole, that one stays.
+fn beginning(path: &Path, lines: &[u8]) -> io::Result<File> {
+    let temporary = path.with_extension(format!("jsonl.tmp-{}", std::process::id()));
+    let mut file = File::create(&temporary)?;
+    let begun = file.write_all(lines).and_then(|()| file.sync_all());
+    begun.and_then(|()| fs::rename(&temporary, path)).inspect_err(|_| drop(fs::remove_file(&temporary)))?;
+    Ok(file)
 }
 
 #[cfg(test)]
@@ -169,7 +215,7 @@ mod tests {
     fn an_older_file_stays_until_there_is_a_step_and_lines_are_whole_at_once() {
         let dir = Scratch::new();
         let path = dir.file("metrics.jsonl", "of an earlier run");
-        let mut metrics = Metrics::new(&path);
+        let mut metrics = Metrics::new(&path, Earlier::default());
         assert_eq!(fs::read_to_string(&path).unwrap(), "of an earlier run");
         metrics.add(&step(1, None)).unwrap();
         metrics.disk.wait().unwrap();
@@ -185,12 +231,37 @@ mod tests {
     }
 
     #[test]
+    fn a_record_that_goes_on_is_that_of_one_run() {
+        let dir = Scratch::new();
+        let lines = |steps: &[u64]| -> String {
+            steps.iter().map(|i| serde_json::to_string(&step(*i, Some(2.5))).unwrap() + "\n").collect()
+        };
+        // Steps after the checkpoint, one of them cut, and a loss that is no number.
+        let second = lines(&[2]).replace("\"loss\":2.75", "\"loss\":null");
+        let before = [&lines(&[1]), &second, &lines(&[3, 4]), &lines(&[5])[..30]].concat();
+        let path = dir.file("metrics.jsonl", &before);
+        let earlier = Earlier::read(&path, 3).unwrap();
+        assert_eq!((earlier.count(), earlier.seconds()), (3, 0.5));
+        let mut metrics = Metrics::new(&path, earlier);
+        metrics.end().unwrap();
+        assert_eq!((fs::read_to_string(&path).unwrap(), metrics.taken()), (before, 0));
+        metrics.add(&step(4, None)).unwrap();
+        metrics.sync();
+        metrics.end().unwrap();
+        let last = serde_json::to_string(&step(4, None)).unwrap() + "\n";
+        assert_eq!(fs::read_to_string(&path).unwrap(), lines(&[1]) + &second + &lines(&[3]) + &last);
+        assert!(metrics.steps().len() == 4 && metrics.taken() == 1 && metrics.steps()[1].loss.is_nan());
+        assert_eq!(fs::read_dir(dir.path("")).unwrap().count(), 1, "nothing else is left");
+        assert_eq!(Earlier::read(&dir.path("none"), 3).unwrap().count(), 0);
+    }
+
+    #[test]
     fn what_is_known_of_a_step_is_written_before_its_held_out_loss() {
         let dir = Scratch::new();
         let path = dir.path("metrics.jsonl");
         let (known, whole) = (StepMetrics { val_loss: None, ..step(1, Some(0.0)) }, step(1, Some(2.5)));
         let text = || fs::read_to_string(&path).unwrap();
-        let mut metrics = Metrics::new(&path);
+        let mut metrics = Metrics::new(&path, Earlier::default());
         metrics.begin(&known).unwrap();
         metrics.disk.wait().unwrap();
         assert!(text().ends_with("\"skipped\":false"), "{}", text());
@@ -213,7 +284,7 @@ mod tests {
         let dir = Scratch::new();
         let path = dir.path("out/metrics.jsonl");
         fs::create_dir(dir.path("out")).unwrap();
-        let mut metrics = Metrics::new(&path);
+        let mut metrics = Metrics::new(&path, Earlier::default());
         metrics.add(&step(1, None)).unwrap();
         metrics.begin(&step(2, None)).unwrap();
         metrics.disk.wait().unwrap();
@@ -227,14 +298,14 @@ mod tests {
         metrics.end().unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "of another run");
         fs::remove_dir_all(dir.path("out")).unwrap();
-        Metrics::new(&path).end().unwrap();
+        Metrics::new(&path, Earlier::default()).end().unwrap();
         assert!(!dir.path("out").exists());
     }
 
     #[test]
     fn a_full_disk_is_an_error_and_the_step_is_kept() {
         for ends in [true, false] {
-            let mut full = Metrics::new(Path::new("/dev/full"));
+            let mut full = Metrics::new(Path::new("/dev/full"), Earlier::default());
             // Nobody waits for the disk, so what it says may be heard later: at the end, or by one of the next calls.
             let until = Instant::now() + Duration::from_secs(60);
             let error = loop {

@@ -3,7 +3,7 @@
 
 use crate::behind::Behind;
 use crate::tokenizer::TOKENIZER_FILE;
-use shardgrad::nn::hf::{Companion, check_replaceable, open_within};
+use shardgrad::nn::hf::{Checkpoints, Companion, check_replaceable, open_within};
 use shardgrad::{Error, Kind, Result};
 use std::fmt::Display;
 use std::fs::{self, File, TryLockError};
@@ -153,9 +153,11 @@ pub(crate) fn check_target<'a>(
     try_to_write(path).map_err(|e| cannot("write", path, &e).detail("help", help()))
 }
 
-/// What a run replaces or removes in its folder: its own files, and those of the model.
+/// What a run replaces or removes in its folder: its own files, and those of the model and of checkpoints.
 pub(crate) fn written(out: &Path) -> Vec<PathBuf> {
-    FILES.into_iter().chain(["model"]).map(|name| out.join(name)).collect()
+    let found = Checkpoints::find(out).unwrap_or_default();
+    let checkpoints = found.whole.into_iter().map(|(_, path)| path).chain(found.unfinished);
+    FILES.into_iter().chain(["model"]).map(|name| out.join(name)).chain(checkpoints).collect()
 }
 
 /// Where a path leads, links followed, whether something stands there or not.

@@ -23,6 +23,7 @@ mod schedules;
 mod not_finite;
 mod packaging;
 mod refusals;
+mod resume;
 mod steps;
 #[cfg(feature = "tokenizers")]
 mod tokenizer;

@@ -6,11 +6,13 @@ mod files;
 mod values;
 mod pipeline;
 mod plan;
+mod checkpoints;
 mod train;
 mod generate;
 mod tools;
 pub(crate) mod config;
 
+pub(crate) use checkpoints::CheckpointArgs;
 pub(crate) use defaults::CHECK_EVERY;
 pub(crate) use generate::{GenerateArgs, SamplingArgs};
 pub(crate) use pipeline::PipelineArgs;
@@ -66,6 +68,7 @@ Examples:
   shardgrad train                                  a small model on the sources of this folder
   shardgrad train --data book.txt --mesh tp=2      the same numbers from two ranks
   shardgrad train --model DIR --tokens ids.safetensors --no-shuffle --lr-schedule constant
+  shardgrad train --save-every 100 --resume        goes on from the newest checkpoint
 
 Without --mesh, training runs on dp=2 where there are two cores, and rows for both.";
 

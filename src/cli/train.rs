@@ -1,9 +1,12 @@
 //! `train`: a language model on text or tokens, on any mesh.
 
 mod progress;
+mod resume;
+mod checkpoints;
 mod steps;
 mod rescue;
 
+use checkpoints::{Keeping, leave};
 use progress::tell;
 use rescue::{Kept, keeping, save_kept};
 use steps::{Ended, take_steps};
@@ -14,13 +17,14 @@ use super::explain::Outline;
 use super::memory::check_training;
 use crate::data::{Order, Sampler, Split, refuse_written};
 use crate::interrupt::Interrupt;
-use crate::metrics::Metrics;
+use crate::metrics::{Earlier, Metrics};
 use crate::outputs::{Companions, Lines, OutFolder, check_target, place, written};
 use crate::plot;
 use crate::trace::Trace;
 use crate::train::{Ahead, Recipe};
 use shardgrad::nn::{Cast, LanguageModel, ModelConfig, Trainer};
 use shardgrad::prelude::*;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -41,8 +45,17 @@ struct Job {
     check_every: usize,
     start: Option<PathBuf>,
     out: OutFolder,
-    /// What goes with the model; nothing is touched where it is trained in place.
-    companions: Option<Companions>,
+    /// What goes with the model.
+    companions: Companions,
+    /// Whether the model is trained in place: what goes with it is there.
+    in_place: bool,
+    checkpoints: Option<Keeping>,
+    /// What a checkpoint notes of the run.
+    notes: BTreeMap<String, String>,
+    /// The checkpoint that the run goes on from.
+    from: Option<resume::From>,
+    /// The seconds that it took before.
+    seconds: f64,
     /// The step after which the model was saved, once it is whole.
     saved: AtomicUsize,
     shard_bytes_max: u64,
@@ -67,6 +80,11 @@ struct Job {
 impl Job {
     fn metrics(&self) -> MutexGuard<'_, Metrics> {
         self.metrics.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How many steps were taken before the first one of this run.
+    fn first(&self) -> usize {
+        self.from.as_ref().map_or(0, |from| from.step)
     }
 
     /// Where the model is saved.
@@ -101,10 +119,13 @@ pub(super) fn run(args: &TrainArgs) -> Result<(), Failure> {
     );
     if !job.json {
         job.lines.say(format_args!("training {text}"));
+        if let Some(from) = &job.from {
+            job.lines.say(format_args!("going on after step {}, from {}", from.step, from.dir.display()));
+        }
     }
     let (stopped, failed) = launch(&world, &job, &take_steps);
     let written = write_down(&job, &text);
-    let (saved, taken) = (job.saved.load(Ordering::SeqCst), job.metrics().steps().len());
+    let (saved, taken) = (job.saved.load(Ordering::SeqCst), job.metrics().taken());
     if let Some(e) = failed.or(written.err()) {
         let model = format!("the model after step {saved}, in {}", job.model().display());
         let e = if saved > 0 { e.detail("saved", model) } else { e };
@@ -119,7 +140,11 @@ pub(super) fn run(args: &TrainArgs) -> Result<(), Failure> {
     }
     if stopped && saved < job.recipe.steps {
         let text = format!("stopped by a signal after step {saved}; the model is saved");
-        return Err(Error::new(Kind::Interrupted, text).into());
+        let error = Error::new(Kind::Interrupted, text);
+        return Err(match job.checkpoints {
+            Some(_) => error.detail("help", "go on with the same options and --resume").into(),
+            None => error.into(),
+        });
     }
     Ok(())
 }
@@ -141,7 +166,7 @@ fn write_down(job: &Job, title: &str) -> Result<()> {
     let mut metrics = job.metrics();
     let ended = metrics.end();
     let drawn = match metrics.steps() {
-        [] => Ok(()),
+        _ if metrics.taken() == 0 => Ok(()),
         steps => plot::write_loss_plot(&job.out.join("loss.svg"), title, job.unit, steps),
     };
     let traced = job.trace.as_ref().map_or(Ok(()), |trace| trace.write(job.num_ranks));
@@ -163,6 +188,28 @@ fn check_eps(args: &TrainArgs) -> Result<()> {
     Err(Error::new(Kind::Config, why).detail("help", help))
 }
 
+/// What decides the numbers of a run on rows of `seq` tokens.
+fn recipe(args: &TrainArgs, seq: usize) -> Recipe {
+    let steps = &args.steps;
+    let optim = &args.optim;
+    Recipe {
+        steps: steps.steps,
+        batch: steps.batch,
+        seq,
+        microbatches: args.microbatches(),
+        schedule: args.schedule(),
+        optim: AdamW::new(optim.lr)
+            .betas(optim.beta1, optim.beta2)
+            .eps(optim.eps)
+            .weight_decay(optim.weight_decay),
+        clip: optim.clip(),
+        seed: steps.seed,
+        precision: args.precision(),
+        // A trace shows passes one by one.
+        capture: args.run.is_alone_on_a_card(&args.mesh()) && args.trace.is_none(),
+    }
+}
+
 /// Reads what there is to read and checks what can be checked, before any rank starts.
 fn prepare(args: &TrainArgs) -> Result<Job> {
     let mut config = args.model.config()?;
@@ -170,29 +217,39 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         config = config.with_dropout(p);
     }
     let lines = Lines::new();
-    let Rows { rows, held_out, unit, told } = rows(args, &config)?;
-    let recipe = recipe(args, rows.seq());
+    let rows = rows(args, &config)?;
+    let recipe = recipe(args, rows.rows.seq());
     let Recipe { batch, seq, microbatches, precision, .. } = recipe;
     check_tokens(batch, seq)?;
     let plan = args.pipeline.plan(LanguageModel::plan(&config));
     let step = Outline { config: &config, plan: &plan, batch, seq, microbatches, precision };
     check_training(&args.run, &args.mesh(), &args.model.name(), &step)?;
-    if let Some(corpus) = told.filter(|_| !args.json) {
+    if let Some(corpus) = rows.told.as_ref().filter(|_| !args.json) {
         lines.say(format_args!("reading {corpus}"));
     }
     let out = OutFolder::open(&args.out)?;
-    let metrics = out.join("metrics.jsonl");
     let in_place = args.model.dir().is_some_and(|dir| place(dir) == place(&out.join("model")));
-    let companions = (!in_place).then(|| Companions::open(args.model.dir())).transpose()?;
-    companions.iter().flat_map(Companions::all).try_for_each(|file| file.check(&out.join("model")))?;
-    if let Some(trace) = &args.trace {
-        let own = written(&args.out);
-        let read = args.source.inputs().chain(args.source.source(trace)).chain(args.model.dir());
-        let read = read.chain(args.pipeline.lists());
-        check_target("--trace", trace, read.chain(own.iter().map(PathBuf::as_path)))?;
-    }
+    // Where the model is trained in place, they are needed for checkpoints only.
+    let beside = args.model.dir().filter(|_| !in_place || args.checkpoints.save_every.is_some());
+    let companions = Companions::open(beside)?;
+    companions.all().filter(|_| !in_place).try_for_each(|file| file.check(&out.join("model")))?;
+    check_trace(args)?;
+    let goes_on = args.checkpoints.save_every.is_some() || args.checkpoints.resume().is_some();
+    let notes = if goes_on { resume::notes(args, &rows)? } else { BTreeMap::new() };
+    let from = resume::from(args, (&config, &notes), &out)?;
+    let (from, earlier) = from.map_or((None, Earlier::default()), |(from, earlier)| (Some(from), earlier));
+    let Rows { rows, held_out, unit, .. } = rows;
     Ok(Job {
         plan,
+        in_place,
+        checkpoints: args
+            .checkpoints
+            .save_every
+            .map(|every| Keeping { every, keep: args.checkpoints.keep() }),
+        notes,
+        from,
+        seconds: earlier.seconds(),
+        metrics: Mutex::new(Metrics::new(&out.join("metrics.jsonl"), earlier)),
         config,
         recipe,
         rows,
@@ -211,7 +268,6 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         json: args.json,
         lines,
         interrupt: Interrupt::install()?,
-        metrics: Mutex::new(Metrics::new(&metrics)),
         saving: AtomicBool::new(false),
         kept: Kept::default(),
         trace: args.trace.as_deref().map(Trace::new),
@@ -220,25 +276,13 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
     })
 }
 
-/// What decides the numbers of the run, on rows of so many tokens.
-fn recipe(args: &TrainArgs, seq: usize) -> Recipe {
-    let (steps, optim) = (&args.steps, &args.optim);
-    Recipe {
-        steps: steps.steps,
-        batch: steps.batch,
-        seq,
-        microbatches: args.microbatches(),
-        schedule: args.schedule(),
-        optim: AdamW::new(optim.lr)
-            .betas(optim.beta1, optim.beta2)
-            .eps(optim.eps)
-            .weight_decay(optim.weight_decay),
-        clip: optim.clip(),
-        seed: steps.seed,
-        precision: args.precision(),
-        // A trace shows passes one by one.
-        capture: args.run.is_alone_on_a_card(&args.mesh()) && args.trace.is_none(),
-    }
+/// Refuses to write what ranks do over something that is read, or written otherwise.
+fn check_trace(args: &TrainArgs) -> Result<()> {
+    let Some(trace) = &args.trace else { return Ok(()) };
+    let own = written(&args.out);
+    let read = args.source.inputs().chain(args.source.source(trace)).chain(args.model.dir());
+    let read = read.chain(args.pipeline.lists());
+    check_target("--trace", trace, read.chain(own.iter().map(PathBuf::as_path)))
 }
 
 /// What is trained on.
@@ -287,8 +331,10 @@ fn train(rank: &Rank, job: &Job, steps: &Steps) -> Result<Ended> {
     let recipe = &job.recipe;
     let ahead = Ahead::new(recipe, &job.plan, &job.rows);
     let mut trainer = recipe.trainer(rank, LanguageModel::new(&job.config), &ahead)?;
-    if let Some(dir) = &job.start {
-        super::load(trainer.model(), dir, job.cast)?;
+    match (&job.from, &job.start) {
+        (Some(from), _) => drop(super::together(rank, || trainer.resume(&from.dir))?),
+        (None, Some(dir)) => super::load(trainer.model(), dir, job.cast)?,
+        (None, None) => {}
     }
     let leads = rank.index() == 0;
     keeping(&mut trainer, job, |trainer| {
@@ -297,7 +343,8 @@ fn train(rank: &Rank, job: &Job, steps: &Steps) -> Result<Ended> {
     })
 }
 
-/// Saves the model of a run whose steps have ended. Every rank calls this together.
+/// Saves the model of a run whose steps have ended, and leaves a checkpoint, unless it was that which ended it. Every rank calls
+/// this together.
 fn end(trainer: &Trainer<'_, LanguageModel>, mut ended: Ended, leads: bool, job: &Job) -> Result<Ended> {
     job.interrupt.hold();
     job.saving.store(true, Ordering::SeqCst);
@@ -306,14 +353,20 @@ fn end(trainer: &Trainer<'_, LanguageModel>, mut ended: Ended, leads: bool, job:
         job.lines.then(move |_| eprintln!("stopping: step {done} of {all} is done; saving the model"));
     }
     match save(trainer.model(), ended.steps, leads, job) {
-        Ok(refused) => Ok(Ended { failed: ended.failed.or(refused), ..ended }),
-        Err(e) => match ended.failed.take() {
-            Some(first) => Err(not_saved(first, &e)),
-            // What the disk refused is told by the first rank, which knows more of what went before.
-            None if e.kind() == Kind::Io && !leads => Ok(ended),
-            None => Err(e),
-        },
+        Ok(refused) => ended.failed = ended.failed.or(refused),
+        Err(e) => {
+            return match ended.failed.take() {
+                Some(first) => Err(not_saved(first, &e)),
+                // What the disk refused is told by the first rank, which knows more of what went before.
+                None if e.kind() == Kind::Io && !leads => Ok(ended),
+                None => Err(e),
+            };
+        }
     }
+    if !ended.unsaved {
+        ended.note(leave(trainer, job)?);
+    }
+    Ok(ended)
 }
 
 /// What ended a run, and why its model was not saved besides.
@@ -322,22 +375,25 @@ fn not_saved(first: Error, why: &Error) -> Error {
     kept.fold(first.detail("not saved", why.message()), |told, (label, text)| told.detail(label, text))
 }
 
+/// Refuses weights that are not finite. Every rank calls this together.
+fn check_finite(model: &Model<LanguageModel>, steps: usize, so: &str) -> Result<()> {
+    let odd = model.not_finite()?;
+    let Some(first) = odd.first() else { return Ok(()) };
+    let (odd, all) = (odd.len(), model.params().len());
+    let text = format!("after step {steps} {odd} of {all} tensors are not finite, `{first}` first; {so}");
+    let help = "a smaller --lr, or more steps of --warmup, is the usual cure";
+    Err(Error::new(Kind::NotFinite, text).detail("help", help))
+}
+
 /// Saves the model, if it is one. Every rank calls this together. Where a finite weight is infinite in the dtype that was asked
 /// for, weights are saved as they are stored, and the refusal is given back.
 fn save(model: &Model<LanguageModel>, steps: usize, leads: bool, job: &Job) -> Result<Option<Error>> {
     let out = job.model();
-    let odd = model.not_finite()?;
-    if let Some(first) = odd.first() {
-        let (odd, all) = (odd.len(), model.params().len());
-        let text = format!(
-            "after step {steps} {odd} of {all} tensors are not finite, `{first}` first; the model is not saved"
-        );
-        let error = Error::new(Kind::NotFinite, text);
-        return Err(
-            job.keeping(error.detail("help", "a smaller --lr, or more steps of --warmup, is the usual cure"))
-        );
-    }
-    let companions: Vec<_> = job.companions.iter().flat_map(Companions::all).collect();
+    check_finite(model, steps, "the model is not saved").map_err(|e| match e.kind() {
+        Kind::NotFinite => job.keeping(e),
+        _ => e,
+    })?;
+    let companions: Vec<_> = job.companions.all().filter(|_| !job.in_place).collect();
     let save = |dtype| model.save_beside(&out, job.shard_bytes_max, dtype, &companions);
     let refused = match save(job.save_dtype) {
         Err(e) if e.kind() == Kind::NotFinite => {

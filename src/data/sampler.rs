@@ -5,11 +5,15 @@ use super::corpus::{Corpus, Split};
 use super::tokens::TokenFile;
 use shardgrad::Result;
 use shardgrad::kernels::op::random::philox;
+use shardgrad::nn::hf::Digest;
 use std::ops::Range;
 use std::sync::Arc;
 
 /// The stream of random numbers that the data order is drawn from: the letters of its name.
 const STREAM: u64 = u64::from_be_bytes(*b"\0\0\0\0data");
+
+/// So many windows make up a fingerprint.
+const PRINTED: u64 = 4096;
 
 /// How rows are chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -135,6 +139,31 @@ impl Sampler {
             batch.targets.extend_from_slice(&row_tokens[1..]);
         }
         Ok(batch)
+    }
+
+    /// A number made of the data: of how much there is, and of all windows that do not overlap, or of many of them that lie evenly,
+    /// if they are more.
+    ///
+    /// # Errors
+    /// As [`Sampler::batch`].
+    pub(crate) fn fingerprint(&self) -> Result<String> {
+        let in_order = Sampler { order: Order::InFileOrder, ..self.clone() };
+        let all = in_order.num_windows();
+        let tokens = match &self.source {
+            Source::Text { corpus, split, .. } => corpus.len(*split),
+            Source::Tokens(file) => file.num_rows(),
+        };
+        let mut digest = Digest::default();
+        digest.add(&tokens.to_le_bytes());
+        let count = all.min(PRINTED);
+        for i in 0..count {
+            let row = (u128::from(i) * u128::from(all) / u128::from(count)) as u64;
+            let Batch { inputs, targets, more } = in_order.batch(row..row + 1)?;
+            for numbers in [inputs, targets].iter().chain(&more) {
+                numbers.iter().for_each(|number| digest.add(&number.to_le_bytes()));
+            }
+        }
+        Ok(digest.hex())
     }
 }
 
@@ -278,6 +307,23 @@ mod tests {
         seen.sort_unstable();
         seen.dedup();
         assert_eq!(seen, [0, 1, 2]);
+    }
+
+    #[test]
+    fn a_fingerprint_tells_data_apart_and_not_their_order() {
+        let print = |sampler: Sampler| sampler.fingerprint().unwrap();
+        let whole = print(shuffled(50_000, 10, 1));
+        assert_eq!(
+            whole,
+            print(Sampler::of_text(corpus(50_000), Split::All, 10, Order::InFileOrder).unwrap())
+        );
+        assert_ne!(whole, print(shuffled(50_001, 10, 1)));
+        let mut bytes: Vec<u8> = (0..50_000).map(|i| (i % 251) as u8).collect();
+        // The last window that is looked at, of more than are.
+        let last = (4095 * 4999 / 4096 * 10 + 3) as usize;
+        bytes[last] ^= 1;
+        let other = Arc::new(Corpus::new("t".into(), bytes));
+        assert_ne!(whole, print(Sampler::of_text(other, Split::All, 10, Order::InFileOrder).unwrap()));
     }
 
     #[test]

@@ -135,6 +135,10 @@ fn argument(option: &Arg, long: &str, value: &Value, command: &Command) -> Resul
         let on = value.as_bool().ok_or_else(|| format!("must be true or false; found: {found}"))?;
         return Ok(on.then(|| format!("--{long}")).into_iter().collect());
     }
+    // One that may stand without a value, as `resume`.
+    if let (Some(0), Value::Boolean(on)) = (option.get_num_args().map(|n| n.min_values()), value) {
+        return Ok(on.then(|| format!("--{long}")).into_iter().collect());
+    }
     let number = is_number(option);
     let text = match value {
         Value::Integer(n) if number => n.to_string(),
@@ -219,6 +223,17 @@ mod tests {
         assert!(args.prompt == "fn " && args.sampling.greedy);
         let Chosen::Explain(args) = parsed("", &["explain", "--batch=3"]).unwrap().command else { panic!() };
         assert_eq!(args.batch, 3);
+    }
+
+    #[test]
+    fn an_option_that_may_stand_alone_is_true_or_has_a_value() {
+        let resume = |file: &str| {
+            let Chosen::Train(args) = parsed(file, &["train"]).unwrap().command else { panic!() };
+            args.checkpoints.resume().map(|dir| dir.map(PathBuf::from))
+        };
+        assert_eq!(resume("resume = true\nsave-every = 5"), Some(None));
+        assert_eq!(resume("resume = false"), None);
+        assert_eq!(resume("resume = \"a/checkpoint-5\""), Some(Some("a/checkpoint-5".into())));
     }
 
     #[test]

@@ -70,6 +70,27 @@ fn all_options_of_train_are_read() {
 }
 
 #[test]
+fn a_run_goes_on_from_the_newest_checkpoint_or_from_one_that_is_named() {
+    let of = |line: &str| {
+        let CheckpointArgs { save_every, .. } = train(line).checkpoints;
+        (
+            save_every,
+            train(line).checkpoints.keep(),
+            train(line).checkpoints.resume().map(|dir| dir.map(PathBuf::from)),
+        )
+    };
+    assert_eq!(of(""), (None, 2, None));
+    assert_eq!(of("--save-every 5 --keep 1 --resume"), (Some(5), 1, Some(None)));
+    assert_eq!(
+        of("--resume a/checkpoint-5 --save-every 5"),
+        (Some(5), 2, Some(Some("a/checkpoint-5".into())))
+    );
+    let said = train("--keep 1").check().unwrap_err().to_string();
+    assert!(said.contains("--keep has no meaning without --save-every"), "{said}");
+    assert!(told("train --save-every 0").contains("at least 1"));
+}
+
+#[test]
 fn each_rank_has_a_row_of_each_microbatch_if_that_can_be() {
     let microbatches = |line: &str| train(line).microbatches();
     for (line, count) in [

@@ -1,6 +1,6 @@
 //! The options of `train`.
 
-use super::{DataArgs, ModelArgs, PipelineArgs, RunArgs, StoredArgs, defaults, seq, values};
+use super::{CheckpointArgs, DataArgs, ModelArgs, PipelineArgs, RunArgs, StoredArgs, defaults, seq, values};
 use clap::{Args, ValueEnum};
 use shardgrad::dist::Mesh;
 use shardgrad::kernels::DType;
@@ -40,7 +40,9 @@ pub(crate) struct TrainArgs {
     pub(crate) pipeline: PipelineArgs,
     #[command(flatten)]
     pub(crate) optim: OptimArgs,
-    /// Folder for metrics.jsonl, loss.svg and model/; what is there is replaced
+    #[command(flatten)]
+    pub(crate) checkpoints: CheckpointArgs,
+    /// Folder for metrics.jsonl, loss.svg, model/ and checkpoints; what is there is replaced, but no checkpoint
     #[arg(long, value_name = "DIR", default_value = defaults::OUT, help_heading = "Output")]
     pub(crate) out: PathBuf,
     /// Largest file of weights, as in 500MB or 5GB; a model of more has several and an index
@@ -167,6 +169,48 @@ impl TrainArgs {
         }
     }
 
+    /// The options that decide the numbers of a run, model and data apart: those that make it another run, and those that people
+    /// change on purpose when it goes on.
+    pub(crate) fn told(&self, seq: usize) -> [Vec<(&'static str, String)>; 2] {
+        let StepsArgs { steps, batch, seed, .. } = self.steps;
+        let OptimArgs { lr, min_lr, weight_decay, beta1, beta2, eps, grad_clip, .. } = self.optim;
+        let Precision { dtype, param_dtype } = self.precision();
+        let rise = match self.optim.lr_schedule {
+            LrSchedule::Constant => ("constant", None, 0),
+            LrSchedule::Cosine => {
+                ("cosine", Some(lr * defaults::MIN_LR_PART), defaults::WARMUP_MAX.min(steps / 10))
+            }
+        };
+        let mesh = self.mesh();
+        let axes: Vec<String> = mesh.axes().map(|a| format!("{}={}", mesh.name(a), mesh.size(a))).collect();
+        let fixed = vec![
+            ("seed", seed.to_string()),
+            ("batch", batch.to_string()),
+            ("seq", seq.to_string()),
+            ("no-shuffle", self.no_shuffle.to_string()),
+            ("param-dtype", param_dtype.to_string()),
+        ];
+        let free = vec![
+            ("steps", steps.to_string()),
+            ("lr", lr.to_string()),
+            ("lr-schedule", rise.0.to_string()),
+            ("min-lr", min_lr.or(rise.1).map_or("none".to_string(), |min| min.to_string())),
+            ("warmup", self.optim.warmup.unwrap_or(rise.2).to_string()),
+            ("weight-decay", weight_decay.to_string()),
+            ("beta1", beta1.to_string()),
+            ("beta2", beta2.to_string()),
+            ("eps", eps.to_string()),
+            ("grad-clip", grad_clip.to_string()),
+            ("dropout", self.dropout.map_or("that of the model".to_string(), |p| p.to_string())),
+            ("dtype", dtype.to_string()),
+            ("matmul-precision", self.run.matmul_precision.to_string()),
+            ("device", self.run.device.to_string()),
+            ("mesh", axes.join(",")),
+            ("microbatches", self.microbatches().to_string()),
+        ];
+        [fixed, free]
+    }
+
     /// How many steps lie between two measurements of the held-out loss, if it is measured.
     pub(crate) fn eval_every(&self) -> Option<usize> {
         let default = if self.source.tokens.is_some() { 0 } else { defaults::EVAL_EVERY };
@@ -183,6 +227,7 @@ impl TrainArgs {
         let OptimArgs { lr, min_lr, lr_schedule, warmup, .. } = self.optim;
         faults.extend(self.pipeline.faults(&self.run.mesh, batch));
         faults.extend(self.stored.fault(self.run.dtype));
+        faults.extend(self.checkpoints.fault());
         if self.run.cast() == Cast::Rounded && self.model.dir().is_none() {
             faults.push(
                 "--cast is about weights of a folder (--model); those of a preset are fresh".to_string(),

@@ -7,6 +7,7 @@ use crate::tokenizer::Tokenizer;
 use indicatif::{ProgressBar, ProgressStyle};
 use shardgrad::autograd::pipeline::Schedule;
 use shardgrad::nn::LanguageModel;
+use shardgrad::nn::resume::Checkpoints;
 use shardgrad::prelude::*;
 use std::cell::RefCell;
 use std::io::IsTerminal;
@@ -24,7 +25,7 @@ pub(super) fn record(
     entry: &StepMetrics,
 ) -> Result<()> {
     job.metrics().add(entry)?;
-    if entry.step == 1 {
+    if entry.step == job.first() as u64 + 1 {
         match trainer.schedule().filter(|_| job.measures) {
             Some(schedule) => tell_measured(trainer, schedule, job),
             None if job.lists_read => {}
@@ -56,15 +57,16 @@ pub(super) struct Progress<'a> {
     bar: Option<ProgressBar>,
     json: bool,
     shown: RefCell<Instant>,
-    steps: usize,
+    /// The first step and the last.
+    steps: [u64; 2],
 }
 
 impl Progress<'_> {
     pub(super) fn new(job: &Job) -> Progress<'_> {
-        let (steps, json) = (job.recipe.steps, job.json);
+        let (steps, json) = ([job.first() as u64 + 1, job.recipe.steps as u64], job.json);
         let bar = (!json && std::io::stderr().is_terminal()).then(|| {
             let style = ProgressStyle::with_template("{bar:30} {pos}/{len}  {msg}  {eta} left");
-            ProgressBar::new(steps as u64).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+            ProgressBar::new(steps[1]).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
         });
         Progress { out: &job.lines, bar, json, shown: RefCell::new(Instant::now()), steps }
     }
@@ -94,8 +96,7 @@ impl Progress<'_> {
             return Ok(());
         }
         let mut shown = self.shown.borrow_mut();
-        let due =
-            entry.step == 1 || entry.step == self.steps as u64 || shown.elapsed() > Duration::from_secs(5);
+        let due = self.steps.contains(&entry.step) || shown.elapsed() > Duration::from_secs(5);
         if due || entry.val_loss.is_some() {
             *shown = Instant::now();
             self.out.say(format_args!("step {:>5}  {text}", entry.step));
@@ -121,13 +122,17 @@ pub(super) fn tell(job: &Job, steps: &[StepMetrics]) {
     if let Some(held_out) = steps.iter().rev().find_map(|s| s.val_loss) {
         say(format!("held-out loss {held_out:.3} nats per {}", job.unit));
     }
-    let model = out.join("model").display().to_string();
-    for (path, what) in [
-        (out.join("metrics.jsonl").display().to_string(), "every step"),
-        (out.join("loss.svg").display().to_string(), "the loss as a picture"),
-        (model.clone(), "the model, as transformers reads it"),
-    ] {
-        say(format!("  {path:<28} {what}"));
+    let checkpoint = job.checkpoints.as_ref().map(|_| Checkpoints::place(&out.join(""), last.step));
+    let left = [
+        (out.join("metrics.jsonl"), "every step"),
+        (out.join("loss.svg"), "the loss as a picture"),
+        (out.join("model"), "the model, as transformers reads it"),
+    ];
+    let left = left
+        .into_iter()
+        .chain(checkpoint.map(|path| (path, "what --resume goes on from, with more --steps")));
+    for (path, what) in left {
+        say(format!("  {:<28} {what}", path.display().to_string()));
     }
     if let Some(command) = sample(job, &out.join("model")) {
         say("sample from it:".to_string());

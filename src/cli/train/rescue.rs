@@ -34,7 +34,7 @@ pub(super) fn save_kept(world: &World, job: &Job, failed: Error) -> Error {
     let steps = kept.values().flatten().map(Rescued::step).max().unwrap_or(0) as usize;
     // What a disk or the weights refused is refused again; a second world has no optimizer and waits longer.
     let may_go_well = matches!(failed.kind(), Kind::OutOfMemory | Kind::Timeout | Kind::PeerLost);
-    if steps == 0 || job.saving.load(Ordering::SeqCst) && !may_go_well {
+    if steps <= job.first() || job.saving.load(Ordering::SeqCst) && !may_go_well {
         return failed;
     }
     job.interrupt.hold();

@@ -1,6 +1,7 @@
 //! The steps of one rank, and what ends them.
 
 use super::Job;
+use super::checkpoints::leave;
 use super::progress::{Progress, record};
 use crate::metrics::StepMetrics;
 use crate::train::{Ahead, Measured, mean_loss, word};
@@ -19,6 +20,16 @@ pub(super) struct Ended {
     pub(super) stopped: bool,
     /// What went wrong, on a rank that saw it; the weights of the last step were good all the same.
     pub(super) failed: Option<Error>,
+    /// Whether that was a checkpoint which could not be written.
+    pub(super) unsaved: bool,
+}
+
+impl Ended {
+    /// Takes note of why there is no checkpoint, if so.
+    pub(super) fn note(&mut self, refused: Option<Error>) {
+        self.unsaved |= refused.is_some();
+        self.failed = self.failed.take().or(refused);
+    }
 }
 
 /// The steps of one rank. What goes wrong on one of them and leaves good weights ends the run on all, at the same step.
@@ -36,8 +47,9 @@ pub(super) fn take_steps(
     let began = Instant::now();
     let mut ended = Ended::default();
     let mut is_told = job.json || !leads;
-    for step in 0..recipe.steps {
-        if step == 0 || job.check_every > 0 && step % job.check_every == 0 {
+    let first = job.first();
+    for step in first..recipe.steps {
+        if step == first || job.check_every > 0 && step % job.check_every == 0 {
             trainer.check_alike()?;
         }
         let started = Instant::now();
@@ -47,14 +59,14 @@ pub(super) fn take_steps(
             ended.failed = ahead.read(trainer.rank(), step as u64 + 1).err();
         }
         let report = match trainer.step(&word(job.interrupt.requested(), ended.failed.is_some())) {
-            Err(e) if e.kind() == Kind::NotFinite && step > 0 => {
+            Err(e) if e.kind() == Kind::NotFinite && step > first => {
                 ended.failed = Some(with_cure(e));
                 break;
             }
             report => report?,
         };
         let seconds = started.elapsed().as_secs_f64();
-        if step == 0 && stopped_by_now(trainer, job)? {
+        if step == first && stopped_by_now(trainer, job)? {
             return Ok(Ended { stopped: true, ..Ended::default() });
         }
         if let Some(trace) = &job.trace {
@@ -78,6 +90,14 @@ pub(super) fn take_steps(
             let told = record(trainer, job, progress, &entry);
             ended.failed = ended.failed.or(told.err());
         }
+        // At the end there is one more.
+        if !over
+            && step + 1 < recipe.steps
+            && job.checkpoints.as_ref().is_some_and(|c| (step + 1) % c.every == 0)
+        {
+            ended.note(leave(trainer, job)?);
+            over = ended.unsaved;
+        }
         if over {
             break;
         }
@@ -100,7 +120,7 @@ fn entry_of(job: &Job, report: &StepReport, seconds: f64, began: Instant) -> Ste
         grad_norm: report.grad_norm,
         lr: report.lr,
         tokens_per_s: (job.recipe.batch * job.recipe.seq) as f64 / seconds,
-        seconds: began.elapsed().as_secs_f64(),
+        seconds: job.seconds + began.elapsed().as_secs_f64(),
         loss_scale: report.loss_scale,
         skipped: report.loss_scale.map(|_| report.skipped),
         val_loss: None,

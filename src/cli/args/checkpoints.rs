@@ -1,0 +1,41 @@
+//! The options of going on: which checkpoints a run leaves, and from which one it goes on.
+
+use super::values;
+use clap::Args;
+use std::path::{Path, PathBuf};
+
+/// How many checkpoints are kept.
+const KEEP: usize = 2;
+
+/// Options of checkpoints.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Checkpoints")]
+pub(crate) struct CheckpointArgs {
+    /// Steps between checkpoints, OUT/checkpoint-STEP, from which --resume goes on; one more where the run ends [default: none]
+    #[arg(long, value_name = "N", value_parser = values::count)]
+    pub(crate) save_every: Option<usize>,
+    /// Newest checkpoints that stay [default: 2]
+    #[arg(long, value_name = "N", value_parser = values::count)]
+    keep: Option<usize>,
+    /// Go on from the newest checkpoint of --out, or from a checkpoint; the other options are those of that run
+    #[arg(long, value_name = "DIR", num_args = 0..=1)]
+    resume: Option<Option<PathBuf>>,
+}
+
+impl CheckpointArgs {
+    /// How many checkpoints stay.
+    pub(crate) fn keep(&self) -> usize {
+        self.keep.unwrap_or(KEEP)
+    }
+
+    /// Whether the run is to go on, and from which folder, if one is named.
+    pub(crate) fn resume(&self) -> Option<Option<&Path>> {
+        self.resume.as_ref().map(|named| named.as_deref())
+    }
+
+    /// What is wrong.
+    pub(super) fn fault(&self) -> Option<String> {
+        let lost = self.keep.is_some() && self.save_every.is_none();
+        lost.then(|| "--keep has no meaning without --save-every".to_string())
+    }
+}

@@ -1,0 +1,157 @@
+//! A run that goes on: which checkpoint it goes on from, and whether it is the same run.
+
+use super::Rows;
+use crate::cli::args::TrainArgs;
+use crate::metrics::Earlier;
+use crate::outputs::{OutFolder, place};
+use shardgrad::nn::ModelConfig;
+use shardgrad::nn::resume::{Checkpoints, RunState, STATE_FILE};
+use shardgrad::prelude::*;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// The name of the fingerprint of the data among the notes.
+const DATA: &str = "data";
+/// No more lines of a config than these are told that differ.
+const LINES_MAX: usize = 5;
+
+/// What a run goes on from.
+#[derive(Debug)]
+pub(super) struct From {
+    pub(super) dir: PathBuf,
+    pub(super) step: usize,
+}
+
+/// What a checkpoint notes of a run, by the names of options: by what another is told apart, and what a run that goes on is told
+/// that it changes.
+///
+/// # Errors
+/// As [`Sampler::fingerprint`](crate::data::Sampler::fingerprint).
+pub(super) fn notes(args: &TrainArgs, rows: &Rows) -> Result<BTreeMap<String, String>> {
+    let told = args.told(rows.rows.seq()).into_iter().flatten();
+    let mut notes: BTreeMap<String, String> = told.map(|(name, value)| (name.to_string(), value)).collect();
+    notes.insert(DATA.to_string(), rows.rows.fingerprint()?);
+    Ok(notes)
+}
+
+/// What the run goes on from, if it is to, and the record of the steps before.
+///
+/// # Errors
+/// `Kind::Checkpoint` if there is no checkpoint, or one that cannot be read; `Kind::Config`, with one line for each difference, for
+/// one of another run, or of its end; `Kind::Io` for checkpoints of another run, or of later steps, in the folder of this one.
+pub(super) fn from(
+    args: &TrainArgs,
+    (config, notes): (&ModelConfig, &BTreeMap<String, String>),
+    out: &OutFolder,
+) -> Result<Option<(From, Earlier)>> {
+    let Some(named) = args.checkpoints.resume() else {
+        return check_free(out, None).map(|()| None);
+    };
+    let dir = match named {
+        Some(dir) if dir.join(STATE_FILE).exists() => dir.to_path_buf(),
+        named => newest(named.unwrap_or(&args.out))?,
+    };
+    let RunState { step, notes: of_run, .. } = RunState::read(&dir).map_err(|e| with_older(e, &dir))?;
+    check_same(args, (config, notes), (&dir, &of_run))?;
+    let from = From { step: step as usize, dir };
+    if from.step >= args.steps.steps {
+        let text =
+            format!("{} is of step {step}, the last of --steps {}", from.dir.display(), args.steps.steps);
+        return Err(Error::new(Kind::Config, text).detail("help", "give more --steps to go on"));
+    }
+    check_free(out, Some(&from))?;
+    let record = from.dir.parent().unwrap_or(Path::new("")).join("metrics.jsonl");
+    let earlier = Earlier::read(&record, step)?;
+    if earlier.count() < step {
+        eprintln!("{} has {} of the {step} steps before", record.display(), earlier.count());
+    }
+    Ok(Some((from, earlier)))
+}
+
+/// The newest checkpoint of a folder; what was not finished is passed over with a word.
+fn newest(dir: &Path) -> Result<PathBuf> {
+    let Checkpoints { mut whole, unfinished } = Checkpoints::find(dir)?;
+    for path in unfinished {
+        eprintln!("passing over {}, which was not finished", path.display());
+    }
+    whole.pop().map(|(_, path)| path).ok_or_else(|| {
+        let text = format!("there is no checkpoint in {}", dir.display());
+        let help =
+            "begin without --resume, with --save-every N to have checkpoints; or name one with --resume DIR";
+        Error::new(Kind::Checkpoint, text).detail("help", help)
+    })
+}
+
+/// With what to do about a checkpoint that cannot be read.
+fn with_older(e: Error, dir: &Path) -> Error {
+    let found = dir.parent().map(Checkpoints::find).and_then(Result::ok).unwrap_or_default();
+    let older = found.whole.iter().rev().find(|(_, path)| path.file_name() != dir.file_name());
+    match older {
+        Some((_, path)) => {
+            e.detail("help", format!("remove it, and --resume goes on from {}", path.display()))
+        }
+        None => e,
+    }
+}
+
+/// Refuses checkpoints in the folder of a run that are of another one, or of later steps than that from which it goes on.
+fn check_free(out: &OutFolder, from: Option<&From>) -> Result<()> {
+    let goes_on_here = |from: &&From| place(&from.dir).parent() == place(&out.join("x")).parent();
+    let step = from.filter(goes_on_here).map(|from| from.step as u64);
+    let found = Checkpoints::find(&out.join(""))?.whole;
+    let Some((_, path)) = found.into_iter().rev().find(|(other, _)| step.is_none_or(|step| *other > step))
+    else {
+        return Ok(());
+    };
+    let (what, help) = match step {
+        None => ("another run", "go on from it with --resume, remove the checkpoints"),
+        Some(_) => ("later steps", "remove it"),
+    };
+    let text = format!("{} is of {what}, and would be mixed with those of this one", path.display());
+    let help = format!("{help}, or give another folder with --out DIR");
+    Err(Error::new(Kind::Io, text).detail("help", help))
+}
+
+/// Refuses a checkpoint of another run, and tells what is changed on purpose.
+fn check_same(
+    args: &TrainArgs,
+    (config, notes): (&ModelConfig, &BTreeMap<String, String>),
+    (dir, of_run): (&Path, &BTreeMap<String, String>),
+) -> Result<()> {
+    let told = |notes: &BTreeMap<String, String>, name: &str| {
+        notes.get(name).map_or("not told".to_string(), Clone::clone)
+    };
+    let differs = |name: &str| {
+        let (here, there) = (told(notes, name), told(of_run, name));
+        (here != there).then(|| format!("--{name} is {here}, of the checkpoint {there}"))
+    };
+    let [fixed, free] = args.told(0).map(|told| told.into_iter().map(|(name, _)| name).collect::<Vec<_>>());
+    let mut faults = unlike(dir, config)?;
+    // Windows of another length are others, whatever the data.
+    let is_other = notes.get("seq") == of_run.get("seq") && notes.get(DATA) != of_run.get(DATA);
+    faults.extend(is_other.then(|| "the data are not those of the checkpoint".to_string()));
+    faults.extend(fixed.into_iter().filter_map(differs));
+    if !faults.is_empty() {
+        let error = Error::new(Kind::Config, format!("{} is of another run", dir.display()));
+        let error = faults.into_iter().fold(error, |error, fault| error.detail("unlike", fault));
+        let help = "give the model, data and options of that run with --resume; steps, rates, mesh and --dtype may change";
+        return Err(error.detail("help", help));
+    }
+    for change in free.into_iter().filter_map(differs) {
+        eprintln!("going on otherwise: {change}");
+    }
+    Ok(())
+}
+
+/// In what the config of a checkpoint is not that of the model, but for dropout.
+fn unlike(dir: &Path, config: &ModelConfig) -> Result<Vec<String>> {
+    let plain = |config: ModelConfig| config.with_dropout(0.0).with_dtype(DType::F32).to_json();
+    let there = plain(ModelConfig::read(dir).map_err(|e| with_older(e, dir))?);
+    // Written and read too, so that fields that no file holds tell nothing.
+    let here = plain(ModelConfig::parse(dir, &config.to_json())?);
+    let line = |line: &str| line.trim().trim_end_matches(',').to_string();
+    let lines = here.lines().zip(there.lines()).filter(|(here, there)| here != there);
+    let lines =
+        lines.map(|(here, there)| format!("the model has {}, of the checkpoint {}", line(here), line(there)));
+    Ok(lines.take(LINES_MAX).collect())
+}
