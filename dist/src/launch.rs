@@ -132,7 +132,8 @@ impl World {
         let num_ranks = self.mesh.num_ranks();
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let num_threads = self.num_threads.unwrap_or((cores / num_ranks).max(1));
-        let spin = if num_ranks.saturating_mul(num_threads) <= cores { SPIN } else { Duration::ZERO };
+        let may_spin = num_ranks.saturating_mul(num_threads) <= cores;
+        let spin = if may_spin { SPIN } else { Duration::ZERO };
         let homes = if self.pinned { homes(num_ranks, num_threads)? } else { Vec::new() };
         let table = Table::new(self.mesh.clone());
         let shared = Arc::new(Shared::new(table, self.timeout, spin, self.jitter));
@@ -141,7 +142,7 @@ impl World {
             let rank = || {
                 let cores = homes.chunks(num_threads).nth(index).unwrap_or_default().to_vec();
                 cores.first().iter().for_each(|core| cores::stay_on(**core));
-                let settings = Settings { num_threads, memory_bytes_max, precision, cores };
+                let settings = Settings { num_threads, may_spin, cores, memory_bytes_max, precision };
                 let backend = self.machine.backend(settings)?;
                 let transport = Box::new(Threads::new(shared.clone(), index));
                 Ok(Rank::new(self.mesh.clone(), index, backend, transport))

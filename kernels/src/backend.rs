@@ -223,6 +223,8 @@ pub trait Backend: fmt::Debug + Send + Sync {
 pub struct Settings {
     /// Host threads that its kernels use, the rank's own among them (0 counts as 1).
     pub num_threads: usize,
+    /// Whether these may spin for a while where they wait: all threads of all ranks have cores.
+    pub may_spin: bool,
     /// Bytes that it takes from the system at most; 0 for no limit.
     pub memory_bytes_max: usize,
     /// How it forms matrix products of f32.
@@ -232,10 +234,10 @@ pub struct Settings {
 }
 
 impl Default for Settings {
-    /// One thread anywhere, no limit, the most exact products.
+    /// One thread anywhere, which may spin, no limit, the most exact products.
     fn default() -> Self {
         let precision = MatmulPrecision::Highest;
-        Settings { num_threads: 1, memory_bytes_max: 0, precision, cores: Vec::new() }
+        Settings { num_threads: 1, may_spin: true, cores: Vec::new(), memory_bytes_max: 0, precision }
     }
 }
 
@@ -262,7 +264,8 @@ impl Machine for Host {
 
     fn backend(&self, settings: Settings) -> Result<Arc<dyn Backend>, KernelError> {
         let allocator = Allocator::with_limit(settings.memory_bytes_max);
-        let pool = Pool::on_cores(settings.num_threads, &settings.cores).with_precision(settings.precision);
+        let Settings { num_threads, may_spin, precision, ref cores, .. } = settings;
+        let pool = Pool::placed(num_threads, may_spin, cores).with_precision(precision);
         Ok(Arc::new(Cpu { allocator, pool, cost: Tally::default() }))
     }
 }

@@ -97,17 +97,18 @@ impl Drop for Loan<'_> {
 }
 
 impl Pool {
-    /// A pool of `num_threads` threads, the caller's among them (0 counts as 1).
+    /// A pool of `num_threads` threads, the caller's among them (0 counts as 1), which has a core for each.
     #[must_use]
     pub fn new(num_threads: usize) -> Pool {
-        Pool::on_cores(num_threads, &[])
+        Pool::placed(num_threads, true, &[])
     }
 
-    /// The same, whose threads stay on these cores; the first is for the caller, who has to see to that. Empty: anywhere.
+    /// The same, whose threads spin for a while where they wait, or leave their cores to others at once. They stay on these cores,
+    /// of which the first is for the caller, who has to see to that; on any if there are none.
     #[must_use]
-    pub fn on_cores(num_threads: usize, cores: &[usize]) -> Pool {
+    pub fn placed(num_threads: usize, may_spin: bool, cores: &[usize]) -> Pool {
         let workers = (1..num_threads.max(1)).map(|thread| {
-            let seat = Arc::<Seat>::default();
+            let seat = Arc::new(Seat::new(may_spin));
             let (own, core) = (seat.clone(), cores.get(thread).copied());
             let handle = std::thread::Builder::new()
                 .name(format!("kernel-{thread}"))
@@ -300,7 +301,7 @@ mod tests {
         let all = cores::allowed();
         // Where there is one core only, it is that one twice.
         let (first, last) = (all[0], all[all.len() - 1]);
-        let pool = Pool::on_cores(2, &[first, last]);
+        let pool = Pool::placed(2, true, &[first, last]);
         let both = std::sync::Barrier::new(2);
         let seen = Mutex::new(vec![]);
         pool.run_on_threads(2, &|thread, _| {

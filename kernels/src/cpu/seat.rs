@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
-/// How long an idle worker spins before it parks.
+/// How long an idle worker that may spin does so before it parks.
 const SPIN: Duration = Duration::from_micros(60);
-/// So often a caller looks whether a worker is done before it lets others run: the worker may have been stopped by the system.
+/// So often a caller that may spin looks whether a worker is done before it lets others run: the system may have stopped it.
 const LOOKS: usize = 20_000;
 
 /// Nothing to do; the worker spins.
@@ -20,10 +20,11 @@ const CLOSED: *mut () = without_provenance_mut(3);
 /// The place of one worker: `READY`, `PARKED`, `CLOSED`, an offer, or an offer that was taken.
 ///
 /// Whoever offers a job calls [`Seat::recall`] before the job ends, on every seat it was offered to. After that no worker has it.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 #[repr(align(128))]
 pub(super) struct Seat {
     state: AtomicPtr<()>,
+    may_spin: bool,
 }
 
 /// The state while a job is worked on.
@@ -32,8 +33,14 @@ fn taken(job: *mut ()) -> *mut () {
 }
 
 impl Seat {
+    /// A free seat. Where not every thread has a core, nobody may spin: whoever waits would hold the core of another.
+    pub(super) fn new(may_spin: bool) -> Seat {
+        Seat { state: AtomicPtr::new(READY), may_spin }
+    }
+
     /// Waits for an offer and takes it; none, if the seat is closed. For the worker, who says [`Seat::done`] next.
     pub(super) fn take(&self) -> Option<*mut ()> {
+        let spin = if self.may_spin { SPIN } else { Duration::ZERO };
         let mut idle = Instant::now();
         loop {
             let state = self.state.load(Ordering::Relaxed);
@@ -45,7 +52,7 @@ impl Seat {
                 if self.change(state, taken(state)) {
                     return Some(state);
                 }
-            } else if idle.elapsed() < SPIN {
+            } else if idle.elapsed() < spin {
                 std::hint::spin_loop();
             } else if self.change(READY, PARKED) {
                 while self.state.load(Ordering::Relaxed) == PARKED {
@@ -76,10 +83,14 @@ impl Seat {
         if self.change(job, READY) {
             return;
         }
-        let mut looks = 0;
+        let mut looks = if self.may_spin { LOOKS } else { 0 };
         while self.state.load(Ordering::Acquire) == taken(job) {
-            looks += 1;
-            if looks < LOOKS { std::hint::spin_loop() } else { std::thread::yield_now() }
+            if looks > 0 {
+                std::hint::spin_loop()
+            } else {
+                std::thread::yield_now()
+            }
+            looks = looks.saturating_sub(1);
         }
     }
 
@@ -107,7 +118,7 @@ mod tests {
 
     #[test]
     fn a_job_is_taken_or_recalled() {
-        let (seat, me) = (Seat::default(), std::thread::current());
+        let (seat, me) = (Seat::new(true), std::thread::current());
         let [first, second] = [16, 32].map(without_provenance_mut::<()>);
         seat.offer(first, &me);
         seat.offer(second, &me);
@@ -127,10 +138,9 @@ mod tests {
     }
 
     /// Workers count twice for each job they take: whoever has recalled it finds whole pairs, and they stay as they are.
-    #[test]
-    fn who_has_recalled_a_job_has_it_alone() {
+    fn race(may_spin: bool) {
         const ROUNDS: usize = 2000;
-        let seats = [Seat::default(), Seat::default()];
+        let seats = [Seat::new(may_spin), Seat::new(may_spin)];
         let counts: Vec<AtomicUsize> = (0..ROUNDS).map(|_| AtomicUsize::new(0)).collect();
         let job = |round: usize| without_provenance_mut::<()>(16 * (round + 1));
         std::thread::scope(|scope| {
@@ -158,5 +168,11 @@ mod tests {
                 assert_eq!(*seen, count.load(Ordering::Relaxed));
             }
         });
+    }
+
+    #[test]
+    fn who_has_recalled_a_job_has_it_alone() {
+        race(true);
+        race(false);
     }
 }
