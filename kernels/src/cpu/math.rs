@@ -14,6 +14,8 @@ use crate::dtype::Real;
 pub trait Maths: Real {
     /// e to the power of x: 0 far below, infinity far above.
     fn exp(self) -> Self;
+    /// The same bits as [`Maths::exp`], in less time, for x of at most 40; above that, any number. Not-a-number stays.
+    fn decay(self) -> Self;
     /// Natural logarithm: negative infinity at 0, not a number below.
     fn ln(self) -> Self;
     /// Hyperbolic tangent.
@@ -177,6 +179,11 @@ impl Maths for f64 {
     }
 
     #[inline(always)]
+    fn decay(self) -> f64 {
+        f64::exp(self)
+    }
+
+    #[inline(always)]
     fn ln(self) -> f64 {
         f64::ln(self)
     }
@@ -264,15 +271,25 @@ fn power_of_two(n: i32) -> f32 {
     f32::from_bits((n.wrapping_add(127) as u32) << 23)
 }
 
-/// e^x = 2^n (1 + tail): n and tail.
+/// e^x = 2^n (1 + tail): a number whose lowest 9 bits are those of n + bias, and tail. The bias is whole and even, since ties go
+/// to even sums.
 #[inline(always)]
-fn exp_parts(x: f32) -> (i32, f32) {
-    let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUNDER);
-    let n = shifted.to_bits().wrapping_sub(ROUNDER.to_bits()) as i32;
-    let whole = shifted - ROUNDER;
+fn exp_parts(x: f32, bias: f32) -> (u32, f32) {
+    let rounder = ROUNDER + bias;
+    let shifted = x.mul_add(std::f32::consts::LOG2_E, rounder);
+    let whole = shifted - rounder;
     let r = whole.mul_add(-LN_2_LOW, whole.mul_add(-LN_2_HIGH, x));
     let q = polynomial(r, [0.499_999_94, 0.166_665_09, 0.041_668_527, 0.008_370_135, 0.001_381_166]);
-    (n, (r * r).mul_add(q, r))
+    (shifted.to_bits(), (r * r).mul_add(q, r))
+}
+
+/// What f32 adds to exponents.
+const BIAS: f32 = 127.0;
+
+/// 2 to the power of n, from a number whose lowest 9 bits are those of n + [`BIAS`], for n in -126..=127.
+#[inline(always)]
+fn power_of_biased(biased: u32) -> f32 {
+    f32::from_bits(biased << 23)
 }
 
 /// The exponent of x, less `shift`, and the mantissa between sqrt(1/2) and sqrt(2) that goes with it, minus one.
@@ -306,6 +323,10 @@ fn ln_sum(exponent: f32, f: f32, more: f32) -> f32 {
     exponent.mul_add(LN_2_HIGH, f + tail)
 }
 
+/// Exponents of [`Maths::decay`] are raised by this: the smallest, -150, to what is not subnormal, and those of up to 62 to what is
+/// not infinite. Odd, since the bias of exponents is.
+const DECAY_RAISED: i32 = 65;
+
 /// Above this (and below its negative), tanh is found from exp.
 const TANH_SPLIT: f32 = 0.625;
 
@@ -315,11 +336,20 @@ impl Maths for f32 {
         // Comparisons are false for not-a-number, which thus stays.
         let x = if self > 89.0 { 89.0 } else { self };
         let x = if x < -104.0 { -104.0 } else { x };
-        let (n, tail) = exp_parts(x);
-        let mantissa = tail + 1.0;
+        let (doubly_biased, tail) = exp_parts(x, 2.0 * BIAS);
         // Two factors, since 2^n itself may be subnormal or infinite where the result is not.
-        let half = n >> 1;
-        mantissa * power_of_two(half) * power_of_two(n.wrapping_sub(half))
+        let half = doubly_biased >> 1;
+        let (first, second) = (power_of_biased(half), power_of_biased(doubly_biased.wrapping_sub(half)));
+        tail.mul_add(first, first) * second
+    }
+
+    #[inline(always)]
+    fn decay(self) -> f32 {
+        let x = if self < -104.0 { -104.0 } else { self };
+        // 2^n may be subnormal; raised, it is not, and what lowers it again rounds once.
+        let (biased, tail) = exp_parts(x, BIAS + DECAY_RAISED as f32);
+        let raised = power_of_biased(biased);
+        tail.mul_add(raised, raised) * power_of_two(-DECAY_RAISED)
     }
 
     #[inline(always)]
@@ -351,7 +381,8 @@ impl Maths for f32 {
     fn expm1(self) -> f32 {
         let x = if self > 89.0 { 89.0 } else { self };
         let x = if x < -30.0 { -30.0 } else { x };
-        let (n, tail) = exp_parts(x);
+        let (bits, tail) = exp_parts(x, 0.0);
+        let n = bits.wrapping_sub(ROUNDER.to_bits()) as i32;
         // 2^n (1 + tail) - 1, at half its size so that nothing overflows before the result does.
         let half = power_of_two(n.wrapping_sub(1));
         let y = 2.0 * half.mul_add(tail, half - 0.5);

@@ -1,6 +1,6 @@
 //! What the row-wise kernels share: contiguous operands as slices, fixed tasks, and sums in a fixed order.
 
-use crate::cpu::simd::expect_behind;
+use crate::cpu::simd::{expect_after, expect_behind};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
 use crate::error::KernelError;
@@ -120,6 +120,9 @@ fn fold<R: Real>(mut lanes: [R; LANES], join: impl Fn(R, R) -> R) -> R {
     lanes[0]
 }
 
+/// Chunks of a row whose maxima are found beside those of the chunks before: one after the other they would wait for each other.
+const CHUNKS_PER_MAX: usize = 8;
+
 /// The largest element, as seen through `value`; not-a-number is passed over. Negative infinity for an empty row.
 #[inline(always)]
 pub(crate) fn largest<T: Copy, R: Real>(x: &[T], value: impl Fn(T) -> R) -> R {
@@ -127,8 +130,20 @@ pub(crate) fn largest<T: Copy, R: Real>(x: &[T], value: impl Fn(T) -> R) -> R {
     let larger = |a: R, b: R| if b > a { b } else { a };
     let mut lanes = [R::NEG_INFINITY; LANES];
     let (chunks, rest) = x.as_chunks::<LANES>();
-    for chunk in chunks {
-        expect_behind(chunk);
+    let (groups, single) = chunks.as_chunks::<CHUNKS_PER_MAX>();
+    for group in groups {
+        expect_behind(group.as_flattened());
+        let mut most = [R::NEG_INFINITY; LANES];
+        for chunk in group {
+            for i in 0..LANES {
+                most[i] = larger(most[i], value(chunk[i]));
+            }
+        }
+        for i in 0..LANES {
+            lanes[i] = larger(lanes[i], most[i]);
+        }
+    }
+    for chunk in single {
         for i in 0..LANES {
             lanes[i] = larger(lanes[i], value(chunk[i]));
         }
@@ -145,6 +160,12 @@ pub(crate) fn sum<T: Copy, R: Real>(x: &[T], term: impl Fn(T) -> R) -> R {
     sum_triples(x, x, x, |x, _, _| term(x))
 }
 
+/// The same, with the cache lines asked for that lie so many bytes behind: for terms that leave time for it.
+#[inline(always)]
+pub(crate) fn sum_before<T: Copy, R: Real>(x: &[T], bytes: usize, term: impl Fn(T) -> R) -> R {
+    sum_chunks(x, x, x, |chunk| expect_after(chunk, bytes), |x, _, _| term(x))
+}
+
 /// The sum of `term` over two rows side by side.
 #[inline(always)]
 pub(crate) fn sum_pairs<T: Copy, U: Copy, R: Real>(x: &[T], y: &[U], term: impl Fn(T, U) -> R) -> R {
@@ -159,6 +180,18 @@ pub(crate) fn sum_triples<T: Copy, U: Copy, V: Copy, R: Real>(
     z: &[V],
     term: impl Fn(T, U, V) -> R,
 ) -> R {
+    sum_chunks(x, y, z, |_| (), term)
+}
+
+/// The same; `expect` sees each whole chunk of x before its terms are found.
+#[inline(always)]
+fn sum_chunks<T: Copy, U: Copy, V: Copy, R: Real>(
+    x: &[T],
+    y: &[U],
+    z: &[V],
+    expect: impl Fn(&[T]),
+    term: impl Fn(T, U, V) -> R,
+) -> R {
     let mut lanes = [R::ZERO; LANES];
     let ((xs, x_rest), (ys, y_rest), (zs, z_rest)) = (x.as_chunks(), y.as_chunks(), z.as_chunks());
     let blocks = xs.chunks(CHUNKS_PER_SUM).zip(ys.chunks(CHUNKS_PER_SUM)).zip(zs.chunks(CHUNKS_PER_SUM));
@@ -166,6 +199,7 @@ pub(crate) fn sum_triples<T: Copy, U: Copy, V: Copy, R: Real>(
         let mut sums = [R::ZERO; LANES];
         for ((x, y), z) in xs.iter().zip(ys).zip(zs) {
             let (x, y, z): (&[T; LANES], &[U; LANES], &[V; LANES]) = (x, y, z);
+            expect(x);
             for i in 0..LANES {
                 sums[i] += term(x[i], y[i], z[i]);
             }
@@ -217,8 +251,25 @@ mod tests {
         assert_eq!(sum_pairs(&x, &x, |a, b| a * b), 16206.0);
         assert_eq!(largest(&x, |v| -v), 0.0);
         assert_eq!(largest(&[f32::NAN, -3.0, f32::NAN], |v| v), -3.0);
+        // In each place of a group of chunks, of those behind, and of the rest; of equal numbers the first one counts.
+        for n in [8 * LANES, 8 * LANES + 1, 19 * LANES + 5] {
+            for at in 0..n {
+                let mut x = vec![f32::NAN; n];
+                x[at] = -1.0;
+                assert_eq!(largest(&x, |v| v), -1.0, "{at} of {n}");
+                let zeros: Vec<f32> = (0..n).map(|i| if i < at { -0.0 } else { 0.0 }).collect();
+                assert_eq!(largest(&zeros, |v| v).to_bits(), first_largest(&zeros).to_bits(), "{at} of {n}");
+            }
+        }
         assert_eq!(largest(&[] as &[f32], |v| v), f32::NEG_INFINITY);
         assert_eq!(sum(&[] as &[f64], |v| v), 0.0);
+    }
+
+    /// Lane after lane, as plainly as can be.
+    fn first_largest(x: &[f32]) -> f32 {
+        let larger = |a: f32, b: f32| if b > a { b } else { a };
+        let lane = |i: usize| x.iter().skip(i).step_by(LANES).copied().fold(f32::NEG_INFINITY, larger);
+        fold(std::array::from_fn(lane), larger)
     }
 
     #[test]

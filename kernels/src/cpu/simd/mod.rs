@@ -83,7 +83,13 @@ pub(crate) fn expect<T>(some: &[T]) {
 /// Asks for the cache lines that will be read some time after these elements, if the run goes on.
 #[inline(always)]
 pub(crate) fn expect_behind<T>(now: &[T]) {
-    lines(now.as_ptr().cast::<i8>().wrapping_add(AHEAD_BYTES), size_of_val(now));
+    expect_after(now, AHEAD_BYTES);
+}
+
+/// Asks for the cache lines that lie so many bytes behind these elements, or as far as memory is asked for ahead if that is more.
+#[inline(always)]
+pub(crate) fn expect_after<T>(now: &[T], bytes: usize) {
+    lines(now.as_ptr().cast::<i8>().wrapping_add(bytes.max(AHEAD_BYTES)), size_of_val(now));
 }
 
 /// Nothing is read, so that lines may lie anywhere.

@@ -267,7 +267,7 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
             for ((prob, d_score), (lse, delta)) in row.zip(known) {
                 for i in 0..LANES {
                     let score = if P::SHORT { prob[i] * factor } else { prob[i] };
-                    prob[i] = (score - lse[i]).exp();
+                    prob[i] = (score - lse[i]).decay();
                     d_score[i] = prob[i] * (d_score[i] - delta[i]);
                 }
             }

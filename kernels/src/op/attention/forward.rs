@@ -173,7 +173,7 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
             *start = origin(max);
             // There is nothing to shrink yet; and results that underflow take many times as long.
             let before = if *shrink == R::NEG_INFINITY { *start } else { *shrink };
-            *shrink = (before - *start).exp();
+            *shrink = (before - *start).decay();
         }
         self.total.fill(R::ZERO);
         for (j, row) in self.scores.chunks_exact_mut(row_len).take(pairs.keys).enumerate() {
@@ -186,7 +186,7 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
             let seeing = row[whole..].as_chunks_mut::<LANES>().0.iter_mut();
             for (score, origin) in seeing.zip(self.origin[whole..].as_chunks::<LANES>().0) {
                 for i in 0..LANES {
-                    score[i] = (score[i] - origin[i]).exp();
+                    score[i] = (score[i] - origin[i]).decay();
                 }
             }
             row[skip..hidden].fill(R::ZERO);

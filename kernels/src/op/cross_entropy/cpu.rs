@@ -1,16 +1,26 @@
-//! Cross-entropy on the CPU: rows in fixed tasks; a row stays in the cache for the two passes of the way there.
+//! Cross-entropy on the CPU: rows in fixed tasks; a row stays in the cache for the two passes of the way there, of which the second
+//! leaves time to bring the next row.
 
 use super::{BACKWARD, TERMS, local};
 use crate::cpu::math::Maths;
+use crate::cpu::simd::expect_behind;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Float, Real};
 use crate::error::KernelError;
 use crate::kernel::Launch;
 use crate::match_float;
-use crate::op::rows::{check_indices, largest, operands, read, row_len, rows_per_task, sum, width, write};
+use crate::op::rows::{
+    check_indices, largest, operands, read, row_len, rows_per_task, sum_before, width, write,
+};
 
 /// Terms that are added up in partial sums before these are: long rows lose fewer digits so.
 const BLOCK: usize = 1024;
+/// Rows of a task, if there are enough for all threads: for one of them nobody brings the next row.
+const ROWS: usize = 8;
+/// Tasks that each thread should get, so that all end together.
+const TASKS: usize = 4;
+/// Elements for which memory is asked for at a time.
+const RUN: usize = 64;
 
 pub(super) fn terms(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([z, target], [lse, picked], scalars) = operands(launch);
@@ -18,9 +28,9 @@ pub(super) fn terms(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelEr
     check_indices(TERMS.name, target, scalars[1].int())?;
     match_float!(z.dtype, T => {
         type Acc = <T as Float>::Acc;
-        let z = read::<T>(z);
-        let rows = rows_per_task(v);
-        pool.chunks2((write::<Acc>(lse), rows), (write::<Acc>(picked), rows), |i, lse, picked| {
+        let (z, lse) = (read::<T>(z), write::<Acc>(lse));
+        let rows = rows_per_task(v).max(ROWS.min(lse.len() / (TASKS * pool.num_threads())));
+        pool.chunks2((lse, rows), (write::<Acc>(picked), rows), |i, lse, picked| {
             vectorized(#[inline(always)] || {
                 for (j, (lse, picked)) in lse.iter_mut().zip(picked).enumerate() {
                     let row = i * rows + j;
@@ -67,7 +77,7 @@ fn lse_row<T: Float<Acc: Maths>>(z: &[T]) -> T::Acc {
     let base = if most == <T::Acc as Real>::NEG_INFINITY { <T::Acc as Real>::ZERO } else { most };
     let mut total = <T::Acc as Real>::ZERO;
     for block in z.chunks(BLOCK) {
-        total += sum(block, |z| (z.widen() - base).exp());
+        total += sum_before(block, size_of_val(z), |z| (z.widen() - base).decay());
     }
     base + total.ln()
 }
@@ -80,9 +90,13 @@ fn backward_row<T: Float<Acc: Maths>>(
     picked: Option<(usize, T::Acc)>,
 ) {
     let picked =
-        picked.map(|(at, d_picked)| (at, T::narrow((z[at].widen() - lse).exp().fma(d_lse, d_picked))));
-    for z in &mut *z {
-        *z = T::narrow((z.widen() - lse).exp() * d_lse);
+        picked.map(|(at, d_picked)| (at, T::narrow((z[at].widen() - lse).decay().fma(d_lse, d_picked))));
+    for z in z.chunks_mut(RUN) {
+        // A run of exponentials is longer than what a processor looks ahead by itself.
+        expect_behind(z);
+        for z in z {
+            *z = T::narrow((z.widen() - lse).decay() * d_lse);
+        }
     }
     if let Some((at, dz)) = picked {
         z[at] = dz;
