@@ -5,6 +5,8 @@
 //! bits on each of them; loops must not depend on the vector width for the order of a sum.
 
 pub mod scratch;
+pub(crate) mod stream;
+pub(crate) mod transpose;
 pub(crate) mod turn;
 pub(crate) mod tile;
 pub mod roof;

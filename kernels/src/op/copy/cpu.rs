@@ -1,6 +1,8 @@
 //! Copies by runs: side by side, spread out, or turned in tiles.
 
 use super::{convert, truth_of};
+use crate::cpu::simd::stream::Stream;
+use crate::cpu::simd::transpose::{Rows, transpose};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{DType, Element, Float};
 use crate::error::KernelError;
@@ -18,6 +20,8 @@ const TILE: usize = 64;
 const ROWS: usize = 1024;
 /// Columns of y that are turned for all rows of a task before the next ones: as many pages of x as have their translations at hand.
 const COLS: usize = 512;
+/// Elements that are converted at a time on their way past the caches.
+const RUN: usize = 256;
 
 pub(super) fn copy(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([x], [y], _) = operands(launch);
@@ -26,12 +30,12 @@ pub(super) fn copy(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelErr
     macro_rules! pairs {
         ($($from:ident $s:ty => $to:ident $d:ty, $x:ident: $value:expr;)*) => {
             match (x.dtype, y.dtype) {
-                $((DType::$from, DType::$to) => each::<$s, $d>(pool, x, y, #[inline(always)] |$x| $value),)*
+                $((DType::$from, DType::$to) => each::<$s, $d, _>(pool, x, y, #[inline(always)] |$x| $value, tiles),)*
                 (from, to) if from == to => match from.size() {
-                    1 => each::<u8, u8>(pool, x, y, #[inline(always)] |x| x),
-                    2 => each::<bf16, bf16>(pool, x, y, #[inline(always)] |x| x),
-                    4 => each::<f32, f32>(pool, x, y, #[inline(always)] |x| x),
-                    _ => each::<i64, i64>(pool, x, y, #[inline(always)] |x| x),
+                    1 => each::<u8, u8, _>(pool, x, y, #[inline(always)] |x| x, tiles),
+                    2 => each::<bf16, bf16, _>(pool, x, y, #[inline(always)] |x| x, tiles),
+                    4 => each::<f32, f32, _>(pool, x, y, #[inline(always)] |x| x, squares),
+                    _ => each::<i64, i64, _>(pool, x, y, #[inline(always)] |x| x, tiles),
                 },
                 (_, DType::Bool) => match_dtype!(x.dtype, S => one_by_one::<S, u8>(pool, x, y, truth_of)),
                 _ => match_dtype!(x.dtype, S => match_dtype!(y.dtype, D => one_by_one::<S, D>(pool, x, y, convert))),
@@ -51,19 +55,37 @@ pub(super) fn copy(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelErr
     Ok(())
 }
 
-fn each<S: Element, D: Element>(pool: &Pool, x: &Arg<'_>, y: &mut ArgMut<'_>, f: impl Fn(S) -> D + Sync) {
+/// Two matrices of as many rows and columns: x with its columns side by side, y with its rows.
+struct Turned<'m, S, D> {
+    x: Rows<&'m [S]>,
+    y: Rows<&'m mut [D]>,
+    extents: [usize; 2],
+}
+
+/// `matrix` turns one where rows of x lie side by side and columns of y, as `f` says.
+fn each<S: Element, D: Element, F: Fn(S) -> D + Sync>(
+    pool: &Pool,
+    x: &Arg<'_>,
+    y: &mut ArgMut<'_>,
+    f: F,
+    matrix: impl Fn(Turned<'_, S, D>, Option<&Stream>, &F) + Sync,
+) {
     let from = x.buffer.as_slice::<S>();
     let walk = Walk::in_memory_order([y.view, x.view]);
     let (dims, inner) = (walk.dims(), walk.dims().len() - 1);
     let side_by_side = dims[..inner].iter().position(|&(_, [_, step])| step == 1);
     let turned = side_by_side.filter(|_| matches!(walk.steps(), [1, step] if step > 1));
+    let numel = walk.numel();
     let rows_min = match turned {
         Some(0) => (dims[0].0 / pool.num_threads()).clamp(1, ROWS).next_multiple_of(TILE),
         _ => 1,
     };
-    scatter::<2, D>(pool, &walk, y, rows_min, |walk, to, start| match turned {
-        Some(turned) => turn(walk, turned, from, to, start, &f),
-        None => runs(walk, from, to, start, &f),
+    scatter::<2, D>(pool, &walk, y, rows_min, |walk, to, start| {
+        let stream = Stream::of::<D>(numel);
+        match turned {
+            Some(turned) => turn(walk, turned, from, to, start, |turned| matrix(turned, stream.as_ref(), &f)),
+            None => runs(walk, from, to, start, stream.as_ref(), &f),
+        }
     });
 }
 
@@ -79,7 +101,14 @@ fn one_by_one<S: Element, D: Element>(pool: &Pool, x: &Arg<'_>, y: &mut ArgMut<'
 }
 
 /// Run after run.
-fn runs<S: Element, D: Element>(walk: &Walk<2>, from: &[S], to: &mut [D], start: usize, f: &impl Fn(S) -> D) {
+fn runs<S: Element, D: Element>(
+    walk: &Walk<2>,
+    from: &[S],
+    to: &mut [D],
+    start: usize,
+    stream: Option<&Stream>,
+    f: &impl Fn(S) -> D,
+) {
     let [to_step, from_step] = walk.steps();
     walk.runs(0..walk.numel(), |[to_at, from_at], length| {
         let (from, to) = (&from[from_at..], &mut to[to_at - start..]);
@@ -88,7 +117,10 @@ fn runs<S: Element, D: Element>(walk: &Walk<2>, from: &[S], to: &mut [D], start:
                 let (from, to) = (&from[..length], &mut to[..length]);
                 vectorized(
                     #[inline(always)]
-                    || to.iter_mut().zip(from).for_each(|(to, from)| *to = f(*from)),
+                    || match stream {
+                        Some(stream) if length >= RUN => past_caches(from, to, stream, f),
+                        _ => to.iter_mut().zip(from).for_each(|(to, from)| *to = f(*from)),
+                    },
                 );
             }
             (1, 0) => to[..length].fill(f(from[0])),
@@ -97,40 +129,63 @@ fn runs<S: Element, D: Element>(walk: &Walk<2>, from: &[S], to: &mut [D], start:
     });
 }
 
-/// The innermost dim lies side by side in y, the dim `turned` in x: tile after tile, so that whole cache lines of
-/// both are used.
+/// A long run, converted piece by piece.
+#[inline(always)]
+fn past_caches<S: Element, D: Element>(from: &[S], to: &mut [D], stream: &Stream, f: &impl Fn(S) -> D) {
+    let mut piece = [D::default(); RUN];
+    for (to, from) in to.chunks_mut(RUN).zip(from.chunks(RUN)) {
+        piece.iter_mut().zip(from).for_each(|(to, from)| *to = f(*from));
+        stream.copy(to, &piece[..from.len()]);
+    }
+}
+
+/// The innermost dim lies side by side in y, the dim `turned` in x: matrix after matrix.
 fn turn<S: Element, D: Element>(
     walk: &Walk<2>,
     turned: usize,
     from: &[S],
     to: &mut [D],
     start: usize,
-    f: &impl Fn(S) -> D,
+    matrix: impl Fn(Turned<'_, S, D>),
 ) {
     let (rows, [row_step, _]) = walk.dims()[turned];
     let (cols, [_, col_step]) = walk.dims()[walk.dims().len() - 1];
     let others = walk.without(turned);
     let [to_step, from_step] = others.steps();
-    let mut tile = [[S::default(); TILE]; TILE];
     others.runs(0..others.numel(), |[to_at, from_at], length| {
         for other in 0..length {
-            let (to, from) =
-                (&mut to[to_at + other * to_step - start..], &from[from_at + other * from_step..]);
-            let rows_of = |cols: Range<usize>| (0..rows).step_by(TILE).map(move |row| (row, cols.clone()));
-            let cols_of = (0..cols).step_by(COLS).map(|col| col..cols.min(col + COLS));
-            for (row, cols) in cols_of.flat_map(rows_of) {
-                let height = TILE.min(rows - row);
-                for col in cols.clone().step_by(TILE) {
-                    let width = TILE.min(cols.end - col);
-                    for (j, tile) in tile[..width].iter_mut().enumerate() {
-                        tile[..height].copy_from_slice(&from[row + (col + j) * col_step..][..height]);
-                    }
-                    for i in 0..height {
-                        let to = &mut to[(row + i) * row_step + col..][..width];
-                        to.iter_mut().zip(&tile).for_each(|(to, tile)| *to = f(tile[i]));
-                    }
-                }
-            }
+            let x = Rows { memory: &from[from_at + other * from_step..], step: col_step };
+            let y = Rows { memory: &mut to[to_at + other * to_step - start..], step: row_step };
+            matrix(Turned { x, y, extents: [rows, cols] });
         }
     });
+}
+
+/// In registers, of 32 bits that stay as they are.
+fn squares(Turned { x, y, extents }: Turned<'_, f32, f32>, stream: Option<&Stream>, _: &impl Fn(f32) -> f32) {
+    transpose(x, y, extents, stream);
+}
+
+/// Tile after tile, so that whole cache lines of both are used.
+fn tiles<S: Element, D: Element, F: Fn(S) -> D>(
+    Turned { x, y, extents: [rows, cols] }: Turned<'_, S, D>,
+    _: Option<&Stream>,
+    f: &F,
+) {
+    let mut tile = [[S::default(); TILE]; TILE];
+    let rows_of = |cols: Range<usize>| (0..rows).step_by(TILE).map(move |row| (row, cols.clone()));
+    let cols_of = (0..cols).step_by(COLS).map(|col| col..cols.min(col + COLS));
+    for (row, cols) in cols_of.flat_map(rows_of) {
+        let height = TILE.min(rows - row);
+        for col in cols.clone().step_by(TILE) {
+            let width = TILE.min(cols.end - col);
+            for (j, tile) in tile[..width].iter_mut().enumerate() {
+                tile[..height].copy_from_slice(&x.memory[row + (col + j) * x.step..][..height]);
+            }
+            for i in 0..height {
+                let to = &mut y.memory[(row + i) * y.step + col..][..width];
+                to.iter_mut().zip(&tile).for_each(|(to, tile)| *to = f(tile[i]));
+            }
+        }
+    }
 }

@@ -1,6 +1,7 @@
 //! Copies between all dtypes and all kinds of strides, and speed-relevant shapes.
 
 use super::*;
+use crate::kernel::{Arg, ArgMut};
 use crate::op::check::{Case, Kind, values};
 use crate::op::differences::{Value, evaluate_as};
 use crate::strides::Strides;
@@ -90,9 +91,39 @@ fn equal_dtypes_move_bits() {
     let mut to = crate::backend::upload(&*crate::backend::Cpu::backend(1), &[0i64; 2]).unwrap();
     let view = Strides::contiguous(&[2]);
     for code in [COPY.cpu.unwrap(), COPY.reference] {
-        let inputs = [crate::kernel::Arg { buffer: &buffer, dtype: DType::I64, view: &view }];
-        let mut outputs = [crate::kernel::ArgMut { buffer: &mut to, dtype: DType::I64, view: &view }];
+        let inputs = [Arg { buffer: &buffer, dtype: DType::I64, view: &view }];
+        let mut outputs = [ArgMut { buffer: &mut to, dtype: DType::I64, view: &view }];
         code(&Pool::new(1), &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars: &[] }).unwrap();
         assert_eq!(to.as_slice::<i64>(), [big, -big]);
     }
+}
+
+/// Straight, converted and turned, from elements on that start a cache line and that do not; the second thread stores too.
+#[test]
+fn what_passes_the_caches_by_arrives() {
+    let cpu = crate::backend::Cpu::backend(2);
+    let (side, odd) = (2912, 2900);
+    let numbers: Vec<f32> = (0..side * side + 1).map(|i| i as f32).collect();
+    let x = crate::backend::upload(&*cpu, &numbers).unwrap();
+    let from = |view: &Strides, i: usize| numbers[place(view, i)];
+    for (offset, extent, is_turned) in [(0, side, false), (1, side, false), (0, side, true), (1, odd, true)] {
+        let plain = Strides::contiguous(&[extent, extent]).at(offset);
+        let view = if is_turned { plain.permute(&[1, 0]) } else { plain.clone() };
+        let mut y = crate::backend::upload(&*cpu, &vec![-1f32; side * side + 1]).unwrap();
+        let inputs = [Arg { buffer: &x, dtype: DType::F32, view: &view }];
+        let outputs = &mut [ArgMut { buffer: &mut y, dtype: DType::F32, view: &plain }];
+        cpu.launch(&COPY, &mut Launch { inputs: &inputs, outputs, scalars: &[] }).unwrap();
+        let numel = extent * extent;
+        assert!(
+            (0..numel).all(|i| y.as_slice::<f32>()[offset + i] == from(&view, i)),
+            "{extent} {is_turned}"
+        );
+        let rest = &y.as_slice::<f32>()[offset + numel..];
+        assert!(rest.iter().chain(&y.as_slice()[..offset]).all(|&y| y == -1.0), "{extent} {is_turned}");
+    }
+    let (view, mut y) = (Strides::contiguous(&[side * side]), cpu.alloc(8 * side * side).unwrap());
+    let inputs = [Arg { buffer: &x, dtype: DType::F32, view: &view }];
+    let outputs = &mut [ArgMut { buffer: &mut y, dtype: DType::F64, view: &view }];
+    cpu.launch(&COPY, &mut Launch { inputs: &inputs, outputs, scalars: &[] }).unwrap();
+    assert!(y.as_slice::<f64>().iter().zip(&numbers).all(|(&y, &x)| y == f64::from(x)));
 }
