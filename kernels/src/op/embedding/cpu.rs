@@ -1,6 +1,8 @@
 //! Embedding on the CPU. The backward sorts the tokens by row, so that each row of the table is one sum.
 
 use super::{BACKWARD, FORWARD, local};
+use crate::cpu::simd::stream::Stream;
+use crate::cpu::simd::{AHEAD_BYTES, expect};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Float, Real};
 use crate::error::KernelError;
@@ -12,6 +14,8 @@ use crate::op::rows::{check_indices, operands, read, rows_per_task, width, write
 const TOGETHER: usize = 32;
 /// Levels of such sums, the first of terms.
 const LEVELS: usize = 4;
+/// Elements for which memory is asked for at a time.
+const RUN: usize = 256;
 
 pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([table, index], [y], scalars) = operands(launch);
@@ -51,14 +55,22 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
         pool.chunks(write::<T>(dtable), rows * d, |i, dtable| {
             let start = tokens.partition_point(|&(row, _)| row < i * rows);
             let mut sums = vec![<T as Float>::Acc::ZERO; LEVELS * d];
-            vectorized(#[inline(always)] || sum_rows(&tokens[start..], i * rows, dy, &mut sums, dtable));
+            let (tokens, first_row) = (&tokens[start..], i * rows);
+            let Some(stream) = Stream::of::<T>(v * d) else {
+                return vectorized(#[inline(always)] || sum_rows(tokens, first_row, dy, &mut sums, dtable, take_sums));
+            };
+            let mut whole = vec![T::default(); d];
+            vectorized(#[inline(always)] || sum_rows(tokens, first_row, dy, &mut sums, dtable, |sums, out| {
+                take_sums(sums, &mut whole);
+                stream.copy(out, &whole);
+            }));
         });
         Ok(())
     }, else Err(KernelError::DType { kernel: BACKWARD.name, dtype: dy.dtype }))
 }
 
 /// Fills the rows from `first_row` on with the sums of their tokens, which stand in front of `tokens` by row. `sums` has one row a
-/// level, zeros before and after.
+/// level, zeros before and after. `put` fills a row with its sums, of which it leaves zeros, or with zeros if there are none.
 #[inline(always)]
 fn sum_rows<T: Float>(
     mut tokens: &[(usize, usize)],
@@ -66,18 +78,26 @@ fn sum_rows<T: Float>(
     dy: &[T],
     sums: &mut [T::Acc],
     dtable: &mut [T],
+    mut put: impl FnMut(Option<&mut [T::Acc]>, &mut [T]),
 ) {
     let d = sums.len() / LEVELS;
+    let ahead = (AHEAD_BYTES / (d * size_of::<T>())).max(1);
     for (row, out) in dtable.chunks_exact_mut(d).enumerate() {
         if tokens.first().is_none_or(|token| token.0 != first_row + row) {
-            out.fill(T::default());
+            put(None, out);
             continue;
         }
         let mut count = 0;
         while let Some((&(_, n), rest)) = tokens.split_first().filter(|(token, _)| token.0 == first_row + row)
         {
-            for (sum, dy) in sums[..d].iter_mut().zip(&dy[n * d..]) {
-                *sum += dy.widen();
+            // Rows of dy lie in no order that a processor could guess.
+            let later = tokens.get(ahead).map_or(n, |&(_, later)| later);
+            let terms = dy[n * d..][..d].chunks(RUN).zip(dy[later * d..][..d].chunks(RUN));
+            for (sums, (dy, later)) in sums[..d].chunks_mut(RUN).zip(terms) {
+                expect(later);
+                for (sum, dy) in sums.iter_mut().zip(dy) {
+                    *sum += dy.widen();
+                }
             }
             count += 1;
             carry(sums, d, count);
@@ -88,9 +108,18 @@ fn sum_rows<T: Float>(
                 raise(sums, d, level, level - 1);
             }
         }
-        for (out, sum) in out.iter_mut().zip(&mut sums[..d]) {
-            *out = T::narrow(std::mem::replace(sum, T::Acc::ZERO));
-        }
+        put(Some(&mut sums[..d]), out);
+    }
+}
+
+/// Rounds the sums of a row, and leaves zeros of them.
+#[inline(always)]
+fn take_sums<T: Float>(sums: Option<&mut [T::Acc]>, out: &mut [T]) {
+    let Some(sums) = sums else {
+        return out.fill(T::default());
+    };
+    for (out, sum) in out.iter_mut().zip(sums) {
+        *out = T::narrow(std::mem::replace(sum, T::Acc::ZERO));
     }
 }
 

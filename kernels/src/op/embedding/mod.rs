@@ -94,9 +94,10 @@ fn backward(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
 mod tests {
     use super::*;
     use crate::dtype::DType;
-    use crate::kernel::Scalar;
+    use crate::kernel::{ArgMut, Scalar};
     use crate::op::check::{Case, Kind, values};
     use crate::op::differences::{Value, compare, dot, evaluate};
+    use crate::strides::Strides;
 
     const INDEX: Kind = Kind::Fixed(DType::I64);
 
@@ -150,6 +151,30 @@ mod tests {
                 .scalars(&shard(0, counts.len() as i64))
                 .run_for(&[DType::F32, DType::BF16, DType::F16]);
         }
+    }
+
+    #[test]
+    fn a_table_that_passes_the_caches_by_has_the_sums_of_a_small_one() {
+        let (cpu, d, tokens) = (crate::backend::Cpu::backend(2), 1023, [5i64, 8191, 0, 5, 40, 5]);
+        let dy: Vec<f32> = (0..tokens.len() * d).map(|i| (i as f32).sqrt()).collect();
+        let [index, dy] =
+            [crate::backend::upload(&*cpu, &tokens), crate::backend::upload(&*cpu, &dy)].map(Result::unwrap);
+        let table = |v: usize| {
+            let mut dtable = crate::backend::upload(&*cpu, &vec![-1f32; v * d]).unwrap();
+            let views = [&[tokens.len()][..], &[tokens.len(), d], &[v, d]].map(Strides::contiguous);
+            let inputs = [
+                Arg { buffer: &index, dtype: DType::I64, view: &views[0] },
+                Arg { buffer: &dy, dtype: DType::F32, view: &views[1] },
+            ];
+            let outputs = &mut [ArgMut { buffer: &mut dtable, dtype: DType::F32, view: &views[2] }];
+            cpu.launch(&BACKWARD, &mut Launch { inputs: &inputs, outputs, scalars: &shard(0, 9000) })
+                .unwrap();
+            dtable.as_slice::<f32>()[..v * d].to_vec()
+        };
+        let (large, small) = (table(8300), table(41));
+        assert_eq!(large[..small.len()], small);
+        assert_eq!(large[8191 * d..8192 * d], dy.as_slice::<f32>()[d..2 * d]);
+        assert!(large[41 * d..8191 * d].iter().chain(&large[8192 * d..]).all(|&sum| sum == 0.0));
     }
 
     #[test]
