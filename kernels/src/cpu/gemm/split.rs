@@ -142,8 +142,10 @@ impl Reading {
         Reading { in_place, ..Reading::PACKED }
     }
 
-    /// For an element of a, by a task of so many columns.
+    /// For an element of a, by a task of so many columns. In place it is read once for each strip of columns, and packed where
+    /// that would take longer.
     fn a(self, cols: usize) -> usize {
-        if cols <= self.in_place { IN_PLACE } else { PACKING }
+        let in_place = (PACKING * cols).div_ceil(self.in_place.max(1));
+        if cols <= self.in_place { in_place.clamp(IN_PLACE, PACKING - 1) } else { PACKING }
     }
 }

@@ -290,6 +290,12 @@ fn large_tasks_are_cut_and_small_products_gathered() {
         turned,
         "a task of half of the columns reads a where it lies"
     );
+    let fine = Split::of([1, 1024, 256, 1024], 2, 4, few_in_place);
+    assert_eq!(
+        fine,
+        Split { rows: 128, cols: 256, together: 1 },
+        "few columns would read all of a too often"
+    );
     let rows = Split { rows: 171, cols: 512, together: 1 };
     assert_eq!(cut([1, 512, 512, 512], 3, in_place), rows, "192 columns would take longer");
     assert_eq!(cut([1, 20, 4096, 512], 4, packed).rows, 20, "few rows are not cut");
