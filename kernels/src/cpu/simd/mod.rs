@@ -74,7 +74,7 @@ pub fn vectorized<R>(body: impl FnOnce() -> R) -> R {
 }
 
 /// How far ahead memory is asked for that is read in one long run: about what arrives while a miss is waited for.
-pub(crate) const AHEAD_BYTES: usize = 4096;
+const AHEAD_BYTES: usize = 4096;
 
 /// Asks for the cache lines of some elements ahead of their use.
 #[inline(always)]

@@ -2,7 +2,6 @@
 
 use super::{BACKWARD, FORWARD, local};
 use crate::cpu::simd::stream::Stream;
-use crate::cpu::simd::{AHEAD_BYTES, expect};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Float, Real};
 use crate::error::KernelError;
@@ -14,8 +13,6 @@ use crate::op::rows::{check_indices, operands, read, rows_per_task, width, write
 const TOGETHER: usize = 32;
 /// Levels of such sums, the first of terms.
 const LEVELS: usize = 4;
-/// Elements for which memory is asked for at a time.
-const RUN: usize = 256;
 
 pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([table, index], [y], scalars) = operands(launch);
@@ -57,13 +54,17 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
             let mut sums = vec![<T as Float>::Acc::ZERO; LEVELS * d];
             let (tokens, first_row) = (&tokens[start..], i * rows);
             let Some(stream) = Stream::of::<T>(v * d) else {
-                return vectorized(#[inline(always)] || sum_rows(tokens, first_row, dy, &mut sums, dtable, take_sums));
+                return vectorized(#[inline(always)] || {
+                    sum_rows(tokens, first_row, dy, &mut sums, dtable, take_sums);
+                });
             };
             let mut whole = vec![T::default(); d];
-            vectorized(#[inline(always)] || sum_rows(tokens, first_row, dy, &mut sums, dtable, |sums, out| {
-                take_sums(sums, &mut whole);
-                stream.copy(out, &whole);
-            }));
+            vectorized(#[inline(always)] || {
+                sum_rows(tokens, first_row, dy, &mut sums, dtable, |sums, out| {
+                    take_sums(sums, &mut whole);
+                    stream.copy(out, &whole);
+                });
+            });
         });
         Ok(())
     }, else Err(KernelError::DType { kernel: BACKWARD.name, dtype: dy.dtype }))
@@ -81,7 +82,6 @@ fn sum_rows<T: Float>(
     mut put: impl FnMut(Option<&mut [T::Acc]>, &mut [T]),
 ) {
     let d = sums.len() / LEVELS;
-    let ahead = (AHEAD_BYTES / (d * size_of::<T>())).max(1);
     for (row, out) in dtable.chunks_exact_mut(d).enumerate() {
         if tokens.first().is_none_or(|token| token.0 != first_row + row) {
             put(None, out);
@@ -90,14 +90,8 @@ fn sum_rows<T: Float>(
         let mut count = 0;
         while let Some((&(_, n), rest)) = tokens.split_first().filter(|(token, _)| token.0 == first_row + row)
         {
-            // Rows of dy lie in no order that a processor could guess.
-            let later = tokens.get(ahead).map_or(n, |&(_, later)| later);
-            let terms = dy[n * d..][..d].chunks(RUN).zip(dy[later * d..][..d].chunks(RUN));
-            for (sums, (dy, later)) in sums[..d].chunks_mut(RUN).zip(terms) {
-                expect(later);
-                for (sum, dy) in sums.iter_mut().zip(dy) {
-                    *sum += dy.widen();
-                }
+            for (sum, dy) in sums[..d].iter_mut().zip(&dy[n * d..]) {
+                *sum += dy.widen();
             }
             count += 1;
             carry(sums, d, count);
