@@ -150,3 +150,40 @@ fn gradients_of_unlike_batches_are_not_added_up() {
         assert!(told.contains(part), "no `{part}` in: {told}");
     }
 }
+
+#[test]
+fn sums_over_unlike_numbers_of_batches_are_not_added_up() {
+    let ended = |rounds: [usize; 2]| {
+        World::run(Mesh::parse("dp=2").unwrap(), |rank| {
+            let plan = Plan::data("dp");
+            let layout = plan.batch_layout(rank.mesh(), DType::F32, &[4, 3])?;
+            let model = Model::new(rank, Linear::new(3, 2), &plan, 1)?;
+            let tape = model.tape();
+            for _ in 0..rounds[rank.index()] {
+                let x = tape.constant(Tensor::from_global(rank, &layout, &[0.5f32; 12])?);
+                model.forward(&x).square().mean().backward()?;
+            }
+            Ok(tape.gradients().len())
+        })
+    };
+    assert_eq!(ended([3, 3]).unwrap(), [2, 2]);
+    let told = ended([2, 3]).unwrap_err().to_string();
+    assert!(told.contains("collective mismatch"), "{told}");
+}
+
+#[test]
+fn what_an_op_combines_within_itself_is_compared_too() {
+    // The classes are split, and each rank brings as many rows, in batches of other shapes.
+    let ended = |shapes: [[usize; 3]; 2]| {
+        World::run(Mesh::parse("tp=2").unwrap(), |rank| {
+            let shape = shapes[rank.index()];
+            let tp = rank.mesh().axis("tp").expect("the mesh has it");
+            let layout = Layout::invariant(rank.mesh(), DType::F32, &shape).with_state(tp, State::Shard(2));
+            let x = Tensor::from_global(rank, &layout, &vec![0.5f32; shape.iter().product()])?;
+            x.log_sum_exp(&[2]).to_local_f64()
+        })
+    };
+    assert!(ended([[2, 8, 4]; 2]).is_ok());
+    let told = ended([[2, 8, 4], [4, 4, 4]]).unwrap_err().to_string();
+    assert!(told.contains("global shapes"), "{told}");
+}

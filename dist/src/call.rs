@@ -235,6 +235,12 @@ impl Print {
         Print { call, path: if path.is_empty() { 0 } else { hash | 1 }, mark: origin.mark }
     }
 
+    /// Takes over what another knows and this one does not.
+    pub(crate) fn learn(&mut self, other: Print) {
+        let known = |own: u64, other: u64| if own == 0 { other } else { own };
+        (self.path, self.mark) = (known(self.path, other.path), known(self.mark, other.mark));
+    }
+
     /// Whether two members' calls fit together.
     pub(crate) fn fits(self, other: Print) -> bool {
         let agree = |a: u64, b: u64| a == b || a == 0 || b == 0;

@@ -117,8 +117,13 @@ impl Group {
             let [call, path, mark] = [call, path, mark].map(|word| word.load(Ordering::Relaxed));
             Print { call, path, mark }
         };
-        let first = print(0);
-        (1..self.notes.len()).all(|place| print(place).fits(first))
+        // Known words are compared with the first that is known.
+        let mut first = print(0);
+        (1..self.notes.len()).map(print).all(|other| {
+            let fits = other.fits(first);
+            first.learn(other);
+            fits
+        })
     }
 
     /// Reads the contents that the member at a place shows in call number `number`, at which all have arrived.
@@ -171,5 +176,6 @@ mod tests {
         assert!(show([(5, 1, 2), (5, 1, 2), (5, 1, 2)]) && show([(5, 1, 2), (5, 0, 2), (5, 1, 0)]));
         assert!(!show([(5, 1, 2), (5, 1, 2), (6, 1, 2)]));
         assert!(!show([(5, 1, 2), (5, 2, 2), (5, 1, 2)]) && !show([(5, 1, 2), (5, 1, 2), (5, 1, 3)]));
+        assert!(!show([(5, 0, 2), (5, 1, 2), (5, 2, 2)]) && !show([(5, 1, 0), (5, 1, 3), (5, 1, 4)]));
     }
 }

@@ -112,7 +112,8 @@ impl World {
     }
 
     /// Keeps each thread of each rank on a core of its own, of those that the calling thread may run on. It makes times steadier
-    /// where nothing else wants these cores, and much longer where something does. Default: off.
+    /// where nothing else wants these cores, and much longer where something does: programs that run side by side need masks of
+    /// their own (`taskset`). Default: off.
     #[must_use]
     pub fn pinned(mut self) -> World {
         self.pinned = true;
@@ -190,15 +191,14 @@ impl World {
 
 /// A core for each thread of each rank.
 fn homes(num_ranks: usize, num_threads: usize) -> Result<Vec<usize>> {
-    let mut cores = cores::allowed();
     let wanted = num_ranks.saturating_mul(num_threads);
+    let cores = cores::apart(wanted);
     if cores.len() < wanted {
         let there = cores.len();
         let why = format!("{num_ranks} ranks of {num_threads} threads cannot be pinned to {there} cores");
         let help = "do without pinning, or take as many ranks and threads as there are cores";
         return Err(Error::new(Kind::Config, why).detail("help", help));
     }
-    cores.truncate(wanted);
     Ok(cores)
 }
 

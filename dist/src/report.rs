@@ -8,11 +8,13 @@ use std::time::Duration;
 
 const LONGER: &str = "a longer limit is set with World::timeout (--timeout on the command line)";
 const SAME_CALLS: &str = "all ranks of a group make the same calls in the same order";
-const SAME_SHAPES: &str = "all ranks must give the same global shape: leave out or pad what a rank has more of, and make the layout of it";
+const SAME_SHAPES: &str = "all ranks must give the same global shape: leave out what a rank has more of, or pad the numbers, before a tensor is made of them";
 
 /// The error of a group whose members called unlike things; `None` if all agree.
 pub(crate) fn mismatch(mesh: &Mesh, members: &[usize], calls: &[&Issued]) -> Option<Error> {
-    let differences = calls[1..].iter().map(|c| calls[0].differences(c)).find(|d| !d.is_empty());
+    // Not with the first alone: it may know less than others.
+    let pairs = || (0..calls.len()).flat_map(|i| (0..i).map(move |j| (j, i)));
+    let differences = pairs().map(|(j, i)| calls[j].differences(calls[i])).find(|d| !d.is_empty());
     match differences {
         Some(differences) => Some(unlike(mesh, members, calls, &differences)),
         None if calls[0].op == Op::AllToAll => unlike_splits(mesh, members, calls),

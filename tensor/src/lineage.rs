@@ -48,6 +48,12 @@ impl Lineage {
         self.mixed(other.0)
     }
 
+    /// Of a sum that has this one as a further term. Unlike [`Lineage::join`] it counts: sums of two and of three gradients from
+    /// batches of one shape differ.
+    pub(crate) fn plus(self, term: Lineage) -> Lineage {
+        self.mixed(term.0)
+    }
+
     /// Another one for each number that is mixed in, and for each order of them. One that is known is not 0.
     fn mixed(self, number: u64) -> Lineage {
         let product = u128::from(self.0.rotate_left(23) ^ number) * u128::from(ODD);

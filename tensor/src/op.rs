@@ -1,5 +1,6 @@
 //! What an op is, and how one is applied: infer or refuse, take the implied steps, run the local piece.
 
+mod local;
 mod message;
 mod mistake;
 mod plan;
@@ -9,22 +10,22 @@ use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
 use crate::memo::Question;
-use crate::piece::{Piece, launch, listed};
+use crate::piece::{Piece, listed};
 pub use crate::plans::Fixed;
 use crate::refusal::Refusal;
 use crate::tensor::Tensor;
 use crate::watch::Watch;
+pub use local::Local;
 use message::failed;
 pub use message::offers;
 use mistake::{are_as_inferred, check_pieces, guarded, numbered, unkept};
 pub use mistake::{check_given, check_lawful};
 pub use plan::plan;
 use shardgrad_dist::{Error, Kind, Rank, Result};
-use shardgrad_kernels::{DType, Kernel, Scalar};
+use shardgrad_kernels::DType;
 use smallvec::{SmallVec, smallvec};
 use std::cell::RefCell;
 use std::fmt;
-use std::ops::Range;
 use std::panic::Location;
 use std::rc::Rc;
 pub use volume::{tuples, volume};
@@ -212,66 +213,6 @@ pub fn common_float(inputs: &[DType]) -> Result<DType> {
     }
 }
 
-/// What the forward of an op is told about this rank: ranges of labels, layouts of outputs, memory.
-#[derive(Debug)]
-pub struct Local<'a> {
-    /// The rank that runs it.
-    pub rank: &'a Rank,
-    /// Layouts of the arguments, after the implied steps.
-    pub inputs: &'a [Layout],
-    /// What was inferred.
-    pub inference: &'a Inference,
-    /// The user's line.
-    pub site: &'static Location<'static>,
-}
-
-impl Local<'_> {
-    /// The global extent of a label and this rank's range of it.
-    #[must_use]
-    pub fn label(&self, name: &str) -> (usize, Range<usize>) {
-        self.inference.label(name, self.rank.mesh(), self.rank.coordinates())
-    }
-
-    /// New memory for output `i`, row-major, contents arbitrary.
-    ///
-    /// # Errors
-    /// `Kind::OutOfMemory`.
-    pub fn output(&self, i: usize) -> Result<Piece> {
-        let view = self.inference.view(i, self.rank.coordinates());
-        Piece::under(self.rank, self.inference.outputs[i].dtype(), view.clone())
-    }
-
-    /// What `make` works out of the inference and of how some pieces lie; remembered for as long as they lie so. `T` belongs
-    /// to one op, and tells what its signature, and nothing else of the op, decides.
-    pub(crate) fn noted<T: 'static>(&self, x: &[&Piece], make: impl FnOnce() -> T) -> Rc<T> {
-        self.inference.noted(x.iter().map(|p| &p.view), make)
-    }
-
-    /// Runs a kernel that writes new memory for every output of the op.
-    ///
-    /// # Errors
-    /// What the kernel reports.
-    pub fn launch(&self, kernel: &Kernel, inputs: &[&Piece], scalars: &[Scalar]) -> Result<Pieces> {
-        if let [_] = self.inference.outputs[..] {
-            let mut output = self.output(0)?;
-            launch(self.rank, kernel, inputs, &mut [&mut output], scalars)?;
-            return Ok(smallvec![output]);
-        }
-        let mut outputs: Pieces =
-            (0..self.inference.outputs.len()).map(|i| self.output(i)).collect::<Result<_>>()?;
-        launch(self.rank, kernel, inputs, &mut outputs.iter_mut().collect::<Vec<_>>(), scalars)?;
-        Ok(outputs)
-    }
-
-    /// The pieces row-major without gaps, copied where they are not.
-    ///
-    /// # Errors
-    /// `Kind::OutOfMemory`.
-    pub fn contiguous(&self, pieces: &[&Piece]) -> Result<SmallVec<[Piece; 6]>> {
-        pieces.iter().map(|p| p.contiguous(self.rank)).collect()
-    }
-}
-
 /// What a vjp is given: the kept values, the layouts of all, the cotangents of the outputs, and the mask.
 #[derive(Debug)]
 pub struct Vjp<'a> {
@@ -398,7 +339,7 @@ fn with_pieces<R>(
     if !are_as_inferred(outputs, &local) {
         check_pieces(outputs, op, &local)?;
     }
-    let lineage = x.iter().fold(inference.lineage(), |all, piece| all.join(piece.lineage));
+    let lineage = local.lineage(x);
     outputs.iter_mut().for_each(|output| output.lineage = lineage);
     if context.is_watched() {
         Watch::look(rank, op.name(), x, &outputs.iter().collect::<Vec<_>>(), site)?;

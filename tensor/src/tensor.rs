@@ -260,7 +260,7 @@ impl Tensor {
     pub fn accumulate(mut self, other: &Tensor) -> Result<Tensor> {
         debug_assert_eq!(self.layout(), other.layout(), "cotangents of one value share a layout");
         let (owned, rank) = (self.is_own(), self.rank().clone());
-        let lineage = self.piece().lineage.join(other.piece().lineage);
+        let lineage = self.piece().lineage.plus(other.piece().lineage);
         if owned && !Context::of(&rank).is_watched() {
             return self.update(|sum| {
                 sum.lineage = lineage;

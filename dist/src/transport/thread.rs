@@ -23,7 +23,7 @@ use crate::group::{Group, NOTE_BYTES, NOTED_MAX};
 use crate::report;
 use crate::sync::{AtomicU64, RwLockReadGuard};
 use crate::table::{Entry, Failure, Finding, Letter, Posted, Table};
-use shardgrad_kernels::{Allocator, Backend, Buffer, Mark};
+use shardgrad_kernels::{Allocator, Backend, Buffer, Device, Mark};
 use smallvec::SmallVec;
 use std::cell::{Cell, OnceCell, RefCell};
 use std::sync::Arc;
@@ -171,7 +171,7 @@ impl Threads {
             None => None,
         };
         let (group, ready) = (self.group(request), backend.mark()?);
-        if ready.is_behind() && fits_notes(request) {
+        if ready.is_behind() && backend.device() == Device::Cpu && fits_notes(request) {
             return self.by_notes(backend, request, group, y);
         }
         self.in_place(backend, request, group, ready, y)

@@ -184,10 +184,10 @@ impl Op for Amax {
         let (kernel, reduce) = if self.largest { (&MAX, ReduceOp::Max) } else { (&MIN, ReduceOp::Min) };
         launch(local.rank, kernel, &[&self.over.turned(x[0])], &mut [&mut y], &[self.over.count()])?;
         let axes = self.over.axes(&local.inputs[0]);
-        let y = combine(local.rank, y, axes, reduce, local.site)?;
+        let y = combine(local.rank, local.made_of(x, y), axes, reduce, local.site)?;
         let (rows, length) = self.over.rows(local, x[0])?;
         launch(local.rank, &TIES, &[&rows, &y], &mut [&mut count], &[length])?;
-        let count = combine(local.rank, count, axes, ReduceOp::Sum, local.site)?;
+        let count = combine(local.rank, local.made_of(x, count), axes, ReduceOp::Sum, local.site)?;
         Ok([y, count].into_iter().collect())
     }
 

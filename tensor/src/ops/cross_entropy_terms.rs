@@ -100,10 +100,12 @@ impl Op for CrossEntropyTerms {
             return Ok(terms);
         }
         let (mut sum, mut lse) = (local.output(0)?, local.output(0)?);
-        let largest = combine(local.rank, terms[0].clone(), axes, ReduceOp::Max, local.site)?;
+        let of = [&x[0], &x[1]];
+        let largest =
+            combine(local.rank, local.made_of(&of, terms[0].clone()), axes, ReduceOp::Max, local.site)?;
         // Rows of one element each.
         launch(local.rank, &EXP_SUM, &[&terms[0], &largest], &mut [&mut sum], &[Scalar::Int(1)])?;
-        let sum = combine(local.rank, sum, axes, ReduceOp::Sum, local.site)?;
+        let sum = combine(local.rank, local.made_of(&of, sum), axes, ReduceOp::Sum, local.site)?;
         launch(local.rank, &JOIN, &[&largest, &sum], &mut [&mut lse], &[])?;
         terms[0] = lse;
         Ok(terms)

@@ -79,10 +79,10 @@ impl Op for LogSumExp {
         let (mut max, mut sum, mut wide) = (local.output(1)?, local.output(1)?, local.output(1)?);
         launch(local.rank, &MAX, &[&self.over.turned(x[0])], &mut [&mut max], &[self.over.count()])?;
         let axes = self.over.axes(&local.inputs[0]);
-        let max = combine(local.rank, max, axes, ReduceOp::Max, local.site)?;
+        let max = combine(local.rank, local.made_of(x, max), axes, ReduceOp::Max, local.site)?;
         let (rows, length) = self.over.rows(local, x[0])?;
         launch(local.rank, &EXP_SUM, &[&rows, &max], &mut [&mut sum], &[length])?;
-        let sum = combine(local.rank, sum, axes, ReduceOp::Sum, local.site)?;
+        let sum = combine(local.rank, local.made_of(x, sum), axes, ReduceOp::Sum, local.site)?;
         launch(local.rank, &JOIN, &[&max, &sum], &mut [&mut wide], &[])?;
         let y = if x[0].dtype == wide.dtype { wide.clone() } else { wide.converted(local.rank, x[0].dtype)? };
         Ok([y, wide].into_iter().collect())

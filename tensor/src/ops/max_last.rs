@@ -62,7 +62,8 @@ impl Op for MaxLast {
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let mut out = local.output(0)?;
         launch(local.rank, &MAX, &[x[0]], &mut [&mut out], &[Scalar::Int(1)])?;
-        let out = combine(local.rank, out, axes(local.inference), ReduceOp::Max, local.site)?;
+        let out =
+            combine(local.rank, local.made_of(x, out), axes(local.inference), ReduceOp::Max, local.site)?;
         Ok([out].into_iter().collect())
     }
 }

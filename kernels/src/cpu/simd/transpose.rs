@@ -159,7 +159,8 @@ fn store_tile<S: Square>(
     let (whole_rows, whole_cols) = (height / side * side, width / side * side);
     for i in (0..whole_rows).step_by(side) {
         for j in (0..whole_cols).step_by(side) {
-            let (from, to) = (tile[j][i..].as_ptr(), to[i * step + j..].as_mut_ptr());
+            let (from, to) =
+                (tile.as_flattened()[j * TILE[0] + i..].as_ptr(), to[i * step + j..].as_mut_ptr());
             // SAFETY: the square lies inside of the tile, and of `to`, in which `transpose` has found room for the matrix; `level`
             // has detected the instructions.
             unsafe { S::turn::<false>((from, TILE[0]), (to, step)) };
