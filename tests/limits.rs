@@ -1,6 +1,7 @@
 //! What cannot fit the memory is refused before it begins, and what has nothing to save ends at a signal with a word.
 
 use crate::cli::{Folder, shardgrad, told};
+use crate::endings::is_ignored;
 use shardgrad::nn::{Gpt2, Gpt2Config};
 use shardgrad::prelude::*;
 use std::fs;
@@ -53,7 +54,8 @@ fn what_cannot_fit_is_refused_before_it_begins() {
 fn a_signal_ends_what_has_nothing_to_save_with_a_word() {
     let folder = Folder::new("word");
     let model = model(&folder);
-    for (signal, name, code) in [("-INT", "SIGINT", 130), ("-TERM", "SIGTERM", 143)] {
+    let cases = [("-INT", "SIGINT", 130), ("-TERM", "SIGTERM", 143)];
+    for (signal, name, code) in cases.into_iter().filter(|case| !is_ignored(case.0)) {
         let mut child = Command::new(env!("CARGO_BIN_EXE_shardgrad"))
             .args(["generate", "--model", &model, "--prompt", "a", "--tokens", "100000000"])
             .stdout(Stdio::piped())

@@ -308,8 +308,10 @@ fn read_kept(
     rank: &Rank,
 ) -> Result<Kept> {
     let step = format!("{STEP}.{name}");
-    let bytes = file.read(&step)?.try_into().map_err(|_| {
-        Error::new(Kind::Checkpoint, format!("{}: `{step}` is no i64 []", file.path().display()))
+    let is_count = file.get(&step).is_some_and(|info| info.dtype == DType::I64 && info.shape.is_empty());
+    let bytes = file.read(&step)?.try_into().ok().filter(|_| is_count);
+    let count = bytes.and_then(|bytes| u64::try_from(i64::from_le_bytes(bytes)).ok()).ok_or_else(|| {
+        Error::new(Kind::Checkpoint, format!("{}: `{step}` is no count, i64 []", file.path().display()))
     })?;
     let part = |info: &&TensorInfo| {
         let layout = param.as_in_files().layout().with_dtype(info.dtype);
@@ -317,5 +319,5 @@ fn read_kept(
         let bytes = file.read_part(&info.name, &layout.shape(), &ranges)?;
         param.out_of_file_order(Tensor::from_own_bytes(rank, &layout, info.dtype, &bytes)?)
     };
-    Ok(Kept { num_steps: u64::from_le_bytes(bytes), tensors: found.iter().map(part).collect::<Result<_>>()? })
+    Ok(Kept { num_steps: count, tensors: found.iter().map(part).collect::<Result<_>>()? })
 }

@@ -40,7 +40,8 @@ pub(super) fn kib(text: &str, key: &str) -> Option<u64> {
 fn room(read: &dyn Fn(&Path) -> Option<String>) -> Option<Room> {
     let about = read(Path::new("/proc/meminfo")).unwrap_or_default();
     let swap = kib(&about, "SwapFree").unwrap_or(0);
-    let free = kib(&about, "MemAvailable").map(|n| n.saturating_add(swap));
+    // Some sandboxes say 0 of what they do not know.
+    let free = kib(&about, "MemAvailable").filter(|n| *n > 0).map(|n| n.saturating_add(swap));
     let free = free.map(|bytes| Room { bytes, of: "this machine has" });
     let groups = read(Path::new("/proc/self/cgroup")).unwrap_or_default();
     let group = group_limits(&groups, read).min();
@@ -168,6 +169,7 @@ mod tests {
             |files: &[(&str, &str)]| seen(files).map(|room| (room.bytes, room.of.split(' ').nth(1).unwrap()));
         assert_eq!(of(&[]), None);
         assert_eq!(of(&[machine]), Some((64 << 10, "machine")));
+        assert_eq!(of(&[("/proc/meminfo", "MemAvailable: 0 kB\n")]), None);
         let unlimited = (
             "/proc/self/limits",
             "Max address space         unlimited            unlimited            bytes\n",

@@ -22,11 +22,12 @@ use crate::outputs::{Companions, Lines, OutFolder, check_target, place, written}
 use crate::plot;
 use crate::trace::Trace;
 use crate::train::{Ahead, Recipe};
+use shardgrad::nn::resume::Checkpoints;
 use shardgrad::nn::{Cast, LanguageModel, ModelConfig, Trainer};
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The label of what is as it was before the run.
@@ -237,15 +238,19 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
     let goes_on = args.checkpoints.save_every.is_some() || args.checkpoints.resume().is_some();
     let notes = if goes_on { resume::notes(args, &rows)? } else { BTreeMap::new() };
     let from = resume::from(args, (&config, &notes), &out)?;
+    if goes_on {
+        Checkpoints::clear(&out.join(""))?;
+    }
     let (from, earlier) = from.map_or((None, Earlier::default()), |(from, earlier)| (Some(from), earlier));
     let Rows { rows, held_out, unit, .. } = rows;
     Ok(Job {
         plan,
         in_place,
-        checkpoints: args
-            .checkpoints
-            .save_every
-            .map(|every| Keeping { every, keep: args.checkpoints.keep() }),
+        checkpoints: args.checkpoints.save_every.map(|every| {
+            let first = from.as_ref().map_or(0, |from| from.step);
+            let (keep, after) = args.checkpoints.keep(first);
+            Keeping { every, keep, after, last: AtomicU64::new(first as u64) }
+        }),
         notes,
         from,
         seconds: earlier.seconds(),
@@ -355,6 +360,10 @@ fn end(trainer: &Trainer<'_, LanguageModel>, mut ended: Ended, leads: bool, job:
     match save(trainer.model(), ended.steps, leads, job) {
         Ok(refused) => ended.failed = ended.failed.or(refused),
         Err(e) => {
+            if matches!(e.kind(), Kind::Io | Kind::Checkpoint) && !ended.unsaved {
+                // Another folder, which may well be written.
+                leave(trainer, job)?;
+            }
             return match ended.failed.take() {
                 Some(first) => Err(not_saved(first, &e)),
                 // What the disk refused is told by the first rank, which knows more of what went before.

@@ -147,9 +147,13 @@ impl Sampler {
     /// # Errors
     /// As [`Sampler::batch`].
     pub(crate) fn fingerprint(&self) -> Result<String> {
-        let in_order = Sampler { order: Order::InFileOrder, ..self.clone() };
+        let mut in_order = Sampler { order: Order::InFileOrder, ..self.clone() };
+        if let Source::Text { split, .. } = &mut in_order.source {
+            // What is held out belongs to the run too.
+            *split = Split::All;
+        }
         let all = in_order.num_windows();
-        let tokens = match &self.source {
+        let tokens = match &in_order.source {
             Source::Text { corpus, split, .. } => corpus.len(*split),
             Source::Tokens(file) => file.num_rows(),
         };

@@ -13,7 +13,7 @@ const PATIENCE: Duration = Duration::from_secs(600);
 const NAP: Duration = Duration::from_millis(20);
 
 /// What keeps other saves out of a folder as long as it lives: a lock on the folder itself, so that no file is left behind. It
-/// holds on one machine, for all of its containers; a file system without locks keeps nobody out.
+/// holds on one machine, for all of its containers; a file system without such locks, as NFS, keeps nobody out.
 #[derive(Debug)]
 pub(super) struct Turn {
     _locked: Option<File>,

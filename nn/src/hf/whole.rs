@@ -27,6 +27,11 @@ fn temporary(path: &Path, mark: &str) -> Result<PathBuf> {
     Ok(path.with_file_name(name))
 }
 
+/// The last part of a path.
+fn name(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
 /// The folder that something is in.
 fn above(path: &Path) -> &Path {
     path.parent().filter(|above| !above.as_os_str().is_empty()).unwrap_or(Path::new("."))
@@ -80,7 +85,11 @@ impl WholeFolder {
         if let Some(old) = &old {
             fs::rename(&self.path, old).map_err(|e| failed(&self.path, "write", &e))?;
         }
-        fs::rename(&self.temporary, &self.path).map_err(|e| failed(&self.path, "write", &e))?;
+        if let Err(e) = fs::rename(&self.temporary, &self.path) {
+            // What stood there comes back, if it can.
+            old.iter().for_each(|old| drop(fs::rename(old, &self.path)));
+            return Err(failed(&self.path, "write", &e));
+        }
         sync_folder(above(&self.path))?;
         old.map_or(Ok(()), |old| fs::remove_dir_all(&old).map_err(|e| failed(&old, "remove", &e)))
     }
@@ -121,7 +130,7 @@ impl Checkpoints {
         };
         for entry in entries {
             let path = entry.map_err(|e| failed(dir, "read", &e))?.path();
-            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let name = name(&path);
             let Some(step) = name.strip_prefix(PREFIX).filter(|_| path.is_dir()) else { continue };
             match step.parse().ok().filter(|n: &u64| n.to_string() == step) {
                 Some(step) if path.join(STATE_FILE).symlink_metadata().is_ok() => {
@@ -137,25 +146,40 @@ impl Checkpoints {
         Ok(found)
     }
 
-    /// Removes all but the `count` newest whole ones of a folder, and what saves that have ended left unfinished. A folder that
-    /// goes loses its name first, so that a stop in between leaves none that looks whole.
+    /// Removes all but the `count` newest of the whole ones of later steps than `after`. A folder that goes loses its name first, so
+    /// that a stop in between leaves none that looks whole.
     ///
     /// # Errors
-    /// `Kind::Io` if the system refuses.
-    pub fn keep_newest(dir: &Path, count: usize) -> Result<()> {
-        let Checkpoints { whole, unfinished: left } = Checkpoints::find(dir)?;
-        for (_, path) in &whole[..whole.len().saturating_sub(count)] {
+    /// `Kind::Io` if the system refuses one; the others go.
+    pub fn keep_newest(dir: &Path, count: usize, after: u64) -> Result<()> {
+        let mut whole = Checkpoints::find(dir)?.whole;
+        whole.retain(|(step, _)| *step > after);
+        let going = whole.iter().rev().skip(count).map(|(_, path)| {
             let going = temporary(path, ".old")?;
             fs::rename(path, &going).map_err(|e| failed(path, "remove", &e))?;
-            fs::remove_dir_all(&going).map_err(|e| failed(&going, "remove", &e))?;
-        }
-        let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let has_ended = |path: &&PathBuf| {
-            unfinished(&name(path)).is_some_and(|(_, id)| id != std::process::id() && is_gone(id))
-        };
-        left.iter()
-            .filter(has_ended)
-            .try_for_each(|path| fs::remove_dir_all(path).map_err(|e| failed(path, "remove", &e)))
+            fs::remove_dir_all(&going).map_err(|e| failed(&going, "remove", &e))
+        });
+        going.fold(Ok(()), Result::and)
+    }
+
+    /// Removes what saves that have ended left unfinished in a folder: before this process makes one there, so that such of its
+    /// own number are of one before it, as in containers.
+    ///
+    /// # Errors
+    /// As [`Checkpoints::keep_newest`].
+    pub fn clear(dir: &Path) -> Result<()> {
+        let left = Checkpoints::find(dir)?.unfinished;
+        let has_ended = |path: &&PathBuf| unfinished(&name(path)).is_some_and(|(_, id)| is_gone(id));
+        let gone = left.iter().filter(has_ended);
+        gone.map(|path| fs::remove_dir_all(path).map_err(|e| failed(path, "remove", &e)))
+            .fold(Ok(()), Result::and)
+    }
+
+    /// What has the name of a checkpoint and is none that a save may replace: another program's, or a copy that broke off.
+    pub fn in_the_way(&self) -> impl Iterator<Item = &Path> {
+        let has_name = |path: &&PathBuf| unfinished(&name(path)).is_none();
+        let stays = self.unfinished.iter().filter(has_name).filter(|path| is_replaceable(path).is_err());
+        stays.map(PathBuf::as_path)
     }
 }
 
@@ -214,7 +238,15 @@ mod tests {
         let found = Checkpoints::find(dir).unwrap();
         assert!(found.whole.iter().map(|(step, _)| *step).eq([5, 20, 100]), "{found:?}");
         assert_eq!(found.unfinished.len(), 3);
-        Checkpoints::keep_newest(dir, 2).unwrap();
+        fs::write(dir.join("checkpoint-30/config.json"), "of another program").unwrap();
+        let found = Checkpoints::find(dir).unwrap();
+        assert!(found.in_the_way().eq([dir.join("checkpoint-30")]));
+        let own = format!("checkpoint-8.tmp-{}", std::process::id());
+        fs::create_dir(dir.join(own)).unwrap();
+        Checkpoints::clear(dir).unwrap();
+        Checkpoints::keep_newest(dir, 1, 20).unwrap();
+        assert!(Checkpoints::find(dir).unwrap().whole.iter().map(|(step, _)| *step).eq([5, 20, 100]));
+        Checkpoints::keep_newest(dir, 2, 0).unwrap();
         let kept = ["checkpoint-100", "checkpoint-20", "checkpoint-30"].map(String::from);
         let kept = kept.into_iter().chain([left[0].clone(), "checkpoint-x".to_string()]);
         assert!(scratch.names().into_iter().eq(kept), "{:?}", scratch.names());

@@ -14,7 +14,7 @@ pub(crate) struct CheckpointArgs {
     /// Steps between checkpoints, OUT/checkpoint-STEP, from which --resume goes on; one more where the run ends [default: none]
     #[arg(long, value_name = "N", value_parser = values::count)]
     pub(crate) save_every: Option<usize>,
-    /// Newest checkpoints that stay [default: 2]
+    /// Newest checkpoints that stay [default: 2 of those that this run leaves; earlier ones stay]
     #[arg(long, value_name = "N", value_parser = values::count)]
     keep: Option<usize>,
     /// Go on from the newest checkpoint of --out, or from a checkpoint; the other options are those of that run
@@ -23,9 +23,10 @@ pub(crate) struct CheckpointArgs {
 }
 
 impl CheckpointArgs {
-    /// How many checkpoints stay.
-    pub(crate) fn keep(&self) -> usize {
-        self.keep.unwrap_or(KEEP)
+    /// How many checkpoints stay, of those of later steps than another: all, if the number was given, else those of a run that
+    /// goes on after step `first`.
+    pub(crate) fn keep(&self, first: usize) -> (usize, u64) {
+        self.keep.map_or((KEEP, first as u64), |keep| (keep, 0))
     }
 
     /// Whether the run is to go on, and from which folder, if one is named.

@@ -146,7 +146,9 @@ fn argument(option: &Arg, long: &str, value: &Value, command: &Command) -> Resul
         Value::Integer(n) if option.get_value_parser().type_id() == TypeId::of::<Bytes>() => n.to_string(),
         Value::Float(x) if number => x.to_string(),
         // TOML has no larger integers than those of 63 bits, and a seed may be one.
-        Value::String(text) if number && text.parse::<u64>().is_ok() => text.clone(),
+        Value::String(text) if number && text.parse::<u64>().is_ok_and(|n| i64::try_from(n).is_err()) => {
+            text.clone()
+        }
         Value::String(text) if !number => text.clone(),
         _ if number => return Err(format!("must be a number; found: {found}")),
         _ => return Err(format!("must be a string; found: {found}")),

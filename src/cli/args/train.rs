@@ -201,7 +201,6 @@ impl TrainArgs {
             ("beta2", beta2.to_string()),
             ("eps", eps.to_string()),
             ("grad-clip", grad_clip.to_string()),
-            ("dropout", self.dropout.map_or("that of the model".to_string(), |p| p.to_string())),
             ("dtype", dtype.to_string()),
             ("matmul-precision", self.run.matmul_precision.to_string()),
             ("device", self.run.device.to_string()),

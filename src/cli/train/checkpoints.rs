@@ -5,12 +5,17 @@ use shardgrad::nn::LanguageModel;
 use shardgrad::nn::resume::{self, Checkpoints, RunState};
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// How often a run leaves a checkpoint, and how many stay.
 #[derive(Debug)]
 pub(super) struct Keeping {
     pub(super) every: usize,
     pub(super) keep: usize,
+    /// Those of steps up to this one stay: nobody said how many of a run before are wanted.
+    pub(super) after: u64,
+    /// The step of the last one that was left.
+    pub(super) last: AtomicU64,
 }
 
 /// Leaves a checkpoint of the last step, if the run is to leave any. Every rank calls this together. What the disk refuses, or weights
@@ -20,11 +25,22 @@ pub(super) struct Keeping {
 /// What the collectives report.
 pub(super) fn leave(trainer: &Trainer<'_, LanguageModel>, job: &Job) -> Result<Option<Error>> {
     let Some(keeping) = &job.checkpoints else { return Ok(None) };
+    let step = trainer.state().step;
+    // What is there already is not put at risk. No rank gets through a save before all have asked.
+    if keeping.last.load(Ordering::SeqCst) == step {
+        return Ok(None);
+    }
     match save(trainer, job) {
         Ok(()) => {
+            keeping.last.store(step, Ordering::SeqCst);
             if trainer.rank().world().index() == 0 {
-                let (out, keep) = (job.out.join(""), keeping.keep);
-                job.metrics().then(move || Checkpoints::keep_newest(&out, keep));
+                let (out, keep, after) = (job.out.join(""), keeping.keep, keeping.after);
+                job.metrics().then(move || {
+                    // A run outlives a folder that cannot be removed.
+                    Checkpoints::keep_newest(&out, keep, after)
+                        .unwrap_or_else(|e| eprintln!("{}", e.message()));
+                    Ok(())
+                });
             }
             Ok(None)
         }

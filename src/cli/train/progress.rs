@@ -40,6 +40,9 @@ pub(super) fn record(
 
 /// Says what was chosen by measured times, and keeps it, so that a run can be repeated.
 fn tell_measured(trainer: &Trainer<'_, LanguageModel>, schedule: &Schedule, job: &Job) {
+    if job.from.is_some() {
+        eprintln!("going on otherwise: passes and cuts are chosen anew, by times measured now");
+    }
     let path = job.out.join(SCHEDULE);
     let (text, to) = (schedule.passes_only().to_text(), path.clone());
     job.metrics().then(move || std::fs::write(&to, text).map_err(|e| cannot("write", &to, &e)));
@@ -66,7 +69,12 @@ impl Progress<'_> {
         let (steps, json) = ([job.first() as u64 + 1, job.recipe.steps as u64], job.json);
         let bar = (!json && std::io::stderr().is_terminal()).then(|| {
             let style = ProgressStyle::with_template("{bar:30} {pos}/{len}  {msg}  {eta} left");
-            ProgressBar::new(steps[1]).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+            let bar =
+                ProgressBar::new(steps[1]).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+            bar.set_position(steps[0] - 1);
+            // The steps before took no time of this run.
+            bar.reset_eta();
+            bar
         });
         Progress { out: &job.lines, bar, json, shown: RefCell::new(Instant::now()), steps }
     }

@@ -96,10 +96,22 @@ fn with_older(e: Error, dir: &Path) -> Error {
 
 /// Refuses checkpoints in the folder of a run that are of another one, or of later steps than that from which it goes on.
 fn check_free(out: &OutFolder, from: Option<&From>) -> Result<()> {
-    let goes_on_here = |from: &&From| place(&from.dir).parent() == place(&out.join("x")).parent();
+    let here = place(&out.join("x")).parent().map(Path::to_path_buf);
+    let above = |dir: &Path| dir.parent().map(Path::to_path_buf);
+    // The checkpoint may be a link to one elsewhere.
+    let goes_on_here = |from: &&From| {
+        let beside = from.dir.parent().map(|dir| place(&dir.join("x")));
+        above(&place(&from.dir)) == here || beside.is_some_and(|beside| above(&beside) == here)
+    };
     let step = from.filter(goes_on_here).map(|from| from.step as u64);
-    let found = Checkpoints::find(&out.join(""))?.whole;
-    let Some((_, path)) = found.into_iter().rev().find(|(other, _)| step.is_none_or(|step| *other > step))
+    let found = Checkpoints::find(&out.join(""))?;
+    if let Some(path) = found.in_the_way().next() {
+        let text = format!("{} has the name of a checkpoint and is none", path.display());
+        let help = "remove it, or give another folder with --out DIR";
+        return Err(Error::new(Kind::Io, text).detail("help", help));
+    }
+    let Some((_, path)) =
+        found.whole.into_iter().rev().find(|(other, _)| step.is_none_or(|step| *other > step))
     else {
         return Ok(());
     };
@@ -126,7 +138,7 @@ fn check_same(
         (here != there).then(|| format!("--{name} is {here}, of the checkpoint {there}"))
     };
     let [fixed, free] = args.told(0).map(|told| told.into_iter().map(|(name, _)| name).collect::<Vec<_>>());
-    let mut faults = unlike(dir, config)?;
+    let [mut faults, dropped] = unlike(dir, config)?;
     // Windows of another length are others, whatever the data.
     let is_other = notes.get("seq") == of_run.get("seq") && notes.get(DATA) != of_run.get(DATA);
     faults.extend(is_other.then(|| "the data are not those of the checkpoint".to_string()));
@@ -137,21 +149,29 @@ fn check_same(
         let help = "give the model, data and options of that run with --resume; steps, rates, mesh and --dtype may change";
         return Err(error.detail("help", help));
     }
-    for change in free.into_iter().filter_map(differs) {
+    for change in free.into_iter().filter_map(differs).chain(dropped) {
         eprintln!("going on otherwise: {change}");
     }
     Ok(())
 }
 
-/// In what the config of a checkpoint is not that of the model, but for dropout.
-fn unlike(dir: &Path, config: &ModelConfig) -> Result<Vec<String>> {
-    let plain = |config: ModelConfig| config.with_dropout(0.0).with_dtype(DType::F32).to_json();
-    let there = plain(ModelConfig::read(dir).map_err(|e| with_older(e, dir))?);
+/// In what the config of a checkpoint is not that of the model: but for dropout, and in that alone.
+fn unlike(dir: &Path, config: &ModelConfig) -> Result<[Vec<String>; 2]> {
+    let there = ModelConfig::read(dir).map_err(|e| with_older(e, dir))?;
     // Written and read too, so that fields that no file holds tell nothing.
-    let here = plain(ModelConfig::parse(dir, &config.to_json())?);
+    let here = ModelConfig::parse(dir, &config.to_json())?;
+    let [here, there] = [here, there].map(|config| config.with_dtype(DType::F32));
+    let plain = |config: &ModelConfig| config.clone().with_dropout(0.0).to_json();
+    let faults = differing(&plain(&here), &plain(&there));
+    let dropped = if faults.is_empty() { differing(&here.to_json(), &there.to_json()) } else { Vec::new() };
+    Ok([faults, dropped])
+}
+
+/// The lines of two configs that differ.
+fn differing(here: &str, there: &str) -> Vec<String> {
     let line = |line: &str| line.trim().trim_end_matches(',').to_string();
     let lines = here.lines().zip(there.lines()).filter(|(here, there)| here != there);
     let lines =
         lines.map(|(here, there)| format!("the model has {}, of the checkpoint {}", line(here), line(there)));
-    Ok(lines.take(LINES_MAX).collect())
+    lines.take(LINES_MAX).collect()
 }
