@@ -1,8 +1,8 @@
 //! `train`: a language model on text or tokens, on any mesh.
 
 mod progress;
-mod resume;
 mod checkpoints;
+mod resume;
 mod steps;
 mod rescue;
 
@@ -247,9 +247,8 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         plan,
         in_place,
         checkpoints: args.checkpoints.save_every.map(|every| {
-            let first = from.as_ref().map_or(0, |from| from.step);
-            let (keep, after) = args.checkpoints.keep(first);
-            Keeping { every, keep, after, last: AtomicU64::new(first as u64) }
+            let (first, kept) = from.as_ref().map_or((0, None), |from| (from.step, from.keep));
+            Keeping { every, keep: args.checkpoints.keep(kept), last: AtomicU64::new(first as u64) }
         }),
         notes,
         from,

@@ -14,7 +14,7 @@ pub(crate) struct CheckpointArgs {
     /// Steps between checkpoints, OUT/checkpoint-STEP, from which --resume goes on; one more where the run ends [default: none]
     #[arg(long, value_name = "N", value_parser = values::count)]
     pub(crate) save_every: Option<usize>,
-    /// Newest checkpoints that stay [default: 2 of those that this run leaves; earlier ones stay]
+    /// Newest checkpoints that stay [default: as many as the run from which --resume goes on kept, else 2]
     #[arg(long, value_name = "N", value_parser = values::count)]
     keep: Option<usize>,
     /// Go on from the newest checkpoint of --out, or from a checkpoint; the other options are those of that run
@@ -23,10 +23,9 @@ pub(crate) struct CheckpointArgs {
 }
 
 impl CheckpointArgs {
-    /// How many checkpoints stay, of those of later steps than another: all, if the number was given, else those of a run that
-    /// goes on after step `first`.
-    pub(crate) fn keep(&self, first: usize) -> (usize, u64) {
-        self.keep.map_or((KEEP, first as u64), |keep| (keep, 0))
+    /// How many checkpoints stay, where a run that goes on kept so many.
+    pub(crate) fn keep(&self, before: Option<usize>) -> usize {
+        self.keep.or(before).unwrap_or(KEEP)
     }
 
     /// Whether the run is to go on, and from which folder, if one is named.

@@ -75,15 +75,16 @@ fn a_run_goes_on_from_the_newest_checkpoint_or_from_one_that_is_named() {
         let CheckpointArgs { save_every, .. } = train(line).checkpoints;
         (
             save_every,
-            train(line).checkpoints.keep(7),
+            train(line).checkpoints.keep(None),
+            train(line).checkpoints.keep(Some(7)),
             train(line).checkpoints.resume().map(|dir| dir.map(PathBuf::from)),
         )
     };
-    assert_eq!(of(""), (None, (2, 7), None));
-    assert_eq!(of("--save-every 5 --keep 1 --resume"), (Some(5), (1, 0), Some(None)));
+    assert_eq!(of(""), (None, 2, 7, None));
+    assert_eq!(of("--save-every 5 --keep 1 --resume"), (Some(5), 1, 1, Some(None)));
     assert_eq!(
         of("--resume a/checkpoint-5 --save-every 5"),
-        (Some(5), (2, 7), Some(Some("a/checkpoint-5".into())))
+        (Some(5), 2, 7, Some(Some("a/checkpoint-5".into())))
     );
     let said = train("--keep 1").check().unwrap_err().to_string();
     assert!(said.contains("--keep has no meaning without --save-every"), "{said}");

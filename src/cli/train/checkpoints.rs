@@ -7,13 +7,14 @@ use shardgrad::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+/// Under which name a checkpoint notes how many of them stay.
+pub(super) const KEEP: &str = "keep";
+
 /// How often a run leaves a checkpoint, and how many stay.
 #[derive(Debug)]
 pub(super) struct Keeping {
     pub(super) every: usize,
     pub(super) keep: usize,
-    /// Those of steps up to this one stay: nobody said how many of a run before are wanted.
-    pub(super) after: u64,
     /// The step of the last one that was left.
     pub(super) last: AtomicU64,
 }
@@ -34,11 +35,10 @@ pub(super) fn leave(trainer: &Trainer<'_, LanguageModel>, job: &Job) -> Result<O
         Ok(()) => {
             keeping.last.store(step, Ordering::SeqCst);
             if trainer.rank().world().index() == 0 {
-                let (out, keep, after) = (job.out.join(""), keeping.keep, keeping.after);
+                let (out, keep) = (job.out.join(""), keeping.keep);
                 job.metrics().then(move || {
                     // A run outlives a folder that cannot be removed.
-                    Checkpoints::keep_newest(&out, keep, after)
-                        .unwrap_or_else(|e| eprintln!("{}", e.message()));
+                    Checkpoints::keep_newest(&out, keep).unwrap_or_else(|e| eprintln!("{}", e.message()));
                     Ok(())
                 });
             }
@@ -70,6 +70,7 @@ fn notes(job: &Job, state: &RunState) -> BTreeMap<String, String> {
     let rows = state.step * job.recipe.batch as u64;
     notes.insert("tokens".to_string(), (rows * job.recipe.seq as u64).to_string());
     notes.insert("epoch".to_string(), format!("{:.4}", rows as f64 / job.rows.num_windows() as f64));
+    notes.extend(job.checkpoints.iter().map(|keeping| (KEEP.to_string(), keeping.keep.to_string())));
     let held_out = job.metrics().steps().iter().rev().find_map(|entry| entry.val_loss);
     notes.extend(held_out.map(|loss| ("val-loss".to_string(), loss.to_string())));
     notes

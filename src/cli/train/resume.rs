@@ -1,6 +1,7 @@
 //! A run that goes on: which checkpoint it goes on from, and whether it is the same run.
 
 use super::Rows;
+use super::checkpoints::KEEP;
 use crate::cli::args::TrainArgs;
 use crate::metrics::Earlier;
 use crate::outputs::{OutFolder, place};
@@ -20,6 +21,8 @@ const LINES_MAX: usize = 5;
 pub(super) struct From {
     pub(super) dir: PathBuf,
     pub(super) step: usize,
+    /// How many checkpoints its run kept.
+    pub(super) keep: Option<usize>,
 }
 
 /// What a checkpoint notes of a run, by the names of options: by what another is told apart, and what a run that goes on is told
@@ -53,7 +56,8 @@ pub(super) fn from(
     };
     let RunState { step, notes: of_run, .. } = RunState::read(&dir).map_err(|e| with_older(e, &dir))?;
     check_same(args, (config, notes), (&dir, &of_run))?;
-    let from = From { step: step as usize, dir };
+    let keep = of_run.get(KEEP).and_then(|keep| keep.parse().ok());
+    let from = From { step: step as usize, dir, keep };
     if from.step >= args.steps.steps {
         let text =
             format!("{} is of step {step}, the last of --steps {}", from.dir.display(), args.steps.steps);
