@@ -47,6 +47,8 @@ pub(crate) struct BenchArgs {
 pub(crate) enum BenchChoice {
     /// Kernels on all cores
     Kernels,
+    /// Products of f32 in 78 shapes, on one thread and on all: half a minute
+    Products,
     /// Collectives between ranks
     Collectives,
     /// The cost of an op beside its kernel, plain and on a mesh
@@ -68,7 +70,7 @@ pub(crate) enum BenchChoice {
 impl BenchChoice {
     /// Whether it is done only if asked for.
     pub(crate) fn takes_minutes(self) -> bool {
-        use BenchChoice::{CardKernels, CardSteps, Growth, Presets};
-        matches!(self, Presets | Growth | CardKernels | CardSteps)
+        use BenchChoice::{CardKernels, CardSteps, Growth, Presets, Products};
+        matches!(self, Products | Presets | Growth | CardKernels | CardSteps)
     }
 }

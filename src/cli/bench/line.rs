@@ -19,7 +19,7 @@ pub(super) struct Bench {
     pub(super) device: Device,
 }
 
-/// Rates that all cores together reach at most.
+/// Rates that some cores together reach at most.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Roof {
     /// Floating-point operations a second, f32.

@@ -7,6 +7,7 @@ mod steps;
 mod case;
 mod memory;
 mod kernels;
+mod products;
 mod collectives;
 mod tape;
 mod pipeline;
@@ -31,11 +32,15 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
         // Found out before minutes are spent.
         check_target("--picture", &args.picture, [])?;
     }
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let rated = [BenchChoice::Kernels, BenchChoice::TrainStep, BenchChoice::Presets, BenchChoice::Growth];
-    let roof = rated.into_iter().any(wanted).then(|| roof::measure(&plain)).transpose()?;
+    let roof = rated.into_iter().any(wanted).then(|| roof::measure(&plain, cores)).transpose()?;
     let bench = Bench { roof, ..plain };
     if wanted(BenchChoice::Kernels) {
         kernels::run(&bench)?;
+    }
+    if wanted(BenchChoice::Products) {
+        products::run(&plain)?;
     }
     if wanted(BenchChoice::Collectives) {
         collectives::run(&plain)?;

@@ -1,4 +1,4 @@
-//! What this machine can do at most: multiply-adds in registers, and copies in memory, on all cores at once.
+//! What this machine can do at most: multiply-adds in registers, and copies in memory, on some cores at once.
 
 use super::line::{Bench, Roof, Work};
 use shardgrad::Result;
@@ -10,9 +10,8 @@ const DEPTH: usize = 1 << 20;
 /// Bytes that a core copies: more than caches hold.
 const COPIED: usize = 128 << 20;
 
-/// Measures both rates and tells them.
-pub(super) fn measure(bench: &Bench) -> Result<Roof> {
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+/// Measures both rates of so many cores and tells them.
+pub(super) fn measure(bench: &Bench, cores: usize) -> Result<Roof> {
     let mut done = vec![0; cores];
     let adding = bench.seconds(1, || {
         on_each(&mut done, |flops| *flops = black_box(multiply_adds(DEPTH)).0);

@@ -1,0 +1,264 @@
+"""Training steps of the same GPT on two ranks of one core each, in f32: ours and PyTorch's splits over gloo, in turn.
+
+    cargo build --release
+    python benches/ranks.py --rounds 3 > table.md
+
+Prints a table of tokens a second of both ranks together: the median over rounds of each round's median, the smallest and the
+largest of those. `alone` are two programs of one rank each, on half of the rows, that know nothing of each other: what two
+ranks could reach if nothing had to move and nobody had to wait. Without PyTorch ours is measured alone. Give the machine to it.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from peers import SHAPES, STEPS_BEFORE, STEPS_MIN
+
+# Split: what it is in PyTorch, and how ours is asked for.
+SPLITS = {
+    "data": ("ddp", ["--mesh", "dp=2"]),
+    "tensor": ("tp", ["--mesh", "tp=2"]),
+    "pipeline": ("pp", ["--mesh", "pp=2"]),
+}
+RANKS = 2
+
+
+def peer_step(split, shape, rank, microbatches):
+    """A training step of PyTorch on one of the ranks."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.nn import functional as F
+
+    blocks, width, heads, seq, rows, vocab = shape
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+            # One for each of query, key and value: a column split of a fused one would mix them.
+            self.heads = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+            self.out = nn.Linear(width, width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x):
+            normed = self.norms[0](x)
+            split = (head(normed).unflatten(-1, (-1, width // heads)).transpose(1, 2) for head in self.heads)
+            mixed = F.scaled_dot_product_attention(*split, is_causal=True)
+            x = x + self.out(mixed.transpose(1, 2).flatten(2))
+            return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
+
+    class Part(nn.Module):
+        """Some of the blocks; with the first of them go the embeddings, with the last the output layer."""
+
+        def __init__(self, first, last):
+            super().__init__()
+            self.begins, self.ends = first == 0, last == blocks
+            if self.begins:
+                self.tokens, self.places = nn.Embedding(vocab, width), nn.Embedding(seq, width)
+            self.blocks = nn.Sequential(*(Block() for _ in range(first, last)))
+            if self.ends:
+                self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
+            for weight in self.parameters():
+                if weight.dim() == 2:
+                    nn.init.normal_(weight, std=0.02)
+
+        def forward(self, x):
+            x = self.blocks(self.tokens(x) + self.places.weight if self.begins else x)
+            return self.head(self.norm(x)) if self.ends else x
+
+    def optimizer(parameters):
+        return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1, fused=True)
+
+    def loss_of(logits, targets):
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    torch.manual_seed(0)
+    ids, targets = torch.randint(vocab, (2, rows, seq))
+    if split == "pp":
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        model = Part(rank * blocks // RANKS, (rank + 1) * blocks // RANKS)
+        stage = PipelineStage(model, rank, RANKS, torch.device("cpu"))
+        schedule = Schedule1F1B(stage, microbatches, loss_fn=loss_of)
+        optimizers = [optimizer(model.parameters())]
+
+        def loss():
+            losses = []
+            schedule.step(*([ids] if rank == 0 else []), **({"target": targets, "losses": losses} if rank else {}))
+            return sum(one.item() for one in losses) / max(len(losses), 1)
+
+    elif split == "tp":
+        from torch.distributed.tensor import DTensor, Shard
+        from torch.distributed.tensor import parallel
+
+        mesh, model = init_device_mesh("cpu", (RANKS,)), Part(0, blocks)
+        column, row = parallel.ColwiseParallel, parallel.RowwiseParallel
+        for block in model.blocks:
+            plan = {f"heads.{i}": column() for i in range(3)}
+            parallel.parallelize_module(block, mesh, plan | {"up": column(), "out": row(), "down": row()})
+        head = column(output_layouts=Shard(-1), use_local_output=False)
+        parallel.parallelize_module(model, mesh, {"head": head})
+        kinds = {True: [], False: []}
+        for weight in model.parameters():
+            kinds[isinstance(weight, DTensor)].append(weight)
+        optimizers = [optimizer(each) for each in kinds.values()]
+
+        def loss():
+            with parallel.loss_parallel():
+                loss = loss_of(model(ids), targets)
+                loss.backward()
+            return (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
+
+    else:
+        model = Part(0, blocks)
+        mine = slice(rank * rows // RANKS, (rank + 1) * rows // RANKS)
+        whole = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if split == "ddp" else model
+        optimizers = [optimizer(model.parameters())]
+
+        def loss():
+            loss = loss_of(whole(ids[mine]), targets[mine])
+            loss.backward()
+            return loss.item()
+
+    def step():
+        found = loss()
+        for each in optimizers:
+            each.step()
+            each.zero_grad(set_to_none=True)
+        return found
+
+    return step
+
+
+def work(split, name, rank, port, microbatches, seconds):
+    """One rank of PyTorch; the last one prints the rates of all."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", rank=rank, world_size=RANKS)
+    shape = SHAPES[name]
+    step = peer_step(split, shape, rank, microbatches)
+    losses = [step() for _ in range(STEPS_BEFORE)]
+    began = time.perf_counter()
+    losses.append(step())
+    # All ranks make as many steps as the first one thinks fit.
+    count = torch.tensor([max(STEPS_MIN, round(seconds / (time.perf_counter() - began)))])
+    distributed.broadcast(count, 0)
+    rates = []
+    for _ in range(int(count)):
+        began = time.perf_counter()
+        losses.append(step())
+        rates.append(shape[3] * shape[4] / (time.perf_counter() - began))
+    distributed.barrier()
+    distributed.destroy_process_group()
+    if rank == RANKS - 1:
+        print(json.dumps({"rates": rates, "losses": [losses[0], losses[-1]]}))
+
+
+def rates_of_peer(split, name, microbatches, seconds):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, __file__, "--work", split, name]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(port), str(microbatches), str(seconds)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    found = [rank.communicate(timeout=600) for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise SystemExit(f"PyTorch, {split}, failed:\n" + "\n".join(err for _, err in found))
+    found = json.loads(found[-1][0].splitlines()[-1])
+    if not found["losses"][1] < found["losses"][0]:
+        raise SystemExit(f"PyTorch, {split}, does not learn on {name}: losses {found['losses']}")
+    return found["rates"]
+
+
+def ours(binary, name, rows, steps, options, core=None):
+    """A program of ours that has begun, and where it writes."""
+    seq = SHAPES[name][3]
+    out = tempfile.TemporaryDirectory()
+    command = [
+        binary, "train", "--preset", name, "--seq", str(seq), "--batch", str(rows), "--steps", str(steps),
+        "--eval-every", "0", "--lr", "1e-3", "--threads", "1", "--json", "--out", out.name, *options,
+    ]
+    pinned = (lambda: os.sched_setaffinity(0, {core})) if core is not None else None
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=pinned), out
+
+
+def rates_of_ours(program):
+    process, out = program
+    stdout, stderr = process.communicate(timeout=600)
+    out.cleanup()
+    if process.returncode:
+        raise SystemExit(f"shardgrad failed:\n{stderr}")
+    lines = [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
+    return [line["tokens_per_s"] for line in lines[STEPS_BEFORE:]]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=3, help="of steps, for each program in each round")
+    parser.add_argument("--shapes", default="s,m")
+    parser.add_argument("--microbatches", default="4,8", help="of pipelines")
+    parser.add_argument("--binary", default=Path("target/release/shardgrad"))
+    args = parser.parse_args()
+    has_peer = importlib.util.find_spec("torch") is not None
+    if not has_peer:
+        print("skipped: PyTorch is not installed", file=sys.stderr)
+    cores = sorted(os.sched_getaffinity(0))[:RANKS]
+    print("| shape | split | shardgrad | rounds | of alone | PyTorch | rounds | shardgrad over it |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name in args.shapes.split(","):
+        rows, tokens = SHAPES[name][4], SHAPES[name][3] * SHAPES[name][4]
+        cases = [("alone", "alone", 1, [])]
+        for split, (peer, options) in SPLITS.items():
+            counts = map(int, args.microbatches.split(",")) if split == "pipeline" else [1]
+            for count in counts:
+                title = f"{split}, {count} microbatches" if count > 1 else split
+                cases.append((title, peer, count, [*options, "--microbatches", str(count)]))
+        found = {title: ([], []) for title, *_ in cases}
+        expected = 1000.0
+        for _ in range(args.rounds):
+            for title, peer, count, options in cases:
+                steps = STEPS_BEFORE + max(STEPS_MIN, round(args.seconds * expected / tokens))
+                if title == "alone":
+                    both = [ours(args.binary, name, rows // RANKS, steps, ["--mesh", "dp=1"], core) for core in cores]
+                    rate = sum(statistics.median(rates_of_ours(one)) for one in both)
+                else:
+                    rate = statistics.median(rates_of_ours(ours(args.binary, name, rows, steps, options)))
+                expected = rate
+                found[title][0].append(rate)
+                if has_peer:
+                    found[title][1].append(statistics.median(rates_of_peer(peer, name, count, args.seconds)))
+        alone = statistics.median(found["alone"][0])
+        for title, (own, theirs) in found.items():
+            rate = statistics.median(own)
+            line = f"| {name} | {title} | {rate:.0f} | {min(own):.0f}..{max(own):.0f} | {rate / alone:.2f} |"
+            if theirs:
+                peer = statistics.median(theirs)
+                line += f" {peer:.0f} | {min(theirs):.0f}..{max(theirs):.0f} | {rate / peer:.2f} |"
+            print(line if theirs else line + " | | |", flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--work"]:
+        split, name, *numbers, seconds = sys.argv[2:]
+        work(split, name, *map(int, numbers), float(seconds))
+    else:
+        main()
