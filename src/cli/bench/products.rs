@@ -2,9 +2,9 @@
 
 use super::line::{Bench, Work, check};
 use super::roof;
-use shardgrad::Result;
-use shardgrad::kernels::cpu::Pool;
-use shardgrad::kernels::cpu::gemm::{Stack, StackMut, products};
+use shardgrad::kernels::op::contract::CONTRACT;
+use shardgrad::kernels::{Arg, ArgMut, Buffer, Launch, Strides, download, upload};
+use shardgrad::prelude::*;
 
 /// How the operands of c = a b lie in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,38 +70,49 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
     counts.dedup();
     for threads in counts {
         let bench = Bench { roof: Some(roof::measure(bench, threads)?), ..*bench };
-        let pool = Pool::new(threads);
-        shapes().into_iter().try_for_each(|(lying, extents)| product(&bench, &pool, lying, extents))?;
+        let on = if threads == 1 { "1 thread".into() } else { format!("{threads} threads") };
+        World::new(Mesh::single()).threads(threads).launch(|rank| {
+            shapes().into_iter().try_for_each(|(lying, extents)| product(&bench, rank, &on, lying, extents))
+        })?;
     }
     Ok(())
 }
 
-/// Checks and measures one shape.
-fn product(bench: &Bench, pool: &Pool, lying: Lying, [m, k, n]: [usize; 3]) -> Result<()> {
+/// Checks and measures one shape, in the memory that tensors lie in.
+fn product(bench: &Bench, rank: &Rank, on: &str, lying: Lying, [m, k, n]: [usize; 3]) -> Result<()> {
     let numbers = |seed: usize, len: usize| -> Vec<f32> {
         (0..len).map(|i| ((i * 7919 + seed * 104_729) % 2001) as f32 / 1000.0 - 1.0).collect()
     };
-    let (x, y, mut z) = (numbers(1, m * k), numbers(2, k * n), vec![0.0f32; m * n]);
-    let a = Stack { data: &x[..], strides: if lying == Lying::ATurned { [0, 1, m] } else { [0, k, 1] } };
-    let b = Stack { data: &y[..], strides: if lying == Lying::BTurned { [0, 1, k] } else { [0, n, 1] } };
-    let call = |z: &mut [f32]| {
-        products(pool, [1, m, n, k], a, b, StackMut { data: z, strides: [m * n, n, 1] });
+    let view = |rows: usize, cols: usize, is_turned: bool| match is_turned {
+        true => Strides::contiguous(&[1, cols, rows]).permute(&[0, 2, 1]),
+        false => Strides::contiguous(&[1, rows, cols]),
     };
-    call(&mut z);
+    let (x, y) = (numbers(1, m * k), numbers(2, k * n));
+    let (a, b) = (view(m, k, lying == Lying::ATurned), view(k, n, lying == Lying::BTurned));
+    let (c, backend) = (view(m, n, false), &**rank.backend());
+    let (from, other) = (upload(backend, &x)?, upload(backend, &y)?);
+    let mut to = upload(backend, &vec![0.0f32; m * n])?;
+    let call = |to: &mut Buffer| -> Result<()> {
+        let inputs = &[
+            Arg { buffer: &from, dtype: DType::F32, view: &a },
+            Arg { buffer: &other, dtype: DType::F32, view: &b },
+        ];
+        let outputs = &mut [ArgMut { buffer: to, dtype: DType::F32, view: &c }];
+        Ok(backend.launch(&CONTRACT, &mut Launch { inputs, outputs, scalars: &[] })?)
+    };
+    call(&mut to)?;
     let case = format!("{} {m}x{k}x{n}", lying.name());
+    let got = download::<f32>(backend, &to, m * n)?;
+    let at = |of: &[f32], view: &Strides, i: usize, j: usize| {
+        f64::from(of[i * view.strides[1] + j * view.strides[2]])
+    };
     let places = || (0..CHECKED).map(|i| (i * 7919 % m, i * 104_729 % n));
-    let at = |s: &Stack<'_, f32>, i: usize, j: usize| f64::from(s.data[i * s.strides[1] + j * s.strides[2]]);
-    let right = |(i, j): (usize, usize)| (0..k).map(|p| at(&a, i, p) * at(&b, p, j)).sum::<f64>();
-    let got: Vec<f64> = places().map(|(i, j)| f64::from(z[i * n + j])).collect();
-    check(&case, &got, &places().map(right).collect::<Vec<_>>(), 1e-5)?;
+    let sum = |(i, j)| (0..k).map(|p| at(&x, &a, i, p) * at(&y, &b, p, j)).sum::<f64>();
+    let some: Vec<f64> = places().map(|(i, j)| at(&got, &c, i, j)).collect();
+    check(&case, &some, &places().map(sum).collect::<Vec<_>>(), 1e-5)?;
     let flops = 2.0 * (m * k * n) as f64;
-    let calls = (SAMPLE / flops).ceil() as usize;
-    let seconds = bench.seconds(calls, || {
-        call(&mut z);
-        Ok(())
-    })?;
-    let on = format!("{} threads", pool.num_threads());
-    bench.tell("products", &case, &on, seconds, Work::Flops(flops));
+    let seconds = bench.seconds((SAMPLE / flops).ceil() as usize, || call(&mut to))?;
+    bench.tell("products", &case, on, seconds, Work::Flops(flops));
     Ok(())
 }
 

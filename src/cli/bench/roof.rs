@@ -24,7 +24,7 @@ pub(super) fn measure(bench: &Bench, cores: usize) -> Result<Roof> {
         Ok(())
     })?;
     let bytes = (2 * COPIED * cores) as f64;
-    let on = format!("{cores} cores");
+    let on = if cores == 1 { "1 core".into() } else { format!("{cores} cores") };
     bench.tell("roof", "multiply-adds, f32", &on, adding, Work::Flops(flops));
     bench.tell("roof", "copies, 128 MiB a core", &on, copying, Work::Bytes(bytes));
     Ok(Roof { flops: flops / adding, bytes: bytes / copying })
