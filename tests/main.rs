@@ -25,6 +25,7 @@ mod packaging;
 mod refusals;
 mod resume;
 mod steps;
+mod sums;
 #[cfg(feature = "tokenizers")]
 mod tokenizer;
 mod tidy;

@@ -4,6 +4,7 @@
 //! can fill the time in which it would wait. Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241.
 
 use crate::id::{Id, Key};
+use crate::tape::sums::give;
 use crate::tape::{Node, Tape, Work, add, named};
 use shardgrad_tensor::Tensor;
 use smallvec::SmallVec;
@@ -55,6 +56,15 @@ impl Tape {
         rest
     }
 
+    /// Gives leaves what was added up for them elsewhere, before [`Tape::backward_rest`] adds to it.
+    pub(crate) fn begin_rest_with(&self, rest: &Rest, sum: impl FnMut(Key) -> Option<Tensor>) {
+        if !self.context().is_watched() {
+            let inputs = rest.nodes.iter().flat_map(|node| &node.inputs).zip(rest.left.iter().flatten());
+            let left = inputs.filter_map(|(input, left)| input.filter(|_| *left));
+            give(&mut self.arena().leaves, left, sum);
+        }
+    }
+
     /// Backpropagates what the first half has left.
     pub(crate) fn backward_rest(&self, mut rest: Rest) {
         let left = std::mem::take(&mut rest.left);
@@ -74,13 +84,7 @@ impl Tape {
                 let node = &mut node[0];
                 let given = node.cotangents.iter().any(Option::is_some);
                 if given && masks[at].contains(&true) {
-                    context.set_path(&node.path);
-                    let cotangents = node.pull_back(self.rank(), context, &masks[at], stand);
-                    for (input, cotangent) in node.inputs.iter().zip(cotangents) {
-                        if let (Some(id), Some(cotangent)) = (*input, cotangent) {
-                            add(&mut arena.leaves, earlier, id, cotangent);
-                        }
-                    }
+                    self.pull((&mut arena.leaves, earlier), node, &masks[at], stand);
                 }
                 if !rest.left[at].contains(&true) {
                     node.empty();

@@ -241,6 +241,7 @@ impl Tape {
             grads: &[Some(cotangent)],
             wanted: &[true],
             taken: RefCell::default(),
+            sums: &[],
         });
         let back = back.into_iter().next().flatten().expect("redistribute has a vjp");
         add(&mut arena.leaves, &mut [], Id::Leaf(origin), back);

@@ -10,7 +10,7 @@ use crate::replay::{Recording, Values};
 use crate::tape::{Node, PullBack, Tape, Work};
 use crate::var::Var;
 use shardgrad_dist::{Rank, Result};
-use shardgrad_tensor::op::Cotangents;
+use shardgrad_tensor::op::{Cotangents, Offer};
 use shardgrad_tensor::{Context, Tensor, Value, unwind};
 use smallvec::SmallVec;
 use std::panic::Location;
@@ -79,7 +79,7 @@ impl PullBack for Program {
         rank: &Rank,
         inputs: &[Option<Tensor>],
         cotangents: &[Option<Tensor>],
-        wanted: &[bool],
+        (wanted, sums): (&[bool], &[Offer]),
     ) -> Cotangents {
         let tape = Tape::new(rank);
         let mut values = Values::new();
@@ -101,6 +101,7 @@ impl PullBack for Program {
         };
         let seeds: Vec<(Id, Tensor)> = self.outputs.iter().zip(cotangents).filter_map(seed).collect();
         drop(values);
+        tape.begin_with(&seeds, |key| sums.get(key as usize)?.take());
         tape.backward_from(seeds);
         let mut gradients = tape.gradients();
         (0..inputs.len()).map(|i| gradients.remove(&(i as u64))).collect()

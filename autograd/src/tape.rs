@@ -7,10 +7,12 @@
 //! A derived leaf lives from its first use until the gradients are handed out or the tape is dropped. So each rank holds a
 //! parameter that it stores a shard of, and computes with whole, for the rest of the step.
 
+pub(crate) mod sums;
+
 use crate::id::{ByKey, Draws, Gradients, Id, Key, Noise};
 use crate::program::{Keeper, OpRecord, Recorder, Slot};
 use shardgrad_dist::{Error, Rank};
-use shardgrad_tensor::op::{Cotangents, Vjp, check_given, check_lawful};
+use shardgrad_tensor::op::{Cotangents, Offer, Vjp, check_given, check_lawful};
 use shardgrad_tensor::{Context, DType, Inference, Layout, Op, Tensor, unwind};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell, RefMut};
@@ -52,13 +54,13 @@ pub(crate) enum Work {
 
 /// A block of ops that is one node of the tape.
 pub(crate) trait PullBack {
-    /// Cotangents of the wanted inputs from those of the outputs.
+    /// Cotangents of the wanted inputs from those of the outputs, with the sums in them that were taken up.
     fn pull_back(
         &self,
         rank: &Rank,
         inputs: &[Option<Tensor>],
         cotangents: &[Option<Tensor>],
-        wanted: &[bool],
+        of: (&[bool], &[Offer]),
     ) -> Cotangents;
 }
 
@@ -330,14 +332,8 @@ impl Tape {
                 let (earlier, node) = nodes.split_at_mut(at);
                 let node = &mut node[0];
                 if node.cotangents.iter().any(Option::is_some) {
-                    context.set_path(&node.path);
                     let wanted: SmallVec<[bool; 4]> = node.inputs.iter().map(Option::is_some).collect();
-                    let cotangents = node.pull_back(&self.0.rank, context, &wanted, stand);
-                    for (input, cotangent) in node.inputs.iter().zip(cotangents) {
-                        if let (Some(id), Some(cotangent)) = (*input, cotangent) {
-                            add(&mut arena.leaves, earlier, id, cotangent);
-                        }
-                    }
+                    self.pull((&mut arena.leaves, earlier), node, &wanted, stand);
                 }
                 nodes.truncate(at);
                 while let Some((_, leaf)) = ends.pop_if(|(node, _)| *node == at) {
@@ -402,12 +398,12 @@ impl Node {
         self.cotangents.clear();
     }
 
-    /// Cotangents of the wanted inputs from those of the outputs.
+    /// Cotangents of the wanted inputs from those of the outputs, with the sums in them that were taken up.
     pub(crate) fn pull_back(
         &mut self,
         rank: &Rank,
         context: &Context,
-        wanted: &[bool],
+        (wanted, sums): (&[bool], &[Offer]),
         stand: &Stand,
     ) -> Cotangents {
         match &self.work {
@@ -424,6 +420,7 @@ impl Node {
                     grads: &self.cotangents,
                     wanted,
                     taken: RefCell::new(taken),
+                    sums,
                 });
                 context.set_closed(closed);
                 let lawful = check_lawful(&**op, &cotangents, inference.inputs());
@@ -433,7 +430,7 @@ impl Node {
             Work::Block(block) => {
                 // Its ops have lines of their own.
                 stand.set(None);
-                let cotangents = block.pull_back(rank, &self.kept_inputs, &self.cotangents, wanted);
+                let cotangents = block.pull_back(rank, &self.kept_inputs, &self.cotangents, (wanted, sums));
                 stand.set(Some((self.site, "checkpoint")));
                 cotangents
             }
@@ -462,15 +459,21 @@ pub(crate) fn named<T>(part: impl FnOnce(&Stand) -> T) -> T {
     })
 }
 
+/// Where the cotangents of a value are added up.
+fn slot<'a>(leaves: &'a mut [Leaf], nodes: &'a mut [Node], id: Id) -> &'a mut Option<Tensor> {
+    match id {
+        Id::Leaf(at) => &mut leaves[at as usize].cotangent,
+        Id::Made { node, out, .. } => &mut nodes[node as usize].cotangents[out as usize],
+    }
+}
+
 /// Adds a cotangent where it belongs: partial to partial, no communication. Those of a leaf are widened first, if its sums are.
 pub(crate) fn add(leaves: &mut [Leaf], nodes: &mut [Node], id: Id, cotangent: Tensor) {
-    let (slot, cotangent) = match id {
-        Id::Leaf(at) => {
-            let leaf = &mut leaves[at as usize];
-            (&mut leaf.cotangent, unwind(cotangent.widened(leaf.sums)))
-        }
-        Id::Made { node, out, .. } => (&mut nodes[node as usize].cotangents[out as usize], cotangent),
+    let cotangent = match id {
+        Id::Leaf(at) => unwind(cotangent.widened(leaves[at as usize].sums)),
+        Id::Made { .. } => cotangent,
     };
+    let slot = slot(leaves, nodes, id);
     *slot = Some(match slot.take() {
         None => cotangent,
         Some(sum) => unwind(sum.accumulate(&cotangent)),

@@ -2,17 +2,18 @@
 //! vjp agrees with finite differences. The tests of this crate run both on every op; an op written elsewhere is
 //! given to them by [`check_op!`](crate::check_op!).
 
+mod call;
 mod differences;
 mod own;
 
+use call::Call;
 pub use differences::gradients;
 pub use own::{Size, Tried, op, resized};
 
 use crate::context::Context;
 use crate::infer::Inference;
 use crate::layout::Layout;
-use crate::op::{self, Cotangents, DTypes, Op, Vjp, differentiable_args};
-use crate::ops::redistribute::Redistribute;
+use crate::op::{self, DTypes, Op};
 use crate::ops::{Case, Input};
 use crate::piece::Piece;
 use crate::refusal::Refusal;
@@ -21,8 +22,6 @@ use crate::state::State;
 use crate::tensor::Tensor;
 use shardgrad_dist::{Axis, Error, Kind, Mesh, Rank, Result, World};
 use shardgrad_kernels::{DType, Dims, Strides};
-use smallvec::SmallVec;
-use std::cell::RefCell;
 use std::panic::Location;
 use std::rc::Rc;
 
@@ -231,99 +230,6 @@ pub fn layouts(mesh: &Mesh, dtype: DType, shape: &[usize]) -> Vec<Layout> {
         found = found.iter().flat_map(grow).collect();
     }
     found.into_iter().map(|(layout, _)| layout).collect()
-}
-
-/// Inferred and run forward and, where there is something to differentiate, backward.
-struct Run {
-    inference: Rc<Inference>,
-    outputs: SmallVec<[Tensor; 2]>,
-    /// In the duals of the arguments' layouts after their steps.
-    cotangents: Option<Cotangents>,
-}
-
-/// One call on tensors that lie as they may.
-struct Call<'a> {
-    op: &'a Rc<dyn Op>,
-    rank: &'a Rank,
-    /// Whether cotangents are given on views with gaps.
-    is_strided: bool,
-    site: &'static Location<'static>,
-}
-
-impl Call<'_> {
-    /// Everything that a tape does with one op; `seeds` has the cotangents of the visible outputs, `None` for one that
-    /// has no use.
-    fn run(&self, args: &[Tensor], seeds: &[Option<Global>], wanted: Option<&[bool]>) -> Result<Run> {
-        let layouts: Vec<&Layout> = args.iter().map(Tensor::layout).collect();
-        let context = Context::of(self.rank);
-        let inference = op::plan(&**self.op, (self.rank, context), &layouts, &[], self.site)?;
-        let mut moved = Vec::new();
-        for (x, target) in args.iter().zip(&inference.targets) {
-            moved.push(match target {
-                None => x.clone(),
-                Some(to) => {
-                    let op = Redistribute::between(self.rank, x.layout(), to)?;
-                    op::apply(&*op, &[x], &[], self.site)?.remove(0)
-                }
-            });
-        }
-        let given: Vec<&Piece> = moved.iter().map(Tensor::piece).collect();
-        let outputs = op::run(&**self.op, &given, &inference, (self.rank, context), self.site)?;
-        let differentiable = differentiable_args(&**self.op, &layouts);
-        let visible = outputs.len() - self.op.num_saved();
-        let floats = outputs[..visible].iter().any(|t| t.dtype().is_float());
-        if !floats || !differentiable.iter().any(|d| *d) {
-            return Ok(Run { inference, outputs, cotangents: None });
-        }
-        let grads: Vec<Option<Tensor>> = outputs[..visible]
-            .iter()
-            .zip(seeds)
-            .map(|(y, seed)| seed.as_ref().map(|s| self.place(s, &y.layout().dual())).transpose())
-            .collect::<Result<_>>()?;
-        let wanted = wanted.unwrap_or(&differentiable);
-        let keeps = self.op.keeps_for(wanted);
-        let kept = |list: &[Tensor], which: &[usize]| -> Vec<Option<Tensor>> {
-            list.iter().enumerate().map(|(i, t)| which.contains(&i).then(|| t.clone())).collect()
-        };
-        let closed = context.set_closed(true);
-        let cotangents = self.op.vjp(&Vjp {
-            rank: self.rank,
-            inputs: &kept(&moved, keeps.inputs),
-            outputs: &kept(&outputs, keeps.outputs),
-            input_layouts: &moved.iter().map(|t| t.layout().clone()).collect::<Vec<_>>(),
-            output_layouts: &outputs.iter().map(|t| t.layout().clone()).collect::<Vec<_>>(),
-            grads: &grads,
-            wanted,
-            taken: RefCell::default(),
-        });
-        context.set_closed(closed);
-        op::check_given(&**self.op, &cotangents, wanted)?;
-        Ok(Run { inference, outputs, cotangents: Some(cotangents) })
-    }
-
-    fn place(&self, x: &Global, layout: &Layout) -> Result<Tensor> {
-        if self.is_strided { x.place_strided(self.rank, layout) } else { x.place(self.rank, layout) }
-    }
-
-    /// A cotangent brought back over the step that its argument took.
-    fn back(&self, x: &Layout, target: &Layout, cotangent: Tensor) -> Result<Tensor> {
-        if x == target {
-            return Ok(cotangent);
-        }
-        let op = Redistribute::between(self.rank, x, target)?;
-        let grads = [Some(cotangent)];
-        let back = op.vjp(&Vjp {
-            rank: self.rank,
-            inputs: &[None],
-            outputs: &[None],
-            input_layouts: std::slice::from_ref(x),
-            output_layouts: std::slice::from_ref(target),
-            grads: &grads,
-            wanted: &[true],
-            taken: RefCell::default(),
-        });
-        Ok(back.into_iter().next().flatten().expect("redistribution has a vjp"))
-    }
 }
 
 /// What one rank makes of a case, with arguments drawn by a seed.

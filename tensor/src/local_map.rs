@@ -339,6 +339,7 @@ mod tests {
                 grads: &[Some(Tensor::full(rank, &scalar.dual(), 2.5)?)],
                 wanted: &[true],
                 taken: RefCell::default(),
+                sums: &[],
             });
             let dx = cotangents[0].as_ref().expect("it was wanted");
             assert_eq!((dx.layout(), dx.to_f64()?), (&layout, vec![2.5; 5]));
@@ -427,6 +428,7 @@ mod tests {
                     grads: &[Some(x)],
                     wanted: &[true],
                     taken: RefCell::default(),
+                    sums: &[],
                 });
                 Ok(())
             })
@@ -459,6 +461,7 @@ mod tests {
                 grads: &[Some(x)],
                 wanted: &[true],
                 taken: RefCell::default(),
+                sums: &[],
             });
             Ok([y.layout().to_string(), dx[0].as_ref().expect("it was wanted").layout().to_string()])
         };

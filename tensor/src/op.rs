@@ -3,6 +3,7 @@
 mod local;
 mod message;
 mod mistake;
+mod offer;
 mod plan;
 mod volume;
 
@@ -20,6 +21,7 @@ use message::failed;
 pub use message::offers;
 use mistake::{are_as_inferred, check_pieces, guarded, numbered, unkept};
 pub use mistake::{check_given, check_lawful};
+pub use offer::Offer;
 pub use plan::plan;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::DType;
@@ -232,6 +234,8 @@ pub struct Vjp<'a> {
     pub wanted: &'a [bool],
     /// The argument that [`Op::consumes`] names, which is not among the inputs then; they may hold it instead.
     pub taken: RefCell<Option<Tensor>>,
+    /// Per argument, the cotangents that other uses have given it; none behind the end. See [`Vjp::sum`].
+    pub sums: &'a [Offer],
 }
 
 impl Vjp<'_> {
@@ -248,6 +252,13 @@ impl Vjp<'_> {
     #[must_use]
     pub fn take(&self, i: usize) -> Tensor {
         self.taken.take().unwrap_or_else(|| self.input(i).clone())
+    }
+
+    /// What other uses of argument `i` have given it, for [`Tensor::apply_onto`] and the like: if that takes it up, the cotangent
+    /// that the vjp gives is the sum.
+    #[must_use]
+    pub fn sum(&self, i: usize) -> Option<&Offer> {
+        self.sums.get(i)
     }
 
     /// A kept output.
@@ -283,6 +294,9 @@ impl Vjp<'_> {
     }
 }
 
+/// Arguments, and per output what it may be added to.
+type Given<'a> = (&'a [&'a Piece], &'a [Option<&'a Offer>]);
+
 /// Runs the local piece of an op on arguments that already have their target layouts, given by their pieces.
 ///
 /// # Errors
@@ -290,6 +304,17 @@ impl Vjp<'_> {
 pub fn run(
     op: &dyn Op,
     x: &[&Piece],
+    inference: &Rc<Inference>,
+    place: (&Rank, &Context),
+    site: &'static Location<'static>,
+) -> Result<SmallVec<[Tensor; 2]>> {
+    run_onto(op, (x, &[]), inference, place, site)
+}
+
+/// [`run`] with what the outputs may be added to.
+fn run_onto(
+    op: &dyn Op,
+    x: Given<'_>,
     inference: &Rc<Inference>,
     place: (&Rank, &Context),
     site: &'static Location<'static>,
@@ -305,10 +330,10 @@ pub fn run(
     })
 }
 
-/// [`run`] for who needs the first output alone.
+/// [`run_onto`] for who needs the first output alone.
 fn run_one(
     op: &dyn Op,
-    x: &[&Piece],
+    x: Given<'_>,
     inference: &Rc<Inference>,
     place: (&Rank, &Context),
     site: &'static Location<'static>,
@@ -323,13 +348,13 @@ fn run_one(
 #[inline]
 fn with_pieces<R>(
     op: &dyn Op,
-    x: &[&Piece],
+    (x, sums): Given<'_>,
     inference: &Inference,
     (rank, context): (&Rank, &Context),
     site: &'static Location<'static>,
     take: impl FnOnce(&mut Pieces) -> R,
 ) -> Result<R> {
-    let local = Local { rank, inputs: inference.inputs(), inference, site };
+    let local = Local { rank, inputs: inference.inputs(), inference, site, sums };
     // Taken from where it lies: memory that was just written is slow to move.
     let go = || op.forward(&local, x);
     let mut made = if cfg!(debug_assertions) { guarded(op, &local, go) } else { go() };
@@ -341,6 +366,9 @@ fn with_pieces<R>(
     }
     let lineage = local.lineage(x);
     outputs.iter_mut().for_each(|output| output.lineage = lineage);
+    for (output, sum) in outputs.iter_mut().zip(sums) {
+        output.lineage = sum.map_or(lineage, |sum| sum.lineage(lineage));
+    }
     if context.is_watched() {
         Watch::look(rank, op.name(), x, &outputs.iter().collect::<Vec<_>>(), site)?;
     }
@@ -412,7 +440,7 @@ impl Tensor {
     #[track_caller]
     #[must_use]
     pub fn result_of(op: &dyn Op, args: &[&Tensor]) -> Tensor {
-        one(op, args, &[], Location::caller())
+        one(op, (args, &[]), &[], Location::caller())
     }
 
     /// Applies an op with one visible output whose layout is known beforehand: it decides extent and split of labels
@@ -420,13 +448,36 @@ impl Tensor {
     #[track_caller]
     #[must_use]
     pub fn apply_with(op: Rc<dyn Op>, args: &[&Tensor], want: Layout) -> Tensor {
-        one(&*op, args, &[Some(want)], Location::caller())
+        one(&*op, (args, &[]), &[Some(want)], Location::caller())
+    }
+
+    /// [`Tensor::apply_with`] of an op that may take up what was added up before, and give its sum with that.
+    #[track_caller]
+    #[must_use]
+    pub fn apply_onto(op: Rc<dyn Op>, args: &[&Tensor], want: Layout, sum: Option<&Offer>) -> Tensor {
+        one(&*op, (args, &[sum]), &[Some(want)], Location::caller())
+    }
+
+    /// All outputs of an op on plain tensors that may take up, per output, what was added up before, and give its sum with that.
+    #[track_caller]
+    #[must_use]
+    pub fn results_onto(op: &dyn Op, args: &[&Tensor], sums: &[Option<&Offer>]) -> SmallVec<[Tensor; 2]> {
+        let site = Location::caller();
+        unwind(planned(op, args, &[], site, |x, inference, place| {
+            run_onto(op, (x, sums), inference, place, site)
+        }))
     }
 }
 
 /// The first output of an op on plain tensors. Misuse unwinds with the error.
-fn one(op: &dyn Op, args: &[&Tensor], want: &[Option<Layout>], site: &'static Location<'static>) -> Tensor {
-    let made = planned(op, args, want, site, |x, inference, place| run_one(op, x, inference, place, site));
+fn one(
+    op: &dyn Op,
+    (args, sums): (&[&Tensor], &[Option<&Offer>]),
+    want: &[Option<Layout>],
+    site: &'static Location<'static>,
+) -> Tensor {
+    let made =
+        planned(op, args, want, site, |x, inference, place| run_one(op, (x, sums), inference, place, site));
     made.unwrap_or_else(|e| e.at(site).raise())
 }
 

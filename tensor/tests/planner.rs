@@ -132,6 +132,7 @@ fn there_and_back(rank: &Rank, x: &Global, [from, to]: [&Layout; 2]) -> Result<O
         grads: &grads,
         wanted: &[true],
         taken: RefCell::default(),
+        sums: &[],
     });
     let back = back.into_iter().next().flatten().expect("a route has an adjoint");
     let found = x.differs(&back, 0.0, site)?;

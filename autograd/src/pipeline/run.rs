@@ -301,12 +301,14 @@ impl Step<'_> {
 
     fn backward(&mut self, stage: usize, microbatch: usize) -> Result<()> {
         let (seeds, tape, takes) = self.land(stage, microbatch)?;
+        tape.begin_with(&seeds, |key| self.take_sum(key));
         tape.backward_from(seeds);
         self.hand_back(stage, microbatch, &tape, &takes)
     }
 
     fn input_gradient(&mut self, stage: usize, microbatch: usize) -> Result<()> {
         let (seeds, tape, takes) = self.land(stage, microbatch)?;
+        tape.begin_with(&seeds, |key| self.take_sum(key));
         let rest = tape.backward_towards(seeds, |key| key >= TAKEN);
         self.hand_back(stage, microbatch, &tape, &takes)?;
         self.halved.insert((stage, microbatch), (tape, rest));
@@ -315,6 +317,7 @@ impl Step<'_> {
 
     fn weight_gradient(&mut self, stage: usize, microbatch: usize) -> Result<()> {
         let (tape, rest) = self.halved.remove(&(stage, microbatch)).ok_or_else(missing)?;
+        tape.begin_rest_with(&rest, |key| self.take_sum(key));
         tape.backward_rest(rest);
         self.add_up(tape.gradients())
     }
@@ -354,6 +357,11 @@ impl Step<'_> {
             self.store.insert(Transfer { from: stage, to: *from, microbatch }, back);
         }
         self.add_up(gradients)
+    }
+
+    /// What microbatches have added up for a parameter so far, for a pass that adds to it.
+    fn take_sum(&mut self, key: Key) -> Option<Tensor> {
+        self.sums.remove(&u32::try_from(key).ok()?)
     }
 
     /// Adds cotangents of parameters to those of other microbatches.

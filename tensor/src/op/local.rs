@@ -1,6 +1,6 @@
 //! What the forward of an op has at hand on one rank.
 
-use super::Pieces;
+use super::{Offer, Pieces};
 use crate::infer::Inference;
 use crate::layout::Layout;
 use crate::lineage::Lineage;
@@ -23,6 +23,8 @@ pub struct Local<'a> {
     pub inference: &'a Inference,
     /// The user's line.
     pub site: &'static Location<'static>,
+    /// Per output, what it may be added to; none behind the end.
+    pub(super) sums: &'a [Option<&'a Offer>],
 }
 
 impl Local<'_> {
@@ -39,6 +41,13 @@ impl Local<'_> {
     pub fn output(&self, i: usize) -> Result<Piece> {
         let view = self.inference.view(i, self.rank.coordinates());
         Piece::under(self.rank, self.inference.outputs[i].dtype(), view.clone())
+    }
+
+    /// Takes up what output `i` may be added to, without gaps and in its shape and dtype: then the op makes the sum of that and of
+    /// the output, rounded before. What nobody takes up is added by who has offered it.
+    pub(crate) fn take_sum(&self, i: usize) -> Option<Piece> {
+        let view = self.inference.view(i, self.rank.coordinates());
+        self.sums.get(i).copied().flatten()?.take_for(self.rank, self.inference.outputs[i].dtype(), view)
     }
 
     /// A piece on its way to other ranks, in the middle of the op, with what it comes from: these arguments.

@@ -217,6 +217,7 @@ mod tests {
                     grads: &[Some(ones.clone()), Some(ones.clone())],
                     wanted: &[true, false],
                     taken: RefCell::new(taken),
+                    sums: &[],
                 });
                 cotangents.into_iter().next().flatten().expect("it is wanted")
             };

@@ -12,6 +12,7 @@ use crate::signature::{Labels, Mark, Signature, Term};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::contract::CONTRACT;
+use shardgrad_kernels::op::linear::PRODUCT_ADD;
 use shardgrad_kernels::{Arg, ArgMut, Dims, Strides};
 use smallvec::SmallVec;
 use std::borrow::Cow;
@@ -132,7 +133,12 @@ struct Stacks {
     left: Seen,
     right: Seen,
     out: Seen,
+    /// The output as row-major matrices, if it lies so, and whether they are the turned ones.
+    ended: Option<(View, bool)>,
 }
+
+/// Of a stack of matrices, those of the turned ones.
+const TURN: [usize; 3] = [0, 2, 1];
 
 /// Three groups of labels in order, seen as three dims.
 enum Seen {
@@ -170,6 +176,17 @@ impl Seen {
         }
     }
 
+    /// As row-major matrices, and whether they are the turned ones.
+    fn row_major(&self) -> Option<(View, bool)> {
+        let Seen::Here(view) = self else { return None };
+        let turned = view.permute(&TURN);
+        match (view.is_contiguous(), turned.is_contiguous()) {
+            (true, _) => Some((view.clone(), false)),
+            (false, true) => Some((turned.into(), true)),
+            (false, false) => None,
+        }
+    }
+
     /// Lets `f` write an output, through a copy if it must be.
     fn write(&self, rank: &Rank, out: &mut Piece, f: impl FnOnce(ArgMut<'_>) -> Result<()>) -> Result<()> {
         match self {
@@ -194,11 +211,28 @@ impl Stacks {
         let m = group(c, [(a, true), (b, false)]);
         let n = group(c, [(a, false), (b, true)]);
         let k = group(a, [(b, true), (c, false)]);
+        let out = Seen::of(&out.view, c, [&batch, &m, &n]);
         Stacks {
             left: Seen::of(&x[0].view, a, [&batch, &m, &k]),
             right: Seen::of(&x[1].view, b, [&batch, &k, &n]),
-            out: Seen::of(&out.view, c, [&batch, &m, &n]),
+            ended: out.row_major(),
+            out,
         }
+    }
+
+    /// The product added to what the output may be added to; false, and nothing is done, if there is none, or the output lies as no
+    /// kernel ends it. The turned matrices are the product of the turned ones, with the same sums.
+    fn add(&self, local: &Local<'_>, [a, b]: [&Arg<'_>; 2], out: &mut Piece) -> Result<bool> {
+        let Some((view, turned)) = &self.ended else { return Ok(false) };
+        let Some(sum) = local.take_sum(0) else { return Ok(false) };
+        let r = sum.viewed(Strides::contiguous(&view.shape).at(sum.view.offset));
+        let views = [a, b].map(|x| if *turned { x.view.permute(&TURN) } else { x.view.clone() });
+        let [a, b] = [(a, &views[0]), (b, &views[1])].map(|(x, view)| Arg { view, ..*x });
+        let factors = if *turned { [b, a] } else { [a, b] };
+        let inputs = [factors[0], factors[1], read(&&r)];
+        let out = ArgMut { buffer: &mut out.buffer, dtype: out.dtype, view };
+        launch_lent(local.rank, &PRODUCT_ADD, &inputs, &mut [out], &[])?;
+        Ok(true)
     }
 }
 
@@ -245,9 +279,11 @@ impl Op for Einsum {
         let stacks = local.noted(x, || Stacks::of(local.inference.labels(), x, &out));
         let copies = [stacks.left.copied(local.rank, x[0])?, stacks.right.copied(local.rank, x[1])?];
         let inputs = [stacks.left.read(x[0], &copies[0]), stacks.right.read(x[1], &copies[1])];
-        stacks.out.write(local.rank, &mut out, |out| {
-            launch_lent(local.rank, &CONTRACT, &inputs, &mut [out], &[])
-        })?;
+        if !stacks.add(local, inputs.each_ref(), &mut out)? {
+            stacks.out.write(local.rank, &mut out, |out| {
+                launch_lent(local.rank, &CONTRACT, &inputs, &mut [out], &[])
+            })?;
+        }
         Ok([out].into_iter().collect())
     }
 
@@ -255,7 +291,7 @@ impl Op for Einsum {
         cx.each(|i| {
             let (op, grad) = (self.transposed(i), cx.grad(0));
             let args = if i == 0 { [&grad, cx.input(1)] } else { [cx.input(0), &grad] };
-            Tensor::apply_with(op, &args, cx.goal(i))
+            Tensor::apply_onto(op, &args, cx.goal(i), cx.sum(i))
         })
     }
 }

@@ -7,9 +7,10 @@ use crate::ops::einsum::Einsum;
 use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Rank, Result};
-use shardgrad_kernels::Strides;
 use shardgrad_kernels::op::contract::CONTRACT;
 use shardgrad_kernels::op::linear::{LINEAR, LINEAR_ADD, PRODUCT_ADD, PRODUCT_SUMS};
+use shardgrad_kernels::op::reduce::SUM;
+use shardgrad_kernels::{Scalar, Strides};
 use smallvec::smallvec;
 use std::rc::Rc;
 
@@ -130,18 +131,24 @@ pub(super) fn product(
     })
 }
 
-/// dw and db as new memory: x^T g as a matrix, and the sums of g.
+/// dw and db as new memory: x^T g as a matrix, to which a sum is added, and the sums of g.
 pub(super) fn gradients(
     rank: &Rank,
-    x: &Piece,
-    g: &Piece,
+    [x, g]: [&Piece; 2],
+    sum: Option<&Piece>,
     dw: &mut Piece,
     db: &mut Piece,
     num_out: usize,
 ) -> Result<()> {
     let (x, shape) = (turned(x), db.view.clone());
     db.view = Strides::contiguous(&[shape.numel()]).into();
-    as_matrix(dw, num_out, |dw| launch(rank, &PRODUCT_SUMS, &[&x, g], &mut [dw, &mut *db], &[]))?;
+    if sum.is_some() {
+        product(rank, [&x, g], [None, sum], dw, num_out)?;
+        let columns = g.viewed(g.view.permute(&[2, 0, 1]));
+        launch(rank, &SUM, &[&columns], &mut [&mut *db], &[Scalar::Int(2), Scalar::Real(1.0)])?;
+    } else {
+        as_matrix(dw, num_out, |dw| launch(rank, &PRODUCT_SUMS, &[&x, g], &mut [dw, &mut *db], &[]))?;
+    }
     db.view = shape;
     Ok(())
 }
@@ -180,11 +187,14 @@ impl Op for Linear {
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let g = cx.grad(0);
         let parameters = (self.has_bias && (cx.wanted[1] || cx.wanted[2]))
-            .then(|| Tensor::results(Rc::new(self.grads()), &[cx.input(0), &g]));
+            .then(|| Tensor::results_onto(&self.grads(), &[cx.input(0), &g], &[cx.sum(1)]));
+        let onto = |i: usize, signature: String, args: &[&Tensor]| {
+            Tensor::apply_onto(Einsum::of(signature), args, cx.goal(i), cx.sum(i))
+        };
         cx.each(|i| match (i, &parameters) {
-            (0, _) => Tensor::apply_with(Einsum::of(self.back()), &[&g, cx.input(1)], cx.goal(0)),
+            (0, _) => onto(0, self.back(), &[&g, cx.input(1)]),
             (1 | 2, Some(both)) => both[i - 1].clone(),
-            (1, None) => Tensor::apply_with(Einsum::of(self.of_weight()), &[cx.input(0), &g], cx.goal(1)),
+            (1, None) => onto(1, self.of_weight(), &[cx.input(0), &g]),
             _ => g.clone(),
         })
     }
@@ -207,7 +217,7 @@ impl Op for LinearGrads {
         let rank = local.rank;
         let (a, g) = (matrix(rank, x[0], self.num_in)?, matrix(rank, x[1], self.num_out)?);
         let (mut dw, mut db) = (local.output(0)?, local.output(1)?);
-        gradients(rank, &a, &g, &mut dw, &mut db, self.num_out)?;
+        gradients(rank, [&a, &g], local.take_sum(0).as_ref(), &mut dw, &mut db, self.num_out)?;
         Ok(smallvec![dw, db])
     }
 }

@@ -3,12 +3,11 @@
 use super::linear::{as_matrix, gradients, line, matrix, product, turned};
 use super::{Case, Input};
 use crate::layout::Layout;
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
+use crate::op::{Cotangents, Keeps, Local, Offer, Op, Pieces, Vjp};
 use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::Strides;
-use shardgrad_kernels::op::contract::CONTRACT;
 use shardgrad_kernels::op::linear::{LINEAR_GELU, PRODUCT_GELU_GRAD};
 use smallvec::smallvec;
 use std::rc::Rc;
@@ -107,8 +106,10 @@ impl Op for Mlp {
         };
         let kept = read.into_iter().map(|t| t.expect("the op keeps what its part reads"));
         let args: Vec<&Tensor> = kept.chain([&g]).collect();
-        let grads = Tensor::results(Rc::new(MlpBackward { has_last_bias: self.has_last_bias, part }), &args);
         let first = usize::from(part == Part::Parameters);
+        let sums: Vec<Option<&Offer>> = (first..self.num_layer_args()).map(|i| cx.sum(i)).collect();
+        let backward = MlpBackward { has_last_bias: self.has_last_bias, part };
+        let grads = Tensor::results_onto(&backward, &args, &sums);
         cx.each(|i| match i < self.num_layer_args() {
             true => grads[i - first].clone(),
             false => g.clone(),
@@ -172,7 +173,8 @@ impl Op for MlpBackward {
         let mut outputs: Pieces =
             (0..local.inference.outputs.len()).map(|i| local.output(i)).collect::<Result<_>>()?;
         let mut u = Piece::alloc(rank, g.dtype, &z.view.shape)?;
-        let (dx, params) = outputs.split_at_mut(usize::from(w1.is_some()));
+        let num_before = usize::from(w1.is_some());
+        let (dx, params) = outputs.split_at_mut(num_before);
         // Of x alone the sums of u are of no use, and small.
         let num_hidden = z.view.shape[2];
         let mut unused = None;
@@ -184,15 +186,14 @@ impl Op for MlpBackward {
         launch(rank, &PRODUCT_GELU_GRAD, &[g, &turned(w2), &z], &mut [&mut u, &mut *db1], &[])?;
         db1.view = shape;
         if let (Some(w1), [dx]) = (w1, dx) {
-            as_matrix(dx, 1, |dx| launch(rank, &CONTRACT, &[&u, &turned(w1)], &mut [dx], &[]))?;
+            product(rank, [&u, &turned(w1)], [None, local.take_sum(0).as_ref()], dx, 1)?;
         }
         if let (Some(x), Some(hidden), [dw1, _, rest @ ..]) = (x, hidden, params) {
-            as_matrix(dw1, 1, |dw| launch(rank, &CONTRACT, &[&turned(x), &u], &mut [dw], &[]))?;
+            let [sum1, sum2] = [0, 2].map(|i| local.take_sum(num_before + i));
+            product(rank, [&turned(x), &u], [None, sum1.as_ref()], dw1, 1)?;
             match rest {
-                [dw2, db2] => gradients(rank, hidden, g, dw2, db2, 1)?,
-                [dw2] => {
-                    as_matrix(dw2, 1, |dw| launch(rank, &CONTRACT, &[&turned(hidden), g], &mut [dw], &[]))?
-                }
+                [dw2, db2] => gradients(rank, [hidden, g], sum2.as_ref(), dw2, db2, 1)?,
+                [dw2] => product(rank, [&turned(hidden), g], [None, sum2.as_ref()], dw2, 1)?,
                 _ => unreachable!("there are four parameters at most, and three at least"),
             }
         }
@@ -306,6 +307,7 @@ mod tests {
                     grads: &[Some(g.clone())],
                     wanted: &wanted,
                     taken: std::cell::RefCell::default(),
+                    sums: &[],
                 });
                 let values: Vec<Option<Vec<f64>>> =
                     cotangents.iter().map(|c| c.as_ref().map(|c| c.to_f64().unwrap())).collect();

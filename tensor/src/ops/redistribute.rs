@@ -144,6 +144,7 @@ mod tests {
                     grads: &[Some(grad)],
                     wanted: &[true],
                     taken: RefCell::default(),
+                    sums: &[],
                 };
                 let back = op.vjp(&vjp).into_iter().next().flatten().expect("it is wanted");
                 assert_eq!((back.layout(), back.to_f64()?), (&from, vec![first, 2.0, 4.0, 8.0]));

@@ -1,0 +1,75 @@
+//! Sums of cotangents, and nodes that add to them themselves.
+
+use super::{Leaf, Node, Stand, Tape, add, slot};
+use crate::id::{Id, Key};
+use shardgrad_tensor::Tensor;
+use shardgrad_tensor::op::Offer;
+use smallvec::SmallVec;
+
+/// Per argument of a node, what its value has got so far.
+type Offers = SmallVec<[Offer; 4]>;
+
+impl Tape {
+    /// Pulls a node back, and adds the cotangents of its wanted inputs to what these have got so far, unless the node does so itself.
+    pub(crate) fn pull(
+        &self,
+        (leaves, earlier): (&mut [Leaf], &mut [Node]),
+        node: &mut Node,
+        wanted: &[bool],
+        stand: &Stand,
+    ) {
+        let context = self.context();
+        context.set_path(&node.path);
+        // Whoever watches is shown what is added before it is.
+        let offers = match context.is_watched() {
+            true => Offers::new(),
+            false => offered((leaves, earlier), &node.inputs, wanted),
+        };
+        let cotangents = node.pull_back(self.rank(), context, (wanted, &offers), stand);
+        for (input, offer) in node.inputs.iter().zip(&offers) {
+            if let (Some(id), Some(sum)) = (*input, offer.take()) {
+                *slot(leaves, earlier, id) = Some(sum);
+            }
+        }
+        for (input, cotangent) in node.inputs.iter().zip(cotangents) {
+            if let (Some(id), Some(cotangent)) = (*input, cotangent) {
+                add(leaves, earlier, id, cotangent);
+            }
+        }
+    }
+}
+
+impl Tape {
+    /// Gives the leaves of the round what was added up for them elsewhere, before a backward pass from these seeds adds to it.
+    pub(crate) fn begin_with(&self, seeds: &[(Id, Tensor)], sum: impl FnMut(Key) -> Option<Tensor>) {
+        if !self.context().is_watched() {
+            let arena = &mut *self.arena();
+            let inputs = arena.nodes.iter().flat_map(|node| &node.inputs).copied().flatten();
+            give(&mut arena.leaves, inputs.chain(seeds.iter().map(|(id, _)| *id)), sum);
+        }
+    }
+}
+
+/// Gives leaves what was added up for them elsewhere, if one cotangent alone will be added to it: several ones are added to each
+/// other first, so that the sum has the same bits.
+pub(crate) fn give(
+    leaves: &mut [Leaf],
+    uses: impl Iterator<Item = Id>,
+    mut sum: impl FnMut(Key) -> Option<Tensor>,
+) {
+    let mut counts = vec![0; leaves.len()];
+    uses.filter_map(Id::leaf).for_each(|leaf| counts[leaf] += 1);
+    for (leaf, count) in leaves.iter_mut().zip(counts) {
+        let is_alone = leaf.origin.is_none() && leaf.forms.is_empty();
+        if count == 1 && is_alone && leaf.cotangent.is_none() {
+            leaf.cotangent = sum(leaf.key);
+        }
+    }
+}
+
+/// Takes what values have got so far out of its places. A value that stands twice among the inputs is offered once, where the first
+/// of its cotangents would be added.
+fn offered((leaves, earlier): (&mut [Leaf], &mut [Node]), inputs: &[Option<Id>], wanted: &[bool]) -> Offers {
+    let sum = |(id, wanted): (&Option<Id>, &bool)| slot(leaves, earlier, id.filter(|_| *wanted)?).take();
+    inputs.iter().zip(wanted).map(sum).map(Offer::new).collect()
+}

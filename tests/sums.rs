@@ -1,0 +1,146 @@
+//! Products that add to what microbatches have added up before: they are launched, and they change no bit.
+
+use crate::pipelines::Run;
+use shardgrad::kernels::{
+    Backend, Buffer, Cost, Device, Host, Kernel, KernelError, Launch, Machine, MemoryStats, Settings,
+};
+use shardgrad::nn::{LlamaConfig, LlamaKind};
+use shardgrad::prelude::*;
+use shardgrad::tensor::control::first_not_finite;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Which kernels were launched, with the extents of their first outputs.
+type Launches = Arc<Mutex<Vec<(&'static str, Vec<usize>)>>>;
+
+/// The processor, which notes what it is asked for.
+#[derive(Clone, Debug, Default)]
+struct Noting(Launches);
+
+impl Machine for Noting {
+    fn device(&self) -> Device {
+        Device::Cpu
+    }
+
+    fn backend(&self, settings: Settings) -> std::result::Result<Arc<dyn Backend>, KernelError> {
+        Ok(Arc::new(OneRank { host: Host.backend(settings)?, launches: self.0.clone() }))
+    }
+}
+
+#[derive(Debug)]
+struct OneRank {
+    host: Arc<dyn Backend>,
+    launches: Launches,
+}
+
+impl Backend for OneRank {
+    fn device(&self) -> Device {
+        self.host.device()
+    }
+
+    fn alloc(&self, bytes: usize) -> std::result::Result<Buffer, KernelError> {
+        self.host.alloc(bytes)
+    }
+
+    fn launch(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> std::result::Result<(), KernelError> {
+        let extents = launch.outputs[0].view.shape.to_vec();
+        self.launches.lock().unwrap_or_else(PoisonError::into_inner).push((kernel.name, extents));
+        self.host.launch(kernel, launch)
+    }
+
+    fn memory(&self) -> MemoryStats {
+        self.host.memory()
+    }
+
+    fn cost(&self) -> Cost {
+        self.host.cost()
+    }
+
+    fn num_threads(&self) -> usize {
+        self.host.num_threads()
+    }
+}
+
+/// What some steps leave: per rank the bits of the parameters, and how often each kernel was launched for which extents.
+struct Left {
+    bits: Vec<Vec<Vec<u64>>>,
+    launches: BTreeMap<(&'static str, Vec<usize>), usize>,
+}
+
+impl Left {
+    /// How often a kernel was launched for two extents or more.
+    fn count(&self, kernel: &str) -> usize {
+        let of = |((name, extents), _): &(&(&str, Vec<usize>), &usize)| *name == kernel && extents.len() > 1;
+        self.launches.iter().filter(of).map(|(_, count)| count).sum()
+    }
+}
+
+/// Takes some steps on a mesh. Where somebody watches, cotangents are added one by one.
+fn steps(run: &Run, mesh: &str, is_watched: bool) -> Left {
+    let noting = Noting::default();
+    let world = World::new(Mesh::parse(mesh).unwrap()).threads(2).on(Arc::new(noting.clone()));
+    let bits = world.launch(|rank| {
+        let mut trainer = run.trainer(rank)?;
+        let here = trainer.rank().clone();
+        for _ in 0..run.steps {
+            let mut step = || trainer.step(&[]).map(drop);
+            if is_watched { first_not_finite(&here, step).map(drop)? } else { step()? }
+        }
+        let bits = |param: &Param| Ok(param.tensor().to_local_f64()?.iter().map(|x| x.to_bits()).collect());
+        trainer.model().params().iter().map(bits).collect::<Result<Vec<Vec<u64>>>>()
+    });
+    let bits = bits.unwrap_or_else(|e| panic!("{mesh}: {e}"));
+    let mut launches = BTreeMap::new();
+    let seen = noting.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    seen.into_iter().for_each(|launch| *launches.entry(launch).or_insert(0) += 1);
+    Left { bits, launches }
+}
+
+/// Models whose weights have a bias or none, and whose table is used once or twice.
+fn runs() -> Vec<(&'static str, Run)> {
+    let gpt2 = Run { microbatches: 3, ..Run::new(2) };
+    let llama = LlamaConfig::new(LlamaKind::Llama, 19, 8, [12, 20], 4, [4, 2]);
+    let llama = Run { config: llama.into(), plan: Plan::llama(), ..gpt2.clone() };
+    let with = |run: &Run, dtype, recompute| Run { dtype, recompute, ..run.clone() };
+    vec![
+        ("gpt2 f32", with(&gpt2, DType::F32, false)),
+        ("gpt2 f64", with(&gpt2, DType::F64, false)),
+        ("gpt2 bf16", with(&gpt2, DType::BF16, false)),
+        ("gpt2 f32 recomputed", with(&gpt2, DType::F32, true)),
+        ("llama f32", with(&llama, DType::F32, false)),
+        ("llama bf16", with(&llama, DType::BF16, false)),
+    ]
+}
+
+#[test]
+fn a_product_that_adds_changes_no_bit() {
+    for (name, run) in runs() {
+        for mesh in ["", "dp=2", "tp=2", "tp=3", "dp=2,tp=2"] {
+            let (added, apart) = (steps(&run, mesh, false), steps(&run, mesh, true));
+            assert!(added.bits == apart.bits, "{name} on {mesh}: parameters differ");
+            assert!(added.count("product_add") > apart.count("product_add"), "{name} on {mesh}");
+            eprintln!(
+                "{name} {mesh}: {:?}",
+                added.launches.iter().filter(|((n, _), _)| *n == "accumulate").collect::<Vec<_>>()
+            );
+        }
+    }
+}
+
+#[test]
+fn nor_does_one_on_a_stage_of_a_pipeline() {
+    for (name, run) in runs() {
+        for (mesh, schedule) in
+            [("pp=2", "1f1b"), ("pp=2", "zb-h1"), ("pp=2,dp=2", "zb-v"), ("pp=3", "interleaved")]
+        {
+            let run = Run { plan: run.plan.clone().schedule(schedule), ..run.clone() };
+            let (added, apart) = (steps(&run, mesh, false), steps(&run, mesh, true));
+            assert!(added.bits == apart.bits, "{name} on {mesh} {schedule}: parameters differ");
+            assert!(added.count("product_add") > apart.count("product_add"), "{name} on {mesh} {schedule}");
+            eprintln!(
+                "{name} {mesh} {schedule}: {:?}",
+                added.launches.iter().filter(|((n, _), _)| *n == "accumulate").collect::<Vec<_>>()
+            );
+        }
+    }
+}
