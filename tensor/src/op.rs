@@ -1,9 +1,9 @@
 //! What an op is, and how one is applied: infer or refuse, take the implied steps, run the local piece.
 
+mod offer;
 mod local;
 mod message;
 mod mistake;
-mod offer;
 mod plan;
 mod volume;
 

@@ -37,9 +37,7 @@ impl Tape {
             }
         }
     }
-}
 
-impl Tape {
     /// Gives the leaves of the round what was added up for them elsewhere, before a backward pass from these seeds adds to it.
     pub(crate) fn begin_with(&self, seeds: &[(Id, Tensor)], sum: impl FnMut(Key) -> Option<Tensor>) {
         if !self.context().is_watched() {

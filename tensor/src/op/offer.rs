@@ -64,3 +64,88 @@ impl Offer {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::Layout;
+    use crate::ops::einsum::Einsum;
+    use crate::value::Value;
+    use shardgrad_dist::{Mesh, Result, World};
+    use std::rc::Rc;
+
+    fn normal(rank: &Rank, dtype: DType, shape: &[usize], stream: u64) -> Result<Tensor> {
+        Tensor::normal(rank, &Layout::invariant(rank.mesh(), dtype, shape), 1, stream, 1.0)
+    }
+
+    fn bits(x: &Tensor) -> Vec<u64> {
+        x.to_local_f64().unwrap().iter().map(|x| x.to_bits()).collect()
+    }
+
+    /// A product of plain and of turned arguments onto a sum that somebody holds, beside the product and the sum of both.
+    fn examine(rank: &Rank, dtype: DType, signature: &str, shapes: [&[usize]; 2]) -> Result<()> {
+        for turned in [false, true] {
+            let arg = |i: usize| {
+                let shape = shapes[i];
+                match turned {
+                    false => normal(rank, dtype, shape, i as u64),
+                    true => Ok(normal(rank, dtype, &[shape[1], shape[0]], i as u64)?.permute(&[1, 0])),
+                }
+            };
+            let (a, b) = (arg(0)?, arg(1)?);
+            let product = a.einsum(signature, &b);
+            let sum = normal(rank, dtype, &product.shape(), 2)?;
+            let (before, expected) = (bits(&sum), bits(&sum.clone().accumulate(&product)?));
+            let offer = Offer::new(Some(sum.clone()));
+            let op = Rc::new(Einsum::new(signature)?);
+            let both = Tensor::apply_onto(op, &[&a, &b], product.layout().clone(), Some(&offer));
+            let what = format!("{dtype} {signature} of {shapes:?}, turned {turned}");
+            assert!(offer.take().is_none(), "{what}: not taken up");
+            assert!(bits(&both) == expected, "{what}: other bits");
+            assert_eq!(bits(&sum), before, "{what}: written over");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn a_product_onto_a_sum_has_the_bits_of_the_sum_of_both() {
+        // Nothing, sums over nothing, one row, one column, parts of tiles, several blocks of depth.
+        let sizes =
+            [[0, 4, 3], [5, 7, 0], [1, 70, 9], [33, 1, 130], [37, 300, 4], [61, 90, 600], [260, 200, 20]];
+        for threads in [1, 3] {
+            let done = World::new(Mesh::single()).threads(threads).launch(|rank| {
+                for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
+                    for [m, n, k] in sizes {
+                        examine(rank, dtype, "m k, k n -> m n", [&[m, k], &[k, n]])?;
+                        examine(rank, dtype, "k m, k n -> m n", [&[k, m], &[k, n]])?;
+                        // Such a product writes its matrix turned.
+                        examine(rank, dtype, "k m, k n -> n m", [&[k, m], &[k, n]])?;
+                    }
+                }
+                Ok(())
+            });
+            done.unwrap();
+        }
+    }
+
+    #[test]
+    fn what_lies_otherwise_stays() {
+        World::run(Mesh::single(), |rank| {
+            let (a, b) = (normal(rank, DType::BF16, &[4, 5], 0)?, normal(rank, DType::BF16, &[5, 6], 1)?);
+            let product = a.matmul(&b);
+            let sums = [
+                normal(rank, DType::F32, &[4, 6], 2)?,
+                normal(rank, DType::BF16, &[6, 4], 2)?.permute(&[1, 0]),
+            ];
+            for sum in sums {
+                let offer = Offer::new(Some(sum.clone()));
+                let op = crate::ops::einsum::matmul();
+                let made = Tensor::apply_onto(op, &[&a, &b], product.layout().clone(), Some(&offer));
+                assert_eq!(bits(&made), bits(&product));
+                assert!(offer.take().is_some_and(|left| left.same_as(&sum)));
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+}
