@@ -24,6 +24,7 @@ mod not_finite;
 mod packaging;
 mod refusals;
 mod resume;
+mod reuse;
 mod steps;
 mod sums;
 #[cfg(feature = "tokenizers")]

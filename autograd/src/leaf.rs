@@ -23,6 +23,7 @@ impl Leaf {
             key,
             layout: tensor.layout().clone(),
             tensor: Some(tensor.clone()),
+            reuse: None,
             last: tensor.identity(),
             origin: None,
             forms: SmallVec::new(),
@@ -34,9 +35,15 @@ impl Leaf {
         }
     }
 
+    /// Lets go of its tensor.
+    pub(crate) fn give_up(&mut self) {
+        (self.tensor, self.reuse) = (None, None);
+    }
+
     /// Takes over the tensor of another one, and how it came about. Cotangents that were added up stay.
     fn refill(&mut self, other: Leaf) {
         (self.tensor, self.last, self.origin) = (other.tensor, other.last, other.origin);
+        self.reuse = other.reuse;
         (self.layout, self.sums, self.site) = (other.layout, other.sums, other.site);
     }
 }
@@ -56,7 +63,8 @@ impl Arena {
     /// Gives up the tensors of some leaves for good.
     fn forget(&mut self, family: &[usize]) {
         for at in family {
-            (self.leaves[*at].tensor, self.leaves[*at].last) = (None, 0);
+            self.leaves[*at].give_up();
+            self.leaves[*at].last = 0;
         }
     }
 
@@ -124,6 +132,14 @@ impl Arena {
 }
 
 impl Tape {
+    /// The same, empty as it is, for so many rounds: of several the back end is told that they read the leaves again
+    /// ([`Tensor::reuse`]), until the gradients are handed out. What it keeps of them takes memory so long; results are the same.
+    #[must_use]
+    pub fn for_rounds(self, rounds: usize) -> Tape {
+        self.arena().reuses = rounds > 1;
+        self
+    }
+
     /// The number and the tensor of the leaf of a parameter, whose cotangents are added up in some dtype; made at its first use.
     /// None where no gradient can reach it, so that nothing holds the tensor when it is to be updated. A parameter that comes back
     /// as another tensor takes the place of the one before, unless something is pending that depends on that.
@@ -150,7 +166,8 @@ impl Tape {
             return (None, tensor.clone());
         }
         let path = self.context().path();
-        let new = Leaf::new(key, tensor, sums, (path, site));
+        let reuse = arena.reuses.then(|| tensor.reuse());
+        let new = Leaf { reuse, ..Leaf::new(key, tensor, sums, (path, site)) };
         let at = known.unwrap_or(arena.leaves.len() as u32);
         match known {
             Some(at) => arena.replace(at as usize, new).unwrap_or_else(|e| e.at(site).raise()),
@@ -208,7 +225,8 @@ impl Tape {
         let tensor = made.into_iter().next().expect("redistribute has one output");
         let (key, sums) = (arena.leaves[origin_at].key, arena.leaves[origin_at].sums);
         let path = arena.leaves[origin_at].path.clone();
-        let form = Leaf { origin: Some((origin, op)), ..Leaf::new(key, &tensor, sums, (path, site)) };
+        let reuse = arena.reuses.then(|| tensor.reuse());
+        let form = Leaf { origin: Some((origin, op)), reuse, ..Leaf::new(key, &tensor, sums, (path, site)) };
         // One that an earlier step has given up is taken up again.
         let at = known.unwrap_or(arena.leaves.len());
         match known {

@@ -13,7 +13,7 @@ use crate::id::{ByKey, Draws, Gradients, Id, Key, Noise};
 use crate::program::{Keeper, OpRecord, Recorder, Slot};
 use shardgrad_dist::{Error, Rank};
 use shardgrad_tensor::op::{Cotangents, Offer, Vjp, check_given, check_lawful};
-use shardgrad_tensor::{Context, DType, Inference, Layout, Op, Tensor, unwind};
+use shardgrad_tensor::{Context, DType, Inference, Layout, Op, Reuse, Tensor, unwind};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell, RefMut};
 use std::collections::HashSet;
@@ -27,6 +27,8 @@ pub(crate) struct Leaf {
     pub(crate) layout: Layout,
     /// Given up when gradients are handed out, so that the optimizer can update the parameter in place.
     pub(crate) tensor: Option<Tensor>,
+    /// While it is held for rounds that read it again.
+    pub(crate) reuse: Option<Reuse>,
     /// The [identity](Tensor::identity) of the tensor that it is, or was; 0 for one that is no more.
     pub(crate) last: usize,
     pub(crate) origin: Option<(u32, Rc<dyn Op>)>,
@@ -85,6 +87,8 @@ pub(crate) struct Arena {
     pub(crate) by_key: ByKey<u32>,
     nodes: Vec<Node>,
     pub(crate) round: u32,
+    /// Whether several rounds are to come.
+    pub(crate) reuses: bool,
 }
 
 /// The memory of the tape before, empty: a rank makes one tape after the other.
@@ -118,7 +122,7 @@ impl Drop for Inner {
         arena.leaves.clear();
         arena.by_key.clear();
         arena.nodes.clear();
-        arena.round = 0;
+        (arena.round, arena.reuses) = (0, false);
         self.spare.0.set(Some(arena));
     }
 }
@@ -363,7 +367,7 @@ impl Tape {
         let mut gradients = Gradients::new();
         for at in (0..arena.leaves.len()).rev() {
             let leaf = &mut arena.leaves[at];
-            leaf.tensor = None;
+            leaf.give_up();
             if leaf.origin.is_some() {
                 named(|stand| self.take_back(&mut arena, at, stand));
             } else if let Some(cotangent) = leaf.cotangent.take() {

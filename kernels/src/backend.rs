@@ -2,6 +2,7 @@
 
 use crate::buffer::{Allocator, Buffer, bytes_of, bytes_of_mut};
 use crate::cpu::Pool;
+use crate::cpu::recurring::Recurring;
 use crate::dtype::Element;
 use crate::error::{KernelError, MemoryStats};
 use crate::kernel::{Cost, Kernel, Launch};
@@ -90,6 +91,20 @@ impl Graph {
     #[must_use]
     pub fn work<T: Any>(&self) -> Option<&T> {
         self.0.downcast_ref()
+    }
+}
+
+/// While this lives, a buffer is one that kernels read again and again ([`Backend::reuse`]). The default is a word that nobody heeds.
+#[derive(Debug, Default)]
+pub struct Reuse {
+    _hold: Option<Box<dyn Any + Send + Sync>>,
+}
+
+impl Reuse {
+    /// What ends when it is dropped, as its back end knows it.
+    #[must_use]
+    pub fn new<T: Any + Send + Sync>(hold: T) -> Reuse {
+        Reuse { _hold: Some(Box::new(hold)) }
     }
 }
 
@@ -188,6 +203,16 @@ pub trait Backend: fmt::Debug + Send + Sync {
         let _ = buffer;
     }
 
+    /// Says that kernels will read a buffer several times while what comes back lives: the weights of a step of several
+    /// microbatches. The back end holds the buffer so long, so that nobody writes it, and may keep beside it what kernels make of
+    /// it: on the CPU, the form in which products pack a right operand, which takes about as much memory as that (in 16-bit floats
+    /// twice as much) for each way in which it is read, as it is and turned. That is counted, and given up where memory is short.
+    /// Results do not depend on it. Not for what is read once, nor for what is to be updated in place before the end.
+    fn reuse(&self, buffer: &Buffer) -> Reuse {
+        let _ = buffer;
+        Reuse::default()
+    }
+
     /// Notes the launches that a function gives, without doing them, for [`Backend::replay`]. Buffers that come out of the
     /// function have contents once that has been called, and keep their addresses; so do those that it reads and writes. Numbers
     /// that are passed by value stay as they are.
@@ -266,7 +291,7 @@ impl Machine for Host {
         let allocator = Allocator::with_limit(settings.memory_bytes_max);
         let Settings { num_threads, may_spin, precision, ref cores, .. } = settings;
         let pool = Pool::placed(num_threads, may_spin, cores).with_precision(precision);
-        Ok(Arc::new(Cpu { allocator, pool, cost: Tally::default() }))
+        Ok(Cpu::on(pool, allocator))
     }
 }
 
@@ -310,6 +335,7 @@ pub fn download<T: Element>(
 pub struct Cpu {
     allocator: Allocator,
     pool: Pool,
+    recurring: Arc<Recurring>,
     cost: Tally,
 }
 
@@ -323,7 +349,13 @@ impl Cpu {
     /// The same on memory of a given allocator.
     #[must_use]
     pub fn with_allocator(num_threads: usize, allocator: Allocator) -> Arc<dyn Backend> {
-        Arc::new(Cpu { allocator, pool: Pool::new(num_threads), cost: Tally::default() })
+        Cpu::on(Pool::new(num_threads), allocator)
+    }
+
+    fn on(pool: Pool, allocator: Allocator) -> Arc<dyn Backend> {
+        let recurring = Arc::new(Recurring::new(allocator.clone()));
+        let pool = pool.with_recurring(recurring.clone());
+        Arc::new(Cpu { allocator, pool, recurring, cost: Tally::default() })
     }
 }
 
@@ -333,7 +365,16 @@ impl Backend for Cpu {
     }
 
     fn alloc(&self, bytes: usize) -> Result<Buffer, KernelError> {
-        self.allocator.alloc(bytes)
+        let refused = match self.allocator.alloc(bytes) {
+            Err(error) => error,
+            taken => return taken,
+        };
+        // What makes products faster is worth less than what the program cannot do without.
+        if self.recurring.give_up() { self.allocator.alloc(bytes) } else { Err(refused) }
+    }
+
+    fn reuse(&self, buffer: &Buffer) -> Reuse {
+        if buffer.has_memory() { Reuse::new(self.recurring.hold(buffer)) } else { Reuse::default() }
     }
 
     fn launch(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
@@ -363,6 +404,10 @@ impl Backend for Cpu {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dtype::DType;
+    use crate::kernel::{Arg, ArgMut};
+    use crate::op::contract::CONTRACT;
+    use crate::strides::Strides;
 
     #[test]
     fn devices_are_shown_and_read() {
@@ -373,6 +418,71 @@ mod tests {
         for text in ["", "gpu", "cuda:", "cuda:x", "cuda:+1", "cuda1", "CPU"] {
             assert_eq!(Device::parse(text), None, "{text}");
         }
+    }
+
+    /// 64 rows by a weight of 100 rows and 300 columns.
+    fn product(cpu: &dyn Backend, x: &Buffer, weight: &Buffer) -> Vec<f32> {
+        let mut y = cpu.alloc(64 * 300 * 4).unwrap();
+        let [a, b, c] =
+            [[64, 100], [100, 300], [64, 300]].map(|[rows, cols]| Strides::contiguous(&[1, rows, cols]));
+        let arg = |buffer, view| Arg { buffer, dtype: DType::F32, view };
+        let inputs = [arg(x, &a), arg(weight, &b)];
+        let outputs = &mut [ArgMut { buffer: &mut y, dtype: DType::F32, view: &c }];
+        cpu.launch(&CONTRACT, &mut Launch { inputs: &inputs, outputs, scalars: &[] }).unwrap();
+        download(cpu, &y, 64 * 300).unwrap()
+    }
+
+    fn numbers(seed: usize, len: usize) -> Vec<f32> {
+        (0..len).map(|i| ((i * 7919 + seed) % 1000) as f32 - 500.0).collect()
+    }
+
+    #[test]
+    fn what_is_reused_is_packed_once_and_updated_after() {
+        let cpu = Cpu::backend(2);
+        let x = upload(&*cpu, &numbers(1, 64 * 100)).unwrap();
+        let mut weight = upload(&*cpu, &numbers(2, 100 * 300)).unwrap();
+        let in_use = || cpu.memory().in_use_bytes;
+        let (right, before) = (product(&*cpu, &x, &weight), in_use());
+        for seed in [3, 4] {
+            let reuse = cpu.reuse(&weight);
+            assert_eq!(in_use(), before, "nothing is kept before a product needs it");
+            assert!(!weight.is_unique(), "nobody else writes it");
+            let first = product(&*cpu, &x, &weight);
+            let with_form = in_use();
+            assert!(with_form >= before + 100 * 304 * 4);
+            assert!(product(&*cpu, &x, &weight) == first && in_use() == with_form);
+            drop(reuse);
+            assert_eq!(in_use(), before);
+            cpu.upload(bytes_of(&numbers(seed, 100 * 300)), &mut weight).unwrap();
+            assert!(product(&*cpu, &x, &weight) != first, "it is another weight now");
+        }
+        cpu.upload(bytes_of(&numbers(2, 100 * 300)), &mut weight).unwrap();
+        let _reuse = cpu.reuse(&weight);
+        assert!(product(&*cpu, &x, &weight) == right);
+    }
+
+    #[test]
+    fn what_is_kept_gives_way_to_what_is_needed() {
+        let (limit, form) = (1 << 20, 100 * 304 * 4);
+        let cpu = Cpu::with_allocator(1, Allocator::with_limit(limit));
+        let x = upload(&*cpu, &numbers(1, 64 * 100)).unwrap();
+        let weight = upload(&*cpu, &numbers(2, 100 * 300)).unwrap();
+        let in_use = || cpu.memory().in_use_bytes;
+        let (right, before) = (product(&*cpu, &x, &weight), in_use());
+        let reuse = cpu.reuse(&weight);
+        assert!(product(&*cpu, &x, &weight) == right && in_use() >= before + form);
+        let needed = cpu.alloc(limit - in_use() + form / 4).expect("there is as much without the form");
+        let after = in_use();
+        assert!(after < before + needed.bytes() + form, "it was given up");
+        assert!(product(&*cpu, &x, &weight) == right && in_use() == after);
+        drop(reuse);
+        let _reuse = cpu.reuse(&weight);
+        assert!(
+            product(&*cpu, &x, &weight) == right && in_use() == after,
+            "what is refused is packed as ever"
+        );
+        drop(needed);
+        assert!(product(&*cpu, &x, &weight) == right && in_use() == before, "nor kept later");
     }
 
     #[test]

@@ -26,7 +26,9 @@ pub mod op;
 pub mod cuda;
 pub mod open;
 
-pub use backend::{Backend, Cpu, Device, Graph, Host, Machine, Mark, Settings, download, refill, upload};
+pub use backend::{
+    Backend, Cpu, Device, Graph, Host, Machine, Mark, Reuse, Settings, download, refill, upload,
+};
 pub use buffer::{Allocator, Buffer};
 pub use dtype::{DType, Element, Float, Real};
 pub use error::{KernelError, MemoryStats};

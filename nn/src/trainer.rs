@@ -419,7 +419,7 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// Forward and backward of all microbatches. Nothing is read by the host.
     fn pass(&self, arguments: impl Fn(usize) -> Result<Vec<Tensor>>) -> Result<Passes> {
         let count = self.settings.microbatches;
-        let tape = self.model.tape();
+        let tape = self.model.tape().for_rounds(count);
         let mut losses = Vec::with_capacity(count);
         self.passes.borrow_mut().clear();
         for microbatch in 0..count {

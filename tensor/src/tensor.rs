@@ -9,7 +9,7 @@ use crate::watch::Watch;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::binary::{ACCUMULATE, ADD};
 use shardgrad_kernels::op::random::{NORMAL, UNIFORM};
-use shardgrad_kernels::{Buffer, DType, Dims, Element, Scalar};
+use shardgrad_kernels::{Buffer, DType, Dims, Element, Reuse, Scalar};
 use std::cell::{OnceCell, RefCell};
 use std::fmt;
 use std::ops::Range;
@@ -99,6 +99,14 @@ impl Tensor {
     #[must_use]
     pub fn piece(&self) -> &Piece {
         &self.0.piece
+    }
+
+    /// Says that ops will read it several times while what comes back lives: a parameter in a step of several microbatches. The
+    /// back end may keep beside it what it makes of it then ([`Backend::reuse`](shardgrad_kernels::Backend::reuse)); results are the
+    /// same. Its memory is held so long, so that an update in place comes after.
+    #[must_use]
+    pub fn reuse(&self) -> Reuse {
+        self.rank().backend().reuse(&self.piece().buffer)
     }
 
     /// A number that no other living tensor has.

@@ -14,7 +14,7 @@ use crate::var::Var;
 use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Origin, Phase, Rank, Result};
 use shardgrad_tensor::control::note_sent;
 use shardgrad_tensor::piece::Piece;
-use shardgrad_tensor::{Layout, Tensor, Value};
+use shardgrad_tensor::{Layout, Reuse, Tensor, Value};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::panic::Location;
 use std::time::Instant;
@@ -94,9 +94,9 @@ struct Step<'a> {
     trains: bool,
     /// What is handed back.
     live: &'a Live,
-    /// Parameters in the layouts in which they are computed with, made once.
+    /// Parameters in the layouts in which they are computed with, made once; held for the microbatches to come.
     tape: Tape,
-    computed: HashMap<u32, Var>,
+    computed: HashMap<u32, (Var, Option<Reuse>)>,
     /// Sums of their cotangents over the microbatches.
     sums: BTreeMap<u32, Tensor>,
     flights: HashMap<(usize, usize), Flight>,
@@ -290,13 +290,17 @@ impl Step<'_> {
     /// A parameter in the layout in which the stage computes with it; brought there once a step.
     fn computed(&mut self, stage: usize, outer: u32, key: Key) -> Var {
         let (tape, feed, stages) = (&self.tape, self.feed, self.runner.stages);
+        let is_reused = self.results.len() > 1;
         let bring = || {
             let stored = (feed.parameter)(key);
             let leaf = if (feed.is_trained)(key) { tape.leaf(key, &stored) } else { tape.constant(stored) };
             let program = stages.program();
-            leaf.in_layout(&program.outers[outer as usize].layout, stages.first_use(stage, outer))
+            let computed =
+                leaf.in_layout(&program.outers[outer as usize].layout, stages.first_use(stage, outer));
+            let reuse = is_reused.then(|| computed.tensor().reuse());
+            (computed, reuse)
         };
-        self.computed.entry(outer).or_insert_with(bring).clone()
+        self.computed.entry(outer).or_insert_with(bring).0.clone()
     }
 
     fn backward(&mut self, stage: usize, microbatch: usize) -> Result<()> {

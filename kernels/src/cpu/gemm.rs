@@ -11,6 +11,7 @@
 //! Operands and sums that are subnormal count as 0. Shapes, strides and threads have no say there either. Two operands of f32 meet
 //! there too, rounded to bf16, if a [`MatmulPrecision`] gives leave.
 
+mod kept;
 mod ended;
 mod split;
 
@@ -18,6 +19,7 @@ use crate::cpu::Pool;
 use crate::cpu::simd::bf16::{self, Means};
 use crate::cpu::simd::blocks::{Blocked, Target, Whole};
 use crate::cpu::simd::pack::{DEPTH_MAX, Source};
+use crate::cpu::simd::packed::Packed;
 use crate::cpu::simd::pairs::Lines;
 use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::simd::thin::by_rows;
@@ -229,12 +231,16 @@ fn tiled_products<T: Float>(
     c: &mut StackMut<'_, T>,
     ended: Option<&Ended<'_, T>>,
 ) {
-    let k = dims[3];
     let tiles = Tiles::at(level());
     let source = |x: Stack<'_, T>| Source::new(x.data, x.strides[1], x.strides[2]);
     let (sa, sb) = (source(a), source(b));
     let sc = Target { start: c.data.as_mut_ptr(), row: c.strides[1], col: c.strides[2] };
-    let reading = Reading::of(tiles.lanes, &a, c.strides);
+    let [g, m, n, k] = dims;
+    // SAFETY: it is asked and not run, so that nothing is touched, as k is not 0.
+    let packs = || unsafe { Blocked::new(&tiles, [m, n, k], sa, sb, false, sc.cast()) }.packs_b();
+    let kept = if g == 1 { kept::packed(pool, [m, n, k], b, packs) } else { None };
+    let packed = kept.as_ref().map(|kept| Packed::new(kept.as_slice(), n));
+    let reading = Reading::of(tiles.lanes, &a, c.strides, packed.is_some());
     Split::each(pool, dims, reading, |scratch, [matrix, row, col], [rows, cols]| {
         let c = sc.moved(matrix * c.strides[0] + row * c.strides[1] + col * c.strides[2]);
         let whole = Ended::of_part(ended, [matrix, row, col], c);
@@ -243,6 +249,7 @@ fn tiled_products<T: Float>(
         unsafe {
             let a = sa.moved(matrix * a.strides[0] + row * a.strides[1]);
             let b = sb.moved(matrix * b.strides[0] + col * b.strides[2]);
+            let b = (b, packed.map(|packed| packed.from(col)));
             rounded(&tiles, (pool, scratch), [rows, cols, k], a, b, c, &whole);
         }
     });
@@ -311,13 +318,15 @@ unsafe fn rounded<T: Float>(
     (pool, scratch): (&Pool, &mut Scratch),
     [m, n, k]: [usize; 3],
     a: Source<T::Acc>,
-    b: Source<T::Acc>,
+    (b, packed): (Source<T::Acc>, Option<Packed<'_, T::Acc>>),
     c: Target<T>,
     whole: Whole<'_>,
 ) {
     if T::DTYPE == T::Acc::DTYPE {
         // SAFETY: as promised by the caller; T is its own accumulator.
-        unsafe { Blocked::new(tiles, [m, n, k], a, b, false, c.cast()).telling(whole).run(scratch) };
+        let product = unsafe { Blocked::new(tiles, [m, n, k], a, b, false, c.cast()) };
+        // SAFETY: as above.
+        unsafe { product.of_packed(packed).telling(whole).run(scratch) };
         return;
     }
     let mut sums = pool.scratch();
@@ -326,7 +335,9 @@ unsafe fn rounded<T: Float>(
         let [wide] = sums.slices([rows * n]);
         let to = Target { start: wide.as_mut_ptr(), row: n, col: 1 };
         // SAFETY: as promised by the caller; `wide` is as large as these rows.
-        unsafe { Blocked::new(tiles, [rows, n, k], a.from(first, 0), b, false, to).run(scratch) };
+        let product = unsafe { Blocked::new(tiles, [rows, n, k], a.from(first, 0), b, false, to) };
+        // SAFETY: as above.
+        unsafe { product.of_packed(packed).run(scratch) };
         // SAFETY: these rows lie inside of c, and nobody else uses them meanwhile.
         unsafe { round(wide, n, c.from(first, 0)) };
         if k > 0 {

@@ -4,6 +4,7 @@ pub mod simd;
 pub mod cores;
 mod pace;
 mod seat;
+pub(crate) mod recurring;
 pub mod pool;
 pub mod math;
 pub mod gemm;

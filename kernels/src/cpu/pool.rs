@@ -6,6 +6,7 @@
 
 use crate::cpu::cores;
 use crate::cpu::pace::Pace;
+use crate::cpu::recurring::Recurring;
 use crate::cpu::seat::Seat;
 use crate::cpu::simd::scratch::Scratch;
 use crate::precision::MatmulPrecision;
@@ -62,6 +63,7 @@ pub struct Pool {
     shelves: Box<[Shelf]>,
     precision: MatmulPrecision,
     pace: Pace,
+    recurring: Option<Arc<Recurring>>,
 }
 
 /// Scratch memory that one thread has used: it lies in the caches of its core.
@@ -122,7 +124,7 @@ impl Pool {
         let workers: Vec<_> = workers.collect();
         let shelves = (0..=workers.len()).map(|_| Shelf::default()).collect();
         let precision = MatmulPrecision::default();
-        Pool { workers, shelves, precision, pace: Pace::default() }
+        Pool { workers, shelves, precision, pace: Pace::default(), recurring: None }
     }
 
     /// The same for kernels that form products of f32 in another way. Default: the most exact.
@@ -136,6 +138,17 @@ impl Pool {
     #[must_use]
     pub fn precision(&self) -> MatmulPrecision {
         self.precision
+    }
+
+    /// The same, whose products keep forms of operands that recur.
+    pub(crate) fn with_recurring(mut self, recurring: Arc<Recurring>) -> Pool {
+        self.recurring = Some(recurring);
+        self
+    }
+
+    /// The operands that recur, if any does now.
+    pub(crate) fn recurring(&self) -> Option<&Recurring> {
+        self.recurring.as_deref().filter(|recurring| recurring.is_any())
     }
 
     /// Whether the threads keep pace.

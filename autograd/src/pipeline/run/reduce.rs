@@ -24,7 +24,7 @@ impl Step<'_> {
         let ready: BTreeMap<u32, Tensor> = ready;
         let mut seeds: Vec<(Id, Tensor)> = Vec::new();
         for (outer, sum) in ready {
-            seeds.extend(self.computed.remove(&outer).and_then(|var| var.id()).map(|id| (id, sum)));
+            seeds.extend(self.computed.remove(&outer).and_then(|(var, _)| var.id()).map(|id| (id, sum)));
         }
         self.tape.backward_from(seeds);
         self.gradients.extend(self.tape.gradients());

@@ -130,8 +130,14 @@ impl Reading {
     /// Where both operands are packed.
     pub(super) const PACKED: Reading = Reading { b: PACKING, in_place: 0 };
 
-    /// Of tiles of widened operands, that many lanes wide. They pack b, where it is not so small that it hardly counts.
-    pub(super) fn of<T: Float>(lanes: usize, a: &Stack<'_, T>, c_strides: [usize; 3]) -> Reading {
+    /// Of tiles of widened operands, that many lanes wide. They pack b, where it is not so small that it hardly counts, unless they
+    /// find it packed.
+    pub(super) fn of<T: Float>(
+        lanes: usize,
+        a: &Stack<'_, T>,
+        c_strides: [usize; 3],
+        is_packed: bool,
+    ) -> Reading {
         let is_turned = c_strides[1] == 1 && c_strides[2] != 1;
         let in_place = match a.strides {
             _ if T::DTYPE != T::Acc::DTYPE || is_turned => 0,
@@ -139,7 +145,7 @@ impl Reading {
             [_, 1, step] => cols_in_place(lanes, step),
             _ => 0,
         };
-        Reading { in_place, ..Reading::PACKED }
+        Reading { b: if is_packed { IN_PLACE } else { PACKING }, in_place }
     }
 
     /// For an element of a, by a task of so many columns. In place it is read once for each strip of columns, and packed where

@@ -5,6 +5,7 @@
 //! speed.
 
 use crate::cpu::simd::pack::{DEPTH_MAX, Source, Strips};
+use crate::cpu::simd::packed::Packed;
 use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::simd::tile::{COLS_MAX, ROWS_MAX, Rows, Tiles};
 use crate::dtype::Real;
@@ -107,6 +108,8 @@ pub(crate) struct Blocked<'t, R: 'static> {
     k: usize,
     a: Source<R>,
     b: Source<R>,
+    /// All of b, where it was packed before.
+    packed: Option<Packed<'t, R>>,
     c: Target<R>,
     accumulate: bool,
     strips: Cut,
@@ -164,8 +167,36 @@ impl<'t, R: Real> Blocked<'t, R> {
                 unsafe { *c.at(i, j) = R::ZERO };
             }
         }
-        let whole = None;
-        Blocked { tiles, n, k, a, b, c, accumulate, strips, col_step, in_place_a, in_place_b, turned, whole }
+        let (packed, whole) = (None, None);
+        Blocked {
+            tiles,
+            n,
+            k,
+            a,
+            b,
+            packed,
+            c,
+            accumulate,
+            strips,
+            col_step,
+            in_place_a,
+            in_place_b,
+            turned,
+            whole,
+        }
+    }
+
+    /// Whether all of the b that was asked for is packed.
+    pub(crate) fn packs_b(&self) -> bool {
+        !self.turned && !self.in_place_b
+    }
+
+    /// The same, of a b that is packed already, unless this is the product of the turned matrices. Each step of it is as wide as b.
+    pub(crate) fn of_packed(self, packed: Option<Packed<'t, R>>) -> Self {
+        match packed {
+            Some(packed) if !self.turned => Blocked { packed: Some(packed), in_place_b: false, ..self },
+            _ => self,
+        }
     }
 
     /// The same, where `whole` is told of each part of c once; of nothing if k is 0.
@@ -175,6 +206,9 @@ impl<'t, R: Real> Blocked<'t, R> {
 
     /// Elements of a packed block of b.
     fn room_b(&self) -> usize {
+        if self.packed.is_some() {
+            return 0;
+        }
         self.col_step.min(self.n.next_multiple_of(self.tiles.lanes)) * self.k.min(DEPTH_MAX)
     }
 
@@ -196,25 +230,20 @@ impl<'t, R: Real> Blocked<'t, R> {
         })
     }
 
-    /// Packs a block of b, or only its last strip if the rest can stay where it is.
+    /// Packs a block of b, or only its last strip if the rest can stay where it is; nothing of what is packed already. Where it is.
     ///
     /// # Safety
     /// `to` has room for [`Blocked::room_b`] elements.
-    unsafe fn pack(&self, block: Block, to: *mut R) {
-        let (wide, depth) = (2 * self.tiles.lanes, block.depth);
-        let (whole, rest) = (block.cols / wide, block.cols % wide);
-        let from = self.b.from(block.first_depth, block.first_col);
-        let strips = Strips { depth, count: whole, used: wide, width: wide };
-        let last =
-            Strips { depth, count: rest.min(1), used: rest, width: rest.next_multiple_of(self.tiles.lanes) };
-        // SAFETY: as promised by the caller.
-        unsafe {
-            if !self.in_place_b {
-                from.pack(self.tiles, strips, to);
-            }
-            let place = (whole * wide - self.packed_from(block)) * depth;
-            from.from(0, whole * wide).pack(self.tiles, last, to.wrapping_add(place));
+    unsafe fn pack(&self, block: Block, to: *mut R) -> *const R {
+        let Block { first_col, cols, first_depth, depth } = block;
+        if let Some(packed) = self.packed {
+            return packed.strips([first_depth, depth], first_col).as_ptr();
         }
+        let first = self.packed_from(block);
+        let from = self.b.from(first_depth, first_col + first);
+        // SAFETY: as promised by the caller.
+        unsafe { from.pack_columns(self.tiles, [depth, cols - first], to) };
+        to
     }
 
     /// Columns before this one stay in b itself.
@@ -270,12 +299,12 @@ impl<'t, R: Real> Blocked<'t, R> {
     /// As for [`Blocked::new`].
     pub(crate) unsafe fn run(&self, scratch: &mut Scratch) {
         let count = self.strips.count;
-        let packed_b = scratch.room::<R>(self.room_b() + self.room_a(count.min(STRIPS)));
-        let packed_a = packed_b.wrapping_add(self.room_b());
+        let room_b = scratch.room::<R>(self.room_b() + self.room_a(count.min(STRIPS)));
+        let packed_a = room_b.wrapping_add(self.room_b());
         for block in self.blocks() {
             // SAFETY: there is room for both, and only this thread works on c.
             unsafe {
-                self.pack(block, packed_b);
+                let packed_b = self.pack(block, room_b);
                 for first in (0..count).step_by(STRIPS) {
                     self.multiply(block, first..count.min(first + STRIPS), packed_b, packed_a);
                 }

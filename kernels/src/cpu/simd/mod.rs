@@ -11,6 +11,7 @@ pub(crate) mod turn;
 pub(crate) mod tile;
 pub mod roof;
 pub(crate) mod pack;
+pub(crate) mod packed;
 pub(crate) mod blocks;
 pub(crate) mod thin;
 pub(crate) mod turned;

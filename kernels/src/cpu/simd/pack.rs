@@ -65,6 +65,23 @@ impl<R: Real> Source<R> {
         self.moved(i * self.row + j * self.col)
     }
 
+    /// Packs `cols` columns of `depth` steps in strips two vectors wide; one, if the last holds no more.
+    ///
+    /// # Safety
+    /// The columns lie inside of the memory, and `to` has room for their strips.
+    pub(crate) unsafe fn pack_columns(self, tiles: &Tiles<R>, [depth, cols]: [usize; 2], to: *mut R) {
+        let wide = 2 * tiles.lanes;
+        let (count, rest) = (cols / wide, cols % wide);
+        let whole = Strips { depth, count, used: wide, width: wide };
+        let last =
+            Strips { depth, count: rest.min(1), used: rest, width: rest.next_multiple_of(tiles.lanes) };
+        // SAFETY: as promised by the caller.
+        unsafe {
+            self.pack(tiles, whole, to);
+            self.from(0, count * wide).pack(tiles, last, to.wrapping_add(count * wide * depth));
+        }
+    }
+
     /// See [`Pack`].
     ///
     /// # Safety

@@ -1,0 +1,167 @@
+//! Right operands that products meet again ([`Recurring`](crate::cpu::recurring::Recurring)): packed once, by the first of them.
+
+use super::Stack;
+use crate::buffer::{Buffer, bytes_of};
+use crate::cpu::Pool;
+use crate::cpu::recurring::Reading;
+use crate::cpu::simd::pack::DEPTH_MAX;
+use crate::cpu::simd::packed::{Packed, pack_block};
+use crate::dtype::{Element, Float};
+
+/// A product of more rows does so much with what it has packed that packing hardly counts. Not one whose operands are widened, which
+/// packs them again for every [`ROUNDED`](super::ROUNDED) rows.
+const ROWS_MAX: usize = 512;
+
+/// The packed form of a b that recurs, as [`Packed`] has it, for a product of these extents (m, n, k) that would pack it: made now,
+/// unless an earlier product did so. `None` if there is no memory for it, or it would hardly be faster.
+pub(super) fn packed<T: Float>(
+    pool: &Pool,
+    [m, n, k]: [usize; 3],
+    b: Stack<'_, T>,
+    packs: impl FnOnce() -> bool,
+) -> Option<Buffer> {
+    let recurring = pool.recurring()?;
+    if k == 0 || m > ROWS_MAX && T::DTYPE == T::Acc::DTYPE || !packs() {
+        return None;
+    }
+    let (strides, width) = ([b.strides[1], b.strides[2]], Packed::<T::Acc>::width(n));
+    let reading = Reading { extents: [k, n], strides, dtype: T::DTYPE };
+    let bytes = width.checked_mul(k)?.checked_mul(size_of::<T::Acc>())?;
+    recurring.form(bytes_of(b.data), reading, bytes, |kept| {
+        let kept = kept.as_mut::<T::Acc>().expect("what was just taken has one handle");
+        pool.chunks(&mut kept[..width * k], DEPTH_MAX * width, |block, to| {
+            pack_block((b.data, strides), [n, k], block, to);
+        });
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::buffer::Allocator;
+    use crate::cpu::gemm::{StackMut, ended_products, products};
+    use crate::cpu::recurring::Recurring;
+    use half::bf16;
+    use std::sync::Arc;
+
+    /// A pool whose products keep what recurs, in memory without a limit.
+    fn keeping(threads: usize) -> (Pool, Arc<Recurring>) {
+        let recurring = Arc::new(Recurring::new(Allocator::default()));
+        (Pool::new(threads).with_recurring(recurring.clone()), recurring)
+    }
+
+    fn numbers<T: Float>(seed: usize, len: usize) -> Vec<T> {
+        (0..len).map(|i| T::from_f64((((i + seed) * 7919) % 1000) as f64 / 700.0 - 0.7)).collect()
+    }
+
+    fn buffer<T: Float>(data: &[T]) -> Buffer {
+        let mut buffer = Allocator::default().alloc(size_of_val(data)).unwrap();
+        buffer.as_mut::<T>().unwrap().copy_from_slice(data);
+        buffer
+    }
+
+    /// Rows side by side, columns side by side, both apart; from some element on.
+    fn lies(kind: usize, [k, n]: [usize; 2]) -> (usize, [usize; 3]) {
+        [(0, [0, n, 1]), (5, [0, 1, k + 3]), (3, [0, 2 * n + 3, 2]), (7, [0, n + 9, 1])][kind]
+    }
+
+    fn form<T: Float>(pool: &Pool, [m, n, k]: [usize; 3], a: Stack<'_, T>, b: Stack<'_, T>) -> [Vec<T>; 2] {
+        let mut c = vec![T::from_f64(9.0); m * n];
+        products(pool, [1, m, n, k], a, b, StackMut { data: &mut c[..], strides: [m * n, n, 1] });
+        let mut ended = vec![T::from_f64(9.0); m * n];
+        ended_products(pool, [1, m, n, k], a, b, &mut ended, None, &|[row, col], c, _| {
+            let place = |j| (row * n + col + j) as f64;
+            c.iter_mut().enumerate().for_each(|(j, c)| *c = T::from_f64(c.to_f64() + place(j)));
+        });
+        [c, ended]
+    }
+
+    /// Several products with one b, held and not; gives how many forms were kept of it.
+    fn examine<T: Float>([m, n, k]: [usize; 3], kind: usize, threads: usize) -> usize {
+        let (offset, strides) = lies(kind, [k, n]);
+        let memory = buffer(&numbers::<T>(2, offset + 2 * (k + 9) * (n + 9)));
+        let data = &memory.as_slice::<T>()[offset..];
+        let (pool, recurring) = keeping(threads);
+        let hold = recurring.hold(&memory);
+        for (seed, turned) in [(1, false), (4, true), (7, false)] {
+            let x = numbers::<T>(seed, m * k);
+            let a = Stack { data: &x[..], strides: if turned { [0, 1, m] } else { [0, k, 1] } };
+            let b = Stack { data, strides };
+            let (held, right) = (form(&pool, [m, n, k], a, b), form(&Pool::new(1), [m, n, k], a, b));
+            assert!(held == right, "{} {m} {n} {k}, kind {kind}, {threads} threads", T::DTYPE);
+        }
+        let [operands, forms] = recurring.counts();
+        assert_eq!(operands, 1);
+        drop(hold);
+        assert_eq!(recurring.counts(), [0, 0], "nothing is kept of what does not recur any more");
+        forms
+    }
+
+    #[test]
+    fn products_of_what_is_kept_have_the_same_bits() {
+        // Strips that are not whole, blocks of columns and of depth that are not, tasks by rows and by columns.
+        let shapes =
+            [[29, 33, 5], [64, 100, 300], [57, 801, 70], [200, 40, 513], [300, 560, 256], [600, 70, 9]];
+        for (dims, threads) in shapes.into_iter().flat_map(|dims| [1, 2, 3].map(|threads| (dims, threads))) {
+            for kind in 0..4 {
+                for forms in [
+                    examine::<f32>(dims, kind, threads),
+                    examine::<f64>(dims, kind, threads),
+                    if crate::cpu::gemm::meets_bf16() { 1 } else { examine::<bf16>(dims, kind, threads) },
+                ] {
+                    assert!(forms <= 1, "what is kept serves every product: {dims:?}");
+                }
+            }
+        }
+        for (dims, kind, kept) in [
+            ([64, 100, 300], 0, 1),
+            ([64, 100, 300], 1, 1),
+            ([ROWS_MAX, 100, 300], 0, 1),
+            ([ROWS_MAX + 1, 100, 300], 0, 0),
+            ([28, 100, 300], 0, 0),
+            ([64, 100, 0], 0, 0),
+            ([1, 100, 300], 0, 0),
+        ] {
+            assert_eq!(examine::<f32>(dims, kind, 2), kept, "{dims:?}, kind {kind}");
+        }
+    }
+
+    #[test]
+    fn a_product_reads_what_is_kept() {
+        let (m, n, k) = (64, 96, 300);
+        let memory = buffer(&numbers::<f32>(2, k * n));
+        let (pool, recurring) = keeping(2);
+        let _hold = recurring.hold(&memory);
+        let b = memory.as_slice::<f32>();
+        let reading = Reading { extents: [k, n], strides: [n, 1], dtype: f32::DTYPE };
+        let bytes = Packed::<f32>::width(n) * k * 4;
+        let kept = recurring.form(bytes_of(b), reading, bytes, |kept| {
+            kept.as_mut::<f32>().unwrap().fill(0.0);
+        });
+        let x = numbers::<f32>(1, m * k);
+        let a = Stack { data: &x[..], strides: [0, k, 1] };
+        let [c, _] = form(&pool, [m, n, k], a, Stack { data: b, strides: [0, n, 1] });
+        assert!(c.iter().all(|c| *c == 0.0), "zeros were kept in the place of b");
+        // A part of b, and b turned, are other operands.
+        let [part, _] = form(&pool, [m, n - 32, k], a, Stack { data: &b[32..], strides: [0, n, 1] });
+        let [turned, _] = form(&pool, [m, n, k], a, Stack { data: b, strides: [0, 1, k] });
+        assert!(part.iter().all(|c| *c != 0.0) && turned.iter().all(|c| *c != 0.0));
+        assert_eq!(recurring.counts(), [1, 3]);
+        assert!(kept.is_some_and(|mut kept| !kept.is_unique()));
+    }
+
+    #[test]
+    fn who_holds_what_others_hold_ends_only_his_own() {
+        let memory = buffer(&numbers::<f32>(2, 100 * 300));
+        let (pool, recurring) = keeping(1);
+        let [first, second] = [(); 2].map(|()| recurring.hold(&memory));
+        let x = numbers::<f32>(1, 64 * 300);
+        let a = Stack { data: &x[..], strides: [0, 300, 1] };
+        let b = Stack { data: memory.as_slice::<f32>(), strides: [0, 100, 1] };
+        form(&pool, [64, 100, 300], a, b);
+        drop(first);
+        assert_eq!(recurring.counts(), [1, 1]);
+        drop(second);
+        assert_eq!((recurring.counts(), recurring.is_any()), ([0, 0], false));
+    }
+}

@@ -1,0 +1,196 @@
+//! Weights that the microbatches of a step share: what a back end keeps of them changes no bit, and is gone before the update.
+
+use shardgrad::kernels::{
+    Backend, Buffer, Cost, Device, Host, Kernel, KernelError, Launch, Machine, MemoryStats, Reuse,
+    Settings as Asked,
+};
+use shardgrad::nn::model::{Gpt2, Gpt2Config};
+use shardgrad::prelude::*;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+const SEQ: usize = 8;
+const ROWS: usize = 32;
+/// A product of its weights has more rows than it reads in place, and more bytes than stay in the first-level cache.
+const WIDTH: usize = 96;
+
+/// The host, which is told what is read again, or is not.
+#[derive(Debug)]
+struct Watched {
+    is_told: bool,
+    /// Steps of the optimizer while something was held, and buffers that were held at all.
+    counts: Arc<[AtomicUsize; 2]>,
+}
+
+#[derive(Debug)]
+struct OfRank {
+    host: Arc<dyn Backend>,
+    is_told: bool,
+    held: Arc<AtomicUsize>,
+    counts: Arc<[AtomicUsize; 2]>,
+}
+
+/// Counts one less when it is dropped.
+struct Held(Arc<AtomicUsize>, #[expect(dead_code, reason = "it ends with this")] Reuse);
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Machine for Watched {
+    fn device(&self) -> Device {
+        Device::Cpu
+    }
+
+    fn backend(&self, asked: Asked) -> Result<Arc<dyn Backend>, KernelError> {
+        let (host, counts, held) = (Host.backend(asked)?, self.counts.clone(), Arc::default());
+        Ok(Arc::new(OfRank { host, is_told: self.is_told, held, counts }))
+    }
+}
+
+impl Backend for OfRank {
+    fn device(&self) -> Device {
+        Device::Cpu
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<Buffer, KernelError> {
+        self.host.alloc(bytes)
+    }
+
+    fn launch(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
+        if kernel.name == "adamw" && self.held.load(Ordering::Relaxed) > 0 {
+            self.counts[0].fetch_add(1, Ordering::Relaxed);
+        }
+        self.host.launch(kernel, launch)
+    }
+
+    fn memory(&self) -> MemoryStats {
+        self.host.memory()
+    }
+
+    fn cost(&self) -> Cost {
+        self.host.cost()
+    }
+
+    fn num_threads(&self) -> usize {
+        self.host.num_threads()
+    }
+
+    fn reuse(&self, buffer: &Buffer) -> Reuse {
+        if !self.is_told {
+            return Reuse::default();
+        }
+        self.held.fetch_add(1, Ordering::Relaxed);
+        self.counts[1].fetch_add(1, Ordering::Relaxed);
+        Reuse::new(Held(self.held.clone(), self.host.reuse(buffer)))
+    }
+}
+
+/// What a run leaves behind, of all ranks.
+#[derive(Debug, PartialEq)]
+struct Trained {
+    losses: Vec<f64>,
+    bits: Vec<Vec<u64>>,
+}
+
+/// Bytes at the peak of the first rank, and what it had taken from the system after each step.
+struct Memory {
+    peak: usize,
+    system_allocs: Vec<usize>,
+}
+
+struct Run {
+    mesh: &'static str,
+    plan: Plan,
+    dtype: DType,
+    microbatches: usize,
+    recompute: bool,
+}
+
+impl Run {
+    fn new(mesh: &'static str) -> Run {
+        Run { mesh, plan: Plan::gpt2(), dtype: DType::F32, microbatches: 4, recompute: false }
+    }
+
+    fn trained(&self, machine: Watched) -> (Trained, Memory) {
+        let world = World::new(Mesh::parse(self.mesh).unwrap()).threads(1).on(Arc::new(machine));
+        let ranks = world.launch(|rank| self.on_rank(rank)).unwrap_or_else(|e| panic!("{}: {e}", self.mesh));
+        let (trained, memory): (Vec<Trained>, Vec<Memory>) = ranks.into_iter().unzip();
+        let memory = memory.into_iter().next().expect("a world has a rank");
+        let losses = trained.iter().flat_map(|trained| trained.losses.clone()).collect();
+        (Trained { losses, bits: trained.into_iter().flat_map(|trained| trained.bits).collect() }, memory)
+    }
+
+    fn on_rank(&self, rank: &Rank) -> Result<(Trained, Memory)> {
+        let mut config = Gpt2Config::new(19, SEQ, WIDTH, 4, 2);
+        (config.embd_pdrop, config.attn_pdrop, config.resid_pdrop) = (0.0, 0.0, 0.0);
+        let settings = Settings {
+            microbatches: self.microbatches,
+            seed: 5,
+            dtype: self.dtype,
+            clip: Some(1.0),
+            ..Settings::new(ROWS)
+        };
+        let read = |rank: &Rank, step: u64, rows: Range<usize>| {
+            let layout = self.plan.batch_layout(rank.mesh(), DType::I64, &[rows.len(), SEQ])?;
+            let token = |r: usize, t: usize| ((r * 5 + t * t + step as usize * 3) % 19) as i64;
+            let of = |shift: usize| -> Vec<i64> {
+                rows.clone().flat_map(|r| (0..SEQ).map(move |t| token(r, t + shift))).collect()
+            };
+            Ok(vec![Tensor::from_global(rank, &layout, &of(0))?, Tensor::from_global(rank, &layout, &of(1))?])
+        };
+        let loss = |model: &Gpt2, x: &[Var]| model.loss(&x[0], &x[1]);
+        let model = Gpt2::new(&config).recompute(self.recompute);
+        let mut trainer = Trainer::new(rank, model, &self.plan, AdamW::new(3e-3), settings, read, loss)?;
+        let (mut losses, mut system_allocs) = (Vec::new(), Vec::new());
+        for _ in 0..6 {
+            losses.push(trainer.step(&[])?.loss);
+            system_allocs.push(rank.backend().memory().num_system_allocs);
+        }
+        let here = trainer.model().params().iter().filter(|param| param.is_here());
+        let bits = here.map(|param| {
+            let numbers = param.tensor().to_local_f64()?;
+            Ok(numbers.into_iter().map(f64::to_bits).collect())
+        });
+        let bits = bits.collect::<Result<_>>()?;
+        let memory = Memory { peak: rank.backend().memory().peak_bytes, system_allocs };
+        Ok((Trained { losses, bits }, memory))
+    }
+
+    /// With and without, compared; what the back ends were told in the first, and the difference of the peaks.
+    fn compared(&self) -> (usize, isize) {
+        let counts: Arc<[AtomicUsize; 2]> = Arc::default();
+        let (with, memory) = self.trained(Watched { is_told: true, counts: counts.clone() });
+        let (without, before) = self.trained(Watched { is_told: false, counts: Arc::default() });
+        let what = format!("{} {} {}", self.mesh, self.dtype, self.microbatches);
+        assert!(with == without, "{what}: {:?}, not {:?}", with.losses, without.losses);
+        let [early, told] = [0, 1].map(|i| counts[i].load(Ordering::Relaxed));
+        assert_eq!(early, 0, "{what}: updates come after what is held");
+        let steady = &memory.system_allocs[3..];
+        assert!(steady.iter().all(|n| *n == steady[0]), "{what}: {:?}", memory.system_allocs);
+        (told, memory.peak as isize - before.peak as isize)
+    }
+}
+
+#[test]
+fn steps_of_several_microbatches_have_the_bits_that_they_had() {
+    // The weights of two blocks, packed both ways.
+    let weights = (2 * 2 * 12 * WIDTH * WIDTH * 4) as isize;
+    let (told, more) = Run::new("").compared();
+    assert!(told > 0 && more > weights / 2, "{more} bytes are held beside {weights}");
+    let (told, more) = Run { microbatches: 1, ..Run::new("") }.compared();
+    assert_eq!((told, more), (0, 0), "one microbatch shares nothing");
+    let recompute = Run { recompute: true, ..Run::new("") };
+    let f64s = Run { dtype: DType::F64, ..Run::new("") };
+    let bf16s = Run { dtype: DType::BF16, ..Run::new("") };
+    let on_pipeline = |name: &str| Run { plan: Plan::gpt2().schedule(name), ..Run::new("pp=2") };
+    let pipelines = ["1f1b", "zb-h1", "interleaved"].map(on_pipeline);
+    let split = ["dp=2", "tp=2"].map(Run::new);
+    for run in [recompute, f64s, bf16s].into_iter().chain(split).chain(pipelines) {
+        let (told, _) = run.compared();
+        assert!(told > 0, "{}: somebody was told", run.mesh);
+    }
+}
