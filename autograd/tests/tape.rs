@@ -37,14 +37,14 @@ fn gradients_add_up_over_uses_and_rounds() {
 fn what_is_kept_for_rounds_goes_with_the_gradients() {
     one_rank(|rank| {
         let in_use = || rank.backend().memory().in_use_bytes;
-        const N: usize = 80;
+        const N: usize = 96;
         let matrix = |shift: usize| {
             let numbers: Vec<f64> = (0..N * N).map(|i| ((i * 7 + shift) % 11) as f64).collect();
             Tensor::from_host(rank, &[N, N], &numbers)
         };
         let (x, w, other) = (matrix(1)?, matrix(2)?, matrix(3)?);
         let bytes = N * N * 8;
-        let round = |tape: &Tape, w: &Tensor| {
+        let round = |tape: &Tape, w: &Tensor| -> Result<usize> {
             tape.constant(x.clone()).matmul(&tape.leaf(1, w)).sum().backward()?;
             Ok(in_use())
         };
