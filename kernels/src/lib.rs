@@ -1,8 +1,8 @@
 //! The machine room of shardgrad: bytes and speed.
 //!
 //! This crate knows devices, buffers, strides and kernels. It knows no ranks, no layouts and no gradients.
-//! `unsafe` is allowed here in `latch.rs`, `buffer.rs`, `buffer/`, `cpu/pool.rs`, `cpu/simd/`, `cpu/gemm.rs`, `cpu/gemm/`, and some
-//! files of `cuda/` and of `gpu/shim/` only.
+//! `unsafe` is allowed here in `latch.rs`, `buffer.rs`, `buffer/`, `cpu/job.rs`, `cpu/pool.rs`, `cpu/simd/`, `cpu/gemm.rs`,
+//! `cpu/gemm/`, and some files of `cuda/` and of `gpu/shim/` only.
 
 #[cfg(panic = "abort")]
 compile_error!(

@@ -3,8 +3,10 @@
 pub mod simd;
 pub mod cores;
 mod pace;
+mod sync;
 mod seat;
 pub(crate) mod recurring;
+mod job;
 pub mod pool;
 pub mod math;
 pub mod gemm;

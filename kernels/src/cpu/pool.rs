@@ -5,6 +5,7 @@
 //! spin, handing work over and learning that it is done takes a few exchanges of cache lines.
 
 use crate::cpu::cores;
+use crate::cpu::job::{Job, TaskOfThread, Worker, serve};
 use crate::cpu::pace::Pace;
 use crate::cpu::recurring::Recurring;
 use crate::cpu::seat::Seat;
@@ -12,49 +13,9 @@ use crate::cpu::simd::scratch::Scratch;
 use crate::precision::MatmulPrecision;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
 
 type Task<'a> = dyn Fn(usize) + Sync + 'a;
-/// The same for tasks that want to know the thread: the caller's is 0.
-type TaskOfThread<'a> = dyn Fn(usize, usize) + Sync + 'a;
-
-/// One call of [`Pool::run`], which holds it until no worker has it: the task, how many indices there are, the next one to be
-/// handed out. On a cache line of its own, which goes to a worker at once.
-#[repr(align(128))]
-struct Job<'a> {
-    task: &'a TaskOfThread<'a>,
-    count: usize,
-    next: AtomicUsize,
-    panicked: AtomicBool,
-}
-
-impl Job<'_> {
-    fn work(&self, thread: usize) {
-        loop {
-            let i = self.next.fetch_add(1, Ordering::Relaxed);
-            if i >= self.count {
-                return;
-            }
-            self.one(thread, i);
-        }
-    }
-
-    fn one(&self, thread: usize, i: usize) {
-        let task = std::panic::AssertUnwindSafe(|| (self.task)(thread, i));
-        if let Err(cause) = std::panic::catch_unwind(task) {
-            // To drop it may panic again, outside of what is caught.
-            std::mem::forget(cause);
-            self.panicked.store(true, Ordering::Relaxed);
-        }
-    }
-}
-
-struct Worker {
-    seat: Arc<Seat>,
-    handle: JoinHandle<()>,
-}
 
 /// Threads for the kernels of one rank; the caller's thread is one of them.
 pub struct Pool {
@@ -194,18 +155,8 @@ impl Pool {
             (0..count).for_each(|i| task(0, i));
             return;
         }
-        let job = Job { task, count, next: AtomicUsize::new(1), panicked: AtomicBool::new(false) };
-        let offer = (&raw const job).cast_mut().cast::<()>();
-        let workers = &self.workers[..self.workers.len().min(count - 1)];
-        // Nothing unwinds from here until no worker has the job.
-        workers.iter().for_each(|worker| worker.seat.offer(offer, worker.handle.thread()));
-        job.one(0, 0);
-        job.work(0);
-        workers.iter().for_each(|worker| worker.seat.recall(offer));
-        assert!(
-            !job.panicked.load(Ordering::Relaxed),
-            "a kernel task panicked (its own message stands above)"
-        );
+        let has_panicked = Job::run(&self.workers, count, task);
+        assert!(!has_panicked, "a kernel task panicked (its own message stands above)");
     }
 
     /// Cuts `out` into chunks of `chunk` elements (the last may be shorter) and calls `task(i, chunk i)` for each.
@@ -279,15 +230,6 @@ impl<T> Shares<T> {
 // SAFETY: used only to form disjoint slices of `T: Send`, one per task.
 unsafe impl<T: Send> Sync for Shares<T> {}
 
-fn serve(seat: &Seat, thread: usize) {
-    while let Some(job) = seat.take() {
-        // SAFETY: offers point to jobs that `Pool::run_on_threads` holds until it has recalled them, which waits until this
-        // worker is done; jobs are shared between threads only by what is atomic and by their task, which is `Sync`.
-        unsafe { &*job.cast::<Job<'_>>() }.work(thread);
-        seat.done();
-    }
-}
-
 impl Drop for Pool {
     fn drop(&mut self) {
         self.workers.iter().for_each(|worker| worker.seat.close(worker.handle.thread()));
@@ -306,6 +248,8 @@ impl fmt::Debug for Pool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::Barrier;
+    use std::sync::atomic::{AtomicUsize, Ordering};
     use std::time::{Duration, Instant};
 
     #[cfg(target_os = "linux")]
@@ -342,39 +286,101 @@ mod tests {
 
     #[test]
     fn workers_that_have_parked_take_part_again() {
-        let pool = Pool::new(3);
+        // The caller wakes two, these wake the others.
+        let pool = Pool::new(9);
         for round in 0..4 {
             let wait = Instant::now();
             while !pool.workers.iter().all(|worker| worker.seat.is_parked()) {
                 assert!(wait.elapsed() < Duration::from_secs(20), "round {round}: idle workers park");
                 std::thread::yield_now();
             }
-            // None of three tasks ends before all have begun, on a thread each.
-            let begun = AtomicUsize::new(0);
-            pool.run(3, &|_| {
-                begun.fetch_add(1, Ordering::Relaxed);
-                while begun.load(Ordering::Relaxed) < 3 {
-                    std::thread::yield_now();
-                }
+            all_take_part(&pool);
+        }
+    }
+
+    /// None of as many tasks as there are threads ends before all have begun, on a thread each.
+    fn all_take_part(pool: &Pool) {
+        let (all, threads) = (Barrier::new(pool.num_threads()), Mutex::new(vec![]));
+        pool.run_on_threads(pool.num_threads(), &|thread, _| {
+            threads.lock().unwrap().push(thread);
+            all.wait();
+        });
+        let mut threads = threads.into_inner().unwrap();
+        threads.sort();
+        assert!(threads.into_iter().eq(0..pool.num_threads()));
+    }
+
+    /// Whether a call to a pool panics.
+    fn panics(call: impl FnOnce()) -> bool {
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).is_err()
+    }
+
+    fn fail() {
+        std::panic::resume_unwind(Box::new("a task"))
+    }
+
+    #[test]
+    fn a_panic_on_any_thread_reaches_the_caller_and_the_pool_survives() {
+        let pool = Pool::new(3);
+        for failing in 0..3 {
+            let (all, done) = (Barrier::new(3), AtomicUsize::new(0));
+            let caught = panics(|| {
+                pool.run_on_threads(20, &|thread, i| {
+                    // Each thread has one of the first three tasks.
+                    if i < 3 {
+                        all.wait();
+                        if thread == failing {
+                            fail()
+                        }
+                    }
+                    done.fetch_add(1, Ordering::Relaxed);
+                });
             });
+            assert!(caught, "on thread {failing}");
+            assert_eq!(done.into_inner(), 19, "the others are done all the same");
+            all_take_part(&pool);
         }
     }
 
     #[test]
-    fn a_panicking_task_is_reported_and_the_pool_survives() {
-        let pool = Pool::new(2);
-        let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            pool.run(8, &|i| {
-                if i == 5 {
-                    std::panic::resume_unwind(Box::new("task 5"))
-                }
+    fn a_panic_in_a_call_within_a_task_reaches_the_caller_and_the_pool_survives() {
+        let pool = Pool::new(3);
+        for failing in 0..3 {
+            let (all, done) = (Barrier::new(3), AtomicUsize::new(0));
+            let inner = |thread: usize| {
+                pool.run(4, &|i| {
+                    if thread == failing && i == 3 {
+                        fail()
+                    }
+                    done.fetch_add(1, Ordering::Relaxed);
+                });
+            };
+            let caught = panics(|| {
+                pool.run_on_threads(3, &|thread, _| {
+                    all.wait();
+                    inner(thread);
+                });
             });
-        }));
-        assert!(caught.is_err());
-        let sum = AtomicUsize::new(0);
-        pool.run(100, &|i| {
-            sum.fetch_add(i, Ordering::Relaxed);
+            assert!(caught, "on thread {failing}");
+            assert_eq!(done.into_inner(), 11, "the others are done all the same");
+            all_take_part(&pool);
+        }
+    }
+
+    #[test]
+    fn a_task_that_panics_gives_its_scratch_back() {
+        let pool = Pool::new(2);
+        let caught = panics(|| {
+            let all = Barrier::new(2);
+            pool.run_on_threads(2, &|thread, _| {
+                let mut scratch = pool.scratch_of(thread);
+                scratch.slices([100 * (thread + 1)])[0].fill(1f32);
+                all.wait();
+                fail()
+            });
         });
-        assert_eq!(sum.into_inner(), 4950);
+        assert!(caught);
+        let sizes = [0, 1].map(|thread| format!("{:?}", *pool.scratch_of(thread)));
+        assert_eq!(sizes, ["Scratch(448 bytes)", "Scratch(832 bytes)"]);
     }
 }

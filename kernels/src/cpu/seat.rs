@@ -1,8 +1,8 @@
 //! Where a worker of a pool waits for work, and how it is handed over: one word, so that a cache line goes there and back.
 
+use super::sync::{AtomicPtr, Thread, park, yield_now};
 use std::ptr::{null_mut, without_provenance_mut};
-use std::sync::atomic::{AtomicPtr, Ordering};
-use std::thread::Thread;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// How long an idle worker that may spin does so before it parks.
@@ -56,7 +56,7 @@ impl Seat {
                 std::hint::spin_loop();
             } else if self.change(READY, PARKED) {
                 while self.state.load(Ordering::Relaxed) == PARKED {
-                    std::thread::park();
+                    park();
                 }
                 idle = Instant::now();
             }
@@ -68,14 +68,16 @@ impl Seat {
         self.state.store(READY, Ordering::Release);
     }
 
-    /// Offers a job, whose address is even, to the worker unless it is at work.
-    pub(super) fn offer(&self, job: *mut (), worker: &Thread) {
+    /// Offers a job, whose address is even, to the worker unless it is at work or has an offer; returns whether it did.
+    pub(super) fn offer(&self, job: *mut (), worker: &Thread) -> bool {
         if self.change(READY, job) {
-            return;
+            return true;
         }
-        if self.change(PARKED, job) {
+        let has_parked = self.change(PARKED, job);
+        if has_parked {
             worker.unpark();
         }
+        has_parked
     }
 
     /// Takes a job back or, if the worker has taken it, waits until it is done. What the worker did is seen after that.
@@ -88,7 +90,7 @@ impl Seat {
             if looks > 0 {
                 std::hint::spin_loop()
             } else {
-                std::thread::yield_now()
+                yield_now()
             }
             looks = looks.saturating_sub(1);
         }
@@ -96,13 +98,20 @@ impl Seat {
 
     /// Sends the worker home. Nobody offers anything now or later.
     pub(super) fn close(&self, worker: &Thread) {
-        self.state.store(CLOSED, Ordering::Release);
+        // The model of loom lets a plain store come before changes that it was too late for.
+        self.state.swap(CLOSED, Ordering::AcqRel);
         worker.unpark();
     }
 
-    #[cfg(test)]
+    #[cfg(all(test, not(loom)))]
     pub(super) fn is_parked(&self) -> bool {
         self.state.load(Ordering::Relaxed) == PARKED
+    }
+
+    #[cfg(all(test, not(loom)))]
+    pub(super) fn is_offered(&self) -> bool {
+        let state = self.state.load(Ordering::Relaxed);
+        ![READY, PARKED, CLOSED].contains(&state) && state.addr().is_multiple_of(2)
     }
 
     fn change(&self, from: *mut (), to: *mut ()) -> bool {
@@ -111,7 +120,7 @@ impl Seat {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
     use std::sync::atomic::AtomicUsize;
@@ -120,10 +129,10 @@ mod tests {
     fn a_job_is_taken_or_recalled() {
         let (seat, me) = (Seat::new(true), std::thread::current());
         let [first, second] = [16, 32].map(without_provenance_mut::<()>);
-        seat.offer(first, &me);
-        seat.offer(second, &me);
+        assert!(seat.offer(first, &me));
+        assert!(!seat.offer(second, &me));
         assert_eq!(seat.take(), Some(first), "who is offered one thing is not offered another");
-        seat.offer(second, &me);
+        assert!(!seat.offer(second, &me));
         seat.recall(second);
         assert_eq!(seat.state.load(Ordering::Relaxed), taken(first), "nor is who works");
         seat.done();
@@ -156,7 +165,9 @@ mod tests {
             let workers = seats.each_ref().map(|seat| (seat, scope.spawn(move || work(seat))));
             let mut seen = vec![];
             for (round, count) in counts.iter().enumerate() {
-                workers.iter().for_each(|(seat, worker)| seat.offer(job(round), worker.thread()));
+                for (seat, worker) in &workers {
+                    seat.offer(job(round), worker.thread());
+                }
                 // Now nobody has taken it yet, now both are done with it.
                 (0..round % 50 * 20).for_each(|_| std::hint::spin_loop());
                 workers.iter().for_each(|(seat, _)| seat.recall(job(round)));
