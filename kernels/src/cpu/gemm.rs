@@ -241,7 +241,7 @@ fn tiled_products<T: Float>(
     let kept = if g == 1 { kept::packed(pool, [m, n, k], b, packs) } else { None };
     let packed = kept.as_ref().map(|kept| Packed::new(kept.as_slice(), n));
     let reading = Reading::of(tiles.lanes, &a, c.strides, packed.is_some());
-    Split::each(pool, dims, reading, |scratch, [matrix, row, col], [rows, cols]| {
+    Split::each(pool, dims, reading, |(thread, scratch), [matrix, row, col], [rows, cols]| {
         let c = sc.moved(matrix * c.strides[0] + row * c.strides[1] + col * c.strides[2]);
         let whole = Ended::of_part(ended, [matrix, row, col], c);
         // SAFETY: the reaches were checked above; the parts of c that two tasks write share no memory; `tiles`
@@ -250,7 +250,7 @@ fn tiled_products<T: Float>(
             let a = sa.moved(matrix * a.strides[0] + row * a.strides[1]);
             let b = sb.moved(matrix * b.strides[0] + col * b.strides[2]);
             let b = (b, packed.map(|packed| packed.from(col)));
-            rounded(&tiles, (pool, scratch), [rows, cols, k], a, b, c, &whole);
+            rounded(&tiles, (pool, thread, scratch), [rows, cols, k], a, b, c, &whole);
         }
     });
 }
@@ -269,7 +269,7 @@ fn short_products<T: Float, R: Float<Acc = f32>>(
     let la = Lines::new(a.data, a.strides[1], a.strides[2]);
     let lb = Lines::new(b.data, b.strides[2], b.strides[1]);
     let to: Target<R> = Target { start: c.data.as_mut_ptr().cast(), row: c.strides[1], col: c.strides[2] };
-    Split::each(pool, dims, Reading::PACKED, |scratch, [matrix, row, col], [rows, cols]| {
+    Split::each(pool, dims, Reading::PACKED, |(_, scratch), [matrix, row, col], [rows, cols]| {
         let a = la.moved(matrix * a.strides[0] + row * a.strides[1]);
         let b = lb.moved(matrix * b.strides[0] + col * b.strides[2]);
         let to = to.moved(matrix * c.strides[0] + row * c.strides[1] + col * c.strides[2]);
@@ -315,7 +315,7 @@ const ROUNDED: usize = 256;
 /// As for [`Blocked::new`].
 unsafe fn rounded<T: Float>(
     tiles: &Tiles<T::Acc>,
-    (pool, scratch): (&Pool, &mut Scratch),
+    (pool, thread, scratch): (&Pool, usize, &mut Scratch),
     [m, n, k]: [usize; 3],
     a: Source<T::Acc>,
     (b, packed): (Source<T::Acc>, Option<Packed<'_, T::Acc>>),
@@ -329,7 +329,7 @@ unsafe fn rounded<T: Float>(
         unsafe { product.of_packed(packed).telling(whole).run(scratch) };
         return;
     }
-    let mut sums = pool.scratch();
+    let mut sums = pool.scratch_of(thread);
     for first in (0..m).step_by(ROUNDED) {
         let rows = ROUNDED.min(m - first);
         let [wide] = sums.slices([rows * n]);

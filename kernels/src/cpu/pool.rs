@@ -117,17 +117,20 @@ impl Pool {
         &self.pace
     }
 
-    /// Scratch memory for as long as the caller holds it; at most one lasts for each that is held at once.
-    #[must_use]
-    pub fn scratch(&self) -> Loan<'_> {
-        self.scratch_of(0)
-    }
-
-    /// The same for a task of a thread (see [`Pool::run_on_threads`]), which has used that memory before if any has.
+    /// Scratch memory of a thread for as long as a task of it holds it (see [`Pool::run_on_threads`]): what that thread gave
+    /// back last, if it has any.
     pub(crate) fn scratch_of(&self, thread: usize) -> Loan<'_> {
         let home = &self.shelves[thread].0;
         let mut free = home.lock().unwrap_or_else(PoisonError::into_inner);
         Loan { scratch: free.pop().unwrap_or_default(), home }
+    }
+
+    /// A few at once: each is what had its place in a call like this one. The last is the one that [`Pool::scratch_of`] gives.
+    pub(crate) fn scratches_of<const N: usize>(&self, thread: usize) -> [Loan<'_>; N] {
+        // They are given back from the first on, so that the last lies on top.
+        let mut loans = std::array::from_fn(|_| self.scratch_of(thread));
+        loans.reverse();
+        loans
     }
 
     /// How many threads take part, the caller's among them.
@@ -164,26 +167,39 @@ impl Pool {
     /// # Panics
     /// If a task panics.
     pub fn chunks<T: Send>(&self, out: &mut [T], chunk: usize, task: impl Fn(usize, &mut [T]) + Sync) {
+        self.cut(out, chunk, &|_, i, part| task(i, part));
+    }
+
+    /// As [`Pool::chunks`] for a task that is told the number of its thread before i, and may take scratch memory of it.
+    ///
+    /// # Panics
+    /// If a task panics.
+    pub(crate) fn chunks_on_threads<T: Send>(
+        &self,
+        out: &mut [T],
+        chunk: usize,
+        task: impl Fn(usize, usize, &mut [T]) + Sync,
+    ) {
         self.cut(out, chunk, &task);
     }
 
     // Compiled once for each T, not for each task.
-    fn cut<T: Send>(&self, out: &mut [T], chunk: usize, task: &(dyn Fn(usize, &mut [T]) + Sync)) {
+    fn cut<T: Send>(&self, out: &mut [T], chunk: usize, task: &(dyn Fn(usize, usize, &mut [T]) + Sync)) {
         let (len, chunk) = (out.len(), chunk.max(1));
         if len <= chunk {
             // Nothing to cut, and nothing to hand out.
             return if len > 0 {
-                task(0, out)
+                task(0, 0, out)
             };
         }
         let start = Shares(out.as_mut_ptr());
-        self.run(len.div_ceil(chunk), &|i| {
+        self.run_on_threads(len.div_ceil(chunk), &|thread, i| {
             let from = i * chunk;
             // SAFETY: chunks of different i do not overlap, each i runs once, and `out` stays borrowed until
             // `run` returns.
             let part =
                 unsafe { std::slice::from_raw_parts_mut(start.get().add(from), chunk.min(len - from)) };
-            task(i, part);
+            task(thread, i, part);
         });
     }
 
@@ -382,5 +398,37 @@ mod tests {
         assert!(caught);
         let sizes = [0, 1].map(|thread| format!("{:?}", *pool.scratch_of(thread)));
         assert_eq!(sizes, ["Scratch(448 bytes)", "Scratch(832 bytes)"]);
+    }
+
+    #[test]
+    fn scratch_keeps_its_place_and_its_thread() {
+        let pool = Pool::new(2);
+        let sizes = |thread| pool.scratches_of::<3>(thread).map(|scratch| format!("{:?}", *scratch));
+        for (scratch, lines) in pool.scratches_of::<3>(0).iter_mut().zip([3, 1, 2]) {
+            let [_] = scratch.slices::<f32, 1>([16 * lines]);
+        }
+        for _ in 0..2 {
+            assert_eq!(sizes(0), ["Scratch(192 bytes)", "Scratch(64 bytes)", "Scratch(128 bytes)"]);
+            assert_eq!(format!("{:?}", *pool.scratch_of(0)), "Scratch(128 bytes)");
+        }
+        assert_eq!(sizes(1), ["Scratch(0 bytes)"; 3], "another thread has its own");
+    }
+
+    #[test]
+    fn chunks_come_with_the_thread_that_does_them() {
+        let pool = Pool::new(3);
+        let (all, mut out) = (Barrier::new(3), vec![(9, 9); 5]);
+        pool.chunks_on_threads(&mut out, 2, |thread, i, part| {
+            all.wait();
+            part.fill((thread, i));
+        });
+        assert_eq!(out.iter().map(|&(_, i)| i).collect::<Vec<_>>(), [0, 0, 1, 1, 2]);
+        let mut threads = [out[0].0, out[2].0, out[4].0];
+        assert_eq!(threads[0], 0, "the caller does the first");
+        threads.sort();
+        assert_eq!(threads, [0, 1, 2]);
+        let mut one = [9];
+        pool.chunks_on_threads(&mut one, 2, |thread, i, part| part[0] = thread + i);
+        assert_eq!(one, [0], "what is not cut is the caller's");
     }
 }

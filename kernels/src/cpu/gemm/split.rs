@@ -56,13 +56,13 @@ impl Split {
         Split { rows, cols, together: (OPERATIONS_MIN / operations.max(1)).max(1) }
     }
 
-    /// Cuts a stack of products as the pace of the pool's threads suggests, and runs `part` on each part of c: which matrix, its
-    /// first row and column, and how many it has of both.
+    /// Cuts a stack of products as the pace of the pool's threads suggests, and runs `part` on each part of c: the thread that does
+    /// it and scratch memory of it, which matrix, its first row and column, and how many it has of both.
     pub(super) fn each(
         pool: &Pool,
         dims: [usize; 4],
         reading: Reading,
-        part: impl Fn(&mut Scratch, [usize; 3], [usize; 2]) + Sync,
+        part: impl Fn((usize, &mut Scratch), [usize; 3], [usize; 2]) + Sync,
     ) {
         let [g, m, n, k] = dims;
         let (threads, pace) = (pool.num_threads(), pool.pace());
@@ -79,7 +79,7 @@ impl Split {
             return even.run(pool, dims, part);
         }
         let watch = Watch::new(pace, threads);
-        even.run(pool, dims, |scratch, at, extents| watch.time(|| part(scratch, at, extents)));
+        even.run(pool, dims, |own, at, extents| watch.time(|| part(own, at, extents)));
         watch.end();
     }
 
@@ -94,7 +94,7 @@ impl Split {
         &self,
         pool: &Pool,
         [g, m, n, _]: [usize; 4],
-        part: impl Fn(&mut Scratch, [usize; 3], [usize; 2]) + Sync,
+        part: impl Fn((usize, &mut Scratch), [usize; 3], [usize; 2]) + Sync,
     ) {
         let (row_parts, col_parts) = (m.div_ceil(self.rows), n.div_ceil(self.cols));
         let parts = row_parts * col_parts;
@@ -103,7 +103,8 @@ impl Split {
             for at in task * self.together..((task + 1) * self.together).min(g * parts) {
                 let (matrix, at) = (at / parts, at % parts);
                 let (row, col) = (at / col_parts * self.rows, at % col_parts * self.cols);
-                part(&mut scratch, [matrix, row, col], [self.rows.min(m - row), self.cols.min(n - col)]);
+                let extents = [self.rows.min(m - row), self.cols.min(n - col)];
+                part((thread, &mut scratch), [matrix, row, col], extents);
             }
         });
     }

@@ -32,9 +32,10 @@ pub(super) fn backward(kernel: &Kernel, pool: &Pool, launch: &mut Launch<'_>) ->
             [d_qkv] => joined::<T>(&problem, d_qkv),
             outputs => apart::<T>(&problem, outputs.try_into().expect("a launch has the outputs of its contract")),
         };
-        with_operand!(T, P => pool.chunks(&mut tasks, 1, |task, outputs| {
-            let mut rooms = [pool.scratch(), pool.scratch(), pool.scratch()];
-            backward_head::<T, P>(&problem, rooms.each_mut().map(|room| &mut **room), inputs, task, &mut outputs[0]);
+        with_operand!(T, P => pool.chunks_on_threads(&mut tasks, 1, |thread, task, outputs| {
+            let mut own = pool.scratches_of(thread);
+            let own = own.each_mut().map(|scratch| &mut **scratch);
+            backward_head::<T, P>(&problem, own, inputs, task, &mut outputs[0]);
         }));
         Ok(())
     }, else Err(KernelError::DType { kernel: kernel.name, dtype: inputs[0].dtype }))
@@ -76,7 +77,7 @@ fn by_key_head<O>(
 
 fn backward_head<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
     problem: &Problem,
-    [packs, rooms, operands]: [&mut Scratch; 3],
+    [operands, rooms, packs]: [&mut Scratch; 3],
     [q, k, v, o, lse, d_out]: &[Arg<'_>; 6],
     task: usize,
     outputs: &mut Outputs<'_, T>,

@@ -24,9 +24,10 @@ pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kernel
     match_float!(q.dtype, T => {
         let outputs = write::<T>(o).chunks_exact_mut(problem.c).zip(write::<<T as Float>::Acc>(lse));
         let mut tasks = by_tile(&problem, outputs);
-        with_operand!(T, P => pool.chunks(&mut tasks, 1, |task, outputs| {
-            let mut rooms = [pool.scratch(), pool.scratch(), pool.scratch()];
-            forward_tile::<T, P>(&problem, rooms.each_mut().map(|room| &mut **room), [q, k, v], task, &mut outputs[0]);
+        with_operand!(T, P => pool.chunks_on_threads(&mut tasks, 1, |thread, task, outputs| {
+            let mut own = pool.scratches_of(thread);
+            let own = own.each_mut().map(|scratch| &mut **scratch);
+            forward_tile::<T, P>(&problem, own, [q, k, v], task, &mut outputs[0]);
         }));
         Ok(())
     }, else Err(KernelError::DType { kernel: FORWARD.name, dtype: q.dtype }))
@@ -47,7 +48,7 @@ fn by_tile<O>(problem: &Problem, outputs: impl Iterator<Item = O>) -> Vec<Vec<O>
 
 fn forward_tile<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
     problem: &Problem,
-    [packs, rooms, operands]: [&mut Scratch; 3],
+    [operands, rooms, packs]: [&mut Scratch; 3],
     [q, k, v]: [&Arg<'_>; 3],
     task: usize,
     outputs: &mut [Output<'_, T>],
