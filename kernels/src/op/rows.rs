@@ -163,7 +163,7 @@ pub(crate) fn sum<T: Copy, R: Real>(x: &[T], term: impl Fn(T) -> R) -> R {
 /// The same, with the cache lines asked for that lie so many bytes behind: for terms that leave time for it.
 #[inline(always)]
 pub(crate) fn sum_before<T: Copy, R: Real>(x: &[T], bytes: usize, term: impl Fn(T) -> R) -> R {
-    sum_chunks(x, x, x, |chunk| expect_after(chunk, bytes), |x, _, _| term(x))
+    sum_expecting(x, x, x, |chunk, _| expect_after(chunk, bytes), |x, _, _| term(x))
 }
 
 /// The sum of `term` over two rows side by side.
@@ -180,16 +180,16 @@ pub(crate) fn sum_triples<T: Copy, U: Copy, V: Copy, R: Real>(
     z: &[V],
     term: impl Fn(T, U, V) -> R,
 ) -> R {
-    sum_chunks(x, y, z, |_| (), term)
+    sum_expecting(x, y, z, |_, _| (), term)
 }
 
-/// The same; `expect` sees each whole chunk of x before its terms are found.
+/// The same; `expect` sees each whole chunk of x and of z before its terms are found.
 #[inline(always)]
-fn sum_chunks<T: Copy, U: Copy, V: Copy, R: Real>(
+pub(crate) fn sum_expecting<T: Copy, U: Copy, V: Copy, R: Real>(
     x: &[T],
     y: &[U],
     z: &[V],
-    expect: impl Fn(&[T]),
+    expect: impl Fn(&[T], &[V]),
     term: impl Fn(T, U, V) -> R,
 ) -> R {
     let mut lanes = [R::ZERO; LANES];
@@ -199,7 +199,7 @@ fn sum_chunks<T: Copy, U: Copy, V: Copy, R: Real>(
         let mut sums = [R::ZERO; LANES];
         for ((x, y), z) in xs.iter().zip(ys).zip(zs) {
             let (x, y, z): (&[T; LANES], &[U; LANES], &[V; LANES]) = (x, y, z);
-            expect(x);
+            expect(x, z);
             for i in 0..LANES {
                 sums[i] += term(x[i], y[i], z[i]);
             }

@@ -1,14 +1,15 @@
 //! Layer normalisation on the CPU: rows in fixed tasks; sums over rows in fixed blocks, combined in order.
 
 use super::{BACKWARD, FORWARD};
+use crate::cpu::simd::{expect, expect_after};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Float, Real};
 use crate::error::KernelError;
 use crate::kernel::Launch;
 use crate::match_float;
 use crate::op::rows::{
-    ROWS_PER_SUM, add_blocks, operands, operands_and_last, read, rows_per_task, sum, sum_pairs, sum_triples,
-    width, write,
+    ROWS_PER_SUM, add_blocks, operands, operands_and_last, read, rows_per_task, sum, sum_expecting, width,
+    write,
 };
 
 pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
@@ -95,9 +96,15 @@ fn backward_row<T: Float>(
         *db += dy.widen();
     }
     let count = T::Acc::lit(x.len() as f64);
-    let g_mean = sum_pairs(dy, w, |dy, w| dy.widen() * w.widen()) / count;
-    let gh_mean =
-        sum_triples(dy, w, x, |dy, w, x| dy.widen() * w.widen() * ((x.widen() - mean) * rstd)) / count;
+    // The sums read what the caches have. Meanwhile what is written is brought, and then the next rows.
+    let g_mean = sum_expecting(dy, w, &*dx, |_, dx| expect(dx), |dy, w, _| dy.widen() * w.widen()) / count;
+    let row_bytes = size_of_val(x);
+    let next = |dy: &[T], x: &[T]| {
+        expect_after(dy, row_bytes);
+        expect_after(x, row_bytes);
+    };
+    let term = |dy: T, w: T, x: T| dy.widen() * w.widen() * ((x.widen() - mean) * rstd);
+    let gh_mean = sum_expecting(dy, w, x, next, term) / count;
     let slope = |x: &T, w: &T, dy: &T| {
         let h = (x.widen() - mean) * rstd;
         rstd * (dy.widen() * w.widen() - g_mean - h * gh_mean)
