@@ -7,6 +7,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// At most this many direct dependencies in the default build, those of all our crates together.
 const DIRECT_MAX: usize = 15;
+/// Another workspace: programs of others to measure beside ours. What they are made of is no part of ours.
+const PEERS: &str = "benches/peers/";
 /// Where the reasons stand.
 const REASONS: &str = "docs/adr/0013-dependencies.md";
 
@@ -26,10 +28,13 @@ impl Wish {
     }
 }
 
-/// The crates from outside that a manifest asks for.
+/// The crates from outside that a manifest of ours asks for.
 fn wishes(path: &str, text: &str) -> Vec<Wish> {
     let mut table = String::new();
     let mut found = Vec::new();
+    if path.starts_with(PEERS) {
+        return found;
+    }
     for (at, row) in text.lines().enumerate() {
         if let Some(head) = row.trim().strip_prefix('[') {
             table = head.trim_end_matches(']').to_string();
@@ -132,6 +137,15 @@ fn manifests_are_read() {
         wishes("k/Cargo.toml", PLANTED).into_iter().map(|w| (w.line, w.name)).collect();
     let names = [(4, "half"), (5, "idle"), (8, "half"), (10, "serde-x"), (12, "insta")];
     assert_eq!(found, names.map(|(line, name)| (line, name.to_string())));
+    assert!(wishes("benches/peers/k/Cargo.toml", PLANTED).is_empty());
+    assert_eq!(wishes("benches/Cargo.toml", PLANTED).len(), 5);
+}
+
+#[test]
+fn peers_are_another_workspace() {
+    let manifest = |path: &str| texts().into_iter().find(|(p, _)| p == path).expect("the manifest exists").1;
+    assert!(manifest("Cargo.toml").contains(&format!("exclude = [\"{}\"]", PEERS.trim_end_matches('/'))));
+    assert!(manifest(&format!("{PEERS}Cargo.toml")).contains("[workspace]"));
 }
 
 #[test]

@@ -1,0 +1,144 @@
+//! Products of f32 matrices by the crate gemm: reads shapes, a line each, and says how fast each is.
+//! `benches/products.py` runs it, with as many threads for rayon as it names here.
+
+use gemm::Parallelism;
+use std::error::Error;
+use std::io::stdin;
+use std::time::Instant;
+
+const USAGE: &str =
+    "usage: THREADS SECONDS, and lines of M K N and `plain`, `b turned` or `a turned` to read";
+/// So many operations make a sample that the clock can tell.
+const SAMPLE: f64 = 5e6;
+/// Samples of a shape, of which the median counts.
+const SAMPLES_MIN: usize = 5;
+const SAMPLES_MAX: usize = 101;
+/// Elements of a product that are held against sums in f64.
+const CHECKED: usize = 64;
+const TOLERANCE: f64 = 1e-5;
+/// The most rows, terms or columns, so that no count of elements is too large.
+const EXTENT_MAX: usize = 65_536;
+
+/// A matrix, and the steps from row to row and from column to column.
+struct Matrix {
+    data: Vec<f32>,
+    strides: [usize; 2],
+}
+
+impl Matrix {
+    /// Random numbers of -1 to 1, in memory row by row, or column by column.
+    fn random([rows, cols]: [usize; 2], turned: bool, seed: usize) -> Matrix {
+        let number = |i: usize| ((i * 7919 + seed * 104_729) % 2001) as f32 / 1000.0 - 1.0;
+        let strides = if turned { [1, rows] } else { [cols, 1] };
+        Matrix { data: (0..rows * cols).map(number).collect(), strides }
+    }
+
+    fn at(&self, row: usize, col: usize) -> f32 {
+        self.data[row * self.strides[0] + col * self.strides[1]]
+    }
+}
+
+/// c = a b, of `[m, k]` and `[k, n]`.
+struct Product {
+    extents: [usize; 3],
+    a: Matrix,
+    b: Matrix,
+    c: Matrix,
+}
+
+impl Product {
+    /// From a line such as `128 64 128 b turned`.
+    fn of(line: &str) -> Option<Product> {
+        let mut words = line.splitn(4, ' ');
+        let mut extent = || words.next()?.parse().ok().filter(|n| (1..=EXTENT_MAX).contains(n));
+        let [m, k, n]: [usize; 3] = [extent()?, extent()?, extent()?];
+        let turned = words.next()?;
+        ["plain", "b turned", "a turned"].contains(&turned).then(|| Product {
+            extents: [m, k, n],
+            a: Matrix::random([m, k], turned == "a turned", 1),
+            b: Matrix::random([k, n], turned == "b turned", 2),
+            c: Matrix { data: vec![0.0; m * n], strides: [n, 1] },
+        })
+    }
+
+    fn form(&mut self, threads: Parallelism) {
+        let [m, k, n] = self.extents;
+        let [a, b, c] = [&self.a, &self.b, &self.c].map(|matrix| matrix.strides.map(|step| step as isize));
+        let (into, left, right) = (self.c.data.as_mut_ptr(), self.a.data.as_ptr(), self.b.data.as_ptr());
+        // SAFETY: every row and column of the extents has its element in each matrix, at the steps that it was made
+        // with; c is borrowed for writing.
+        unsafe {
+            gemm::gemm(
+                m, n, k, into, c[1], c[0], false, left, a[1], a[0], right, b[1], b[0], 0.0, 1.0, false,
+                false, false, threads,
+            );
+        }
+    }
+
+    /// Whether some elements are what sums in f64 say, to a part of the largest.
+    fn is_right(&self) -> bool {
+        let [m, k, n] = self.extents;
+        let places = || (0..CHECKED).map(|i| (i * 7919 % m, i * 104_729 % n));
+        let term = |(i, j), p| f64::from(self.a.at(i, p)) * f64::from(self.b.at(p, j));
+        let sums: Vec<f64> = places().map(|place| (0..k).map(|p| term(place, p)).sum()).collect();
+        let scale = sums.iter().fold(1.0, |most: f64, sum| most.max(sum.abs()));
+        places().zip(&sums).all(|((i, j), sum)| (f64::from(self.c.at(i, j)) - sum).abs() <= TOLERANCE * scale)
+    }
+
+    /// Billions of operations a second: of the median of samples that take so many seconds together.
+    fn gflops(&mut self, threads: Parallelism, limit: f64) -> f64 {
+        let flops = 2.0 * self.extents.iter().product::<usize>() as f64;
+        let calls = (SAMPLE / flops).ceil() as usize;
+        let mut sample = || {
+            let started = Instant::now();
+            (0..calls).for_each(|_| self.form(threads));
+            started.elapsed().as_secs_f64()
+        };
+        // The first one warms caches, and says how many there is time for.
+        let count = ((limit / sample()) as usize).clamp(SAMPLES_MIN, SAMPLES_MAX);
+        let mut samples: Vec<f64> = (0..count).map(|_| sample()).collect();
+        samples.sort_by(f64::total_cmp);
+        flops * calls as f64 / samples[count / 2] / 1e9
+    }
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let [threads, seconds] = &words[..] else { return Err(USAGE.into()) };
+    let (threads, limit): (usize, f64) = (threads.parse()?, seconds.parse()?);
+    let threads = if threads == 1 { Parallelism::None } else { Parallelism::Rayon(threads) };
+    for line in stdin().lines() {
+        let line = line?;
+        let mut product = Product::of(&line).ok_or_else(|| format!("`{line}` is no shape; {USAGE}"))?;
+        product.form(threads);
+        if !product.is_right() {
+            return Err(format!("{line} is wrong; not timed").into());
+        }
+        println!("{{\"shape\": \"{line}\", \"gflops\": {:?}}}", product.gflops(threads, limit));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn products_are_right_however_operands_lie() {
+        for turned in ["plain", "b turned", "a turned"] {
+            let mut product = Product::of(&format!("5 70 33 {turned}")).unwrap();
+            assert!(!product.is_right(), "nothing is formed yet");
+            product.form(Parallelism::None);
+            assert!(product.is_right(), "{turned}");
+            product.c.data[0] = f32::NAN;
+            assert!(!product.is_right());
+        }
+    }
+
+    #[test]
+    fn what_is_no_shape_is_refused() {
+        for line in ["", "1 2 3", "1 2 3 turned", "0 2 3 plain", "1 2 x plain", "1 2 70000 plain"] {
+            assert!(Product::of(line).is_none(), "{line}");
+        }
+    }
+}
