@@ -1,11 +1,12 @@
 """Training steps of the same GPT, in f32, by shardgrad and by the peers that are installed here, in turn.
 
     cargo build --release
+    (cd benches/peers && cargo build --release)
     python benches/peers.py --rounds 4 --threads 1,2 > table.md
 
 Prints a table of tokens a second: the median over rounds of each round's median, the smallest and the largest of those, and
-ours over it. A peer that cannot be imported is skipped with a line. Give the machine to it alone: programs in turn share its
-slow and fast phases, but not its cores.
+ours over it. A peer that cannot be imported, or whose program is not built, is skipped with a line. Give the machine to it
+alone: programs in turn share its slow and fast phases, but not its cores.
 """
 
 import argparse
@@ -21,8 +22,8 @@ from pathlib import Path
 
 # Name: blocks, width, heads, tokens of a row, rows, vocabulary. As `shardgrad train --preset NAME`.
 SHAPES = {"s": (4, 256, 4, 128, 8, 512), "m": (6, 384, 6, 256, 8, 4096), "l": (12, 768, 12, 256, 2, 8192)}
-# Peer: the module it needs, and how its products and its graph are asked for.
-PEERS = {
+# Peer in Python: the module it needs, and how its products and its graph are asked for.
+MODULES = {
     "torch": ("torch", {}),
     "torch, medium": ("torch", {"precision": "medium"}),
     "torch.compile": ("torch", {"compile": True}),
@@ -30,6 +31,8 @@ PEERS = {
     "torch, bf16 autocast": ("torch", {"autocast": True}),
     "jax": ("jax", {}),
 }
+# Peer in Rust: its package in `benches/peers`, and the name of its program.
+PACKAGES = {"candle": "peer-candle", "burn": "peer-burn"}
 OURS = {
     "shardgrad": [],
     "shardgrad, medium": ["--matmul-precision", "medium"],
@@ -37,6 +40,22 @@ OURS = {
 }
 STEPS_BEFORE = 2
 STEPS_MIN = 4
+
+
+def programs():
+    """Where Cargo leaves the programs of `benches/peers`."""
+    chosen = os.environ.get("CARGO_TARGET_DIR")
+    return (Path(chosen) if chosen else Path(__file__).parent.parent / "target/peers") / "release"
+
+
+def building(package):
+    """The command that builds a program of `benches/peers`."""
+    return f"(cd {os.path.relpath(Path(__file__).parent / 'peers')} && cargo build --release -p {package})"
+
+
+def on_cores(threads):
+    """Keeps this process on as many cores as it has threads."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
 
 
 def torch_step(shape, threads, precision=None, compile=False, autocast=False):
@@ -99,7 +118,7 @@ def jax_step(shape, threads):
     """The same in JAX, as one compiled function that may overwrite its state."""
     flags = "--xla_cpu_multi_thread_eigen=" + ("false intra_op_parallelism_threads=1" if threads == 1 else "true")
     os.environ["XLA_FLAGS"] = flags
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+    on_cores(threads)
     import jax
     from jax import numpy as np
 
@@ -156,8 +175,8 @@ def jax_step(shape, threads):
 
 
 def work(peer, name, threads, seconds):
-    """Runs one peer in this process and prints its rates."""
-    module, how = PEERS[peer]
+    """Runs one peer in Python in this process and prints its rates."""
+    module, how = MODULES[peer]
     shape = SHAPES[name]
     step = {"torch": torch_step, "jax": jax_step}[module](shape, threads, **how)
     losses = [step() for _ in range(STEPS_BEFORE)]
@@ -169,9 +188,20 @@ def work(peer, name, threads, seconds):
     print(json.dumps({"rates": rates, "losses": [losses[0], losses[-1]]}))
 
 
-def rates_of_peer(peer, name, threads, seconds):
+def lacking(peer, folder):
+    """What has to be done before a peer can run, if anything."""
+    if peer not in PACKAGES:
+        return None if importlib.util.find_spec(MODULES[peer][0]) else "is not installed"
+    return None if (folder / PACKAGES[peer]).exists() else f"is not built: {building(PACKAGES[peer])}"
+
+
+def rates_of_peer(peer, folder, name, threads, seconds):
     command = [sys.executable, __file__, "--work", peer, name, str(threads), str(seconds)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    how = {}
+    if peer in PACKAGES:
+        command = [str(n) for n in (folder / PACKAGES[peer], *SHAPES[name], STEPS_BEFORE, STEPS_MIN, seconds)]
+        how = {"env": os.environ | {"RAYON_NUM_THREADS": str(threads)}, "preexec_fn": lambda: on_cores(threads)}
+    found = subprocess.run(command, capture_output=True, text=True, timeout=600, **how)
     if found.returncode:
         raise SystemExit(f"{peer} failed:\n{found.stderr}")
     found = json.loads(found.stdout.splitlines()[-1])
@@ -203,14 +233,20 @@ def main():
     parser.add_argument("--seconds", type=float, default=3, help="of steps, for each program in each round")
     parser.add_argument("--shapes", default="s,m,l")
     parser.add_argument("--threads", default="1,2")
-    parser.add_argument("--peers", default=";".join(PEERS), help="their names, with semicolons between")
+    known = [*MODULES, *PACKAGES]
+    parser.add_argument("--peers", default=";".join(known), help="their names, with semicolons between")
+    parser.add_argument("--programs", type=Path, default=programs(), help="the folder of the peers' programs")
     parser.add_argument("--ours", default=";".join(OURS))
     parser.add_argument("--binary", type=Path, default=Path("target/release/shardgrad"))
     args = parser.parse_args()
-    peers = [peer for peer in args.peers.split(";") if peer]
-    for peer in [peer for peer in peers if importlib.util.find_spec(PEERS[peer][0]) is None]:
-        print(f"skipped: {peer} is not installed", file=sys.stderr)
-        peers.remove(peer)
+    peers = []
+    for peer in filter(None, args.peers.split(";")):
+        if peer not in known:
+            parser.error(f"there is no peer `{peer}`; there are {'; '.join(known)}")
+        if lack := lacking(peer, args.programs):
+            print(f"skipped: {peer} {lack}", file=sys.stderr)
+        else:
+            peers.append(peer)
     ours = args.ours.split(";")
     print("| shape | threads | program | tokens/s | rounds | shardgrad over it |\n|---|---|---|---|---|---|")
     for name in args.shapes.split(","):
@@ -224,7 +260,7 @@ def main():
                         rates = rates_of_ours(binary, OURS[program], name, threads, args.seconds, expected)
                         expected = statistics.median(rates)
                     else:
-                        rates = rates_of_peer(program, name, threads, args.seconds)
+                        rates = rates_of_peer(program, args.programs, name, threads, args.seconds)
                     medians[program].append(statistics.median(rates))
             first = statistics.median(medians[ours[0]])
             for program, each in medians.items():
