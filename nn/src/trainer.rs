@@ -193,27 +193,10 @@ impl<'t, M: Module> Trainer<'t, M> {
         &*self.optim
     }
 
-    /// The optimizer, to go on with what another run has kept ([`Optimizer::kept`], [`Optimizer::go_on`]; with
-    /// [`Trainer::skip_to`] and [`Trainer::set_loss_scale`]). Every rank does so alike, with what it kept itself.
-    #[must_use]
-    pub fn optim_mut(&mut self) -> &mut (dyn Optimizer + 't) {
-        &mut *self.optim
-    }
-
-    /// Goes on with the data and the learning rate of a step, counted from 0.
-    pub fn skip_to(&mut self, step: u64) {
-        self.step = step;
-    }
-
     /// By what the loss of the next step is multiplied, where losses are scaled (in f16).
     #[must_use]
     pub fn loss_scale(&self) -> Option<LossScale> {
         self.loss_scale
-    }
-
-    /// Goes on with a loss scale, in any dtype; `None` scales no more. Every rank does so alike.
-    pub fn set_loss_scale(&mut self, loss_scale: Option<LossScale>) {
-        self.loss_scale = loss_scale;
     }
 
     /// The schedule that the trainer follows on a pipeline, transfers included.

@@ -10,20 +10,23 @@ use shardgrad_tensor::Result;
 use std::path::Path;
 
 impl<'t, M: Module> Trainer<'t, M> {
-    /// Where the run stands, for a checkpoint ([`resume::save`]), with no notes as yet.
+    /// Where the run stands, for a checkpoint ([`resume::save`]) or to be changed and given back ([`Trainer::set_state`]), with no
+    /// notes as yet.
     #[must_use]
     pub fn state(&self) -> RunState {
         RunState { step: self.step, loss_scale: self.loss_scale, ..RunState::default() }
     }
 
-    /// The model, and the optimizer to go on with what a checkpoint has of it ([`resume::load_weights`]); with
-    /// [`Trainer::set_state`].
+    /// The model, and the optimizer to go on with what a checkpoint ([`resume::load_weights`]) or another trainer
+    /// ([`Optimizer::kept`], [`Optimizer::go_on`]) has of it; with [`Trainer::set_state`]. Every rank does so alike, with what it
+    /// kept itself.
     #[must_use]
     pub fn parts_mut(&mut self) -> (&Model<M>, &mut (dyn Optimizer + 't)) {
         (&self.model, &mut *self.optim)
     }
 
-    /// Goes on with the step and, where both have one, the loss scale of a state. Every rank does so alike.
+    /// Goes on with the step of a state, which says the data and the learning rate, and, where losses are scaled (in f16) and the
+    /// state has one, with its loss scale. Every rank does so alike.
     pub fn set_state(&mut self, state: &RunState) {
         self.step = state.step;
         self.loss_scale = self.loss_scale.map(|own| state.loss_scale.unwrap_or(own));

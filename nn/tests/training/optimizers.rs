@@ -3,6 +3,7 @@
 use crate::support::{ROWS, Setup, batch, run};
 use shardgrad_autograd::Var;
 use shardgrad_nn::optim::{GatedStep, Group, Kept, LossScale, Taken};
+use shardgrad_nn::resume::RunState;
 use shardgrad_nn::{
     AdamW, Gpt2, Linear, Model, Optimizer, Param, Plan, Schedule, Settings, Sgd, StepArgs, Trainer,
 };
@@ -247,15 +248,15 @@ fn a_trainer_goes_on_with_what_another_kept() {
                 kept.extend(first.optim().kept(from).map(|kept| (to, kept)));
             }
             assert!(!kept.is_empty());
-            second.optim_mut().go_on(first.optim().num_steps(), kept)?;
-            second.skip_to(2);
+            second.parts_mut().1.go_on(first.optim().num_steps(), kept)?;
+            second.set_state(&first.state());
             for report in &reports[2..] {
                 assert_eq!(second.step(&[])?, *report, "{mesh}");
             }
             let none = vec![(here(&second)[0].clone(), Kept { num_steps: 1, tensors: Vec::new() })];
-            assert_eq!(second.optim_mut().go_on(1, none).unwrap_err().kind(), Kind::Config);
+            assert_eq!(second.parts_mut().1.go_on(1, none).unwrap_err().kind(), Kind::Config);
             let mut signs = trainer(rank, &plan, Signs::default())?;
-            assert_eq!(signs.optim_mut().go_on(1, Vec::new()).unwrap_err().kind(), Kind::Unsupported);
+            assert_eq!(signs.parts_mut().1.go_on(1, Vec::new()).unwrap_err().kind(), Kind::Unsupported);
             Ok(())
         });
     }
@@ -446,13 +447,14 @@ fn a_trainer_refuses_settings_that_would_not_go_down() {
             assert!(error.message().starts_with("the learning rate of step 1 is -"), "{error}");
         }
         for scale in [0.0, -1.0, f64::NAN] {
-            let mut trainer = made(Settings::new(ROWS))?;
-            trainer.set_loss_scale(Some(LossScale::new(scale, 0)));
+            let mut trainer = made(Settings { dtype: DType::F16, ..Settings::new(ROWS) })?;
+            let before = trainer.state();
+            trainer.set_state(&RunState { loss_scale: Some(LossScale::new(scale, 0)), ..trainer.state() });
             let error = trainer.step(&[]).unwrap_err();
             assert_eq!(error.kind(), Kind::Config, "{error}");
             assert!(error.message().starts_with("the loss scale is"), "{error}");
             assert_eq!(trainer.model().not_finite()?, Vec::<String>::new());
-            trainer.set_loss_scale(None);
+            trainer.set_state(&before);
             trainer.step(&[])?;
         }
         Ok(())

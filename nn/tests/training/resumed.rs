@@ -66,7 +66,10 @@ fn rank_end<O: Optimizer + Clone>(
     match from {
         Some(dir) => drop(trainer.resume(dir)?),
         // Twice as large after three steps, one of which follows the checkpoint.
-        None if case.dtype == DType::F16 => trainer.set_loss_scale(Some(LossScale::new(1024.0, 1997))),
+        None if case.dtype == DType::F16 => {
+            let loss_scale = Some(LossScale::new(1024.0, 1997));
+            trainer.set_state(&RunState { loss_scale, ..trainer.state() });
+        }
         None => {}
     }
     let losses = (0..steps).map(|_| Ok(trainer.step(&[])?.loss)).collect::<Result<_>>()?;
