@@ -113,6 +113,22 @@ mod tests {
     use shardgrad_tensor::Kind;
 
     #[test]
+    fn a_loss_scale_comes_back_bit_for_bit() {
+        let dir = Scratch::new();
+        let optimizer = Told { settings: String::new(), keeps: Vec::new(), num_steps: 0 };
+        let mut bits = 0x1234_5678_9abc_def1u64;
+        for _ in 0..64 {
+            bits = bits.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+            // From 2^-20 to 2^43, with all bits of the mantissa.
+            let factor = f64::from_bits((1003 + (bits >> 58)) << 52 | bits & ((1 << 52) - 1));
+            let state = RunState { loss_scale: Some(LossScale::new(factor, 0)), ..RunState::default() };
+            state.write(&dir.path(""), optimizer.clone()).unwrap();
+            let read = RunState::read(&dir.path("")).unwrap().loss_scale.unwrap().factor();
+            assert_eq!(read.to_bits(), factor.to_bits(), "{factor}");
+        }
+    }
+
+    #[test]
     fn what_is_written_is_read_back_and_the_rest_is_refused() {
         let dir = Scratch::new();
         let notes = BTreeMap::from([("seed".to_string(), "7".to_string())]);
