@@ -3,8 +3,9 @@
 //! A checkpoint is a model folder in the dtype in which weights are stored, with two more files. `optimizer.safetensors` has what
 //! the optimizer keeps, whole and bit for bit, by the names that weights have: `exp_avg.NAME` and `exp_avg_sq.NAME` of
 //! [`AdamW`](crate::AdamW), `momentum_buffer.NAME` of [`Sgd`](crate::Sgd), and `step.NAME`, i64 `[]`, the steps of each parameter.
-//! `trainer_state.json` is the [`RunState`]. The folder has another name until all of it is on the disk, so that what has the
-//! name of a checkpoint is one.
+//! `trainer_state.json` is the [`RunState`], with the digest that the optimizer's file has in its header, by which files of two
+//! saves are told apart. The folder has another name until all of it is on the disk, so that what has the name of a checkpoint is
+//! one.
 //!
 //! ```no_run
 //! # use shardgrad_nn::{AdamW, Linear, Model, Optimizer, resume, resume::RunState};
@@ -24,8 +25,7 @@
 pub use crate::hf::{Checkpoints, OPTIMIZER_FILE, RunState, STATE_FILE};
 
 use crate::checkpoint::{FILE_BYTES_MAX, PATIENCE, bring, tell};
-use crate::hf::folder::Weights;
-use crate::hf::{Companion, TensorInfo, TensorWriter, Told, WholeFolder};
+use crate::hf::{Companion, DIGEST, STEP, TensorFile, TensorInfo, TensorWriter, Told, WholeFolder};
 use crate::model::Family;
 use crate::module::Module;
 use crate::optim::{Kept, Optimizer};
@@ -34,10 +34,10 @@ use crate::placed::Model;
 use shardgrad_tensor::control::world_sum;
 use shardgrad_tensor::{DType, Error, Kind, Rank, Result, Tensor};
 use std::panic::Location;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// What the steps of a parameter are called.
-const STEP: &str = "step";
+const STEPS: &str = "step";
 
 /// Writes a checkpoint of a language model, with files that go with it ([`Model::save_beside`]); what stood there is replaced if
 /// it was one. Tensors are gathered one by one, so every rank calls this together; the first rank writes, and all is on the disk
@@ -79,7 +79,7 @@ pub fn save_weights<M: Module>(
 ///
 /// # Errors
 /// `Kind::Checkpoint` naming the file where one is missing, cannot be read, or is not of such a model and optimizer (other tensors,
-/// shapes or dtypes); as [`Model::load`] and [`Optimizer::go_on`]. Model and optimizer may be of different steps then.
+/// shapes or dtypes), or of the save of which `trainer_state.json` is; as [`Model::load`] and [`Optimizer::go_on`]. Model and optimizer may be of different steps then.
 pub fn load<M: Family>(dir: &Path, model: &Model<M>, optim: &mut dyn Optimizer) -> Result<RunState> {
     let state = load_kept(dir, model, optim, &|name| model.name_in_files(name))?;
     model.load(dir)?;
@@ -121,11 +121,13 @@ fn save_as<M: Module>(
         // Only the first rank writes.
         let at = folder.as_ref().map_or(dir, WholeFolder::inside);
         write(at)?;
-        write_kept(leads.then_some(at), model, (optim, keeps), (&held, names), site)?;
+        let file = leads.then(|| (at.join(OPTIMIZER_FILE), state.step));
+        let digest = write_kept(file, model, (optim, keeps), (&held, names), site)?;
         let told = || Told {
             settings: optim.describe(),
             keeps: keeps.iter().map(ToString::to_string).collect(),
             num_steps: optim.num_steps(),
+            digest,
         };
         let done = folder.map_or(Ok(()), |folder| {
             state.write(folder.inside(), told())?;
@@ -194,14 +196,15 @@ fn held<M: Module>(
     model.params().iter().zip(sums.chunks(width)).map(one).collect()
 }
 
-/// Writes what the optimizer keeps into a folder, on the rank that is given one. Every rank calls this together.
+/// Writes what the optimizer keeps after a step into a file, on the rank that is given one, and gives its digest. Every rank calls
+/// this together.
 fn write_kept<M: Module>(
-    dir: Option<&Path>,
+    file: Option<(PathBuf, u64)>,
     model: &Model<M>,
     (optim, keeps): (&dyn Optimizer, &[&str]),
     (held, names): (&[Option<Held>], Names<'_>),
     site: &'static Location<'static>,
-) -> Result<()> {
+) -> Result<Option<String>> {
     let rank = model.rank();
     let known: Vec<(&Param, String, &Held)> = model
         .params()
@@ -212,10 +215,10 @@ fn write_kept<M: Module>(
     let entries = known.iter().flat_map(|(param, name, held)| {
         let kept = keeps.iter().zip(&held.dtypes);
         let kept = kept.map(|(kind, dtype)| (format!("{kind}.{name}"), *dtype, param.shape_in_files()));
-        std::iter::once((format!("{STEP}.{name}"), DType::I64, Vec::new())).chain(kept).collect::<Vec<_>>()
+        std::iter::once((format!("{STEPS}.{name}"), DType::I64, Vec::new())).chain(kept).collect::<Vec<_>>()
     });
     let entries: Vec<_> = entries.collect();
-    let begun = dir.map(|dir| TensorWriter::create(&dir.join(OPTIMIZER_FILE), &entries)).transpose();
+    let begun = file.map(|(path, step)| TensorWriter::of_step(&path, &entries, step)).transpose();
     let (mut writer, begun) = begun.map_or_else(|e| (None, Err(e)), |writer| (writer, Ok(())));
     tell(rank, begun, site)?;
     let mut written = Ok(());
@@ -226,7 +229,7 @@ fn write_kept<M: Module>(
         }
     };
     for (param, name, held) in known {
-        append(&format!("{STEP}.{name}"), Some(held.num_steps.to_le_bytes().to_vec()));
+        append(&format!("{STEPS}.{name}"), Some(held.num_steps.to_le_bytes().to_vec()));
         let own = param.is_here().then(|| optim.kept(param)).flatten();
         for (i, (kind, dtype)) in keeps.iter().zip(&held.dtypes).enumerate() {
             let part = || {
@@ -236,8 +239,10 @@ fn write_kept<M: Module>(
             append(&format!("{kind}.{name}"), bring(rank, param, *dtype, part, site)?);
         }
     }
-    let written = written.and_then(|()| writer.map_or(Ok(()), TensorWriter::finish));
-    tell(rank, written, site)
+    let written = written.and_then(|()| writer.map_or(Ok(None), TensorWriter::finish_telling));
+    let (digest, written) = written.map_or_else(|e| (None, Err(e)), |digest| (digest, Ok(())));
+    tell(rank, written, site)?;
+    Ok(digest)
 }
 
 /// For a rank that keeps nothing of a parameter of which another keeps something.
@@ -262,12 +267,12 @@ fn load_kept<M: Module>(
         let error = Error::new(Kind::Checkpoint, text).detail("checkpoint", told.settings);
         return Err(error.detail("run", optim.describe()).detail("help", "go on with the same optimizer"));
     }
-    let file = Weights::of_file(dir, OPTIMIZER_FILE)?;
+    let file = TensorFile::open_within(dir, OPTIMIZER_FILE)?;
     let mut kept = Vec::new();
     let mut count = 0;
     for param in model.params() {
         let name = names(&param.name());
-        if file.get(&format!("{STEP}.{name}")).is_none() {
+        if file.get(&format!("{STEPS}.{name}")).is_none() {
             continue;
         }
         let found: Vec<&TensorInfo> = keeps
@@ -279,17 +284,35 @@ fn load_kept<M: Module>(
             kept.push((param.clone(), read_kept(&file, (param, &name), &found, model.rank())?));
         }
     }
-    if count != file.tensors().count() {
-        let (path, strange) = (file.path().display(), file.tensors().count().abs_diff(count));
+    if count != file.tensors().len() {
+        let (path, strange) = (file.path().display(), file.tensors().len().abs_diff(count));
         let text = format!("{path}: {strange} tensor(s) are of no parameter of the model");
         return Err(Error::new(Kind::Checkpoint, text));
     }
+    check_save(&file, state.step, told.digest.as_deref())?;
     optim.go_on(told.num_steps, kept).map_err(|e| e.detail("checkpoint", dir.display().to_string()))?;
     Ok(state)
 }
 
+/// Refuses an optimizer's file of another save than the state beside it. A state without a digest is of a release that wrote none.
+fn check_save(file: &TensorFile, step: u64, digest: Option<&str>) -> Result<()> {
+    let told = file.metadata();
+    if digest.is_none_or(|digest| told.get(DIGEST).is_some_and(|own| own == digest)) {
+        return Ok(());
+    }
+    let (path, own) = (file.path().display(), step.to_string());
+    let text = match told.get(STEP) {
+        Some(other) if *other != own => {
+            format!("{path} is of step {other}, {STATE_FILE} beside it of step {own}")
+        }
+        _ => format!("{path} is not of the save of step {own} of which {STATE_FILE} beside it is"),
+    };
+    let help = "files of several checkpoints were mixed: copy one again as a whole, or go on from another";
+    Err(Error::new(Kind::Checkpoint, text).detail("help", help))
+}
+
 /// A tensor of the file, if it is as large as a parameter.
-fn fitting<'a>(file: &'a Weights, name: &str, param: &Param) -> Result<&'a TensorInfo> {
+fn fitting<'a>(file: &'a TensorFile, name: &str, param: &Param) -> Result<&'a TensorInfo> {
     let why = match file.get(name) {
         None => format!("there is no tensor `{name}`"),
         Some(found) if found.shape != param.shape_in_files() => {
@@ -302,12 +325,12 @@ fn fitting<'a>(file: &'a Weights, name: &str, param: &Param) -> Result<&'a Tenso
 
 /// This rank's part of what is kept of a parameter.
 fn read_kept(
-    file: &Weights,
+    file: &TensorFile,
     (param, name): (&Param, &str),
     found: &[&TensorInfo],
     rank: &Rank,
 ) -> Result<Kept> {
-    let step = format!("{STEP}.{name}");
+    let step = format!("{STEPS}.{name}");
     let is_count = file.get(&step).is_some_and(|info| info.dtype == DType::I64 && info.shape.is_empty());
     let bytes = file.read(&step)?.try_into().ok().filter(|_| is_count);
     let count = bytes.and_then(|bytes| u64::try_from(i64::from_le_bytes(bytes)).ok()).ok_or_else(|| {

@@ -2,7 +2,7 @@
 
 use super::digest::Digest;
 use super::disk::{Pending, failed, open_regular, open_within, refuse, zeros};
-use super::header::{HEADER_BYTES_MAX, Header, TensorInfo, parse, render_with};
+use super::header::{DIGEST, HEADER_BYTES_MAX, Header, STEP, TensorInfo, parse, render_with};
 use shardgrad_tensor::{DType, Result};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -153,16 +153,30 @@ impl TensorWriter {
     /// `Kind::Checkpoint` for names and shapes that no file can hold ([`render`](super::header::render)); `Kind::Io` if the
     /// system refuses, and if something that is no file stands at the path: a link, a folder, a pipe, a device.
     pub fn create(path: &Path, tensors: &[(String, DType, Vec<usize>)]) -> Result<TensorWriter> {
-        TensorWriter::begin(path, tensors, false)
+        TensorWriter::begin(path, tensors, &[])
     }
 
     /// [`TensorWriter::create`] of a file that tells its digest in its header.
     pub(super) fn with_digest(path: &Path, tensors: &[(String, DType, Vec<usize>)]) -> Result<TensorWriter> {
-        TensorWriter::begin(path, tensors, true)
+        TensorWriter::begin(path, tensors, &[(DIGEST, NO_DIGEST)])
     }
 
-    fn begin(path: &Path, tensors: &[(String, DType, Vec<usize>)], tells: bool) -> Result<TensorWriter> {
-        let (text, header) = render_with(path, tensors, tells.then_some(NO_DIGEST))?;
+    /// [`TensorWriter::create`] of a file that tells its digest, and the step of the run after which it is saved.
+    pub(crate) fn of_step(
+        path: &Path,
+        tensors: &[(String, DType, Vec<usize>)],
+        step: u64,
+    ) -> Result<TensorWriter> {
+        TensorWriter::begin(path, tensors, &[(DIGEST, NO_DIGEST), (STEP, &step.to_string())])
+    }
+
+    fn begin(
+        path: &Path,
+        tensors: &[(String, DType, Vec<usize>)],
+        more: &[(&str, &str)],
+    ) -> Result<TensorWriter> {
+        let (text, header) = render_with(path, tensors, more)?;
+        let tells = more.iter().any(|(name, _)| *name == DIGEST);
         let place = text.find(NO_DIGEST).filter(|_| tells).map(|at| 8 + at as u64);
         let digest = place.map(|at| (Digest::default(), at));
         let pending = Pending::create(path)?;
@@ -227,7 +241,14 @@ impl TensorWriter {
     /// `Kind::Checkpoint` if bytes are missing; `Kind::Io` if the system refuses. Either way the old file
     /// stays.
     pub fn finish(self) -> Result<()> {
-        self.seal()?.0.commit()
+        self.finish_telling().map(drop)
+    }
+
+    /// [`TensorWriter::finish`]; gives the digest of the file too, if it tells it.
+    pub(crate) fn finish_telling(self) -> Result<Option<String>> {
+        let (pending, digest) = self.seal()?;
+        pending.commit()?;
+        Ok(digest)
     }
 
     /// Ends the file and syncs it to the disk; its name is still another. Gives its digest too, if it has one.

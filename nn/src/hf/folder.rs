@@ -77,7 +77,7 @@ impl Weights {
     }
 
     /// The tensors of one file of a folder.
-    pub(crate) fn of_file(dir: &Path, name: &str) -> Result<Weights> {
+    fn of_file(dir: &Path, name: &str) -> Result<Weights> {
         let files = vec![TensorFile::open_within(dir, name)?];
         let by_name = files[0].tensors().iter().map(|t| (t.name.clone(), 0)).collect();
         Ok(Weights { path: dir.join(name), files, by_name })

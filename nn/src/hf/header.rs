@@ -26,7 +26,9 @@ pub const TENSORS_MAX: usize = 1 << 18;
 pub const NAME_BYTES_MAX: usize = 1024;
 
 /// The entry of `__metadata__` that holds the digest of a file that belongs to a set of files.
-pub(super) const DIGEST: &str = "shardgrad_digest";
+pub(crate) const DIGEST: &str = "shardgrad_digest";
+/// The entry of `__metadata__` that holds the step of the run after which a file was saved.
+pub(crate) const STEP: &str = "shardgrad_step";
 
 /// What stands in files for a dtype.
 const fn word(dtype: DType) -> &'static str {
@@ -121,17 +123,17 @@ pub fn parse(path: &Path, text: &[u8], payload_bytes: u64) -> Result<Header> {
 /// # Errors
 /// `Kind::Checkpoint` for what [`parse`] would refuse: a bad or doubled name, too many dims, too many bytes.
 pub fn render(path: &Path, tensors: &[(String, DType, Vec<usize>)]) -> Result<(String, Header)> {
-    render_with(path, tensors, None)
+    render_with(path, tensors, &[])
 }
 
-/// [`render`], with a digest among the free text entries, which stand before all tensors.
+/// [`render`], with more free text entries, which stand before all tensors.
 pub(super) fn render_with(
     path: &Path,
     tensors: &[(String, DType, Vec<usize>)],
-    digest: Option<&str>,
+    more: &[(&str, &str)],
 ) -> Result<(String, Header)> {
     let mut metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
-    metadata.extend(digest.map(|digest| (DIGEST.to_string(), digest.to_string())));
+    metadata.extend(more.iter().map(|(name, text)| (name.to_string(), text.to_string())));
     let mut header = Header { tensors: Vec::with_capacity(tensors.len()), metadata };
     let mut text = format!("{{\"__metadata__\":{}", serde_json::json!(header.metadata));
     let (mut names, mut end) = (HashSet::new(), 0u64);

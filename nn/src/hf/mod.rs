@@ -35,6 +35,7 @@ pub use files::{TensorFile, TensorWriter};
 pub use folder::Weights;
 pub use gpt2::Gpt2Config;
 pub use header::TensorInfo;
+pub(crate) use header::{DIGEST, STEP};
 pub use llama::{LlamaConfig, LlamaKind};
 pub use rotary::{Rotary, RotaryScaling};
 pub(crate) use run_state::Told;

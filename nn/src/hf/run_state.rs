@@ -36,6 +36,9 @@ pub(crate) struct Told {
     /// What it keeps of a parameter.
     pub(crate) keeps: Vec<String>,
     pub(crate) num_steps: u64,
+    /// The digest of its file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) digest: Option<String>,
 }
 
 /// The text of the file.
@@ -115,7 +118,7 @@ mod tests {
     #[test]
     fn a_loss_scale_comes_back_bit_for_bit() {
         let dir = Scratch::new();
-        let optimizer = Told { settings: String::new(), keeps: Vec::new(), num_steps: 0 };
+        let optimizer = Told { settings: String::new(), keeps: Vec::new(), num_steps: 0, digest: None };
         let mut bits = 0x1234_5678_9abc_def1u64;
         for _ in 0..64 {
             bits = bits.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
@@ -132,7 +135,8 @@ mod tests {
     fn what_is_written_is_read_back_and_the_rest_is_refused() {
         let dir = Scratch::new();
         let notes = BTreeMap::from([("seed".to_string(), "7".to_string())]);
-        let optimizer = Told { settings: "SGD".to_string(), keeps: vec!["m".to_string()], num_steps: 6 };
+        let (settings, keeps) = ("SGD".to_string(), vec!["m".to_string()]);
+        let optimizer = Told { settings, keeps, num_steps: 6, digest: Some("0123".to_string()) };
         for loss_scale in [None, Some(LossScale::new(0.1, 1999))] {
             let state = RunState { step: 8, loss_scale, notes: notes.clone() };
             state.write(&dir.path(""), optimizer.clone()).unwrap();

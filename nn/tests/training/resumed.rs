@@ -223,6 +223,45 @@ fn what_is_damaged_missing_or_of_another_run_is_refused_by_name() {
     );
 }
 
+#[test]
+fn an_optimizer_file_of_another_save_is_refused_by_the_steps_of_both() {
+    let folder = Folder::new("mixed-up");
+    let place = |step| Checkpoints::place(&folder.0, step);
+    for (from, steps, to) in [(None, 1, 1), (Some(place(1)), 1, 2)] {
+        ends(Case::new(""), &adamw(), (from.as_deref(), steps, Some(&place(to))));
+    }
+    let own = fs::read(place(2).join(OPTIMIZER_FILE)).unwrap();
+    fs::copy(place(1).join(OPTIMIZER_FILE), place(2).join(OPTIMIZER_FILE)).unwrap();
+    for mesh in ["", "dp=2"] {
+        let error = refused(&place(2), mesh, adamw(), Case::new(mesh));
+        assert_eq!(error.kind(), Kind::Checkpoint, "{error}");
+        let told = "optimizer.safetensors is of step 1, trainer_state.json beside it of step 2";
+        assert!(error.message().ends_with(told), "{error}");
+    }
+    // The same step of a run at another rate, and a file that another program has written.
+    let other = folder.0.join("other");
+    ends(Case::new(""), &adamw().betas(0.5, 0.9), (None, 2, Some(&other)));
+    let digest =
+        TensorFile::open(&other.join(OPTIMIZER_FILE)).unwrap().metadata()["shardgrad_digest"].clone();
+    let at = |bytes: &[u8]| bytes.windows(16).position(|part| part == digest.as_bytes()).unwrap();
+    let mut silent = fs::read(other.join(OPTIMIZER_FILE)).unwrap();
+    let start = at(&silent);
+    silent[start..start + 16].fill(b'0');
+    for bytes in [fs::read(other.join(OPTIMIZER_FILE)).unwrap(), silent] {
+        fs::write(place(2).join(OPTIMIZER_FILE), bytes).unwrap();
+        let error = refused(&place(2), "", adamw(), Case::new(""));
+        assert!(error.message().contains("is not of the save of step 2"), "{error}");
+    }
+    // What was written before files told of their save is taken as it is.
+    fs::write(place(2).join(OPTIMIZER_FILE), own).unwrap();
+    let state = place(2).join(STATE_FILE);
+    let text = fs::read_to_string(&state).unwrap();
+    let lines: Vec<&str> = text.lines().filter(|line| !line.contains("\"digest\"")).collect();
+    assert_eq!(lines.len() + 1, text.lines().count());
+    fs::write(&state, lines.join("\n").replace("\"num_steps\": 2,", "\"num_steps\": 2")).unwrap();
+    assert_eq!(ends(Case::new(""), &adamw(), (Some(&place(2)), 0, None))[0].1.step, 2);
+}
+
 /// A model of one layer, and an optimizer that has stepped its weight only.
 fn linear<T>(
     mesh: &str,
