@@ -75,11 +75,13 @@ pub fn save_weights<M: Module>(
 }
 
 /// Fills a language model and what its optimizer keeps from a checkpoint, which may be of another mesh. Each rank reads for itself;
-/// nothing is communicated.
+/// nothing is communicated. One that lies whole under the name that it had while it was written gets its own
+/// ([`Checkpoints::complete`]).
 ///
 /// # Errors
 /// `Kind::Checkpoint` naming the file where one is missing, cannot be read, or is not of such a model and optimizer (other tensors,
-/// shapes or dtypes), or of the save of which `trainer_state.json` is; as [`Model::load`] and [`Optimizer::go_on`]. Model and optimizer may be of different steps then.
+/// shapes or dtypes), or of the save of which `trainer_state.json` is; as [`Checkpoints::complete`], [`Model::load`] and
+/// [`Optimizer::go_on`]. Model and optimizer may be of different steps then.
 pub fn load<M: Family>(dir: &Path, model: &Model<M>, optim: &mut dyn Optimizer) -> Result<RunState> {
     let state = load_kept(dir, model, optim, &|name| model.name_in_files(name))?;
     model.load(dir)?;
@@ -261,6 +263,7 @@ fn load_kept<M: Module>(
     names: Names<'_>,
 ) -> Result<RunState> {
     let keeps = keeps(optim)?;
+    Checkpoints::complete(dir)?;
     let (state, told) = RunState::read_all(dir)?;
     if !told.keeps.iter().eq(keeps) {
         let text = format!("{} keeps {:?}, the optimizer of the run {keeps:?}", dir.display(), told.keeps);

@@ -8,6 +8,8 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
+/// What stands behind the name of a checkpoint that goes.
+const OLD: &str = ".old";
 /// How the name of a checkpoint begins, before the number of its step.
 const PREFIX: &str = "checkpoint-";
 
@@ -32,9 +34,33 @@ fn name(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
+/// The step of a checkpoint, if this is the name of one.
+fn step(name: &str) -> Option<u64> {
+    let step = name.strip_prefix(PREFIX)?;
+    step.parse().ok().filter(|n: &u64| n.to_string() == step)
+}
+
 /// The folder that something is in.
 fn above(path: &Path) -> &Path {
     path.parent().filter(|above| !above.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// What saves and removals of something that have ended left beside it: under the name that it has while it is made, or, with a
+/// mark, while it goes.
+fn left(path: &Path, mark: &str) -> Result<Vec<PathBuf>> {
+    let (dir, own) = (above(path), name(path) + mark);
+    let entries = match fs::read_dir(dir) {
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(|e| failed(dir, "read", &e))?,
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        let path = entry.map_err(|e| failed(dir, "read", &e))?.path();
+        if unfinished(&name(&path)).is_some_and(|(of, id)| of == own && is_gone(id)) {
+            found.push(path);
+        }
+    }
+    Ok(found)
 }
 
 /// Whether something stands at a place that a checkpoint may replace: an empty folder, or one that holds a checkpoint.
@@ -81,7 +107,7 @@ impl WholeFolder {
     /// `Kind::Io` if the system refuses, or as [`WholeFolder::create`]: what stood there is as it was, or gone.
     pub(crate) fn place(self) -> Result<()> {
         sync_folder(&self.temporary)?;
-        let old = is_replaceable(&self.path)?.then(|| temporary(&self.path, ".old")).transpose()?;
+        let old = is_replaceable(&self.path)?.then(|| temporary(&self.path, OLD)).transpose()?;
         if let Some(old) = &old {
             fs::rename(&self.path, old).map_err(|e| failed(&self.path, "write", &e))?;
         }
@@ -131,8 +157,10 @@ impl Checkpoints {
         for entry in entries {
             let path = entry.map_err(|e| failed(dir, "read", &e))?.path();
             let name = name(&path);
-            let Some(step) = name.strip_prefix(PREFIX).filter(|_| path.is_dir()) else { continue };
-            match step.parse().ok().filter(|n: &u64| n.to_string() == step) {
+            if !name.starts_with(PREFIX) || !path.is_dir() {
+                continue;
+            }
+            match step(&name) {
                 Some(step) if path.join(STATE_FILE).symlink_metadata().is_ok() => {
                     found.whole.push((step, path))
                 }
@@ -146,6 +174,53 @@ impl Checkpoints {
         Ok(found)
     }
 
+    /// Gives a checkpoint its name that lies whole under another one, where nothing has that name: a save that replaces one is left so
+    /// if it is killed after the old one has lost its name and before the new one has it. What was to be replaced goes. Several may
+    /// call this at once. Gives whether the name is there now that was not.
+    ///
+    /// # Errors
+    /// `Kind::Io` if the system refuses, with where the checkpoint lies.
+    pub fn complete(path: &Path) -> Result<bool> {
+        if path.file_name().is_none() || path.symlink_metadata().is_ok() {
+            return Ok(false);
+        }
+        // The state is written last. Of several, which only several processes leave, the last counts.
+        let written = |dir: &PathBuf| dir.join(STATE_FILE).metadata().and_then(|state| state.modified()).ok();
+        let Some(whole) =
+            left(path, "")?.into_iter().filter(|dir| written(dir).is_some()).max_by_key(written)
+        else {
+            return Ok(false);
+        };
+        if let Err(e) = fs::rename(&whole, path) {
+            // Another rank may have been first.
+            if path.symlink_metadata().is_ok() {
+                return Ok(true);
+            }
+            return Err(failed(path, "write", &e).detail("lies in", whole.display().to_string()));
+        }
+        sync_folder(above(path))?;
+        // Nobody reads it under its other name; the next run clears it if it cannot go now.
+        left(path, OLD)?.iter().for_each(|old| drop(fs::remove_dir_all(old)));
+        Ok(true)
+    }
+
+    /// [`Checkpoints::complete`] of all that lie in a folder: those that have their names now.
+    ///
+    /// # Errors
+    /// As [`Checkpoints::complete`].
+    pub fn complete_all(dir: &Path) -> Result<Vec<PathBuf>> {
+        let mut done = Vec::new();
+        for path in Checkpoints::find(dir)?.unfinished {
+            let own = name(&path);
+            let Some((own, _)) = unfinished(&own).filter(|(own, _)| step(own).is_some()) else { continue };
+            let place = dir.join(own);
+            if Checkpoints::complete(&place)? {
+                done.push(place);
+            }
+        }
+        Ok(done)
+    }
+
     /// Removes all but the `count` newest whole ones of a folder. One that goes loses its name first, so that a stop in between leaves
     /// none that looks whole.
     ///
@@ -154,7 +229,7 @@ impl Checkpoints {
     pub fn keep_newest(dir: &Path, count: usize) -> Result<()> {
         let whole = Checkpoints::find(dir)?.whole;
         let going = whole.iter().rev().skip(count).map(|(_, path)| {
-            let going = temporary(path, ".old")?;
+            let going = temporary(path, OLD)?;
             fs::rename(path, &going).map_err(|e| failed(path, "remove", &e))?;
             fs::remove_dir_all(&going).map_err(|e| failed(&going, "remove", &e))
         });
@@ -219,6 +294,66 @@ mod tests {
         scratch.file("late/x", b"mine");
         assert_eq!(late.place().unwrap_err().kind(), Kind::Io);
         assert_eq!(scratch.names(), ["a", "file", "late"]);
+    }
+
+    #[test]
+    fn a_save_that_was_killed_between_two_names_is_completed() {
+        let scratch = Scratch::new();
+        let dir = scratch.path("a");
+        let (dead, alive) = (u32::MAX - 1, std::os::unix::process::parent_id());
+        let place = Checkpoints::place(&dir, 3);
+        let stop = |id: u32| {
+            make(&dir, 3, "old");
+            fs::rename(&place, dir.join(format!("checkpoint-3.old.tmp-{id}"))).unwrap();
+            make(&dir, 3, "new");
+            fs::rename(&place, dir.join(format!("checkpoint-3.tmp-{id}"))).unwrap();
+        };
+        stop(dead);
+        assert!(Checkpoints::complete(&place).unwrap() && !Checkpoints::complete(&place).unwrap());
+        assert_eq!((read(&dir, 3).unwrap(), fs::read_dir(&dir).unwrap().count()), ("new".to_string(), 1));
+        // What has its name is not touched, whatever lies beside it, and what stands for no checkpoint stays.
+        fs::create_dir(dir.join(format!("checkpoint-3.tmp-{dead}"))).unwrap();
+        fs::write(dir.join(format!("checkpoint-3.tmp-{dead}/{STATE_FILE}")), "later").unwrap();
+        fs::create_dir(dir.join(format!("checkpoint-x.tmp-{dead}"))).unwrap();
+        assert_eq!(
+            (Checkpoints::complete_all(&dir).unwrap(), read(&dir, 3).unwrap()),
+            (vec![], "new".to_string())
+        );
+        // A save that is not over, and one that is not whole.
+        fs::remove_dir_all(&dir).unwrap();
+        stop(alive);
+        fs::create_dir(dir.join(format!("checkpoint-4.tmp-{dead}"))).unwrap();
+        assert_eq!(Checkpoints::complete_all(&dir).unwrap(), Vec::<PathBuf>::new());
+        fs::remove_dir_all(&dir).unwrap();
+        stop(dead);
+        assert_eq!(Checkpoints::complete_all(&dir).unwrap(), [place]);
+        assert_eq!(Checkpoints::complete_all(&scratch.path("none")).unwrap(), Vec::<PathBuf>::new());
+        assert!(!Checkpoints::complete(&scratch.path("none/x")).unwrap());
+    }
+
+    #[test]
+    fn what_cannot_go_stays_and_a_link_goes_alone() {
+        let scratch = Scratch::new();
+        let dir = &scratch.path("");
+        for step in 1..=4 {
+            make(dir, step, "x");
+        }
+        fs::rename(Checkpoints::place(dir, 2), scratch.path("elsewhere")).unwrap();
+        std::os::unix::fs::symlink(scratch.path("elsewhere"), Checkpoints::place(dir, 2)).unwrap();
+        // The name that it is to have while it goes is taken.
+        let taken = format!("checkpoint-1.old.tmp-{}", std::process::id());
+        fs::create_dir(dir.join(&taken)).unwrap();
+        scratch.file(&format!("{taken}/x"), b"");
+        let error = Checkpoints::keep_newest(dir, 2).unwrap_err();
+        assert_eq!(error.kind(), Kind::Io);
+        let told = format!("cannot remove {}: ", Checkpoints::place(dir, 1).display());
+        assert!(error.message().starts_with(&told), "{error}");
+        assert_eq!(scratch.names(), ["checkpoint-1", &taken, "checkpoint-3", "checkpoint-4", "elsewhere"]);
+        assert!(read(dir, 1).is_some() && scratch.path("elsewhere").join(STATE_FILE).exists());
+        // A link is no place to write one.
+        std::os::unix::fs::symlink(scratch.path("elsewhere"), scratch.path("link")).unwrap();
+        let error = WholeFolder::create(&scratch.path("link")).unwrap_err();
+        assert!(error.message().ends_with("it is no folder, which is not replaced"), "{error}");
     }
 
     #[test]

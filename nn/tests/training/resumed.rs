@@ -314,6 +314,30 @@ fn loops_of_ones_own_save_what_they_keep_and_frozen_parameters_keep_nothing() {
     assert!(found.unwrap().iter().all(|found| *found == state));
 }
 
+#[test]
+fn a_save_that_was_killed_while_it_replaced_a_checkpoint_is_found_by_all_ranks() {
+    let folder = Folder::new("between-names");
+    let place = folder.0.join("last");
+    let state = |step| RunState { step, ..RunState::default() };
+    for round in 0..20 {
+        for (step, mark) in [(1, ".old"), (2, "")] {
+            let save = |model: &Model<Linear>, optim: &mut dyn Optimizer| {
+                resume::save_weights(&place, model, optim, &state(step))
+            };
+            linear("", adamw_plain(), save).unwrap();
+            // No process has this number.
+            fs::rename(&place, folder.0.join(format!("last{mark}.tmp-4294967294"))).unwrap();
+        }
+        let load =
+            |model: &Model<Linear>, optim: &mut dyn Optimizer| resume::load_weights(&place, model, optim);
+        let found = linear("tp=4", adamw_plain(), load).unwrap();
+        assert_eq!(found, vec![state(2); 4], "round {round}");
+        let left: Vec<_> = fs::read_dir(&folder.0).unwrap().map(|e| e.unwrap().file_name()).collect();
+        assert_eq!(left, ["last"]);
+        fs::remove_dir_all(&place).unwrap();
+    }
+}
+
 fn adamw_plain() -> AdamW {
     AdamW::new(0.1)
 }
