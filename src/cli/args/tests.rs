@@ -130,6 +130,29 @@ fn the_schedule_follows_the_options() {
 }
 
 #[test]
+fn what_a_checkpoint_is_told_of_the_rates_makes_the_same_rates() {
+    for line in [
+        "",
+        "--steps 40",
+        "--steps 5000 --lr 0.003",
+        "--steps 40 --min-lr 0.0001 --warmup 7",
+        "--steps 40 --lr-schedule constant",
+        "--steps 40 --lr-schedule constant --warmup 3",
+    ] {
+        let args = train(line);
+        let [_, free] = args.told(16);
+        let named = ["steps", "lr", "lr-schedule", "min-lr", "warmup"];
+        let told = free.iter().filter(|(name, value)| named.contains(name) && value != "none");
+        let told: Vec<String> = told.map(|(name, value)| format!("--{name} {value}")).collect();
+        let again = train(&told.join(" "));
+        for step in 0..=args.steps.steps {
+            let [rate, expected] = [&again, &args].map(|args| args.schedule().lr(step));
+            assert_eq!(rate.to_bits(), expected.to_bits(), "{line}: step {step}, as told {told:?}");
+        }
+    }
+}
+
+#[test]
 fn the_held_out_loss_is_measured_on_text_only() {
     assert_eq!(train("").eval_every(), Some(100));
     assert_eq!(train("--eval-every 7").eval_every(), Some(7));

@@ -17,6 +17,16 @@ enum LrSchedule {
     Constant,
 }
 
+impl LrSchedule {
+    /// The word for it on the command line.
+    fn name(self) -> &'static str {
+        match self {
+            LrSchedule::Cosine => "cosine",
+            LrSchedule::Constant => "constant",
+        }
+    }
+}
+
 /// Options of `train`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct TrainArgs {
@@ -157,15 +167,25 @@ impl TrainArgs {
         self.pipeline.microbatches(&self.mesh(), self.steps.batch)
     }
 
+    /// The steps of the rise of the learning rate, and, where it falls after them, the rate at the end.
+    fn rise_and_fall(&self) -> (usize, Option<f64>) {
+        let OptimArgs { lr, min_lr, lr_schedule, warmup, .. } = self.optim;
+        match lr_schedule {
+            LrSchedule::Constant => (warmup.unwrap_or(0), None),
+            LrSchedule::Cosine => (
+                warmup.unwrap_or(defaults::WARMUP_MAX.min(self.steps.steps / 10)),
+                Some(min_lr.unwrap_or(lr * defaults::MIN_LR_PART)),
+            ),
+        }
+    }
+
     /// The learning rate of each step.
     pub(crate) fn schedule(&self) -> Schedule {
-        let (steps, optim) = (self.steps.steps, &self.optim);
-        let rise = Schedule::constant(optim.lr);
-        match optim.lr_schedule {
-            LrSchedule::Constant => rise.warmup(optim.warmup.unwrap_or(0)),
-            LrSchedule::Cosine => rise
-                .warmup(optim.warmup.unwrap_or(defaults::WARMUP_MAX.min(steps / 10)))
-                .cosine(steps, optim.min_lr.unwrap_or(optim.lr * defaults::MIN_LR_PART)),
+        let (rise, fall) = self.rise_and_fall();
+        let rates = Schedule::constant(self.optim.lr).warmup(rise);
+        match fall {
+            Some(min) => rates.cosine(self.steps.steps, min),
+            None => rates,
         }
     }
 
@@ -173,14 +193,9 @@ impl TrainArgs {
     /// change on purpose when it goes on.
     pub(crate) fn told(&self, seq: usize) -> [Vec<(&'static str, String)>; 2] {
         let StepsArgs { steps, batch, seed, .. } = self.steps;
-        let OptimArgs { lr, min_lr, weight_decay, beta1, beta2, eps, grad_clip, .. } = self.optim;
+        let OptimArgs { lr, lr_schedule, weight_decay, beta1, beta2, eps, grad_clip, .. } = self.optim;
         let Precision { dtype, param_dtype } = self.precision();
-        let rise = match self.optim.lr_schedule {
-            LrSchedule::Constant => ("constant", None, 0),
-            LrSchedule::Cosine => {
-                ("cosine", Some(lr * defaults::MIN_LR_PART), defaults::WARMUP_MAX.min(steps / 10))
-            }
-        };
+        let (rise, fall) = self.rise_and_fall();
         let mesh = self.mesh();
         let axes: Vec<String> = mesh.axes().map(|a| format!("{}={}", mesh.name(a), mesh.size(a))).collect();
         let fixed = vec![
@@ -193,9 +208,9 @@ impl TrainArgs {
         let free = vec![
             ("steps", steps.to_string()),
             ("lr", lr.to_string()),
-            ("lr-schedule", rise.0.to_string()),
-            ("min-lr", min_lr.or(rise.1).map_or("none".to_string(), |min| min.to_string())),
-            ("warmup", self.optim.warmup.unwrap_or(rise.2).to_string()),
+            ("lr-schedule", lr_schedule.name().to_string()),
+            ("min-lr", fall.map_or("none".to_string(), |min| min.to_string())),
+            ("warmup", rise.to_string()),
             ("weight-decay", weight_decay.to_string()),
             ("beta1", beta1.to_string()),
             ("beta2", beta2.to_string()),
