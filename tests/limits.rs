@@ -2,6 +2,7 @@
 
 use crate::cli::{Folder, shardgrad, told};
 use crate::endings::is_ignored;
+use shardgrad::nn::hf::TensorWriter;
 use shardgrad::nn::{Gpt2, Gpt2Config};
 use shardgrad::prelude::*;
 use std::fs;
@@ -48,6 +49,37 @@ fn what_cannot_fit_is_refused_before_it_begins() {
         assert!(code == 2 && said.contains("on a rank, and --memory-limit allows 1000 B"), "{said}");
         assert!(shardgrad(&[command, &["--model", &model]].concat()).status.success());
     }
+}
+
+#[test]
+fn memory_and_folder_are_looked_at_before_the_data_are_read() {
+    let folder = Folder::new("early");
+    // Bytes that are no text, and a token that is none: whoever reads them says so.
+    let (latin, rows) = (folder.file("latin", [b"caf\xe9 ".as_slice(); 400].concat()), folder.path("rows"));
+    let ids = [("input_ids".to_string(), DType::I64, vec![2, 9])];
+    let mut writer = TensorWriter::create(Path::new(&rows), &ids).unwrap();
+    writer.append("input_ids", &[0x7f; 2 * 9 * 8]).unwrap();
+    writer.finish().unwrap();
+    let (out, taken) = (folder.path("out"), folder.file("taken", ""));
+    for (data, why) in [(["--data", &latin], "not UTF-8 text"), (["--tokens", &rows], "input_ids")] {
+        let with = |more: &[&str]| {
+            let run =
+                [&["train", "--batch", "2", "--steps", "1", "--mesh", "dp=1"], &data[..], more].concat();
+            let (code, said) = told(&run);
+            assert_eq!(code, 2, "{said}");
+            said
+        };
+        let said = with(&["--out", &out, "--memory-limit", "100KB"]);
+        assert!(said.contains("and --memory-limit allows 97.7 KiB") && !Path::new(&out).exists(), "{said}");
+        let said = with(&["--out", &taken]);
+        assert!(said.contains(&format!("cannot write {taken}")) && said.contains("--out DIR"), "{said}");
+        let said = with(&["--out", &folder.path("read")]);
+        assert!(said.contains(why), "{said}");
+    }
+    // Of data that are not there nothing is made.
+    let none = folder.path("none");
+    let (code, said) = told(&["train", "--out", &out, "--data", &none]);
+    assert!(code == 2 && said.contains("there is no such file") && !Path::new(&out).exists(), "{said}");
 }
 
 #[test]

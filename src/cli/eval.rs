@@ -23,7 +23,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
     check_model(&args.run, &args.model, &config)?;
     let (windows, what) = match &args.source.tokens {
         Some(path) => {
-            let file = super::token_rows(path, &config)?;
+            let file = super::token_rows(path, &config)?.checked()?;
             if args.seq.is_some() {
                 file.require_seq(seq)?;
             }

@@ -97,12 +97,12 @@ fn refuse_texts(config: &ModelConfig) -> Result<()> {
     Err(Error::new(Kind::Unsupported, why).detail("help", help))
 }
 
-/// Rows of token numbers that a model has positions for.
+/// Rows of token numbers that a model has positions for, before they are [checked](TokenFile::checked).
 ///
 /// # Errors
-/// As [`TokenFile::open`]; `Kind::Data` naming the file for rows that are too long.
+/// As [`TokenFile::begin`]; `Kind::Data` naming the file for rows that are too long.
 fn token_rows(path: &Path, config: &ModelConfig) -> Result<TokenFile> {
-    let file = TokenFile::open(path, &Vocabulary::new(config))?;
+    let file = TokenFile::begin(path, &Vocabulary::new(config))?;
     let (seq, positions) = (file.seq(), config.positions());
     if seq <= positions {
         return Ok(file);

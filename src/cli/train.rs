@@ -15,7 +15,7 @@ use super::Failure;
 use super::args::{TrainArgs, check_tokens};
 use super::explain::Outline;
 use super::memory::check_training;
-use crate::data::{Order, Sampler, Split, refuse_written};
+use crate::data::{Corpus, Order, Sampler, Split, TokenFile, refuse_written};
 use crate::interrupt::Interrupt;
 use crate::metrics::{Earlier, Metrics};
 use crate::outputs::{Companions, Lines, OutFolder, check_target, place, written};
@@ -211,30 +211,28 @@ fn recipe(args: &TrainArgs, seq: usize) -> Recipe {
     }
 }
 
-/// Reads what there is to read and checks what can be checked, before any rank starts.
+/// Reads what there is to read and checks what can be checked, before any rank starts; first what takes no time, so that a slip
+/// shows at once.
 fn prepare(args: &TrainArgs) -> Result<Job> {
     let mut config = args.model.config()?;
     if let Some(p) = args.dropout {
         config = config.with_dropout(p);
     }
     let lines = Lines::new();
-    let rows = rows(args, &config)?;
-    let recipe = recipe(args, rows.rows.seq());
+    let found = find(args, &config)?;
+    let recipe = recipe(args, found.seq);
     let Recipe { batch, seq, microbatches, precision, .. } = recipe;
     check_tokens(batch, seq)?;
     let plan = args.pipeline.plan(LanguageModel::plan(&config));
     let step = Outline { config: &config, plan: &plan, batch, seq, microbatches, precision };
     check_training(&args.run, &args.mesh(), &args.model.name(), &step)?;
+    let out = OutFolder::open(&args.out)?;
+    let (companions, in_place) = companions(args, &out)?;
+    check_trace(args)?;
+    let rows = rows(args, &config, found)?;
     if let Some(corpus) = rows.told.as_ref().filter(|_| !args.json) {
         lines.say(format_args!("reading {corpus}"));
     }
-    let out = OutFolder::open(&args.out)?;
-    let in_place = args.model.dir().is_some_and(|dir| place(dir) == place(&out.join("model")));
-    // Where the model is trained in place, they are needed for checkpoints only.
-    let beside = args.model.dir().filter(|_| !in_place || args.checkpoints.save_every.is_some());
-    let companions = Companions::open(beside)?;
-    companions.all().filter(|_| !in_place).try_for_each(|file| file.check(&out.join("model")))?;
-    check_trace(args)?;
     let goes_on = args.checkpoints.save_every.is_some() || args.checkpoints.resume().is_some();
     let notes = if goes_on { resume::notes(args, &rows)? } else { BTreeMap::new() };
     let from = resume::from(args, (&config, &notes), &out)?;
@@ -280,6 +278,16 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
     })
 }
 
+/// What goes with the model, and whether it is there already, since the model is trained in place.
+fn companions(args: &TrainArgs, out: &OutFolder) -> Result<(Companions, bool)> {
+    let in_place = args.model.dir().is_some_and(|dir| place(dir) == place(&out.join("model")));
+    // Where the model is trained in place, they are needed for checkpoints only.
+    let beside = args.model.dir().filter(|_| !in_place || args.checkpoints.save_every.is_some());
+    let companions = Companions::open(beside)?;
+    companions.all().filter(|_| !in_place).try_for_each(|file| file.check(&out.join("model")))?;
+    Ok((companions, in_place))
+}
+
 /// Refuses to write what ranks do over something that is read, or written otherwise.
 fn check_trace(args: &TrainArgs) -> Result<()> {
     let Some(trace) = &args.trace else { return Ok(()) };
@@ -300,24 +308,44 @@ struct Rows {
     told: Option<String>,
 }
 
-/// Opens what there is to read.
-fn rows(args: &TrainArgs, config: &ModelConfig) -> Result<Rows> {
+/// What there is to read, as far as names and headers tell.
+struct Found {
+    /// The tokens of a row.
+    seq: usize,
+    /// Rows of tokens, where they are not made of texts.
+    tokens: Option<TokenFile>,
+    /// What the run replaces, links followed.
+    written: Vec<PathBuf>,
+}
+
+/// Looks for what there is to read.
+fn find(args: &TrainArgs, config: &ModelConfig) -> Result<Found> {
     let seq = args.seq(config)?;
+    let written: Vec<PathBuf> = written(&args.out).iter().map(|own| place(own)).collect();
+    let Some(path) = &args.source.tokens else {
+        super::refuse_texts(config)?;
+        let how = args.source.how(args.model.dir(), config, Some(&args.out), &written)?;
+        if !args.source.data.is_empty() {
+            Corpus::find(&args.source.data, &how)?;
+        }
+        return Ok(Found { seq, tokens: None, written });
+    };
+    refuse_written(path, &written)?;
+    let file = super::token_rows(path, config)?;
+    if args.steps.seq.is_some() {
+        file.require_seq(seq)?;
+    }
+    Ok(Found { seq: file.seq(), tokens: Some(file), written })
+}
+
+/// Reads what was found.
+fn rows(args: &TrainArgs, config: &ModelConfig, Found { seq, tokens, written }: Found) -> Result<Rows> {
     let steps = &args.steps;
     let order = if args.no_shuffle { Order::InFileOrder } else { Order::Shuffled { seed: steps.seed } };
     let (mut unit, mut told) = ("token", None);
-    let written: Vec<PathBuf> = written(&args.out).iter().map(|own| place(own)).collect();
-    let (rows, held_out) = match &args.source.tokens {
-        Some(path) => {
-            refuse_written(path, &written)?;
-            let file = super::token_rows(path, config)?;
-            if steps.seq.is_some() {
-                file.require_seq(seq)?;
-            }
-            (Sampler::of_tokens(Arc::new(file), order), None)
-        }
+    let (rows, held_out) = match tokens {
+        Some(file) => (Sampler::of_tokens(Arc::new(file.checked()?), order), None),
         None => {
-            super::refuse_texts(config)?;
             let how = args.source.how(args.model.dir(), config, Some(&args.out), &written)?;
             let corpus = Arc::new(super::documents(&args.source.data, &how)?);
             unit = corpus.unit();

@@ -96,6 +96,20 @@ impl Corpus {
         Ok(Corpus::of(origin, how.config.vocab_size(), vec![part]))
     }
 
+    /// The files of which [`Corpus::open`] makes documents, and what it passes over. Nothing is read.
+    ///
+    /// # Errors
+    /// As [`Corpus::open`], of names.
+    pub(crate) fn find(paths: &[PathBuf], how: &How<'_>) -> Result<[Vec<PathBuf>; 2]> {
+        let (mut files, mut passed) = (Vec::new(), Vec::new());
+        for path in paths {
+            expand(path, how.written, &mut files, &mut passed)?;
+        }
+        how.check_width(&files)?;
+        how.check_end(files.iter().filter(|path| !is_numbers(path)).count())?;
+        Ok([files, passed])
+    }
+
     /// The documents of files, and of all files of folders, one behind the other.
     ///
     /// A file whose name ends in `.bin` holds token numbers and is taken as it is. Any other is a text in UTF-8, and between
@@ -109,12 +123,7 @@ impl Corpus {
     /// has numbers, and for a token between texts where there are no two; for a folder without files; what the tokenizer of the
     /// model reports; `Kind::Io` if the system refuses.
     pub(crate) fn open(paths: &[PathBuf], how: &How<'_>) -> Result<Corpus> {
-        let (mut files, mut passed) = (Vec::new(), Vec::new());
-        for path in paths {
-            expand(path, how.written, &mut files, &mut passed)?;
-        }
-        how.check_width(&files)?;
-        how.check_end(files.iter().filter(|path| !is_numbers(path)).count())?;
+        let [files, passed] = Corpus::find(paths, how)?;
         let keep = files.len() <= OPEN_MAX;
         let (mut tokenizer, mut disk) = (None, None);
         let (mut parts, mut texts) = (Vec::new(), 0);

@@ -63,14 +63,18 @@ pub(crate) struct TokenFile {
 }
 
 impl TokenFile {
-    /// Opens a file and checks that each number is a token of a vocabulary; for an encoder, `labels` too, some of which ask for a
-    /// token, and `attention_mask` and `token_type_ids` where they are. For others there are no `labels`, and no zeros in a mask.
+    /// Opens a file and checks all of it.
+    #[cfg(test)]
+    pub(crate) fn open(path: &Path, vocabulary: &Vocabulary) -> Result<TokenFile> {
+        TokenFile::begin(path, vocabulary)?.checked()
+    }
+
+    /// Opens a file and looks at its header; before rows are read, their numbers are to be [checked](TokenFile::checked).
     ///
     /// # Errors
-    /// `Kind::Data` naming the file for one that is no safetensors file, lacks a tensor, holds one in another dtype than i64
-    /// or in a shape that is not [N >= 1, T+1 >= 2] (encoders: [N >= 1, T >= 1], all alike), or holds a number that is out of
-    /// range (with its place); `Kind::Io` if the system refuses.
-    pub(crate) fn open(path: &Path, vocabulary: &Vocabulary) -> Result<TokenFile> {
+    /// `Kind::Data` naming the file for one that is no safetensors file, lacks the tensor of the rows, or holds it in a shape that is
+    /// not [N >= 1, T+1 >= 2] (encoders: [N >= 1, T >= 1]); `Kind::Io` if the system refuses.
+    pub(crate) fn begin(path: &Path, vocabulary: &Vocabulary) -> Result<TokenFile> {
         let file = TensorFile::open(path).map_err(as_data)?;
         let info = file.find(NAME).map_err(as_data)?;
         let next = usize::from(vocabulary.causal);
@@ -85,25 +89,32 @@ impl TokenFile {
         if num_rows == 0 {
             return Err(refuse(path, format_args!("`{NAME}` has no row")));
         }
-        let shape = info.shape.clone();
         let ids = Column { name: NAME, legal: 0..vocabulary.tokens as i64 };
         let vocabulary = *vocabulary;
-        let tokens = TokenFile { num_rows: num_rows as u64, seq: width - next, width, vocabulary, ids, file };
-        tokens.check(&tokens.ids, &shape, |_| ())?;
-        if vocabulary.causal {
-            tokens.check_next(&shape)?;
+        Ok(TokenFile { num_rows: num_rows as u64, seq: width - next, width, vocabulary, ids, file })
+    }
+
+    /// Checks that each number is a token of a vocabulary; for an encoder, `labels` too, some of which ask for a token, and
+    /// `attention_mask` and `token_type_ids` where they are. For others there are no `labels`, and no zeros in a mask.
+    ///
+    /// # Errors
+    /// `Kind::Data` naming the file for one that lacks a tensor, holds one in another dtype than i64 or not as the rows lie, or holds
+    /// a number that is out of range (with its place); `Kind::Io` if the system refuses.
+    pub(crate) fn checked(self) -> Result<TokenFile> {
+        let shape = [self.num_rows as usize, self.width];
+        self.check(&self.ids, &shape, |_| ())?;
+        if self.vocabulary.causal {
+            self.check_next(&shape)?;
         } else {
             let mut asks = false;
-            tokens.check(&tokens.labels(), &shape, |label| asks |= label != Bert::IGNORED)?;
+            self.check(&self.labels(), &shape, |label| asks |= label != Bert::IGNORED)?;
             if !asks {
-                return Err(refuse(
-                    path,
-                    format_args!("`{LABELS}` ask for no token: all are {}", Bert::IGNORED),
-                ));
+                let why = format_args!("`{LABELS}` ask for no token: all are {}", Bert::IGNORED);
+                return Err(refuse(self.file.path(), why));
             }
-            tokens.more().iter().try_for_each(|column| tokens.check(column, &shape, |_| ()))?;
+            self.more().iter().try_for_each(|column| self.check(column, &shape, |_| ()))?;
         }
-        Ok(tokens)
+        Ok(self)
     }
 
     /// Refuses what would be left out of account where each next token is asked for.
