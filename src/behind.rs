@@ -63,6 +63,12 @@ impl Behind {
     /// # Errors
     /// As [`Behind::told`].
     pub(crate) fn wait(&self) -> Result<()> {
+        self.settle();
+        self.told()
+    }
+
+    /// Waits until everything is done; what went wrong is still to be told.
+    pub(crate) fn settle(&self) {
         let (done, all) = channel();
         self.hand(move || {
             let _ = Sender::send(&done, ());
@@ -70,7 +76,6 @@ impl Behind {
         });
         // What is not heard of will never be done: the thread has gone, and what it left with it.
         let _ = all.iter().next();
-        self.told()
     }
 }
 

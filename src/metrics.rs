@@ -71,7 +71,7 @@ impl Metrics {
     /// the earlier lines take its place.
     pub(crate) fn new(path: &Path, earlier: Earlier) -> Metrics {
         let (file, disk) = (Arc::default(), Behind::start());
-        let (count, Earlier { lines, steps }) = (earlier.steps.len(), earlier);
+        let (count, Earlier { lines, steps, .. }) = (earlier.steps.len(), earlier);
         let earlier = (lines.into(), count);
         Metrics { path: path.to_path_buf(), file, disk, steps, earlier, begun: 0 }
     }
@@ -146,13 +146,15 @@ impl Metrics {
         self.disk.told()
     }
 
-    /// Has what is written so far put on the disk itself.
+    /// Waits until what is written so far is on the disk itself. What the system refuses is told by the next call of
+    /// [`Metrics::add`].
     pub(crate) fn sync(&self) {
         let (path, file) = (self.path.clone(), Arc::clone(&self.file));
         self.disk.hand(move || match &*file.lock().unwrap_or_else(PoisonError::into_inner) {
             Some(file) => file.sync_data().map_err(|e| cannot("write", &path, &e)),
             None => Ok(()),
         });
+        self.disk.settle();
     }
 
     /// The steps so far, earlier ones too.
@@ -241,7 +243,7 @@ mod tests {
         let before = [&lines(&[1]), &second, &lines(&[3, 4]), &lines(&[5])[..30]].concat();
         let path = dir.file("metrics.jsonl", &before);
         let earlier = Earlier::read(&path, 3).unwrap();
-        assert_eq!((earlier.count(), earlier.seconds()), (3, 0.5));
+        assert_eq!((earlier.count(), earlier.left_out(), earlier.seconds()), (3, 2, 0.5));
         let mut metrics = Metrics::new(&path, earlier);
         metrics.end().unwrap();
         assert_eq!((fs::read_to_string(&path).unwrap(), metrics.taken()), (before, 0));
@@ -252,7 +254,25 @@ mod tests {
         assert_eq!(fs::read_to_string(&path).unwrap(), lines(&[1]) + &second + &lines(&[3]) + &last);
         assert!(metrics.steps().len() == 4 && metrics.taken() == 1 && metrics.steps()[1].loss.is_nan());
         assert_eq!(fs::read_dir(dir.path("")).unwrap().count(), 1, "nothing else is left");
-        assert_eq!(Earlier::read(&dir.path("none"), 3).unwrap().count(), 0);
+        let none = Earlier::read(&dir.path("none"), 3).unwrap();
+        assert_eq!((none.count(), none.left_out()), (0, 0));
+    }
+
+    #[test]
+    fn who_syncs_waits_for_a_slow_disk_and_leaves_what_it_refuses_to_the_next_call() {
+        let dir = Scratch::new();
+        let path = dir.path("metrics.jsonl");
+        let mut metrics = Metrics::new(&path, Earlier::default());
+        metrics.then(|| {
+            std::thread::sleep(Duration::from_millis(300));
+            Ok(())
+        });
+        metrics.add(&step(1, None)).unwrap();
+        metrics.sync();
+        assert!(fs::read_to_string(&path).is_ok_and(|text| text.ends_with("}\n")), "it is there");
+        metrics.then(|| Err(shardgrad::Error::new(Kind::Io, "no disk")));
+        metrics.sync();
+        assert_eq!(metrics.add(&step(2, None)).unwrap_err().message(), "no disk");
     }
 
     #[test]

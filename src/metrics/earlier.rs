@@ -12,6 +12,7 @@ use std::path::Path;
 pub(crate) struct Earlier {
     pub(super) lines: Vec<u8>,
     pub(super) steps: Vec<StepMetrics>,
+    left_out: usize,
 }
 
 impl Earlier {
@@ -34,6 +35,8 @@ impl Earlier {
                 earlier.steps.push(entry);
             }
         }
+        let lines = bytes.split_inclusive(|byte| *byte == b'\n').count();
+        earlier.left_out = lines - earlier.steps.len();
         Ok(earlier)
     }
 
@@ -45,6 +48,11 @@ impl Earlier {
     /// How many steps are known.
     pub(crate) fn count(&self) -> u64 {
         self.steps.len() as u64
+    }
+
+    /// How many lines of the file were left out.
+    pub(crate) fn left_out(&self) -> usize {
+        self.left_out
     }
 
     /// Seconds that the run took.

@@ -1,6 +1,7 @@
 //! The checkpoints that a run leaves.
 
 use super::{Job, check_finite};
+use crate::cli::together;
 use shardgrad::nn::LanguageModel;
 use shardgrad::nn::resume::{self, Checkpoints, RunState};
 use shardgrad::prelude::*;
@@ -55,9 +56,14 @@ pub(super) fn leave(trainer: &Trainer<'_, LanguageModel>, job: &Job) -> Result<O
 fn save(trainer: &Trainer<'_, LanguageModel>, job: &Job) -> Result<()> {
     let mut state = trainer.state();
     check_finite(trainer.model(), state.step as usize, "there is no checkpoint of it")?;
-    if trainer.rank().world().index() == 0 {
-        job.metrics().sync();
-    }
+    // No checkpoint is newer than the record of its steps, whatever is killed when.
+    let world = trainer.rank().world();
+    together(world, || {
+        if world.index() == 0 {
+            job.metrics().sync();
+        }
+        Ok(())
+    })?;
     state.notes = notes(job, &state);
     let companions: Vec<_> = job.companions.all().collect();
     let dir = Checkpoints::place(&job.out.join(""), state.step);
@@ -74,4 +80,72 @@ fn notes(job: &Job, state: &RunState) -> BTreeMap<String, String> {
     let held_out = job.metrics().steps().iter().rev().find_map(|entry| entry.val_loss);
     notes.extend(held_out.map(|loss| ("val-loss".to_string(), loss.to_string())));
     notes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::args::{Command, config};
+    use crate::cli::train::{launch, prepare, take_steps};
+    use crate::data::scratch::Scratch;
+    use std::fs;
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicBool;
+    use std::time::Duration;
+
+    /// Runs three steps with a checkpoint of each, of which one stays. The disk of the record is given something to do first.
+    fn run(dir: &Scratch, mesh: &str, deed: impl Fn(&Job) + Sync + 'static) -> Option<Error> {
+        let (data, out) = (dir.file("text", "The quick brown fox. ".repeat(60)), dir.path("out"));
+        let given = ["--steps", "3", "--batch", "4", "--seq", "16", "--mesh", mesh, "--save-every", "1"];
+        let named = ["shardgrad", "train", "--data", data.to_str().unwrap(), "--out", out.to_str().unwrap()];
+        let all = named.iter().chain(&given).chain(&["--keep", "1", "--eval-every", "0"]);
+        let cli = config::parse(all.map(Into::into).collect()).unwrap();
+        let Command::Train(args) = cli.command else { panic!("train") };
+        let job = prepare(&args).unwrap();
+        let world = args.run.train_world(&args.mesh()).unwrap();
+        let ended = launch(&world, &job, &move |trainer, ahead, leads, job| {
+            if leads {
+                deed(job);
+            }
+            take_steps(trainer, ahead, leads, job)
+        });
+        ended.1
+    }
+
+    #[test]
+    fn no_checkpoint_is_newer_than_the_record_of_its_steps() {
+        for mesh in ["dp=1", "dp=2"] {
+            let (dir, early) = (Scratch::new(), Arc::new(AtomicBool::new(false)));
+            let noted = Arc::clone(&early);
+            let failed = run(&dir, mesh, move |job| {
+                let (out, early) = (job.out.join(""), Arc::clone(&noted));
+                job.metrics().then(move || {
+                    std::thread::sleep(Duration::from_millis(400));
+                    let found = Checkpoints::find(&out)?;
+                    early.store(!found.whole.is_empty(), Ordering::SeqCst);
+                    Ok(())
+                });
+            });
+            assert!(failed.is_none(), "{failed:?}");
+            assert!(
+                !early.load(Ordering::SeqCst),
+                "{mesh}: a checkpoint was there before any line of the record"
+            );
+        }
+    }
+
+    #[test]
+    fn a_checkpoint_that_cannot_be_removed_stays_and_the_run_goes_on() {
+        let dir = Scratch::new();
+        // The name that the first is to have while it goes is taken.
+        let taken = format!("checkpoint-1.old.tmp-{}", std::process::id());
+        let failed = run(&dir, "dp=1", move |job| {
+            fs::create_dir(job.out.join(&taken)).unwrap();
+            fs::write(job.out.join(&taken).join("x"), "").unwrap();
+        });
+        assert!(failed.is_none(), "{failed:?}");
+        let found = Checkpoints::find(&dir.path("out")).unwrap();
+        assert!(found.whole.iter().map(|(step, _)| *step).eq([1, 3]), "{found:?}");
+        assert!(dir.path("out/model/model.safetensors").exists());
+    }
 }

@@ -69,6 +69,10 @@ pub(super) fn from(
     if earlier.count() < step {
         eprintln!("{} has {} of the {step} steps before", record.display(), earlier.count());
     }
+    if earlier.left_out() > 0 {
+        let (record, lines) = (record.display(), earlier.left_out());
+        eprintln!("{record}: {lines} line(s) are left out, of steps after {step} or broken");
+    }
     Ok(Some((from, earlier)))
 }
 
