@@ -5,7 +5,7 @@ mod earlier;
 pub(crate) use earlier::Earlier;
 
 use crate::behind::Behind;
-use crate::outputs::cannot;
+use crate::outputs::{cannot, place};
 use serde::{Deserialize, Deserializer, Serialize};
 use shardgrad::Result;
 use std::fs::{self, File};
@@ -181,8 +181,13 @@ fn append(path: &Path, file: &mut Option<File>, (earlier, bytes): (&[u8], &[u8])
     file.write_all(bytes).map_err(failed)
 }
 
-/// A file of some lines in the place of another: until it is whole, that one stays.
+/// A file of some lines in the place of another: until it is whole, that one stays. A link stays too; what it leads to is replaced.
 fn beginning(path: &Path, lines: &[u8]) -> io::Result<File> {
+    if path.is_symlink() && !path.exists() {
+        // A link that leads nowhere yet has a place once the file is made.
+        File::create(path)?;
+    }
+    let path = &place(path);
     let temporary = path.with_extension(format!("jsonl.tmp-{}", std::process::id()));
     let mut file = File::create(&temporary)?;
     let begun = file.write_all(lines).and_then(|()| file.sync_all());
@@ -256,6 +261,26 @@ mod tests {
         assert_eq!(fs::read_dir(dir.path("")).unwrap().count(), 1, "nothing else is left");
         let none = Earlier::read(&dir.path("none"), 3).unwrap();
         assert_eq!((none.count(), none.left_out()), (0, 0));
+    }
+
+    #[test]
+    fn a_link_stays_one_and_what_it_leads_to_goes_on() {
+        let dir = Scratch::new();
+        let first = serde_json::to_string(&step(1, None)).unwrap() + "\n";
+        let target = dir.file("elsewhere/steps", first.repeat(2));
+        let record = dir.file("record", &first);
+        for target in [target, dir.path("elsewhere/none")] {
+            let path = dir.path("metrics.jsonl");
+            std::os::unix::fs::symlink(&target, &path).unwrap();
+            let mut metrics = Metrics::new(&path, Earlier::read(&record, 1).unwrap());
+            metrics.add(&step(2, None)).unwrap();
+            metrics.end().unwrap();
+            let second = serde_json::to_string(&step(2, None)).unwrap() + "\n";
+            assert_eq!(fs::read_link(&path).unwrap(), target);
+            assert_eq!(fs::read_to_string(&target).unwrap(), first.clone() + &second);
+            fs::remove_file(&path).unwrap();
+        }
+        assert_eq!(fs::read_dir(dir.path("elsewhere")).unwrap().count(), 2, "nothing else is left");
     }
 
     #[test]
