@@ -9,6 +9,7 @@ mod rescue;
 use checkpoints::{Keeping, leave};
 use progress::tell;
 use rescue::{Kept, keeping, save_kept};
+use resume::Begin;
 use steps::{Ended, take_steps};
 
 use super::Failure;
@@ -109,7 +110,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<(), Failure> {
     check_eps(args)?;
     let mesh = args.mesh();
     let world = args.run.train_world(&mesh)?;
-    let job = prepare(args)?;
+    let Some(job) = prepare(args)? else { return Ok(()) };
     let text = format!(
         "{} on {mesh}, {} steps of {} x {} tokens, {}",
         args.model.name(),
@@ -212,8 +213,8 @@ fn recipe(args: &TrainArgs, seq: usize) -> Recipe {
 }
 
 /// Reads what there is to read and checks what can be checked, before any rank starts; first what takes no time, so that a slip
-/// shows at once.
-fn prepare(args: &TrainArgs) -> Result<Job> {
+/// shows at once. Gives nothing where nothing is left to do.
+fn prepare(args: &TrainArgs) -> Result<Option<Job>> {
     let mut config = args.model.config()?;
     if let Some(p) = args.dropout {
         config = config.with_dropout(p);
@@ -235,13 +236,16 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
     }
     let goes_on = args.checkpoints.save_every.is_some() || args.checkpoints.resume().is_some();
     let notes = if goes_on { resume::notes(args, &rows)? } else { BTreeMap::new() };
-    let from = resume::from(args, (&config, &notes), &out)?;
+    let (from, earlier) = match resume::begin(args, (&config, &notes), &out)? {
+        Begin::Over => return Ok(None),
+        Begin::Anew => (None, Earlier::default()),
+        Begin::After(from, earlier) => (Some(from), earlier),
+    };
     if goes_on {
         Checkpoints::clear(&out.join(""))?;
     }
-    let (from, earlier) = from.map_or((None, Earlier::default()), |(from, earlier)| (Some(from), earlier));
     let Rows { rows, held_out, unit, .. } = rows;
-    Ok(Job {
+    Ok(Some(Job {
         plan,
         in_place,
         checkpoints: args.checkpoints.save_every.map(|every| {
@@ -275,7 +279,7 @@ fn prepare(args: &TrainArgs) -> Result<Job> {
         trace: args.trace.as_deref().map(Trace::new),
         measures: args.pipeline.measures(),
         lists_read: args.pipeline.lists().is_some(),
-    })
+    }))
 }
 
 /// What goes with the model, and whether it is there already, since the model is trained in place.

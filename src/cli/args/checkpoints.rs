@@ -17,7 +17,8 @@ pub(crate) struct CheckpointArgs {
     /// Newest checkpoints that stay [default: as many as the run from which --resume goes on kept, else 2]
     #[arg(long, value_name = "N", value_parser = values::count)]
     keep: Option<usize>,
-    /// Go on from the newest checkpoint of --out, or from a checkpoint; the other options are those of that run
+    /// Go on from the newest checkpoint of --out, or begin where there is none yet; with DIR, from that checkpoint or the newest of
+    /// that folder; the other options are those of that run, and where its steps are done nothing is
     #[arg(long, value_name = "DIR", num_args = 0..=1)]
     resume: Option<Option<PathBuf>>,
 }

@@ -101,7 +101,7 @@ mod tests {
         let all = named.iter().chain(&given).chain(&["--keep", "1", "--eval-every", "0"]);
         let cli = config::parse(all.map(Into::into).collect()).unwrap();
         let Command::Train(args) = cli.command else { panic!("train") };
-        let job = prepare(&args).unwrap();
+        let job = prepare(&args).unwrap().unwrap();
         let world = args.run.train_world(&args.mesh()).unwrap();
         let ended = launch(&world, &job, &move |trainer, ahead, leads, job| {
             if leads {

@@ -105,7 +105,7 @@ mod tests {
         let named = ["shardgrad", "train", "--data", data.to_str().unwrap(), "--out", out.to_str().unwrap()];
         let cli = config::parse(named.iter().chain(&given).map(Into::into).collect()).unwrap();
         let Command::Train(args) = cli.command else { panic!("train") };
-        let job = prepare(&args).unwrap();
+        let job = prepare(&args).unwrap().unwrap();
         let world = args.run.train_world(&args.mesh()).unwrap().memory_limit(MEMORY);
         let (_, failed) = launch(&world, &job, steps);
         (failed, fs::read(out.join("model/model.safetensors")).ok())

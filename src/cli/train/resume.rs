@@ -37,31 +37,52 @@ pub(super) fn notes(args: &TrainArgs, rows: &Rows) -> Result<BTreeMap<String, St
     Ok(notes)
 }
 
-/// What the run goes on from, if it is to, and the record of the steps before.
+/// Where a run begins.
+#[derive(Debug)]
+pub(super) enum Begin {
+    /// With its first step.
+    Anew,
+    /// Behind a checkpoint, with the record of the steps before.
+    After(From, Earlier),
+    /// Nowhere: all of its steps were taken.
+    Over,
+}
+
+/// Where the run begins: with --resume behind a checkpoint, unless there is none yet, and not at all behind the last step, so that
+/// one command may be given again and again until a run is done.
 ///
 /// # Errors
-/// `Kind::Checkpoint` if there is no checkpoint, or one that cannot be read; `Kind::Config`, with one line for each difference, for
-/// one of another run, or of its end; `Kind::Io` for checkpoints of another run, or of later steps, in the folder of this one.
-pub(super) fn from(
+/// `Kind::Checkpoint` if there is no checkpoint in a folder that is named, or one that cannot be read; `Kind::Config`, with one line
+/// for each difference, for one of another run; `Kind::Io` for checkpoints of another run, or of later steps, in the folder of this
+/// one.
+pub(super) fn begin(
     args: &TrainArgs,
     (config, notes): (&ModelConfig, &BTreeMap<String, String>),
     out: &OutFolder,
-) -> Result<Option<(From, Earlier)>> {
+) -> Result<Begin> {
     let Some(named) = args.checkpoints.resume() else {
-        return check_free(out, None).map(|()| None);
+        return check_free(out, None).map(|()| Begin::Anew);
     };
     let dir = match named {
-        Some(dir) if dir.join(STATE_FILE).exists() => dir.to_path_buf(),
-        named => newest(named.unwrap_or(&args.out))?,
+        Some(dir) if is_one(dir)? => dir.to_path_buf(),
+        Some(dir) => newest(dir)?.ok_or_else(|| none_in(dir))?,
+        None => match newest(&args.out)? {
+            Some(dir) => dir,
+            None => {
+                check_free(out, None)?;
+                eprintln!("there is no checkpoint in {} yet: the run begins anew", args.out.display());
+                return Ok(Begin::Anew);
+            }
+        },
     };
     let RunState { step, notes: of_run, .. } = RunState::read(&dir).map_err(|e| with_older(e, &dir))?;
     check_same(args, (config, notes), (&dir, &of_run))?;
     let keep = of_run.get(KEEP).and_then(|keep| keep.parse().ok());
     let from = From { step: step as usize, dir, keep };
     if from.step >= args.steps.steps {
-        let text =
-            format!("{} is of step {step}, the last of --steps {}", from.dir.display(), args.steps.steps);
-        return Err(Error::new(Kind::Config, text).detail("help", "give more --steps to go on"));
+        let (dir, steps) = (from.dir.display(), args.steps.steps);
+        eprintln!("nothing is left to do: {dir} is of step {step}, and --steps is {steps}");
+        return Ok(Begin::Over);
     }
     check_free(out, Some(&from))?;
     let record = from.dir.parent().unwrap_or(Path::new("")).join("metrics.jsonl");
@@ -73,21 +94,41 @@ pub(super) fn from(
         let (record, lines) = (record.display(), earlier.left_out());
         eprintln!("{record}: {lines} line(s) are left out, of steps after {step} or broken");
     }
-    Ok(Some((from, earlier)))
+    Ok(Begin::After(from, earlier))
 }
 
-/// The newest checkpoint of a folder; what was not finished is passed over with a word.
-fn newest(dir: &Path) -> Result<PathBuf> {
+/// Whether a folder is a checkpoint, or is to be one that lies whole under another name, and is one now.
+fn is_one(dir: &Path) -> Result<bool> {
+    if dir.join(STATE_FILE).exists() {
+        return Ok(true);
+    }
+    let is_done = Checkpoints::complete(dir)?;
+    if is_done {
+        tell_completed(dir);
+    }
+    Ok(is_done)
+}
+
+fn tell_completed(dir: &Path) {
+    eprintln!("{} lay whole under another name, as a killed save leaves it", dir.display());
+}
+
+/// The newest checkpoint of a folder, if there is one; what was not finished is passed over with a word.
+fn newest(dir: &Path) -> Result<Option<PathBuf>> {
+    Checkpoints::complete_all(dir)?.iter().for_each(|path| tell_completed(path));
     let Checkpoints { mut whole, unfinished } = Checkpoints::find(dir)?;
     for path in unfinished {
         eprintln!("passing over {}, which was not finished", path.display());
     }
-    whole.pop().map(|(_, path)| path).ok_or_else(|| {
-        let text = format!("there is no checkpoint in {}", dir.display());
-        let help =
-            "begin without --resume, with --save-every N to have checkpoints; or name one with --resume DIR";
-        Error::new(Kind::Checkpoint, text).detail("help", help)
-    })
+    Ok(whole.pop().map(|(_, path)| path))
+}
+
+/// For a folder that is named and holds no checkpoint.
+fn none_in(dir: &Path) -> Error {
+    let text = format!("there is no checkpoint in {}", dir.display());
+    let help =
+        "name a checkpoint, or a folder with some; --resume alone begins anew where --out has none yet";
+    Error::new(Kind::Checkpoint, text).detail("help", help)
 }
 
 /// With what to do about a checkpoint that cannot be read.
