@@ -1,5 +1,7 @@
 //! Which cores threads run on.
 
+use std::collections::BTreeSet;
+
 /// The cores that this thread may run on, in ascending order; none where the system does not say.
 #[must_use]
 pub fn allowed() -> Vec<usize> {
@@ -14,18 +16,29 @@ pub fn allowed() -> Vec<usize> {
 /// last. Fewer, if there are not as many.
 #[must_use]
 pub fn apart(count: usize) -> Vec<usize> {
-    let mut cores = allowed();
-    cores.sort_by_key(|core| shares(*core));
-    cores.truncate(count);
-    cores
+    let mut places = in_turn(allowed(), siblings);
+    places.truncate(count);
+    places
 }
 
-/// Whether a place is not the first one of its core, as the system tells: `0,32` and `0-1` begin with the first.
-fn shares(core: usize) -> bool {
-    let path = format!("/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list");
-    let list = std::fs::read_to_string(path).unwrap_or_default();
-    let first = list.trim().split([',', '-']).next().and_then(|first| first.parse::<usize>().ok());
-    first.is_some_and(|first| first != core)
+/// The places that are of one core with a place, as the system tells; empty where it does not.
+fn siblings(place: usize) -> String {
+    let path = format!("/sys/devices/system/cpu/cpu{place}/topology/thread_siblings_list");
+    std::fs::read_to_string(path).unwrap_or_default()
+}
+
+/// Places in the order in which threads are to have them. A core is known by the first place of its list, `0` of `0,32` and `0-1`,
+/// whether that is among the places or not, as in a container that has a part of the machine.
+fn in_turn(places: Vec<usize>, siblings: impl Fn(usize) -> String) -> Vec<usize> {
+    let core = |place: usize| {
+        let list = siblings(place);
+        list.trim().split([',', '-']).next().and_then(|first| first.parse().ok()).unwrap_or(place)
+    };
+    let mut taken = BTreeSet::new();
+    let (mut all, shared): (Vec<_>, Vec<_>) =
+        places.into_iter().partition(|place| taken.insert(core(*place)));
+    all.extend(shared);
+    all
 }
 
 /// Lets this thread run on one core only; threads that it starts later begin there too. Nothing happens where the system
@@ -47,6 +60,27 @@ mod tests {
     use super::*;
 
     #[test]
+    fn places_that_share_a_core_with_one_taken_before_come_last() {
+        type Siblings = fn(usize) -> String;
+        // Lists as the system writes them.
+        let ranges: Siblings = |place| format!("{}-{}\n", place / 2 * 2, place / 2 * 2 + 1);
+        let pairs: Siblings = |place| format!("{},{}\n", place % 4, place % 4 + 4);
+        let silent: Siblings = |_| String::new();
+        for (places, siblings, expected) in [
+            (vec![0, 1, 2, 3], ranges, vec![0, 2, 1, 3]),
+            (vec![0, 1, 2, 3, 4, 5, 6, 7], pairs, vec![0, 1, 2, 3, 4, 5, 6, 7]),
+            (vec![0, 1, 4, 6], pairs, vec![0, 1, 6, 4]),
+            (vec![1, 3], ranges, vec![1, 3]),
+            // The first place of a core belongs to somebody else; its second is free all the same.
+            (vec![0, 1, 3], ranges, vec![0, 3, 1]),
+            (vec![5, 9], silent, vec![5, 9]),
+            (vec![], ranges, vec![]),
+        ] {
+            assert_eq!(in_turn(places.clone(), siblings), expected, "{places:?}");
+        }
+    }
+
+    #[test]
     fn a_thread_stays_where_it_was_told_to_and_lets_others_be() {
         let all = allowed();
         assert!(!all.is_empty());
@@ -59,7 +93,7 @@ mod tests {
         assert_eq!(there.join().expect("a thread that only looks"), (vec![last], vec![last]));
         assert_eq!(allowed(), all);
         let mut apart_all = apart(usize::MAX);
-        assert!(!shares(apart_all[0]) || all.iter().all(|core| shares(*core)));
+        assert_eq!(apart_all, in_turn(all.clone(), siblings));
         apart_all.sort_unstable();
         assert_eq!((apart_all, apart(1).len()), (all.clone(), 1));
         stay_on(usize::MAX);
