@@ -104,6 +104,20 @@ fn batches_of_unlike_shapes_are_told_where_a_scalar_hides_them() {
 }
 
 #[test]
+fn the_batch_is_named_where_something_alike_was_made_after_it() {
+    let mask = |x: &Var| {
+        let mask = Tensor::from_host(x.rank(), &[4, 1], &[1.0f32; 4]).unwrap();
+        assert_eq!(mask.to_f64().unwrap().len(), 4);
+        x.square().mean()
+    };
+    let error = of_batch("dp=2", |r| if r == 1 { [6, 4] } else { [4, 4] }, mask).unwrap_err();
+    let told = error.to_string();
+    for part in ["rank 0: f32[4@dp, 4] at tests/agreement.rs", "rank 1: f32[6@dp, 4] at tests/agreement.rs"] {
+        assert!(told.contains(part), "no `{part}` in: {told}");
+    }
+}
+
+#[test]
 fn a_shape_that_an_op_states_is_compared_too() {
     let cut = |x: &Var| {
         let odd = if x.rank().index() == 1 { 2 } else { 3 };

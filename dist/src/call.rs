@@ -45,7 +45,8 @@ pub enum Phase {
 pub struct Origin<'a> {
     /// The same on all ranks that meet; 0 where nothing is known, which is compared with nothing.
     pub mark: u64,
-    /// What this rank was given last, and where, for the error of unlike marks. It is not compared.
+    /// What this rank was given last, a line each with ` at ` and where, the newest first, for the error of unlike marks. It is not
+    /// compared.
     pub given: &'a str,
 }
 

@@ -41,10 +41,22 @@ fn unlike(mesh: &Mesh, members: &[usize], calls: &[&Issued], differences: &[&str
     if !differences.contains(&ORIGIN) {
         return error.detail("help", SAME_CALLS);
     }
-    for (call, ranks) in classes.iter().filter(|(call, _)| !call.given.is_empty()) {
-        error = error.detail("given", format!("{}: {}", list(ranks), call.given));
+    let given: Vec<&str> = classes.iter().map(|(call, _)| call.given.as_str()).collect();
+    for ((_, ranks), told) in classes.iter().zip(unlike_given(&given)).filter(|(_, told)| !told.is_empty()) {
+        error = error.detail("given", format!("{}: {told}", list(ranks)));
     }
     error.detail("help", SAME_SHAPES)
+}
+
+/// Of each list of what was given, the newest of the line of the program at which, looked back from the end, all were given
+/// something and not all the same; the newest of all where there is no such line.
+fn unlike_given<'a>(lists: &[&'a str]) -> Vec<&'a str> {
+    let at = |told: &'a str| told.rsplit_once(" at ").map_or(told, |(_, site)| site);
+    let newest = |list: &'a str, site: &str| list.lines().find(|told| at(told) == site);
+    let of_site = |site: &'a str| lists.iter().map(|list| newest(list, site)).collect::<Option<Vec<&str>>>();
+    let sites = lists[0].lines().map(at);
+    let unlike = sites.filter_map(of_site).find(|told| told.iter().any(|one| *one != told[0]));
+    unlike.unwrap_or_else(|| lists.iter().map(|list| list.lines().next().unwrap_or("")).collect())
 }
 
 fn unlike_splits(mesh: &Mesh, members: &[usize], calls: &[&Issued]) -> Option<Error> {

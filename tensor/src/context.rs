@@ -12,6 +12,9 @@ use std::collections::HashMap;
 use std::panic::Location;
 use std::rc::Rc;
 
+/// So many of the tensors that a program makes are noted. Every collective takes their text along, so they are few.
+const GIVEN_MAX: usize = 4;
+
 /// Hangs on the [`Rank`]. Nothing in it changes a value; it only names, counts and remembers.
 #[derive(Debug, Default)]
 pub struct Context {
@@ -114,8 +117,8 @@ impl Context {
         *self.path.borrow_mut() = path.clone();
     }
 
-    /// The tensor that the program made last of numbers of its own or at random, and its line: most often a batch. Empty before
-    /// the first one.
+    /// The tensors that the program made last of numbers of its own or at random, each with its line, the newest first: most often
+    /// what makes up a batch. Empty before the first one.
     #[must_use]
     pub fn given(&self) -> Rc<str> {
         self.given.borrow().clone()
@@ -123,15 +126,40 @@ impl Context {
 
     /// Notes what the program makes. Numbers alone are passed over, as no ranks differ in their shape.
     pub(crate) fn set_given(&self, layout: &Layout, site: &'static Location<'static>) {
-        if layout.ndim() > 0 {
-            *self.given.borrow_mut() = format!("{layout} at {}:{}", site.file(), site.line()).into();
+        if layout.ndim() == 0 {
+            return;
         }
+        let newest = format!("{layout} at {}:{}", site.file(), site.line());
+        let mut given = self.given.borrow_mut();
+        let before = given.lines().filter(|line| *line != newest).take(GIVEN_MAX - 1);
+        let all: Vec<&str> = std::iter::once(newest.as_str()).chain(before).collect();
+        *given = all.join("\n").into();
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_was_given_last_is_told_once_and_first() {
+        let context = Context::default();
+        let mesh = shardgrad_dist::Mesh::single();
+        let give = |text: &str| {
+            context.set_given(&Layout::parse(text, &mesh).unwrap(), Location::caller());
+            let given = context.given();
+            given.lines().map(|line| line.split(" at ").next().unwrap().to_string()).collect::<Vec<_>>()
+        };
+        assert_eq!(&*context.given(), "");
+        assert_eq!(give("f32[4]"), ["f32[4]"]);
+        assert_eq!(give("f32[]"), ["f32[4]"], "a number has no shape to differ in");
+        assert_eq!(give("f32[5]"), ["f32[5]", "f32[4]"]);
+        assert_eq!(give("f32[4]"), ["f32[4]", "f32[5]"]);
+        for n in 6..9 {
+            give(&format!("f32[{n}]"));
+        }
+        assert_eq!(give("f32[9]"), ["f32[9]", "f32[8]", "f32[7]", "f32[6]"]);
+    }
 
     #[test]
     fn signatures_are_found_by_their_text_wherever_it_lies() {
