@@ -7,7 +7,7 @@
 use crate::cpu::simd::pack::{DEPTH_MAX, Source, Strips};
 use crate::cpu::simd::packed::Packed;
 use crate::cpu::simd::scratch::Scratch;
-use crate::cpu::simd::tile::{COLS_MAX, ROWS_MAX, Rows, Tiles};
+use crate::cpu::simd::tile::{Ahead, COLS_MAX, ROWS_MAX, Rows, Tiles};
 use crate::dtype::Real;
 use std::ops::Range;
 
@@ -267,6 +267,7 @@ impl<'t, R: Real> Blocked<'t, R> {
             packed_from: self.packed_from(block),
             in_place: from.start.cast(),
             row: from.row,
+            is_far: self.packed.is_some(),
         };
         let add = self.accumulate || block.first_depth > 0;
         // SAFETY: the strips lie inside of a, b and c; there is room for those of a.
@@ -323,6 +324,20 @@ struct Panel<R> {
     packed_from: usize,
     in_place: *const R,
     row: usize,
+    /// Whether strips were packed so long ago that they are in no near cache.
+    is_far: bool,
+}
+
+impl<R: Real> Panel<R> {
+    /// The strip that begins at a column: where it lies, the distance of its rows, and how many columns it has.
+    fn strip(&self, first_col: usize, lanes: usize) -> ((*const R, usize), usize) {
+        let used = (2 * lanes).min(self.cols - first_col);
+        if first_col < self.packed_from {
+            return ((self.in_place.wrapping_add(first_col), self.row), used);
+        }
+        let at = self.packed.wrapping_add((first_col - self.packed_from) * self.depth);
+        ((at, used.next_multiple_of(lanes)), used)
+    }
 }
 
 /// Strips of a: where they lie, or packed from row `first` on.
@@ -378,21 +393,26 @@ unsafe fn tiles_of<R: Real>(
     add: bool,
     c: Target<R>,
 ) {
-    let (wide, depth) = (2 * tiles.lanes, b.depth);
-    for strip in some {
+    let (lanes, depth) = (tiles.lanes, b.depth);
+    let first_cols = (0..b.cols).step_by(2 * lanes);
+    let tile = |strip: usize, first_col: usize, ahead: Option<usize>| {
         let (first_row, height) = (cut.start(strip), cut.len(strip));
-        let rows = a.strip(first_row, height);
-        for first_col in (0..b.cols).step_by(wide) {
-            let used = wide.min(b.cols - first_col);
-            let columns = if first_col < b.packed_from {
-                (b.in_place.wrapping_add(first_col), b.row)
-            } else {
-                let width = used.next_multiple_of(tiles.lanes);
-                (b.packed.wrapping_add((first_col - b.packed_from) * depth), width)
-            };
-            // SAFETY: as promised by the caller.
-            unsafe { write(tiles, [height, used, depth], rows, columns, add, c.from(first_row, first_col)) };
+        let (columns, used) = b.strip(first_col, lanes);
+        let ahead = ahead.map_or((columns.0, 0), |at| (columns.0.wrapping_add(at), lanes));
+        let (rows, c) = (a.strip(first_row, height), c.from(first_row, first_col));
+        // SAFETY: as promised by the caller.
+        unsafe { write(tiles, [height, used, depth], rows, columns, add, c, ahead) };
+    };
+    if b.is_far {
+        // A strip of b that comes from far away meets all these strips of a. The first two ask for the strip behind it, a half each.
+        for first_col in first_cols {
+            for strip in some.clone() {
+                let half = strip - some.start;
+                tile(strip, first_col, (half < 2).then_some((2 + half) * depth * lanes));
+            }
         }
+    } else {
+        some.for_each(|strip| first_cols.clone().for_each(|first_col| tile(strip, first_col, None)));
     }
 }
 
@@ -408,17 +428,18 @@ unsafe fn write<R: Real>(
     b: (*const R, usize),
     add: bool,
     c: Target<R>,
+    ahead: Ahead<R>,
 ) {
     let width = used.next_multiple_of(tiles.lanes);
     let tile = tiles.table[height - 1][width / tiles.lanes - 1];
     if used == width && c.col == 1 {
         // SAFETY: as promised by the caller; `tiles` fits this CPU.
-        unsafe { tile(depth, a, b, (c.start, c.row), add) };
+        unsafe { tile(depth, a, b, (c.start, c.row), add, ahead) };
         return;
     }
     let mut whole = [R::ZERO; ROWS_MAX * COLS_MAX];
     // SAFETY: no tile is larger than `whole`.
-    unsafe { tile(depth, a, b, (whole.as_mut_ptr(), width), false) };
+    unsafe { tile(depth, a, b, (whole.as_mut_ptr(), width), false, ahead) };
     for i in 0..height {
         for j in 0..used {
             // SAFETY: (i, j) lies inside of the tile of c.

@@ -16,7 +16,7 @@ pub fn multiply_adds(depth: usize) -> (usize, f32) {
     let c = (sums.as_mut_ptr(), COLS_MAX);
     // SAFETY: with distances of 0, one row of b and one element of a are read again and again; c has room for the highest
     // and widest tile; `level` has detected what the tiles need.
-    unsafe { (tiles.table[rows - 1][1])(depth, a, (operands.as_ptr(), 0), c, false) };
+    unsafe { (tiles.table[rows - 1][1])(depth, a, (operands.as_ptr(), 0), c, false, (operands.as_ptr(), 0)) };
     (2 * depth * rows * 2 * tiles.lanes, sums[0])
 }
 

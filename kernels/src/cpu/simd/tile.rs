@@ -9,13 +9,17 @@ use std::arch::x86_64::*;
 /// Rows of a: where they begin, and the distances of rows and columns.
 pub(crate) type Rows<R> = (*const R, usize, usize);
 
+/// Memory that later tiles will read: where it begins, and how far further each step of the depth asks for a cache line of it (0:
+/// none does). It may lie anywhere.
+pub(crate) type Ahead<R> = (*const R, usize);
+
 /// c (+)= a b for a tile of c. In this order: depth; a and the distances of its rows and columns; b and
 /// the distance of its rows (columns lie side by side); c and the distance of its rows; whether to add to what c
-/// holds. Sums start at 0 and take one fused multiply-add per step of the depth.
+/// holds; what to ask for ahead. Sums start at 0 and take one fused multiply-add per step of the depth.
 ///
 /// # Safety
 /// The extents lie inside of the memories, c is not read by anyone else, and the CPU has the level of the [`Tiles`].
-pub(crate) type Tile<R> = unsafe fn(usize, Rows<R>, (*const R, usize), (*mut R, usize), bool);
+pub(crate) type Tile<R> = unsafe fn(usize, Rows<R>, (*const R, usize), (*mut R, usize), bool, Ahead<R>);
 
 /// No tile is higher.
 pub(crate) const ROWS_MAX: usize = 14;
@@ -68,6 +72,8 @@ pub(super) trait Vector: Copy {
     unsafe fn store(self, to: *mut Self::Item);
     /// Asks for a cache line ahead of its use, wherever that may be.
     fn expect(at: *const Self::Item);
+    /// The same, not further than into the second-level cache.
+    fn expect_later(at: *const Self::Item);
     fn fma(self, a: Self, b: Self) -> Self;
     fn plus(self, a: Self) -> Self;
 }
@@ -83,6 +89,7 @@ unsafe fn tile<V: Vector, const H: usize, const W: usize>(
     (mut b, b_step): (*const V::Item, usize),
     (c, c_step): (*mut V::Item, usize),
     add: bool,
+    (mut later, later_step): Ahead<V::Item>,
 ) {
     // One pointer for three rows: as many as there are registers for, and each within reach of an address.
     let mut a: [_; ROWS_MAX.div_ceil(3)] = std::array::from_fn(|third| a.wrapping_add(3 * third * a_row));
@@ -112,6 +119,10 @@ unsafe fn tile<V: Vector, const H: usize, const W: usize>(
         }
         a = a.map(|a| a.wrapping_add(a_col));
         b = b.wrapping_add(b_step);
+        if later_step > 0 {
+            V::expect_later(later);
+            later = later.wrapping_add(later_step);
+        }
     }
     for (h, sums) in sums.into_iter().enumerate() {
         for (w, sum) in sums.into_iter().enumerate() {
@@ -142,6 +153,8 @@ impl<R: Real, const N: usize> Vector for [R; N] {
     }
     #[inline(always)]
     fn expect(_: *const R) {}
+    #[inline(always)]
+    fn expect_later(_: *const R) {}
     #[inline(always)]
     fn fma(self, a: Self, b: Self) -> Self {
         std::array::from_fn(|i| self[i].fma(a[i], b[i]))
@@ -179,6 +192,11 @@ macro_rules! vector {
                 unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
             }
             #[inline(always)]
+            fn expect_later(at: *const $t) {
+                // SAFETY: as above.
+                unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) };
+            }
+            #[inline(always)]
             fn fma(self, a: Self, b: Self) -> Self {
                 // SAFETY: used only inside of tiles compiled for this level.
                 unsafe { $fma(self, a, b) }
@@ -207,9 +225,10 @@ macro_rules! tiles {
                 b: (*const $t, usize),
                 c: (*mut $t, usize),
                 add: bool,
+                later: Ahead<$t>,
             ) {
                 // SAFETY: as promised by the caller.
-                unsafe { tile::<$v, H, W>(depth, a, b, c, add) }
+                unsafe { tile::<$v, H, W>(depth, a, b, c, add, later) }
             }
             const TABLE: &[[Tile<$t>; 2]] = &[$([compiled::<$height, 1>, compiled::<$height, 2>]),*];
             Tiles { lanes: <$v as Vector>::LANES, table: TABLE, turn: $turn }
