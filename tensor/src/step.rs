@@ -82,6 +82,26 @@ pub fn adjoint(from: &Layout, step: &Step) -> Step {
     Step { axes: step.axes, to: state.dual(), grain }
 }
 
+/// The same steps from a layout, of which those that complete pending sums one after the other do so in one all_reduce: copies
+/// that a route made axis by axis have adjoints that are told apart by nothing but their axes.
+pub(crate) fn completed_together(from: &Layout, steps: Vec<Step>) -> Vec<Step> {
+    let mut together: Vec<Step> = Vec::with_capacity(steps.len());
+    let (mut at, mut follows) = (from.clone(), false);
+    for step in steps {
+        let is_whole = matches!(step.to, State::Invariant | State::Replicate);
+        let completes = is_whole && at.state(step.axis()) == State::Partial;
+        at = at.after(&step);
+        match together.last_mut() {
+            Some(last) if completes && follows && last.to == step.to => {
+                *last = Step::complete(last.axes.union(step.axes), step.to);
+            }
+            _ => together.push(step),
+        }
+        follows = completes;
+    }
+    together
+}
+
 /// Elements that a rank moves in a step, whatever the algorithm: the most over all ranks.
 #[must_use]
 pub fn moved(from: &Layout, step: &Step) -> u64 {
@@ -188,6 +208,30 @@ mod tests {
         assert_eq!(cost("a=3", "f32[5@a, 7]", 0, State::Shard(1)), (10, 10));
         assert_eq!(cost("a=2,b=3", "f32[1@b, 2@a]", 1, State::Partial), (0, 0));
         assert_eq!(cost("a=2", "f32[8, 4] +a", 0, State::Shard(0)), (16, 16));
+    }
+
+    #[test]
+    fn sums_that_are_completed_in_turn_are_completed_together() {
+        let mesh = Mesh::parse("a=2,b=2,c=2").unwrap();
+        let (a, b, c) = (Axis(0), Axis(1), Axis(2));
+        let of = |from: &str, steps: &[Step]| {
+            completed_together(&Layout::parse(from, &mesh).unwrap(), steps.to_vec())
+        };
+        let [copy, one] = [State::Replicate, State::Invariant];
+        let all: AxisSet = [a, b, c].into_iter().collect();
+        let steps = [a, b, c].map(|axis| Step::new(axis, one));
+        assert_eq!(of("f32[8] +a +b +c", &steps), [Step::complete(all, one)]);
+        // A relabel between them, another state, and shards stay as they are.
+        assert_eq!(of("f32[8] +a ~b +c", &steps), steps);
+        let unlike = [Step::new(a, one), Step::new(b, copy)];
+        assert_eq!(of("f32[8] +a +b", &unlike), unlike);
+        let scattered = [Step::new(a, State::Shard(0)), Step::new(b, one)];
+        assert_eq!(of("f32[8] +a +b", &scattered), scattered);
+        let gathered = [Step::new(b, one), Step::new(a, one)];
+        assert_eq!(of("f32[8@a] +b", &gathered), gathered);
+        let pair: AxisSet = [b, c].into_iter().collect();
+        let three = [Step::new(a, State::Shard(0)), Step::new(b, one), Step::new(c, one)];
+        assert_eq!(of("f32[8] +a +b +c", &three), [three[0], Step::complete(pair, one)]);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use crate::layout::Layout;
 use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp, apply, unwind};
 use crate::piece::Piece;
 use crate::refusal::Refusal;
-use crate::step::{Step, adjoint};
+use crate::step::{Step, adjoint, completed_together};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::DType;
@@ -105,6 +105,7 @@ impl Op for Redistribute {
         let wide = [grad.dtype(), self.from.dtype()].into_iter().max_by_key(|d| d.size());
         let wide = wide.expect("there are two");
         let (from, to) = (self.to.dual().with_dtype(wide), self.from.dual().with_dtype(wide));
+        let steps = completed_together(&from, steps);
         let op: Rc<dyn Op> = Rc::new(Redistribute { from, to, steps, site: self.site.clone() });
         let site = self.site.get().unwrap_or(Location::caller());
         cx.each(|i| {
