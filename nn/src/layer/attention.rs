@@ -5,18 +5,23 @@ use super::linear::Linear;
 use crate::cache::Past;
 use crate::module;
 use crate::param::Init;
+use crate::point::Point;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Error, Kind, Tensor, Value, ops, unwind};
 
 module! {
     /// softmax(q k^T / sqrt(c)) v in every head, between one product that makes q, k, v and one that joins the heads.
     /// Vaswani et al., arXiv 1706.03762.
+    ///
+    /// Two points of its own: `keys` and `values`, as they arrive where queries read them.
     #[derive(Debug)]
     pub struct Attention {
         /// `[d]` to `[3, h, c]`: q, k and v of all heads.
         pub c_attn: Linear,
         /// `[h, c]` to `[d]`.
         pub c_proj: Linear,
+        keys: Point,
+        values: Point,
         drop: Dropout;
         causal: bool,
     }
@@ -38,6 +43,8 @@ impl Attention {
         Attention {
             c_attn: Linear::shaped(&[d], &[3, h, c]).never_empty(2, "heads"),
             c_proj: Linear::shaped(&[h, c], &[d]).never_empty(0, "heads"),
+            keys: Point::default(),
+            values: Point::default(),
             drop: Dropout::default(),
             causal: true,
         }
@@ -100,17 +107,18 @@ impl Attention {
     #[track_caller]
     fn mixed(&self, x: &Var, past: Option<&mut Past>) -> Var {
         let (qkv, is_off) = (self.c_attn.forward(x), !self.drop.is_on(x.tape()));
-        if is_off && past.is_none() && qkv.layout().dims()[1].is_whole() {
+        let stay = self.keys.is_silent() && self.values.is_silent() && qkv.layout().dims()[1].is_whole();
+        if is_off && past.is_none() && stay {
             let op = unwind(ops::attention::JoinedAttention::of(&qkv.shape(), self.causal));
             return Var::apply_one(op, &[&qkv]);
         }
         let qkv = qkv.unbind(2);
-        let [q, k, v] = [0, 1, 2].map(|i| qkv[i].clone());
+        let (q, k, v) = (&qkv[0], self.keys.at(&qkv[1]), self.values.at(&qkv[2]));
         let (k, v) = match past {
             Some(past) => past.extend(&k, &v),
             None => (k, v),
         };
-        if is_off { q.attention(&k, &v, self.causal) } else { self.spelled_out(&q, &k, &v) }
+        if is_off { q.attention(&k, &v, self.causal) } else { self.spelled_out(q, &k, &v) }
     }
 
     /// The same by single ops, with dropout between them.

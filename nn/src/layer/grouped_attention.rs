@@ -7,6 +7,7 @@ use super::rms_norm::RmsNorm;
 use crate::cache::Past;
 use crate::module;
 use crate::param::Init;
+use crate::point::Point;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Error, Kind, Value};
 use std::rc::Rc;
@@ -14,6 +15,8 @@ use std::rc::Rc;
 module! {
     /// softmax(q k^T / sqrt(c)) v in every head, causal: key head g serves r query heads; queries and keys are turned by
     /// their positions. Ainslie et al., arXiv 2305.13245; Su et al., arXiv 2104.09864.
+    ///
+    /// Two points of its own: `keys`, turned, and `values`, as they arrive where queries read them.
     #[derive(Debug)]
     pub struct GroupedAttention {
         /// `[d]` to `[g, r, c]`.
@@ -28,6 +31,8 @@ module! {
         pub q_norm: Option<RmsNorm>,
         /// Of the channels of each key, before it is turned.
         pub k_norm: Option<RmsNorm>,
+        keys: Point,
+        values: Point,
         drop: Dropout;
         frequencies: Rc<[f64]>,
         window: Option<usize>,
@@ -60,6 +65,8 @@ impl GroupedAttention {
             o_proj: linear(&[g, r, c], &[d]),
             q_norm: None,
             k_norm: None,
+            keys: Point::default(),
+            values: Point::default(),
             drop: Dropout::default(),
             frequencies: frequencies.into(),
             window: None,
@@ -153,7 +160,7 @@ impl GroupedAttention {
         let first = past.as_ref().map_or(0, |past| past.len());
         let q = normed(&self.q_norm, self.q_proj.forward(x)).rope(&self.frequencies, first);
         let k = normed(&self.k_norm, self.k_proj.forward(x)).rope(&self.frequencies, first);
-        let v = self.v_proj.forward(x);
+        let (k, v) = (self.keys.at(&k), self.values.at(&self.v_proj.forward(x)));
         let (k, v) = match past {
             Some(past) => {
                 self.window.into_iter().for_each(|keys| past.forget_beyond(keys));

@@ -4,12 +4,15 @@ use super::dropout::Dropout;
 use super::linear::Linear;
 use crate::module;
 use crate::param::Init;
+use crate::point::Point;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Error, Kind, Value};
 
 module! {
     /// softmax(q k^T / sqrt(c) + mask) v in every head, between products that make q, k and v and one that joins the heads.
     /// Weights are transposed in files. Devlin et al., arXiv 1810.04805.
+    ///
+    /// Two points of its own: `keys` and `values`, as they arrive where queries read them.
     #[derive(Debug)]
     pub struct SelfAttention {
         /// `[d]` to `[h, c]`.
@@ -20,6 +23,8 @@ module! {
         pub value: Linear,
         /// `[h, c]` to `[d]`.
         pub dense: Linear,
+        keys: Point,
+        values: Point,
         drop: Dropout,
     }
 }
@@ -43,6 +48,8 @@ impl SelfAttention {
             key: part(),
             value: part(),
             dense: Linear::shaped(&[h, c], &[d]).transposed_in_files().never_empty(0, "heads"),
+            keys: Point::default(),
+            values: Point::default(),
             drop: Dropout::default(),
         }
     }
@@ -70,8 +77,8 @@ impl SelfAttention {
     }
 
     /// `[b, t, d]` to `[b, t, d]`. A mask `[b, t]` is added to the scores of the keys: 0 for those that are seen, a large
-    /// negative number for those that are not. With a mask, or dropout, all weights are kept, `t` times `t` a head; without,
-    /// none.
+    /// negative number for those that are not; where keys are gathered, it is whole. With a mask, or dropout, all weights are
+    /// kept, `t` times `t` a head; without, none.
     ///
     /// # Panics
     /// Unwinds with an error if x or the mask has another shape.
@@ -95,6 +102,7 @@ impl SelfAttention {
     #[track_caller]
     fn mixed(&self, x: &Var, mask: Option<&Var>) -> Var {
         let (q, k, v) = (self.query.forward(x), self.key.forward(x), self.value.forward(x));
+        let (k, v) = (self.keys.at(&k), self.values.at(&v));
         if mask.is_none() && !self.drop.is_on(x.tape()) {
             q.attention(&k, &v, false)
         } else {

@@ -7,6 +7,7 @@ use crate::loss::CrossEntropy;
 use crate::module;
 use crate::param::{Init, Param};
 use crate::plan::Plan;
+use crate::point::Point;
 use shardgrad_autograd::Var;
 use shardgrad_tensor::{Elementwise, Error, Kind, Value};
 
@@ -65,7 +66,7 @@ module! {
 }
 
 module! {
-    /// Embeddings, blocks, and what stands behind them.
+    /// Embeddings, blocks, and what stands behind them. A point `mask`: what all blocks read of the tokens that stand, `[b, t]`.
     #[derive(Debug)]
     pub struct Bert {
         /// The embeddings.
@@ -75,7 +76,8 @@ module! {
         /// Of the first token: `[d]` to `[d]`, then tanh.
         pub pooler: Option<Linear>,
         /// Scores of tokens.
-        pub head: Option<TokenHead>;
+        pub head: Option<TokenHead>,
+        mask: Point;
         config: BertConfig,
         recompute: bool,
     }
@@ -157,6 +159,7 @@ impl Bert {
             layer: (0..config.num_hidden_layers).map(|_| BertBlock::new(config)).collect(),
             pooler: (config.head == BertHead::Pooler).then(square),
             head: (config.head == BertHead::Tokens).then(head),
+            mask: Point::default(),
             config: config.clone(),
             recompute: false,
         }
@@ -168,7 +171,7 @@ impl Bert {
         Bert { recompute, ..self }
     }
 
-    /// The table of splits for this family: rows of the batch; heads, hidden units and vocabulary.
+    /// The table of splits for this family: rows of the batch and their tokens; heads, hidden units and vocabulary.
     #[must_use]
     pub fn plan(_: &BertConfig) -> Plan {
         Plan::bert()
@@ -203,7 +206,7 @@ impl Bert {
             None => words.add(&token_type_embeddings.first(ids, 1).reshape(&[self.config.hidden_size])),
         };
         let x = drop.forward(&norm.forward(&typed.add(&position_embeddings.first(ids, ids.shape()[1]))));
-        let mask = mask.map(|mask| mask.cast(x.dtype()).add_scalar(-1.0).scale(-HIDDEN));
+        let mask = mask.map(|mask| self.mask.at(mask).cast(x.dtype()).add_scalar(-1.0).scale(-HIDDEN));
         through(&self.layer, x, self.recompute, |block, x| block.forward(x, mask.as_ref()))
     }
 

@@ -68,7 +68,7 @@ impl Gpt2 {
         Gpt2 { recompute, ..self }
     }
 
-    /// The table of splits for this family: rows of the batch; heads, hidden units and vocabulary.
+    /// The table of splits for this family: rows of the batch and their tokens; heads, hidden units and vocabulary.
     #[must_use]
     pub fn plan(_: &Gpt2Config) -> Plan {
         Plan::gpt2()

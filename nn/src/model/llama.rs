@@ -152,7 +152,7 @@ impl Llama {
         Llama { recompute, ..self }
     }
 
-    /// The table of splits for this family: rows of the batch; heads, hidden units and vocabulary.
+    /// The table of splits for this family: rows of the batch and their tokens; heads, hidden units and vocabulary.
     #[must_use]
     pub fn plan(_: &LlamaConfig) -> Plan {
         Plan::llama()

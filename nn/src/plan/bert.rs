@@ -21,11 +21,12 @@ const TENSOR: [(&str, &str); 13] = [
 ];
 
 impl Plan {
-    /// BERT on axes `pp` (layers), `dp` (rows of the batch) and `tp` (heads, hidden units, vocabulary).
+    /// BERT on axes `pp` (layers), `dp` (rows of the batch), `cp` (tokens of a row) and `tp` (heads, hidden units, vocabulary).
     #[must_use]
     pub fn bert() -> Plan {
+        let start = Plan::data("dp").and(Plan::context("cp")).and(Plan::pipeline("pp"));
         // Blocks and heads are not in every model.
-        TENSOR.iter().fold(Plan::data("dp").and(Plan::pipeline("pp")), |plan, (pattern, state)| {
+        TENSOR.iter().fold(start, |plan, (pattern, state)| {
             plan.rule(Subject::Store, pattern, state, !pattern.starts_with("embeddings"))
         })
     }

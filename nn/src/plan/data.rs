@@ -8,7 +8,7 @@ impl Plan {
     /// their adjoint, an all-reduce, runs once too, even where an op of parameters alone comes before the first row.
     #[must_use]
     pub fn data(axis: &str) -> Plan {
-        let plan = Plan { batch: vec![axis.to_string()], ..Plan::new() };
+        let plan = Plan { batch: vec![(axis.to_string(), 0)], ..Plan::new() };
         plan.rule(Subject::Compute, "*", &format!("{axis}~"), true)
     }
 }

@@ -16,11 +16,12 @@ const TENSOR: [(&str, &str); 8] = [
 ];
 
 impl Plan {
-    /// GPT-2 on axes `pp` (layers), `dp` (rows of the batch) and `tp` (heads, hidden units, vocabulary).
+    /// GPT-2 on axes `pp` (layers), `dp` (rows of the batch), `cp` (tokens of a row) and `tp` (heads, hidden units, vocabulary).
     #[must_use]
     pub fn gpt2() -> Plan {
+        let start = Plan::data("dp").and(Plan::context("cp")).and(Plan::pipeline("pp"));
         // Without blocks, or with a tied head, some of these parameters do not exist.
-        TENSOR.iter().fold(Plan::data("dp").and(Plan::pipeline("pp")), |plan, (pattern, state)| {
+        TENSOR.iter().fold(start, |plan, (pattern, state)| {
             plan.rule(Subject::Store, pattern, state, *pattern != "wte.weight")
         })
     }

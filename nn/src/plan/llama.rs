@@ -32,14 +32,15 @@ const KEYS: [(&str, &str); 4] = [
 ];
 
 impl Plan {
-    /// The Llama family on axes `pp` (layers), `dp` (rows of the batch) and `tp` (heads, hidden units, vocabulary).
+    /// The Llama family on axes `pp` (layers), `dp` (rows of the batch), `cp` (tokens of a row) and `tp` (heads, hidden units,
+    /// vocabulary).
     #[must_use]
     pub fn llama() -> Plan {
         // Biases, blocks and a head of its own are not in every model.
-        let plan =
-            TENSOR.iter().fold(Plan::data("dp").and(Plan::pipeline("pp")), |plan, (pattern, state)| {
-                plan.rule(Subject::Store, pattern, state, *pattern != "model.embed_tokens.weight")
-            });
+        let start = Plan::data("dp").and(Plan::context("cp")).and(Plan::pipeline("pp"));
+        let plan = TENSOR.iter().fold(start, |plan, (pattern, state)| {
+            plan.rule(Subject::Store, pattern, state, *pattern != "model.embed_tokens.weight")
+        });
         KEYS.iter().fold(plan, |plan, (pattern, state)| plan.rule(Subject::Compute, pattern, state, true))
     }
 }

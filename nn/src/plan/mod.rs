@@ -2,6 +2,7 @@
 
 mod rule;
 mod data;
+mod context;
 mod bert;
 mod gpt2;
 mod llama;
@@ -33,8 +34,8 @@ use std::fmt;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
     rules: Vec<Rule>,
-    /// Axes that split the rows of a batch, outermost first.
-    batch: Vec<String>,
+    /// Axes that split batches, and the dims that they split: rows are dim 0, tokens dim 1. Outermost first.
+    batch: Vec<(String, usize)>,
     /// The axis of which `column` and `row` speak.
     split: Option<String>,
     /// The axis over which layers are spread.
@@ -73,7 +74,16 @@ impl Plan {
     #[must_use]
     pub fn and(mut self, other: Plan) -> Plan {
         self.rules.extend(other.rules);
-        self.batch.extend(other.batch.into_iter().filter(|a| !self.batch.contains(a)).collect::<Vec<_>>());
+        for (axis, dim) in other.batch {
+            match self.batch.iter().find(|(known, _)| *known == axis) {
+                Some((_, known)) if *known != dim => {
+                    self.faults
+                        .push(format!("batch {axis}@{dim}: the axis splits dim {known} of batches already"));
+                }
+                Some(_) => {}
+                None => self.batch.push((axis, dim)),
+            }
+        }
         self.split = other.split.or(self.split);
         self.pipeline = other.pipeline.or(self.pipeline);
         self.faults.extend(other.faults);
@@ -93,7 +103,8 @@ impl Plan {
         self
     }
 
-    /// The layout of a batch whose rows are its first dim: split over the batch axes that the mesh has.
+    /// The layout of a batch whose rows are its first dim, and whose tokens, if it has a second one, are that: split over the
+    /// batch axes that the mesh has.
     ///
     /// # Errors
     /// `Kind::Config` for a plan with a text that is no rule; `Kind::Shape` for a scalar.
@@ -102,8 +113,9 @@ impl Plan {
         if shape.is_empty() {
             return Err(Error::new(Kind::Shape, "a batch has rows, so at least one dim"));
         }
-        let axes = self.batch.iter().filter_map(|name| mesh.axis(name));
-        Ok(axes.fold(Layout::invariant(mesh, dtype, shape), |l, axis| l.with_state(axis, State::Shard(0))))
+        let axes = self.batch.iter().filter(|(_, dim)| *dim < shape.len());
+        let axes = axes.filter_map(|(name, dim)| Some((mesh.axis(name)?, State::Shard(*dim))));
+        Ok(axes.fold(Layout::invariant(mesh, dtype, shape), |l, (axis, state)| l.with_state(axis, state)))
     }
 
     /// Refuses a plan with a text that is no rule.
@@ -175,7 +187,7 @@ impl Plan {
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.pipeline.iter().try_for_each(|pipeline| writeln!(f, "{pipeline}"))?;
-        self.batch.iter().try_for_each(|axis| writeln!(f, "batch {axis}@0"))?;
+        self.batch.iter().try_for_each(|(axis, dim)| writeln!(f, "batch {axis}@{dim}"))?;
         self.rules.iter().try_for_each(|rule| writeln!(f, "{rule}"))
     }
 }

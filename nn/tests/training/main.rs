@@ -12,6 +12,7 @@ mod parity;
 mod rounds;
 mod traces;
 mod llama;
+mod context;
 mod reading;
 mod steps;
 mod optimizers;
