@@ -83,8 +83,6 @@ fn misuse_has_exit_code_2_and_a_repair() {
         (&["train", "--mesh", "tp=2,tq=2"], &["there is no mesh axis `tq`", "did you mean `tp`?"]),
         (&["train", "--mesh", "tp=0"], &["size 0"]),
         (&["train", "--mesh", "dp=100,tp=100"], &["10000 ranks"]),
-        (&["train", "--mesh", "cp=2"], &["cp=2", "pp, dp and tp"]),
-        (&["explain", "--mesh", "cp=2"], &["cp=2", "pp, dp and tp"]),
         (&["train", "--data", "/no/such/file"], &["/no/such/file: there is no such file"]),
         (&["train", "--data", &folder.path("none")], &["none: there is no such file"]),
         (&["train", "--data", &data, "--end-of-text", "256"], &["--end-of-text 256", "0..256"]),
@@ -177,7 +175,7 @@ fn a_run_leaves_metrics_a_plot_and_a_model_that_is_read_on_another_mesh() {
     assert_eq!(metrics.lines().count(), 12);
     assert!(fs::read_to_string(Path::new(&out).join("loss.svg")).unwrap().contains("<svg"));
     let model = format!("{out}/model");
-    let losses = ["", "tp=2", "dp=2", "dp=3,tp=2"].map(|mesh| {
+    let losses = ["", "tp=2", "dp=2", "dp=3,tp=2", "cp=2", "dp=2,cp=3"].map(|mesh| {
         let eval = ["eval", "--model", &model, "--data", &data, "--mesh", mesh, "--seq", "16", "--json"];
         let output = shardgrad(&eval);
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -186,14 +184,15 @@ fn a_run_leaves_metrics_a_plot_and_a_model_that_is_read_on_another_mesh() {
     });
     assert!(losses.iter().all(|l| (l - losses[0]).abs() < 1e-5 * losses[0]), "{losses:?}");
     // Where there are no stages, each rank of a pipeline would hold the whole model.
-    for (mesh, why) in [
-        ("pp=4,tp=2", "nothing is split over pp=4 but in training"),
-        ("cp=2", "nothing is split over cp=2 yet"),
+    let (eval, generate) = (&["eval", "--data", &data][..], &["generate", "--prompt", "The "][..]);
+    let staged = "nothing is split over pp=4 but in training";
+    for (command, mesh, why, axes) in [
+        (eval, "pp=4,tp=2", staged, "use the axes dp, cp and tp"),
+        (generate, "pp=4,tp=2", staged, "use the axes dp and tp"),
+        (generate, "cp=2", "token by token is not split over cp=2", "use the axes dp and tp; no weight"),
     ] {
-        for command in [&["eval", "--data", &data][..], &["generate", "--prompt", "The "]] {
-            let (code, said) = told(&[command, &["--model", &model, "--mesh", mesh]].concat());
-            assert!(code == 2 && said.contains(why) && said.contains("use the axes dp and tp"), "{said}");
-        }
+        let (code, said) = told(&[command, &["--model", &model, "--mesh", mesh]].concat());
+        assert!(code == 2 && said.contains(why) && said.contains(axes), "{said}");
     }
     let generate = ["generate", "--model", &model, "--prompt", "The ", "--tokens", "5", "--greedy", "--json"];
     let texts = ["", "tp=2"].map(|mesh| shardgrad(&[&generate[..], &["--mesh", mesh]].concat()).stdout);

@@ -25,7 +25,7 @@ fn blocks_under_every_split_and_their_product() {
     let config = LlamaConfig::new(LlamaKind::Llama, 50, 16, [24, 64], 2, [4, 2]);
     ModelConfig::from(config).write(llama.path("").as_ref()).unwrap();
     for (family, folder) in [("gpt2", gpt2), ("llama", llama)] {
-        for mesh in ["dp=2", "tp=2", "pp=2", "pp=2,dp=2,tp=2"] {
+        for mesh in ["dp=2", "cp=2", "tp=2", "pp=2", "pp=2,dp=2,tp=2"] {
             let name = format!("{family}_{}", mesh.replace(['=', ','], "_"));
             insta::assert_snapshot!(name, explained(&folder, mesh));
         }

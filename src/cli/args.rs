@@ -4,6 +4,7 @@ pub(crate) mod nearest;
 mod defaults;
 mod files;
 mod values;
+mod axes;
 mod pipeline;
 mod plan;
 mod checkpoints;
@@ -21,6 +22,7 @@ pub(crate) use tools::{BenchArgs, BenchChoice, DoctorArgs, OpsArgs};
 pub(crate) use train::TrainArgs;
 
 use crate::data::{How, Split, Width, is_source};
+use axes::{MEASURING, READING, TRAINING, check_axes};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 use shardgrad::dist::{Mesh, World};
@@ -292,7 +294,7 @@ impl RunArgs {
     /// # Errors
     /// As [`RunArgs::world`].
     pub(crate) fn train_world(&self, mesh: &Mesh) -> Result<World> {
-        check_axes(mesh, TRAIN_AXES)?;
+        check_axes(mesh, &TRAINING)?;
         RunArgs { mesh: mesh.clone(), ..self.clone() }.launched()
     }
 
@@ -302,7 +304,16 @@ impl RunArgs {
     /// `Kind::Config` for more ranks than one process should have; `Kind::Unsupported` for axes over which the command splits
     /// nothing, and for a device that this machine or this build does not have.
     pub(crate) fn world(&self) -> Result<World> {
-        check_axes(&self.mesh, &TRAIN_AXES[1..])?;
+        check_axes(&self.mesh, &MEASURING)?;
+        self.launched()
+    }
+
+    /// The world of a command that reads a text token by token.
+    ///
+    /// # Errors
+    /// As [`RunArgs::world`].
+    pub(crate) fn reading_world(&self) -> Result<World> {
+        check_axes(&self.mesh, &READING)?;
         self.launched()
     }
 
@@ -338,25 +349,6 @@ impl RunArgs {
         let world = if self.pin { world.pinned() } else { world };
         Ok(self.threads.map_or(world.clone(), |n| world.threads(n)))
     }
-}
-
-/// The axes that training splits something over; stages are of training alone.
-const TRAIN_AXES: &[&str] = &["pp", "dp", "tp"];
-
-/// Refuses axes over which a command splits nothing: their ranks would all hold and do the same.
-fn check_axes(mesh: &Mesh, split: &[&str]) -> Result<()> {
-    let idle = |axis: &shardgrad::dist::Axis| mesh.size(*axis) > 1 && !split.contains(&mesh.name(*axis));
-    let Some(axis) = mesh.axes().find(idle) else { return Ok(()) };
-    let (name, size) = (mesh.name(axis), mesh.size(axis));
-    let why = match name {
-        "pp" => format!("nothing is split over pp={size} but in training"),
-        _ => format!("nothing is split over {name}={size} yet"),
-    };
-    let help = match split {
-        [first @ .., last] => format!("use the axes {} and {last}", first.join(", ")),
-        [] => "leave the mesh out".to_string(),
-    };
-    Err(Error::new(Kind::Unsupported, why).detail("help", help))
 }
 
 fn dtypes() -> impl TypedValueParser<Value = DType> {
@@ -480,7 +472,7 @@ impl ExplainArgs {
     /// # Errors
     /// `Kind::Unsupported` for axes that no plan splits anything over; `Kind::Config` for more ranks than can be told of.
     pub(crate) fn mesh(&self) -> Result<&Mesh> {
-        check_axes(&self.mesh, TRAIN_AXES)?;
+        check_axes(&self.mesh, &TRAINING)?;
         let (num_ranks, most) = (self.mesh.num_ranks(), defaults::EXPLAINED_MAX);
         if num_ranks > most {
             let why = format!("--mesh asks for {num_ranks} ranks; at most {most} are explained");

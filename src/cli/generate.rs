@@ -21,7 +21,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     end_at_signals("generate")?;
     let config = config_of(&args.model)?;
     refuse_encoders(&config)?;
-    let world = args.run.world()?;
+    let world = args.run.reading_world()?;
     check_model(&args.run, &args.model, &config)?;
     let tokenizer = Tokenizer::of(Some(&args.model), &config)?;
     let mut ends = config.ends_of_text_in(&args.model)?;

@@ -1,12 +1,12 @@
 //! The rows of the steps of a run as one rank reads them: each once, before its step, whatever becomes of the files meanwhile.
 
-use super::{Recipe, own_rows, share, tensors};
+use super::{Recipe, own, share, tensors};
 use crate::data::{Batch, Sampler};
 use shardgrad::prelude::*;
 use std::cell::RefCell;
 use std::ops::Range;
 
-/// What a rank reads: its own rows of each microbatch. Those of a step stay here until the step after the next is read.
+/// What a rank reads: its own rows of each microbatch, and of these its own tokens. Those of a step stay here until the step after the next is read.
 #[derive(Debug)]
 pub(crate) struct Ahead<'a> {
     recipe: &'a Recipe,
@@ -41,10 +41,10 @@ impl<'a> Ahead<'a> {
         }
         let Recipe { batch, seq, microbatches, .. } = *self.recipe;
         let (all, piece) = (Sampler::step(step, batch as u64), batch / microbatches);
-        let own = own_rows(&self.plan.batch_layout(rank.mesh(), DType::I64, &[piece, seq])?, rank);
+        let layout = self.plan.batch_layout(rank.mesh(), DType::I64, &[piece, seq])?;
         let read = |microbatch: usize| {
             let first = all.start + (microbatch * piece) as u64;
-            self.rows.batch(first + own.start as u64..first + own.end as u64)
+            own(&layout, rank, |rows| self.rows.batch(first + rows.start as u64..first + rows.end as u64))
         };
         let microbatches = (0..microbatches).map(read).collect::<Result<_>>()?;
         let share = share(self.rows, all.clone(), piece)?;

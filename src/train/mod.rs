@@ -34,8 +34,8 @@ pub(crate) struct Recipe {
     pub(crate) capture: bool,
 }
 
-/// Inputs, targets and what else there is, `[rows, seq]` each, split over the batch axes; every rank reads its own rows only. `read`
-/// gives the tokens of a range of rows. Last, where rows say what they ask for, [`share`] of it, f64 `[]`.
+/// Inputs, targets and what else there is, `[rows, seq]` each, split over the batch axes; every rank reads its own rows only, and
+/// keeps of them its own tokens. `read` gives the tokens of a range of rows. Last, where rows say what they ask for, [`share`] of it, f64 `[]`.
 pub(crate) fn batch(
     rank: &Rank,
     plan: &Plan,
@@ -44,12 +44,13 @@ pub(crate) fn batch(
     read: impl FnOnce(Range<usize>) -> Result<Batch>,
 ) -> Result<Vec<Tensor>> {
     let layout = plan.batch_layout(rank.mesh(), DType::I64, &shape)?;
-    tensors(rank, &layout, &read(own_rows(&layout, rank))?, share)
+    tensors(rank, &layout, &own(&layout, rank, read)?, share)
 }
 
-/// The rows of a rank, of those that a layout splits.
-fn own_rows(layout: &Layout, rank: &Rank) -> Range<usize> {
-    layout.range(0, rank.coordinates())
+/// What a rank holds of a batch of a layout `[rows, seq]`, where `read` gives rows.
+fn own(layout: &Layout, rank: &Rank, read: impl FnOnce(Range<usize>) -> Result<Batch>) -> Result<Batch> {
+    let [rows, columns] = [0, 1].map(|dim| layout.range(dim, rank.coordinates()));
+    Ok(read(rows)?.columns(layout.extent(1), columns))
 }
 
 /// What a rank has read, as [`batch`] gives it.

@@ -100,8 +100,17 @@ fn a_token_that_is_asked_for_weighs_the_same_in_every_microbatch() {
         all.unwrap_or_else(|e| panic!("{mesh}: {e}")).swap_remove(0)
     };
     // On dp=3 a rank has no row of a microbatch of one or two.
-    let cuts =
-        [("dp=1", 2, 1), ("dp=1", 4, 3), ("dp=2", 2, 2), ("pp=2", 4, 1), ("dp=3", 4, 2), ("dp=3,pp=2", 2, 1)];
+    let cuts = [
+        ("dp=1", 2, 1),
+        ("dp=1", 4, 3),
+        ("dp=2", 2, 2),
+        ("pp=2", 4, 1),
+        ("dp=3", 4, 2),
+        ("dp=3,pp=2", 2, 1),
+        ("cp=2", 2, 1),
+        ("dp=2,cp=4", 1, 3),
+        ("pp=2,cp=2", 2, 2),
+    ];
     for (masked, (mesh, microbatches, chunk)) in
         [false, true].into_iter().flat_map(|masked| cuts.map(|cut| (masked, cut)))
     {
@@ -119,7 +128,7 @@ fn a_token_that_is_asked_for_weighs_the_same_in_every_microbatch() {
 fn rows_that_were_read_are_those_of_their_step_whatever_becomes_of_the_file() {
     let (dir, config) = (Scratch::new(), ModelConfig::Bert(BertConfig::new(8, SEQ, [6, 5], 2, 2)));
     let (rows, plan) = (rows(&dir, &config, false), LanguageModel::plan(&config));
-    for mesh in ["dp=1", "dp=2", "pp=2"] {
+    for mesh in ["dp=1", "dp=2", "cp=2", "pp=2"] {
         let whole = std::fs::read(dir.path("rows.safetensors")).unwrap();
         let cut = || {
             let file = std::fs::File::options().write(true).open(dir.path("rows.safetensors")).unwrap();
