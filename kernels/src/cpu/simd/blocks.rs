@@ -398,7 +398,7 @@ unsafe fn tiles_of<R: Real>(
     let tile = |strip: usize, first_col: usize, ahead: Option<usize>| {
         let (first_row, height) = (cut.start(strip), cut.len(strip));
         let (columns, used) = b.strip(first_col, lanes);
-        let ahead = ahead.map_or((columns.0, 0), |at| (columns.0.wrapping_add(at), lanes));
+        let ahead = ahead.map(|at| (columns.0.wrapping_add(at), lanes));
         let (rows, c) = (a.strip(first_row, height), c.from(first_row, first_col));
         // SAFETY: as promised by the caller.
         unsafe { write(tiles, [height, used, depth], rows, columns, add, c, ahead) };
@@ -428,10 +428,11 @@ unsafe fn write<R: Real>(
     b: (*const R, usize),
     add: bool,
     c: Target<R>,
-    ahead: Ahead<R>,
+    ahead: Option<Ahead<R>>,
 ) {
     let width = used.next_multiple_of(tiles.lanes);
-    let tile = tiles.table[height - 1][width / tiles.lanes - 1];
+    let table = if ahead.is_some() { tiles.asking } else { tiles.table };
+    let (tile, ahead) = (table[height - 1][width / tiles.lanes - 1], ahead.unwrap_or((b.0, 0)));
     if used == width && c.col == 1 {
         // SAFETY: as promised by the caller; `tiles` fits this CPU.
         unsafe { tile(depth, a, b, (c.start, c.row), add, ahead) };

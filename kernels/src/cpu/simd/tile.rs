@@ -9,13 +9,13 @@ use std::arch::x86_64::*;
 /// Rows of a: where they begin, and the distances of rows and columns.
 pub(crate) type Rows<R> = (*const R, usize, usize);
 
-/// Memory that later tiles will read: where it begins, and how far further each step of the depth asks for a cache line of it (0:
-/// none does). It may lie anywhere.
+/// Memory that later tiles will read: where it begins, and how far further each step of the depth asks for a cache line of it. It
+/// may lie anywhere.
 pub(crate) type Ahead<R> = (*const R, usize);
 
 /// c (+)= a b for a tile of c. In this order: depth; a and the distances of its rows and columns; b and
 /// the distance of its rows (columns lie side by side); c and the distance of its rows; whether to add to what c
-/// holds; what to ask for ahead. Sums start at 0 and take one fused multiply-add per step of the depth.
+/// holds; what to ask for ahead, of which only tiles in [`Tiles::asking`] take notice. Sums start at 0 and take one fused multiply-add per step of the depth.
 ///
 /// # Safety
 /// The extents lie inside of the memories, c is not read by anyone else, and the CPU has the level of the [`Tiles`].
@@ -32,6 +32,8 @@ pub(crate) struct Tiles<R: 'static> {
     pub(crate) lanes: usize,
     /// By height, from 1 row to the tallest, then one or two vectors wide.
     pub(crate) table: &'static [[Tile<R>; 2]],
+    /// The same, which ask for memory ahead. What others do not ask for costs them nothing.
+    pub(crate) asking: &'static [[Tile<R>; 2]],
     /// Rows that are turned at a time, and how.
     pub(crate) turn: (usize, Turn<R>),
 }
@@ -83,7 +85,7 @@ const EXPECT_EVERY: usize = 4;
 
 /// See [`Tile`].
 #[inline(always)]
-unsafe fn tile<V: Vector, const H: usize, const W: usize>(
+unsafe fn tile<V: Vector, const H: usize, const W: usize, const ASKS: bool>(
     depth: usize,
     (a, a_row, a_col): Rows<V::Item>,
     (mut b, b_step): (*const V::Item, usize),
@@ -119,7 +121,7 @@ unsafe fn tile<V: Vector, const H: usize, const W: usize>(
         }
         a = a.map(|a| a.wrapping_add(a_col));
         b = b.wrapping_add(b_step);
-        if later_step > 0 {
+        if ASKS {
             V::expect_later(later);
             later = later.wrapping_add(later_step);
         }
@@ -219,7 +221,7 @@ macro_rules! tiles {
         $(#[$attribute])*
         fn $name() -> Tiles<$t> {
             #[cfg_attr(target_arch = "x86_64", target_feature(enable = $features))]
-            unsafe fn compiled<const H: usize, const W: usize>(
+            unsafe fn compiled<const H: usize, const W: usize, const ASKS: bool>(
                 depth: usize,
                 a: Rows<$t>,
                 b: (*const $t, usize),
@@ -228,10 +230,11 @@ macro_rules! tiles {
                 later: Ahead<$t>,
             ) {
                 // SAFETY: as promised by the caller.
-                unsafe { tile::<$v, H, W>(depth, a, b, c, add, later) }
+                unsafe { tile::<$v, H, W, ASKS>(depth, a, b, c, add, later) }
             }
-            const TABLE: &[[Tile<$t>; 2]] = &[$([compiled::<$height, 1>, compiled::<$height, 2>]),*];
-            Tiles { lanes: <$v as Vector>::LANES, table: TABLE, turn: $turn }
+            const TABLE: &[[Tile<$t>; 2]] = &[$([compiled::<$height, 1, false>, compiled::<$height, 2, false>]),*];
+            const ASKING: &[[Tile<$t>; 2]] = &[$([compiled::<$height, 1, true>, compiled::<$height, 2, true>]),*];
+            Tiles { lanes: <$v as Vector>::LANES, table: TABLE, asking: ASKING, turn: $turn }
         }
     };
 }
