@@ -170,7 +170,9 @@ impl Run {
         let [early, told] = [0, 1].map(|i| counts[i].load(Ordering::Relaxed));
         assert_eq!(early, 0, "{what}: updates come after what is held");
         let steady = &memory.system_allocs[3..];
-        assert!(steady.iter().all(|n| *n == steady[0]), "{what}: {:?}", memory.system_allocs);
+        // How many messages of a pipeline lie about at once is a matter of time.
+        let is_settled = !self.mesh.starts_with("pp");
+        assert!(!is_settled || steady.iter().all(|n| *n == steady[0]), "{what}: {:?}", memory.system_allocs);
         (told, memory.peak as isize - before.peak as isize)
     }
 }
