@@ -47,7 +47,7 @@ pub(crate) struct BenchArgs {
 pub(crate) enum BenchChoice {
     /// Kernels on all cores
     Kernels,
-    /// Products of f32 in 78 shapes, on one thread and on all: half a minute
+    /// Products of f32 in 78 shapes, on one thread and on all: less than a minute
     Products,
     /// Collectives between ranks
     Collectives,
