@@ -167,7 +167,8 @@ impl Tape {
         }
         let path = self.context().path();
         let reuse = arena.reuses.then(|| tensor.reuse());
-        let new = Leaf { reuse, ..Leaf::new(key, tensor, sums, (path, site)) };
+        let mut new = Leaf::new(key, tensor, sums, (path, site));
+        new.reuse = reuse;
         let at = known.unwrap_or(arena.leaves.len() as u32);
         match known {
             Some(at) => arena.replace(at as usize, new).unwrap_or_else(|e| e.at(site).raise()),

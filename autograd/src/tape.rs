@@ -402,6 +402,14 @@ impl Node {
         self.cotangents.clear();
     }
 
+    /// Whether going back through it can add to sums of cotangents.
+    fn takes_sums(&self) -> bool {
+        match &self.work {
+            Work::Op(op, _) => op.takes_sums(),
+            Work::Block(_) => true,
+        }
+    }
+
     /// Cotangents of the wanted inputs from those of the outputs, with the sums in them that were taken up.
     pub(crate) fn pull_back(
         &mut self,

@@ -357,6 +357,12 @@ impl Cpu {
         let pool = pool.with_recurring(recurring.clone());
         Arc::new(Cpu { allocator, pool, recurring, cost: Tally::default() })
     }
+
+    /// Memory once more after a refusal: what makes products faster is worth less than what the program cannot do without.
+    #[cold]
+    fn alloc_in_need(&self, bytes: usize, refused: KernelError) -> Result<Buffer, KernelError> {
+        if self.recurring.give_up() { self.allocator.alloc(bytes) } else { Err(refused) }
+    }
 }
 
 impl Backend for Cpu {
@@ -365,12 +371,10 @@ impl Backend for Cpu {
     }
 
     fn alloc(&self, bytes: usize) -> Result<Buffer, KernelError> {
-        let refused = match self.allocator.alloc(bytes) {
-            Err(error) => error,
-            taken => return taken,
-        };
-        // What makes products faster is worth less than what the program cannot do without.
-        if self.recurring.give_up() { self.allocator.alloc(bytes) } else { Err(refused) }
+        match self.allocator.alloc(bytes) {
+            Err(refused) => self.alloc_in_need(bytes, refused),
+            taken => taken,
+        }
     }
 
     fn reuse(&self, buffer: &Buffer) -> Reuse {

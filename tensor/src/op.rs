@@ -120,6 +120,11 @@ pub trait Op: fmt::Debug + 'static {
         None
     }
 
+    /// Whether the vjp asks for what other uses of the arguments have given ([`Vjp::sum`]): only then it is offered.
+    fn takes_sums(&self) -> bool {
+        false
+    }
+
     /// This rank's piece of the work. Only ops that override [`Op::infer`] may talk to other ranks.
     ///
     /// # Errors
@@ -234,7 +239,7 @@ pub struct Vjp<'a> {
     pub wanted: &'a [bool],
     /// The argument that [`Op::consumes`] names, which is not among the inputs then; they may hold it instead.
     pub taken: RefCell<Option<Tensor>>,
-    /// Per argument, the cotangents that other uses have given it; none behind the end. See [`Vjp::sum`].
+    /// Per argument, the cotangents that other uses have given it, if [`Op::takes_sums`]; none behind the end. See [`Vjp::sum`].
     pub sums: &'a [Offer],
 }
 
@@ -365,8 +370,8 @@ fn with_pieces<R>(
         check_pieces(outputs, op, &local)?;
     }
     let lineage = local.lineage(x);
-    outputs.iter_mut().for_each(|output| output.lineage = lineage);
-    for (output, sum) in outputs.iter_mut().zip(sums) {
+    for (i, output) in outputs.iter_mut().enumerate() {
+        let sum = sums.get(i).copied().flatten();
         output.lineage = sum.map_or(lineage, |sum| sum.lineage(lineage));
     }
     if context.is_watched() {

@@ -21,9 +21,9 @@ impl Tape {
         let context = self.context();
         context.set_path(&node.path);
         // Whoever watches is shown what is added before it is.
-        let offers = match context.is_watched() {
-            true => Offers::new(),
-            false => offered((leaves, earlier), &node.inputs, wanted),
+        let offers = match node.takes_sums() && !context.is_watched() {
+            true => offered((leaves, earlier), &node.inputs, wanted),
+            false => Offers::new(),
         };
         let cotangents = node.pull_back(self.rank(), context, (wanted, &offers), stand);
         for (input, offer) in node.inputs.iter().zip(&offers) {

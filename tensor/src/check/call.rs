@@ -134,7 +134,12 @@ impl Call<'_> {
             let (Some(sum), Some(one), Some(both)) = (sum, &cotangents[i], &added[i]) else { continue };
             let untouched = before(one)?;
             let expected = untouched.clone().accumulate(one)?;
-            let got = offer.take().map_or_else(|| Ok(both.clone()), |sum| sum.accumulate(both))?;
+            let left = offer.take();
+            if left.is_none() && !self.op.takes_sums() {
+                let text = format!("{:?} takes up sums without saying so: none will be offered", self.op);
+                return Err(Error::new(Kind::Unsupported, text));
+            }
+            let got = left.map_or_else(|| Ok(both.clone()), |sum| sum.accumulate(both))?;
             let bits = |t: &Tensor| -> Result<Vec<u64>> {
                 let canonical = |x: &f64| if x.is_nan() { u64::MAX } else { x.to_bits() };
                 Ok(t.to_local_f64()?.iter().map(canonical).collect())

@@ -287,6 +287,10 @@ impl Op for Einsum {
         Ok([out].into_iter().collect())
     }
 
+    fn takes_sums(&self) -> bool {
+        true
+    }
+
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         cx.each(|i| {
             let (op, grad) = (self.transposed(i), cx.grad(0));

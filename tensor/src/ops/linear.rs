@@ -184,6 +184,10 @@ impl Op for Linear {
         Ok(smallvec![y])
     }
 
+    fn takes_sums(&self) -> bool {
+        true
+    }
+
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let g = cx.grad(0);
         let parameters = (self.has_bias && (cx.wanted[1] || cx.wanted[2]))

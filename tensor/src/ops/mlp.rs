@@ -94,6 +94,10 @@ impl Op for Mlp {
         Ok(smallvec![y, z, hidden])
     }
 
+    fn takes_sums(&self) -> bool {
+        true
+    }
+
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let g = cx.grad(0);
         let Some(part) = self.part(cx.wanted) else { return cx.each(|_| g.clone()) };
