@@ -2,6 +2,7 @@
 
 use crate::op::unwind;
 use crate::ops::einsum::Einsum;
+use crate::ops::experts::Experts;
 use crate::value::Value;
 use shardgrad_dist::{Error, Kind, Result};
 use std::rc::Rc;
@@ -39,6 +40,15 @@ pub trait Contraction: Value {
         let order: Vec<usize> =
             plan.output.iter().filter_map(|x| labels.iter().position(|label| label == x)).collect();
         product.permute(&order)
+    }
+
+    /// The sum over s of p_(m, s) E(x_m), where the expert of each term is that of `index` (i64), and E(x) = (silu(x gate_e) *
+    /// (x up_e)) down_e: `[..m, d]`, indices and p `[..m, s]`, gate and up `[e, d, h]`, down `[e, h, o]` give `[..m, o]`. d, s and o
+    /// must be whole; the result is pending where experts or hidden units are split.
+    #[track_caller]
+    #[must_use]
+    fn experts(&self, index: &Self, p: &Self, gate: &Self, up: &Self, down: &Self) -> Self {
+        Self::apply_new(Experts, &[self, index, p, gate, up, down])
     }
 }
 

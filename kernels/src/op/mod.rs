@@ -21,6 +21,7 @@ pub mod truth;
 pub mod reduce;
 pub mod contract;
 pub mod linear;
+pub mod grouped_matmul;
 pub mod ranks;
 pub mod row_share;
 pub mod scan;
@@ -35,6 +36,7 @@ pub mod embedding;
 pub mod one_hot;
 pub mod triangle;
 pub mod sort;
+pub mod group;
 pub mod gate;
 pub mod adamw;
 pub mod sgd;
@@ -132,6 +134,8 @@ pub static KERNELS: &[&Kernel] = &[
     &linear::LINEAR_GELU,
     &linear::PRODUCT_GELU_GRAD,
     &linear::PRODUCT_SUMS,
+    &grouped_matmul::PRODUCT,
+    &grouped_matmul::GRADIENT,
     &ranks::SUM,
     &ranks::MAX,
     &ranks::MIN,
@@ -160,6 +164,7 @@ pub static KERNELS: &[&Kernel] = &[
     &one_hot::ONE_HOT,
     &triangle::TRIANGLE,
     &sort::SORT,
+    &group::GROUP,
     &gate::WORD,
     &gate::GATE,
     &adamw::STEP,

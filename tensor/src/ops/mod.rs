@@ -75,6 +75,7 @@ pub mod sqrt;
 pub mod square;
 pub mod sum_squares;
 pub mod swiglu;
+pub mod experts;
 pub mod tanh;
 pub mod unbind;
 pub mod redistribute;
@@ -252,6 +253,7 @@ list! {
     embedding,
     erf,
     exp,
+    experts,
     expm1,
     flip,
     floor,
