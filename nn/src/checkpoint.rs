@@ -326,7 +326,9 @@ fn fill<M: Module>(
         }
         found.push((param, tensor));
     }
-    let known = |name: &str| used.contains(name) || passed_over.iter().any(|p| matches(p, name));
+    let is_part = |name: &str| weights.stack_around(name).is_some_and(|stack| used.contains(stack));
+    let known =
+        |name: &str| used.contains(name) || is_part(name) || passed_over.iter().any(|p| matches(p, name));
     misfits.unknown.extend(weights.tensors().map(|t| t.name.clone()).filter(|name| !known(name)));
     misfits.check(weights.path())?;
     for (param, tensor) in found.into_iter().filter(|(param, _)| param.is_here()) {

@@ -37,10 +37,10 @@ pub use cache::{Cache, Past};
 pub use cast::{Cast, Casts};
 pub use hf::{BertConfig, BertHead, Gpt2Config, LlamaConfig, LlamaKind, ModelConfig};
 pub use layer::{
-    Attention, Block, Dropout, Embedding, GatedMlp, GroupedAttention, LayerNorm, Linear, Mlp, RmsNorm,
-    SelfAttention,
+    Attention, Block, Dropout, Embedding, Experts, FeedForward, GatedMlp, GroupedAttention, LayerNorm,
+    Linear, Mlp, RmsNorm, SelfAttention,
 };
-pub use loss::{CrossEntropy, bce_with_logits, cross_entropy, mse};
+pub use loss::{CrossEntropy, balance, bce_with_logits, cross_entropy, mse};
 pub use model::{Bert, Family, Gpt2, LanguageModel, Llama};
 pub use module::{Leaf, Module};
 pub use optim::{AdamW, LossScale, Optimizer, Report, Schedule, Sgd, StepArgs};

@@ -68,6 +68,30 @@ impl CrossEntropy {
     }
 }
 
+/// How unevenly experts are used: e times the sum over the e experts of f_i p_i, f_i being how often a row takes expert i and p_i its
+/// mean score, both over all `rows`. `usage` has how often each was taken, and the sums of scores, of each layer: `[e]` both, as
+/// [`Routes::usage`](crate::layer::Routes::usage) gives them; `rows` counts the rows of all layers. It is least, the experts of a row,
+/// where all are used alike; its gradient goes by the scores alone. Fedus et al., arXiv 2101.03961, equations 4 to 6. f and p are those
+/// of the whole batch, wherever its rows lie: two all-reduces of e numbers.
+///
+/// # Panics
+/// Unwinds with an error if shapes do not fit, or there is no layer.
+#[track_caller]
+#[must_use]
+pub fn balance(usage: &[[Var; 2]], rows: usize) -> Var {
+    let sum = |i: usize| {
+        let mut all = usage.iter().map(|layer| layer[i].clone());
+        let first = all.next().unwrap_or_else(|| {
+            let error = Error::new(Kind::Config, "no layer tells how its experts are used");
+            error.at(std::panic::Location::caller()).raise()
+        });
+        all.fold(first, |sum, layer| sum.add(&layer)).scale(1.0 / rows.max(1) as f64)
+    };
+    let (taken, scores) = (sum(0), sum(1));
+    let count = taken.layout().numel() as f64;
+    taken.mul(&scores).sum().scale(count)
+}
+
 /// The mean over all elements of (prediction - target)^2, a scalar in the accumulator type; shapes as [`Value::sub`].
 ///
 /// # Panics

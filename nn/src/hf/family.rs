@@ -15,7 +15,7 @@ use std::path::Path;
 pub enum ModelConfig {
     /// `gpt2`.
     Gpt2(Gpt2Config),
-    /// `llama`, `mistral`, `qwen2` and `qwen3`.
+    /// `llama`, `mistral`, `qwen2`, `qwen3`, `mixtral` and `qwen3_moe`.
     Llama(LlamaConfig),
     /// `bert`, an encoder.
     Bert(BertConfig),
@@ -153,6 +153,15 @@ impl ModelConfig {
         }
     }
 
+    /// Whether blocks have experts, of which each token passes some.
+    #[must_use]
+    pub fn has_experts(&self) -> bool {
+        match self {
+            ModelConfig::Llama(config) => config.experts.is_some(),
+            ModelConfig::Gpt2(_) | ModelConfig::Bert(_) => false,
+        }
+    }
+
     /// The number of types that a token may have.
     #[must_use]
     pub fn token_types(&self) -> usize {
@@ -258,7 +267,7 @@ mod tests {
     #[test]
     fn a_family_that_is_not_here_is_named() {
         let told = |text: &str| ModelConfig::parse(Path::new("c"), text).unwrap_err().message().to_string();
-        let read = "; this version reads gpt2, llama, mistral, qwen2, qwen3, bert";
+        let read = "; this version reads gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, bert";
         assert_eq!(told(r#"{"model_type": "t5"}"#), format!("c: `model_type` is \"t5\"{read}"));
         assert_eq!(told("{}"), format!("c: `model_type` is missing{read}"));
         assert!(told("[]").contains("cannot be read as a model config"));

@@ -7,6 +7,7 @@ pub use super::fields::INDEX_FILE;
 use super::fields::WEIGHTS_FILE;
 use super::files::TensorFile;
 use super::header::{DIGEST, TensorInfo};
+use super::stacks::Stacks;
 use serde::Deserialize;
 use serde_json::Value;
 use shardgrad_tensor::{Error, Result};
@@ -40,6 +41,8 @@ pub struct Weights {
     files: Vec<TensorFile>,
     /// In which file a tensor lies.
     by_name: HashMap<String, usize>,
+    /// Tensors that are read as one.
+    stacks: Stacks,
 }
 
 impl Weights {
@@ -80,7 +83,7 @@ impl Weights {
     fn of_file(dir: &Path, name: &str) -> Result<Weights> {
         let files = vec![TensorFile::open_within(dir, name)?];
         let by_name = files[0].tensors().iter().map(|t| (t.name.clone(), 0)).collect();
-        Ok(Weights { path: dir.join(name), files, by_name })
+        Ok(Weights { path: dir.join(name), stacks: Stacks::of(files[0].tensors().iter()), files, by_name })
     }
 
     /// The files that an index names, if each holds what the index says that it holds.
@@ -130,8 +133,9 @@ impl Weights {
             }
         }
         if faults.is_empty() {
-            let files = files.into_iter().map(|(_, file)| file).collect();
-            return Ok(Weights { path: index, files, by_name });
+            let files: Vec<TensorFile> = files.into_iter().map(|(_, file)| file).collect();
+            let stacks = Stacks::of(files.iter().flat_map(TensorFile::tensors));
+            return Ok(Weights { path: index, files, by_name, stacks });
         }
         let count = faults.len();
         let error = refuse(&index, format_args!("does not fit the files of its folder: {count} fault(s)"));
@@ -150,10 +154,17 @@ impl Weights {
         self.files.iter().flat_map(TensorFile::tensors)
     }
 
-    /// The tensor of a name, if there is one.
+    /// The tensor of a name, if there is one. Tensors whose names differ in the number behind `.experts.` alone are one tensor too,
+    /// of one dim more and with a `*` in the place of the number, if the numbers count from 0 and all are of one dtype and shape.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<&TensorInfo> {
-        self.by_name.get(name).and_then(|&i| self.files[i].get(name))
+        let alone = self.by_name.get(name).and_then(|&i| self.files[i].get(name));
+        alone.or_else(|| self.stacks.get(name))
+    }
+
+    /// The name of the tensor of which the one of this name is a part, as [`Weights::get`] tells.
+    pub(crate) fn stack_around(&self, name: &str) -> Option<&str> {
+        self.stacks.around(name).map(|stack| stack.name.as_str())
     }
 
     /// The bytes of the elements of a tensor whose index in each dim lies in a range, as [`TensorFile::read_part`].
@@ -161,7 +172,19 @@ impl Weights {
     /// # Errors
     /// `Kind::Checkpoint` if there is no such tensor; as [`TensorFile::read_part`].
     pub fn read_part(&self, name: &str, shape: &[usize], ranges: &[Range<usize>]) -> Result<Vec<u8>> {
-        self.file_of(name)?.read_part(name, shape, ranges)
+        let (Some(parts), [(count, chosen), ..]) =
+            (self.stacks.parts(name), &shape.iter().zip(ranges).collect::<Vec<_>>()[..])
+        else {
+            return self.file_of(name)?.read_part(name, shape, ranges);
+        };
+        if **count != parts.len() {
+            return Err(refuse(
+                &self.path,
+                format_args!("there are {} of `{name}`, not {count}", parts.len()),
+            ));
+        }
+        let read = |part: &String| self.file_of(part)?.read_part(part, &shape[1..], &ranges[1..]);
+        Ok(parts[(*chosen).clone()].iter().map(read).collect::<Result<Vec<_>>>()?.concat())
     }
 
     /// The bytes of a whole tensor, little endian, row major.
@@ -169,7 +192,10 @@ impl Weights {
     /// # Errors
     /// `Kind::Checkpoint` if there is no such tensor; as [`TensorFile::read`].
     pub fn read(&self, name: &str) -> Result<Vec<u8>> {
-        self.file_of(name)?.read(name)
+        match self.stacks.parts(name) {
+            Some(parts) => Ok(parts.iter().map(|part| self.read(part)).collect::<Result<Vec<_>>>()?.concat()),
+            None => self.file_of(name)?.read(name),
+        }
     }
 
     fn file_of(&self, name: &str) -> Result<&TensorFile> {

@@ -1,11 +1,13 @@
-//! `config.json` of the Llama family: `llama`, `mistral`, `qwen2` and `qwen3`, as `transformers` reads and writes it.
+//! `config.json` of the Llama family: `llama`, `mistral`, `qwen2`, `qwen3`, `mixtral` and `qwen3_moe`, as `transformers` reads and writes it.
 
+mod experts;
 mod windows;
 
 use super::disk::refuse;
 use super::fields::{Faults, below, dtype_name, fields, present};
 use super::fit::Claims;
 use super::rotary::{Raw as RawRotary, Rotary, RotaryScaling};
+pub use experts::ExpertsConfig;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use shardgrad_tensor::{DType, Result};
@@ -22,6 +24,10 @@ pub enum LlamaKind {
     Qwen2,
     /// `qwen3`: as `llama`, with a norm of each query and key.
     Qwen3,
+    /// `mixtral`: as `mistral`, with experts.
+    Mixtral,
+    /// `qwen3_moe`: as `qwen3`, with experts.
+    Qwen3Moe,
 }
 
 /// The shape of a model of the Llama family and what else its config file tells.
@@ -68,14 +74,16 @@ pub struct LlamaConfig {
     /// Fields that are not told above (token numbers, and how windows were asked for): written back as they were read, where
     /// nothing above says otherwise.
     pub others: Map<String, Value>,
+    /// The experts, of members that have some.
+    pub experts: Option<ExpertsConfig>,
 }
 
 /// A preset: name, kind, vocabulary, positions, width, hidden units, blocks, query heads, key heads, channels of a head,
 /// theta, tied.
 type Preset = (&'static str, LlamaKind, [usize; 8], f64, bool);
 
-/// `llama-tiny` is made for bytes of text on a laptop; the others are the published models.
-const PRESETS: [Preset; 8] = [
+/// `llama-tiny` and `mixtral-tiny` are made for bytes of text on a laptop; the others are the published models.
+const PRESETS: [Preset; 11] = [
     ("llama-tiny", LlamaKind::Llama, [256, 64, 128, 352, 4, 4, 2, 32], 1e4, true),
     ("llama-1b", LlamaKind::Llama, [128_256, 131_072, 2048, 8192, 16, 32, 8, 64], 5e5, true),
     ("llama-8b", LlamaKind::Llama, [128_256, 131_072, 4096, 14_336, 32, 32, 8, 128], 5e5, false),
@@ -83,13 +91,22 @@ const PRESETS: [Preset; 8] = [
     ("mistral-7b", LlamaKind::Mistral, [32_768, 32_768, 4096, 14_336, 32, 32, 8, 128], 1e6, false),
     ("qwen2-0.5b", LlamaKind::Qwen2, [151_936, 131_072, 896, 4864, 24, 14, 2, 64], 1e6, true),
     ("qwen3-0.6b", LlamaKind::Qwen3, [151_936, 40_960, 1024, 3072, 28, 16, 8, 128], 1e6, true),
+    ("mixtral-tiny", LlamaKind::Mixtral, [256, 64, 128, 176, 4, 4, 2, 32], 1e4, true),
+    ("mixtral-8x7b", LlamaKind::Mixtral, [32_000, 32_768, 4096, 14_336, 32, 32, 8, 128], 1e6, false),
+    ("qwen3-30b-a3b", LlamaKind::Qwen3Moe, [151_936, 40_960, 2048, 6144, 48, 32, 4, 128], 1e6, false),
     ("qwen3-8b", LlamaKind::Qwen3, [151_936, 40_960, 4096, 12_288, 36, 32, 8, 128], 1e6, false),
 ];
 
 impl LlamaKind {
     /// All members.
-    pub const EVERY: [LlamaKind; 4] =
-        [LlamaKind::Llama, LlamaKind::Mistral, LlamaKind::Qwen2, LlamaKind::Qwen3];
+    pub const EVERY: [LlamaKind; 6] = [
+        LlamaKind::Llama,
+        LlamaKind::Mistral,
+        LlamaKind::Qwen2,
+        LlamaKind::Qwen3,
+        LlamaKind::Mixtral,
+        LlamaKind::Qwen3Moe,
+    ];
 
     /// The value of `model_type`.
     #[must_use]
@@ -99,6 +116,8 @@ impl LlamaKind {
             LlamaKind::Mistral => "mistral",
             LlamaKind::Qwen2 => "qwen2",
             LlamaKind::Qwen3 => "qwen3",
+            LlamaKind::Mixtral => "mixtral",
+            LlamaKind::Qwen3Moe => "qwen3_moe",
         }
     }
 
@@ -108,13 +127,22 @@ impl LlamaKind {
             LlamaKind::Mistral => "MistralForCausalLM",
             LlamaKind::Qwen2 => "Qwen2ForCausalLM",
             LlamaKind::Qwen3 => "Qwen3ForCausalLM",
+            LlamaKind::Mixtral => "MixtralForCausalLM",
+            LlamaKind::Qwen3Moe => "Qwen3MoeForCausalLM",
         }
+    }
+
+    /// Whether queries and keys have norms.
+    #[must_use]
+    pub fn has_head_norms(self) -> bool {
+        matches!(self, LlamaKind::Qwen3 | LlamaKind::Qwen3Moe)
     }
 }
 
 impl LlamaConfig {
     /// A config of so many tokens, positions, blocks, and `[query heads, key heads]` of width `hidden_size / query heads`,
     /// whose MLP has `intermediate_size` hidden units; with theta 10000, untied, without biases and dropout, in f32.
+    /// Members that have experts have 8 in each block, of which a token passes 2.
     #[must_use]
     pub fn new(
         kind: LlamaKind,
@@ -144,6 +172,10 @@ impl LlamaConfig {
             dtype: DType::F32,
             windows: Vec::new(),
             others: Map::new(),
+            experts: kind.has_experts().then(|| ExpertsConfig {
+                norm_topk_prob: kind == LlamaKind::Mixtral,
+                ..ExpertsConfig::new(8, 2, intermediate_size)
+            }),
         }
     }
 
@@ -171,10 +203,17 @@ impl LlamaConfig {
         });
         Some(LlamaConfig {
             head_dim: channels,
-            rms_norm_eps: if kind == LlamaKind::Llama || kind == LlamaKind::Mistral { 1e-5 } else { 1e-6 },
+            rms_norm_eps: match kind {
+                LlamaKind::Llama | LlamaKind::Mistral | LlamaKind::Mixtral => 1e-5,
+                LlamaKind::Qwen2 | LlamaKind::Qwen3 | LlamaKind::Qwen3Moe => 1e-6,
+            },
+            experts: match kind {
+                LlamaKind::Qwen3Moe => Some(ExpertsConfig::new(128, 8, 768)),
+                _ => new.experts.clone(),
+            },
             rotary: Rotary { theta, scaling },
             // Narrow models start faster from wider weights.
-            initializer_range: if name == "llama-tiny" { 0.05 } else { 0.02 },
+            initializer_range: if name.ends_with("-tiny") { 0.05 } else { 0.02 },
             tie_word_embeddings: tied,
             ..new
         })
@@ -190,6 +229,12 @@ impl LlamaConfig {
     #[must_use]
     pub fn window(&self, layer: usize) -> Option<usize> {
         self.windows.get(layer).copied().flatten()
+    }
+
+    /// The experts of a block, if it has some.
+    #[must_use]
+    pub fn experts_of(&self, layer: usize) -> Option<&ExpertsConfig> {
+        self.experts.as_ref().filter(|experts| experts.has(layer))
     }
 
     /// Query heads of each key head, of which a model has at least one.
@@ -218,10 +263,10 @@ impl LlamaConfig {
         let keys = ("num_key_value_heads` x `head_dim", self.num_key_value_heads * self.head_dim);
         let mut matrices = vec![
             ("model.embed_tokens.weight", [vocab, width]),
-            ("model.layers.0.mlp.gate_proj.weight", [("intermediate_size", self.intermediate_size), width]),
             ("model.layers.0.self_attn.q_proj.weight", [queries, width]),
             ("model.layers.0.self_attn.k_proj.weight", [keys, width]),
         ];
+        matrices.extend(self.hidden_claims(width));
         if !self.tie_word_embeddings {
             matrices.push(("lm_head.weight", [vocab, width]));
         }
@@ -258,10 +303,11 @@ impl LlamaConfig {
                 value["attention_bias"] = json!(self.attention_bias);
                 value["mlp_bias"] = json!(self.mlp_bias);
             }
-            LlamaKind::Qwen3 => value["attention_bias"] = json!(self.attention_bias),
-            LlamaKind::Mistral | LlamaKind::Qwen2 => {}
+            LlamaKind::Qwen3 | LlamaKind::Qwen3Moe => value["attention_bias"] = json!(self.attention_bias),
+            LlamaKind::Mistral | LlamaKind::Qwen2 | LlamaKind::Mixtral => {}
         }
         windows::write(self, &mut value);
+        experts::write(self, &mut value);
         format!("{value:#}\n")
     }
 
@@ -272,7 +318,7 @@ impl LlamaConfig {
         if !windows::same(self, read) {
             let held = match self.kind {
                 LlamaKind::Llama => "none",
-                LlamaKind::Mistral => "one, of all blocks",
+                LlamaKind::Mistral | LlamaKind::Mixtral | LlamaKind::Qwen3Moe => "one, of all blocks",
                 LlamaKind::Qwen2 | LlamaKind::Qwen3 => "one, of some blocks",
             };
             unsaid.push(format!("`windows` is {:?}; a {kind} file holds {held}", self.windows));
@@ -284,6 +330,10 @@ impl LlamaConfig {
             if here != there {
                 unsaid.push(format!("`{name}` is {here}; a {kind} is read with {there}"));
             }
+        }
+        if self.experts != read.experts {
+            let [here, there] = [self, read].map(|config| format!("{:?}", config.experts));
+            unsaid.push(format!("`experts` is {here}; a {kind} is read with {there}"));
         }
         unsaid
     }
@@ -350,12 +400,13 @@ impl Raw {
             ));
         }
         config.windows = windows::read(&self.others, &config, &mut faults);
+        config.experts = kind.has_experts().then(|| experts::read(&self.others, &config, &mut faults));
         config.rms_norm_eps = faults.number("rms_norm_eps", self.rms_norm_eps, 1e-6, 1.0);
         config.attention_dropout = faults.number("attention_dropout", self.attention_dropout, 0.0, 1.0);
         config.initializer_range = faults.number("initializer_range", self.initializer_range, 0.02, 1e3);
         let objects = [self.rope_parameters.take(), self.rope_scaling.take()];
         config.rotary = RawRotary::check(objects, self.rope_theta, &mut faults);
-        if kind == LlamaKind::Llama || kind == LlamaKind::Qwen3 {
+        if kind == LlamaKind::Llama || kind.has_head_norms() {
             config.attention_bias = self.attention_bias.unwrap_or(false);
         }
         config.mlp_bias = kind == LlamaKind::Llama && self.mlp_bias.unwrap_or(false);
@@ -371,7 +422,7 @@ impl Raw {
     fn head_dim(&self, config: &LlamaConfig, faults: &mut Faults) -> usize {
         let (width, heads) = (config.hidden_size, config.num_attention_heads);
         let default = match config.kind {
-            LlamaKind::Qwen3 => 128,
+            LlamaKind::Qwen3 | LlamaKind::Qwen3Moe => 128,
             _ if self.head_dim.is_none() && width % heads != 0 => {
                 faults.add(format!(
                     "`hidden_size` is {width}, which {heads} heads (`num_attention_heads`) do not divide"
@@ -398,8 +449,8 @@ impl Raw {
         if self.partial_rotary_factor.is_some_and(|part| part != 1.0) {
             faults.push("`partial_rotary_factor` is not 1; all channels are turned".to_string());
         }
-        if kind == LlamaKind::Mistral && self.attention_bias == Some(true) {
-            faults.push("`attention_bias` is true; a mistral has none".to_string());
+        if matches!(kind, LlamaKind::Mistral | LlamaKind::Mixtral) && self.attention_bias == Some(true) {
+            faults.push(format!("`attention_bias` is true; a {} has none", kind.name()));
         }
         if self.quantization_config.as_ref().is_some_and(|v| !v.is_null()) {
             faults.push("`quantization_config` is set; quantized weights are not read".to_string());

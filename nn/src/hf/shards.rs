@@ -7,6 +7,7 @@ use super::disk::{Pending, is_taken, read_text, refuse, sealed_text};
 use super::fields::{CONFIG_BYTES_MAX, CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE};
 use super::files::TensorWriter;
 use super::header::DIGEST;
+use super::stacks::{apart, is_stack, part};
 use super::turn::Turn;
 use serde_json::json;
 use shardgrad_tensor::{DType, Result};
@@ -74,6 +75,7 @@ impl WeightsWriter {
         entries: &[Entry],
         bytes_max: u64,
     ) -> Result<WeightsWriter> {
+        let entries = &apart(entries)[..];
         check_names(dir, entries)?;
         let turn = Turn::wait(dir)?;
         let bytes = |e: &Entry| (e.2.iter().product::<usize>() * e.1.size()) as u64;
@@ -138,15 +140,37 @@ impl WeightsWriter {
         Ok(())
     }
 
-    /// Writes the next tensor of the list, whole.
+    /// Writes the next tensor of the list, whole; of one that is read as one ([`Weights::get`](super::Weights::get)) all parts.
     ///
     /// # Errors
     /// What [`TensorWriter::append`] and [`TensorWriter::create`] report.
     pub fn append(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
+        if !is_stack(name) {
+            return self.append_one(name, bytes);
+        }
+        let (mut rest, mut place) = (bytes, 0);
+        while !rest.is_empty() {
+            self.turn_page()?;
+            let next = self.open.as_ref().and_then(TensorWriter::expected);
+            let size = next.map_or(rest.len(), |t| (t.bytes.end - t.bytes.start) as usize);
+            let (one, behind) = rest.split_at(size.clamp(1, rest.len()));
+            self.append_one(&part(name, place), one)?;
+            (rest, place) = (behind, place + 1);
+        }
+        Ok(())
+    }
+
+    /// Goes on to the next file where the open one has all its tensors.
+    fn turn_page(&mut self) -> Result<()> {
         if self.left == 0 && !self.files.is_empty() {
             self.close()?;
             self.next()?;
         }
+        Ok(())
+    }
+
+    fn append_one(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
+        self.turn_page()?;
         self.left = self.left.saturating_sub(1);
         match &mut self.open {
             Some(open) => open.append(name, bytes),

@@ -9,6 +9,8 @@ mod mlp;
 mod attention;
 mod block;
 mod gated_mlp;
+mod experts;
+mod feed_forward;
 mod grouped_attention;
 mod self_attention;
 
@@ -16,6 +18,8 @@ pub use attention::Attention;
 pub use block::Block;
 pub use dropout::Dropout;
 pub use embedding::Embedding;
+pub use experts::{Experts, Routes, Stacks};
+pub use feed_forward::FeedForward;
 pub use gated_mlp::GatedMlp;
 pub use grouped_attention::GroupedAttention;
 pub use layer_norm::LayerNorm;

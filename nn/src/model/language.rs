@@ -16,7 +16,7 @@ use shardgrad_tensor::{Error, Kind, Value};
 pub enum LanguageModel {
     /// `gpt2`.
     Gpt2(Box<Gpt2>),
-    /// `llama`, `mistral`, `qwen2` and `qwen3`.
+    /// `llama`, `mistral`, `qwen2`, `qwen3`, `mixtral` and `qwen3_moe`.
     Llama(Box<Llama>),
     /// `bert`, which predicts tokens that are hidden from it instead of the next one.
     Bert(Box<Bert>),

@@ -1,16 +1,16 @@
 //! The Llama family: decoders with rotary positions, grouped queries, gated MLPs and RMS norms. Touvron et al., arXiv
 //! 2302.13971; its members differ in biases and norms.
 
-use super::family::{Family, check_ids, through};
+use super::family::{Family, check_ids};
 use crate::cache::{Cache, Past};
 use crate::hf::{LlamaConfig, LlamaKind, ModelConfig};
-use crate::layer::{Embedding, GatedMlp, GroupedAttention, RmsNorm};
-use crate::loss::cross_entropy;
+use crate::layer::{Embedding, Experts, FeedForward, GatedMlp, GroupedAttention, RmsNorm, Routes};
+use crate::loss::{balance, cross_entropy};
 use crate::module;
 use crate::param::Init;
 use crate::plan::Plan;
 use shardgrad_autograd::Var;
-use shardgrad_tensor::{Error, Kind, Value};
+use shardgrad_tensor::{Error, Kind, Value, unwind};
 use std::panic::Location;
 
 module! {
@@ -24,7 +24,7 @@ module! {
         /// The norm before the feed-forward half.
         pub post_attention_layernorm: RmsNorm,
         /// The feed-forward half.
-        pub mlp: GatedMlp,
+        pub mlp: FeedForward,
     }
 }
 
@@ -73,12 +73,12 @@ impl LlamaBlock {
             .dropout(config.attention_dropout);
         LlamaBlock {
             input_layernorm: norm(),
-            self_attn: match config.kind {
-                LlamaKind::Qwen3 => attention.normed(config.rms_norm_eps),
-                LlamaKind::Llama | LlamaKind::Mistral | LlamaKind::Qwen2 => attention,
+            self_attn: match config.kind.has_head_norms() {
+                true => attention.normed(config.rms_norm_eps),
+                false => attention,
             },
             post_attention_layernorm: norm(),
-            mlp: GatedMlp::new(d, config.intermediate_size, config.mlp_bias).init(std),
+            mlp: feed_forward(config, layer, std),
         }
     }
 
@@ -99,11 +99,29 @@ impl LlamaBlock {
     #[track_caller]
     #[must_use]
     pub fn attend(&self, x: &Var, past: Option<&mut Past>) -> Var {
+        self.routed(x, past).0
+    }
+
+    /// The same, and how tokens were spread over experts, if there are any.
+    #[track_caller]
+    fn routed(&self, x: &Var, past: Option<&mut Past>) -> (Var, Option<Routes>) {
         let (x, y) = self.input_layernorm.forward_beside(x);
         let x = self.self_attn.attend_onto(&y, past, &x);
         let (x, y) = self.post_attention_layernorm.forward_beside(&x);
         self.mlp.forward_onto(&y, &x)
     }
+}
+
+/// The feed-forward half of a block.
+fn feed_forward(config: &LlamaConfig, layer: usize, std: Init) -> FeedForward {
+    let d = config.hidden_size;
+    let Some(experts) = config.experts_of(layer) else {
+        let mlp = GatedMlp::new(d, config.intermediate_size, config.mlp_bias).init(std);
+        return FeedForward::Dense(Box::new(mlp));
+    };
+    let (count, taken) = (experts.num_experts, experts.num_experts_per_tok);
+    let layer = Experts::new(d, experts.moe_intermediate_size, count, taken, experts.norm_topk_prob);
+    FeedForward::Experts(Box::new(layer.init(std)))
 }
 
 /// Refuses query heads of which each key head would not have as many: the model would have others than its config tells.
@@ -154,8 +172,8 @@ impl Llama {
 
     /// The table of splits for this family: rows of the batch and their tokens; heads, hidden units and vocabulary.
     #[must_use]
-    pub fn plan(_: &LlamaConfig) -> Plan {
-        Plan::llama()
+    pub fn plan(config: &LlamaConfig) -> Plan {
+        if config.experts.is_some() { Plan::llama_of_experts() } else { Plan::llama() }
     }
 
     /// The shape of the model.
@@ -172,14 +190,30 @@ impl Llama {
     #[must_use]
     pub fn forward(&self, ids: &Var) -> Var {
         check_ids(ids, 0, self.config.max_position_embeddings);
-        self.logits(ids)
+        self.logits(ids, false).0
     }
 
-    /// [`Llama::forward`] of ids that fit. What is asked for here is asked for by this text, not by its caller.
-    fn logits(&self, ids: &Var) -> Var {
-        let x = self.model.embed_tokens.forward(ids);
-        let x = through(&self.model.layers, x, self.recompute, |block, x| block.forward(x));
-        self.scores(&x)
+    /// [`Llama::forward`] of ids that fit, and, if asked for, how the experts of each block that has some are used. What is asked for
+    /// here is asked for by this text, not by its caller.
+    fn logits(&self, ids: &Var, tells: bool) -> (Var, Vec<[Var; 2]>) {
+        let mut usage = Vec::new();
+        let mut x = self.model.embed_tokens.forward(ids);
+        for block in &self.model.layers {
+            let forward = |x: &Var| {
+                let (x, routes) = block.routed(x, None);
+                let told = routes.filter(|_| tells).map(|routes| routes.usage());
+                [vec![x], told.map_or_else(Vec::new, Vec::from)].concat()
+            };
+            let mut made = match self.recompute {
+                true => unwind(x.tape().clone().checkpoint(&[x], |x| Ok(forward(&x[0])))),
+                false => forward(&x),
+            };
+            if let Ok(told) = <[Var; 2]>::try_from(made.split_off(1)) {
+                usage.push(told);
+            }
+            x = made.swap_remove(0);
+        }
+        (self.scores(&x), usage)
     }
 
     /// Logits of the token after the last of `ids`: `[b, t]` to `[b, 1, vocab_size]`. The ids continue what is in the cache,
@@ -203,14 +237,25 @@ impl Llama {
         self.lm_head.as_ref().unwrap_or(&self.model.embed_tokens).scores(&self.model.norm.forward(x))
     }
 
-    /// Mean next-token cross-entropy over all tokens: ids and targets `[b, t]` (i64), a scalar in the accumulator type.
+    /// Mean next-token cross-entropy over all tokens: ids and targets `[b, t]` (i64), a scalar in the accumulator type. Where the
+    /// config says `output_router_logits`, [`balance`] times `router_aux_loss_coef` is added.
     ///
     /// # Panics
     /// As [`Llama::forward`], and if a target is outside of the vocabulary.
     #[track_caller]
     #[must_use]
     pub fn loss(&self, ids: &Var, targets: &Var) -> Var {
-        cross_entropy(&self.forward(ids), targets).mean()
+        check_ids(ids, 0, self.config.max_position_embeddings);
+        let told = self.config.experts.as_ref().filter(|experts| experts.output_router_logits);
+        let (logits, usage) = self.logits(ids, told.is_some());
+        let loss = cross_entropy(&logits, targets).mean();
+        match told {
+            Some(experts) if !usage.is_empty() => {
+                let rows = ids.layout().numel() * usage.len();
+                loss.add(&balance(&usage, rows).scale(experts.router_aux_loss_coef))
+            }
+            _ => loss,
+        }
     }
 }
 
@@ -220,7 +265,21 @@ impl Family for Llama {
     }
 
     fn name_in_files(&self, name: &str) -> String {
-        name.to_string()
+        let Some((block, part)) = name.split_once(".mlp.") else { return name.to_string() };
+        let is_mixtral = self.config.kind == LlamaKind::Mixtral;
+        match (part, part.strip_prefix("experts.")) {
+            (_, Some(stack)) if is_mixtral => {
+                let matrix = match stack {
+                    "gate_proj" => "w1",
+                    "up_proj" => "w3",
+                    _ => "w2",
+                };
+                format!("{block}.block_sparse_moe.experts.*.{matrix}.weight")
+            }
+            (_, Some(stack)) => format!("{block}.mlp.experts.*.{stack}.weight"),
+            ("gate.weight", None) if is_mixtral => format!("{block}.block_sparse_moe.gate.weight"),
+            _ => name.to_string(),
+        }
     }
 
     /// Buffers that old files hold beside the weights, and the head that a tied model has no use for.

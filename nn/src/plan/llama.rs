@@ -31,7 +31,25 @@ const KEYS: [(&str, &str); 4] = [
     ("*.self_attn.v_proj.bias", "tp@0|~"),
 ];
 
+/// Experts: their hidden units are split as those of a feed-forward half that all tokens pass.
+const EXPERTS: [(&str, &str); 3] = [
+    ("*.mlp.experts.gate_proj", "tp@2"),
+    ("*.mlp.experts.up_proj", "tp@2"),
+    ("*.mlp.experts.down_proj", "tp@1"),
+];
+
 impl Plan {
+    /// [`Plan::llama`] of a member with experts, which are split over an axis `ep`, as are the rows of the batch; so their hidden
+    /// units are over `tp`.
+    #[must_use]
+    pub fn llama_of_experts() -> Plan {
+        // Behind rows and tokens, so that rows are split over `dp` first.
+        let plan = EXPERTS
+            .iter()
+            .fold(Plan::llama(), |plan, (pattern, state)| plan.rule(Subject::Store, pattern, state, true));
+        plan.and(Plan::experts("ep"))
+    }
+
     /// The Llama family on axes `pp` (layers), `dp` (rows of the batch), `cp` (tokens of a row) and `tp` (heads, hidden units,
     /// vocabulary).
     #[must_use]

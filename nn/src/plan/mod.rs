@@ -3,6 +3,7 @@
 mod rule;
 mod data;
 mod context;
+mod experts;
 mod bert;
 mod gpt2;
 mod llama;

@@ -10,24 +10,24 @@ use shardgrad_nn::{
 };
 use shardgrad_tensor::{DType, Kind, Mesh, Phase, Rank, Record, Result, Tensor, Value, World};
 
-const ROWS: usize = 2;
+pub(crate) const ROWS: usize = 2;
 
 /// Even, uneven and empty shares of 7 tokens, beside splits of rows and heads.
 const MESHES: [&str; 7] = ["cp=2", "cp=4", "cp=9", "dp=2,cp=2", "cp=2,tp=2", "cp=3,tp=3", "dp=2,cp=3,tp=2"];
 
 /// What is trained.
-struct Text {
-    config: ModelConfig,
-    seq: usize,
-    recompute: bool,
+pub(crate) struct Text {
+    pub(crate) config: ModelConfig,
+    pub(crate) seq: usize,
+    pub(crate) recompute: bool,
     /// Whether layers drop what they drop in training.
-    noise: bool,
+    pub(crate) noise: bool,
     /// Of encoders: whether rows are filled up, and say so.
-    filled: bool,
+    pub(crate) filled: bool,
 }
 
 impl Text {
-    fn new(config: impl Into<ModelConfig>, seq: usize) -> Text {
+    pub(crate) fn new(config: impl Into<ModelConfig>, seq: usize) -> Text {
         Text { config: config.into(), seq, recompute: false, noise: false, filled: false }
     }
 
@@ -38,7 +38,7 @@ impl Text {
     }
 
     /// Ids, targets and, of rows that are filled up, mask and types.
-    fn arguments(&self, rank: &Rank, plan: &Plan) -> Result<Vec<Tensor>> {
+    pub(crate) fn arguments(&self, rank: &Rank, plan: &Plan) -> Result<Vec<Tensor>> {
         let token = |row: usize, t: usize| ((row * 7 + t * 5 + row * t * 3 + t * t) % VOCAB) as i64;
         let is_encoder = matches!(self.config, ModelConfig::Bert(_));
         let target = |row, t| match is_encoder && (row + t) % 3 == 0 {
@@ -53,7 +53,7 @@ impl Text {
         Ok(all)
     }
 
-    fn on(&self, rank: &Rank, plan: &Plan) -> Result<Outcome> {
+    pub(crate) fn on(&self, rank: &Rank, plan: &Plan) -> Result<Outcome> {
         let module = LanguageModel::new(&self.config).recompute(self.recompute);
         let model = Model::with_dtype(rank, module, plan, 5, DType::F64)?;
         let tape = model.tape();
@@ -67,7 +67,7 @@ impl Text {
         Ok(Outcome { loss: value, norm, gradients: values(&model, &gradients)?, kept_bytes })
     }
 
-    fn outcome(&self, mesh: &str) -> Outcome {
+    pub(crate) fn outcome(&self, mesh: &str) -> Outcome {
         let plan = LanguageModel::plan(&self.config);
         let mut ranks = run(mesh, |rank| self.on(rank, &plan));
         let first = ranks.swap_remove(0);
@@ -76,7 +76,7 @@ impl Text {
     }
 
     /// Fails where a mesh gives another loss or gradient than one rank, to the rounding of f64.
-    fn same_on(&self, meshes: &[&str]) -> Outcome {
+    pub(crate) fn same_on(&self, meshes: &[&str]) -> Outcome {
         let alone = self.outcome("");
         for (name, gradient) in &alone.gradients {
             // A shift of all scores of a query changes nothing.
@@ -182,7 +182,7 @@ fn gradients_are_those_of_all_rounds() {
 }
 
 /// Forward and backward of a step of two rounds, on the first rank.
-fn trace(config: &ModelConfig, mesh: &str) -> Vec<Record> {
+pub(crate) fn trace(config: &ModelConfig, mesh: &str) -> Vec<Record> {
     let (text, plan) = (Text::new(config.clone(), 8), LanguageModel::plan(config));
     run(mesh, |rank| {
         let model = Model::with_dtype(rank, LanguageModel::new(config), &plan, 5, DType::F64)?;

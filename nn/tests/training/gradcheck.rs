@@ -3,10 +3,11 @@
 
 use crate::support::run;
 use shardgrad_autograd::{Key, Noise, Tape, Var};
+use shardgrad_nn::hf::ExpertsConfig;
 use shardgrad_nn::{
-    Attention, Bert, BertConfig, Block, Dropout, Embedding, GatedMlp, Gpt2, Gpt2Config, GroupedAttention,
-    LanguageModel, LayerNorm, Linear, Llama, LlamaConfig, LlamaKind, Mlp, Model, Module, Plan, RmsNorm,
-    SelfAttention, cross_entropy,
+    Attention, Bert, BertConfig, Block, Dropout, Embedding, Experts, GatedMlp, Gpt2, Gpt2Config,
+    GroupedAttention, LanguageModel, LayerNorm, Linear, Llama, LlamaConfig, LlamaKind, Mlp, Model, Module,
+    Plan, RmsNorm, SelfAttention, cross_entropy,
 };
 use shardgrad_tensor::check::Global;
 use shardgrad_tensor::ops::Input;
@@ -222,6 +223,19 @@ fn gated_mlp() {
     }
 }
 
+fn experts() {
+    for normed in [false, true] {
+        let layer = || Experts::new(3, 5, 4, 2, normed);
+        check("experts", || on(layer(), &[&[2, 2, 3]], |m, x| m.forward(&x[0]).0));
+        check("experts and their scores", || {
+            on(layer(), &[&[2, 2, 3]], |m, x| {
+                let (y, routes) = m.forward(&x[0]);
+                y.add(&routes.scores.square().sum_dims(&[2]).expand(2, 3))
+            })
+        });
+    }
+}
+
 fn grouped_attention() {
     let layer = || GroupedAttention::new(3, [2, 2, 4], &[1.0, 0.3]);
     check("grouped", || on(layer(), &[&[2, 3, 3]], |m, x| m.forward(&x[0])));
@@ -246,6 +260,15 @@ fn llama() {
         };
         check(&format!("{kind:?}, tied {tied}, recompute {recompute}, dropout {p}"), make);
     }
+    let mut config = LlamaConfig::new(LlamaKind::Mixtral, 5, 4, [4, 3], 2, [2, 1]);
+    let told = ExpertsConfig {
+        output_router_logits: true,
+        router_aux_loss_coef: 0.5,
+        ..ExpertsConfig::new(3, 2, 3)
+    };
+    config.experts = Some(told);
+    let make = || on(Llama::new(&config), &[], |m, x| m.loss(&x[0], &x[1])).inputs(&tokens);
+    check("with the balance of experts", make);
 }
 
 fn self_attention() {
@@ -285,6 +308,8 @@ const FILES: &[(&str, fn())] = &[
     ("layer/dropout", dropout),
     ("layer/embedding", embedding),
     ("layer/gated_mlp", gated_mlp),
+    ("layer/experts", experts),
+    ("layer/feed_forward", llama),
     ("layer/grouped_attention", grouped_attention),
     ("layer/layer_norm", layer_norm),
     ("layer/linear", linear),

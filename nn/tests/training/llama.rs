@@ -69,8 +69,13 @@ fn losses_and_gradients_do_not_depend_on_the_mesh() {
         let config = config(kind);
         let alone = outcome(&config, "", false, false);
         let biases = if kind == LlamaKind::Qwen2 { 3 } else { 0 };
-        let norms = if kind == LlamaKind::Qwen3 { 2 } else { 0 };
-        assert_eq!(alone.gradients.len(), 3 + 2 * (9 + biases + norms), "every parameter has a gradient");
+        let norms = if kind.has_head_norms() { 2 } else { 0 };
+        let gates = usize::from(kind.has_experts());
+        assert_eq!(
+            alone.gradients.len(),
+            3 + 2 * (9 + biases + norms + gates),
+            "every parameter has a gradient"
+        );
         for (name, gradient) in &alone.gradients {
             let zero_by_nature = name.ends_with("k_proj.bias");
             assert!(gradient.iter().any(|g| g.abs() > 1e-9) || zero_by_nature, "{name} is not reached");

@@ -13,6 +13,7 @@ mod rounds;
 mod traces;
 mod llama;
 mod context;
+mod experts;
 mod reading;
 mod steps;
 mod optimizers;

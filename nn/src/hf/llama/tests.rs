@@ -55,7 +55,8 @@ fn every_member_is_read_back() {
         config.tie_word_embeddings = true;
         config.rotary.scaling = RotaryScaling::Linear { factor: 2.0 };
         if kind != LlamaKind::Llama {
-            config.windows = vec![Some(10), if kind == LlamaKind::Mistral { Some(10) } else { None }];
+            let some = matches!(kind, LlamaKind::Qwen2 | LlamaKind::Qwen3);
+            config.windows = vec![Some(10), (!some).then_some(10)];
         }
         let text = config.to_json();
         let mut read = parse(kind, &text).unwrap();
@@ -185,7 +186,7 @@ fn what_no_file_of_a_member_can_say_is_told() {
 fn what_transformers_takes_is_read() {
     assert!(changed(LlamaKind::Llama, "\"silu\"", "\"swish\"").is_ok(), "another word for it");
     let (from, null) = ("\"num_key_value_heads\": 8", "\"num_key_value_heads\": null");
-    for kind in LlamaKind::EVERY {
+    for kind in LlamaKind::EVERY.into_iter().filter(|kind| !kind.has_experts()) {
         assert_eq!(changed(kind, from, null).unwrap().num_key_value_heads, 32);
         let silent = changed(kind, from, "\"x\": 1");
         match kind {
@@ -193,6 +194,49 @@ fn what_transformers_takes_is_read() {
             _ => assert!(silent.unwrap_err().to_string().contains("`num_key_value_heads` is missing")),
         }
     }
+}
+
+/// The experts that a file of a member tells beside the fields of the published one, or what is wrong.
+fn experts(kind: LlamaKind, fields: &str) -> Result<ExpertsConfig, String> {
+    let read = changed(kind, "\"use_cache\": true", fields);
+    read.map(|config| config.experts.unwrap()).map_err(|e| e.details()[0].1.clone())
+}
+
+#[test]
+fn experts_are_read_as_each_member_tells_them() {
+    let mixtral = "\"num_local_experts\": 8, \"num_experts_per_tok\": 2";
+    assert_eq!(experts(LlamaKind::Mixtral, mixtral), Ok(ExpertsConfig::new(8, 2, 14_336)));
+    let told = "\"num_experts\": 9, \"num_experts_per_tok\": 3, \"moe_intermediate_size\": 5, \"norm_topk_prob\": true";
+    assert_eq!(experts(LlamaKind::Qwen3Moe, told), Ok(ExpertsConfig::new(9, 3, 5)));
+    // Newer releases write one name for both members, and it is written back.
+    let newer = told.replace("num_experts\"", "num_local_experts\"");
+    assert_eq!(experts(LlamaKind::Qwen3Moe, &newer), experts(LlamaKind::Qwen3Moe, told));
+    let read = changed(LlamaKind::Qwen3Moe, "\"use_cache\": true", &newer).unwrap();
+    let written: Value = serde_json::from_str(&read.to_json()).unwrap();
+    assert_eq!((&written["num_local_experts"], written.get("num_experts")), (&json!(9), None));
+    let more = format!(
+        "{told}, \"decoder_sparse_step\": 2, \"mlp_only_layers\": [3, 5], \"output_router_logits\": true, \
+         \"router_aux_loss_coef\": 0.5"
+    );
+    let some = experts(LlamaKind::Qwen3Moe, &more).unwrap();
+    assert_eq!((some.output_router_logits, some.router_aux_loss_coef), (true, 0.5));
+    assert_eq!((0..8).filter(|layer| some.has(*layer)).collect::<Vec<_>>(), [1, 7]);
+    let fault = |kind, fields: &str| experts(kind, fields).unwrap_err();
+    assert_eq!(fault(LlamaKind::Mixtral, "\"num_experts_per_tok\": 2"), "`num_local_experts` is missing");
+    assert_eq!(
+        fault(LlamaKind::Mixtral, "\"num_local_experts\": 2, \"num_experts_per_tok\": 3"),
+        "`num_experts_per_tok` is 3 of 2 experts"
+    );
+    assert!(fault(LlamaKind::Mixtral, &format!("{mixtral}, \"router_jitter_noise\": 0.1")).contains("noisy"));
+}
+
+#[test]
+fn what_no_file_can_say_of_experts_is_told() {
+    let mut config = LlamaConfig::new(LlamaKind::Mixtral, 9, 8, [8, 4], 1, [2, 1]);
+    let unsaid = |config: &LlamaConfig| config.unsaid(&parse(config.kind, &config.to_json()).unwrap());
+    assert!(unsaid(&config).is_empty());
+    config.experts = Some(ExpertsConfig { norm_topk_prob: false, ..ExpertsConfig::new(8, 2, 4) });
+    assert!(unsaid(&config)[0].starts_with("`experts` is Some(ExpertsConfig {"), "{:?}", unsaid(&config));
 }
 
 #[test]

@@ -22,7 +22,8 @@ pub(super) fn read(
     let on = match kind {
         LlamaKind::Llama => false,
         LlamaKind::Mistral => field.is_none_or(|size| !size.is_null()),
-        LlamaKind::Qwen2 | LlamaKind::Qwen3 => {
+        LlamaKind::Mixtral => field.is_some_and(|size| !size.is_null()),
+        LlamaKind::Qwen2 | LlamaKind::Qwen3 | LlamaKind::Qwen3Moe => {
             fields.get("use_sliding_window").and_then(Value::as_bool) == Some(true)
                 && field.is_none_or(|size| !size.is_null())
         }
@@ -42,7 +43,7 @@ pub(super) fn read(
     };
     let limit = (size < config.max_position_embeddings).then_some(size);
     let Some(limit) = limit else { return Vec::new() };
-    let types = fields.get("layer_types").filter(|t| !t.is_null() && kind != LlamaKind::Mistral);
+    let types = fields.get("layer_types").filter(|t| !t.is_null() && !all_alike(kind));
     if let Some(types) = types {
         let types: Vec<&str> = types.as_array().into_iter().flatten().filter_map(Value::as_str).collect();
         if types.len() != layers || types.iter().any(|t| ![WINDOWED, WHOLE].contains(t)) {
@@ -54,7 +55,7 @@ pub(super) fn read(
         LlamaKind::Qwen2 | LlamaKind::Qwen3 => {
             fields.get("max_window_layers").and_then(Value::as_u64).unwrap_or(28) as usize
         }
-        LlamaKind::Llama | LlamaKind::Mistral => 0,
+        _ => 0,
     };
     match first {
         _ if first >= layers => Vec::new(),
@@ -80,8 +81,12 @@ pub(super) fn write(config: &LlamaConfig, value: &mut Value) {
     let windows = hiding(config);
     let size = windows.iter().flatten().next();
     match (config.kind, size) {
-        // Without the field, the default is a window.
-        (LlamaKind::Mistral, _) => value["sliding_window"] = json!(size),
+        // Without the field, the default of a mistral is a window.
+        (LlamaKind::Mistral | LlamaKind::Mixtral, _) => value["sliding_window"] = json!(size),
+        (LlamaKind::Qwen3Moe, Some(size)) => {
+            value["use_sliding_window"] = json!(true);
+            value["sliding_window"] = json!(size);
+        }
         (_, None) => {}
         (_, Some(size)) => {
             let kind = |window: &Option<usize>| if window.is_some() { WINDOWED } else { WHOLE };
@@ -90,6 +95,11 @@ pub(super) fn write(config: &LlamaConfig, value: &mut Value) {
             value["layer_types"] = windows.iter().map(kind).collect();
         }
     }
+}
+
+/// Whether all blocks of a member have the same window, or none has one.
+fn all_alike(kind: LlamaKind) -> bool {
+    matches!(kind, LlamaKind::Mistral | LlamaKind::Mixtral | LlamaKind::Qwen3Moe)
 }
 
 /// Whether two configs hide the same keys.
