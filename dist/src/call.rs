@@ -1,5 +1,9 @@
 //! What a collective call is: the part callers state, and the fingerprint that ranks compare.
 
+mod coded;
+
+use coded::Site;
+
 use crate::mesh::{AxisSet, Mesh};
 use shardgrad_kernels::{Buffer, DType};
 use smallvec::SmallVec;
@@ -268,7 +272,7 @@ pub(crate) struct Issued {
     path: String,
     mark: u64,
     pub(crate) given: String,
-    site: &'static Location<'static>,
+    site: Site,
 }
 
 impl Issued {
@@ -285,7 +289,7 @@ impl Issued {
             path: String::new(),
             mark: 0,
             given: String::new(),
-            site: Location::caller(),
+            site: Site::Here(Location::caller()),
         }
     }
 
@@ -305,7 +309,7 @@ impl Issued {
         self.mark = request.call.origin.mark;
         self.given.clear();
         self.given.push_str(request.call.origin.given);
-        self.site = request.call.site;
+        self.site = Site::Here(request.call.site);
     }
 
     /// In what this call and another member's cannot belong together; empty if they can. The splits of an
@@ -362,7 +366,7 @@ impl Issued {
             (Phase::Control, "") => " (control)".to_string(),
             (Phase::Control, path) => format!(" (control, {path})"),
         };
-        format!("#{} {what} over {over} at {}:{}{about}", self.number, self.site.file(), self.site.line())
+        format!("#{} {what} over {over} at {}{about}", self.number, self.site)
     }
 
     /// Dtype and elements: `f32[12]`, uneven parts as `f32[3+4+5]`.

@@ -4,6 +4,8 @@
 //! a step unwinds with the [`Error`] as payload ([`Error::raise`]), so that model code stays free of `?`;
 //! [`World::run`](crate::World::run) catches it, releases the other ranks and returns it.
 
+mod coded;
+
 use std::fmt;
 use std::panic::Location;
 

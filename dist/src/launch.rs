@@ -1,5 +1,7 @@
 //! Starting the ranks of a world as threads, and ending them with one result or one cause.
 
+mod join;
+
 use crate::error::{Error, Kind, Result};
 use crate::mesh::Mesh;
 use crate::rank::Rank;
@@ -167,7 +169,7 @@ impl World {
             return Err(failure.error);
         }
         if let Some((to, letter)) = shared.table.unread() {
-            return Err(report::unread(&self.mesh, to, &letter));
+            return Err(report::unread(&self.mesh, to, (letter.from, &letter.issued)));
         }
         let results: Option<Vec<T>> = results.into_iter().collect();
         Ok(results.expect("every rank of a world without a failure has a result"))

@@ -17,10 +17,12 @@
 
 #![forbid(unsafe_code)]
 
+mod bytes;
 pub mod error;
 pub mod mesh;
 pub mod call;
 pub mod trace;
+pub mod process;
 mod sync;
 mod park;
 mod group;
@@ -34,5 +36,6 @@ pub use call::{Call, Origin, Phase, ReduceOp};
 pub use error::{Error, Kind, Result};
 pub use launch::World;
 pub use mesh::{Axis, AxisSet, Mesh};
+pub use process::Process;
 pub use rank::Rank;
 pub use trace::{Record, Trace};

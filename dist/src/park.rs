@@ -10,6 +10,9 @@ use std::time::{Duration, Instant};
 /// How long a sleeper sleeps before it looks around.
 const NAP: Duration = Duration::from_millis(10);
 
+/// No more of a nap of ten milliseconds counts as waiting, however late a loaded machine wakes a rank.
+const NAP_MAX: Duration = Duration::from_millis(100);
+
 /// How many looks without a pause: a few microseconds.
 const PROMPT: usize = 200;
 
@@ -90,6 +93,25 @@ fn looked(done: &impl Fn() -> bool) -> bool {
     done()
 }
 
+/// How long a rank has slept in one wait, as far as it has lived.
+#[derive(Debug, Default)]
+pub(crate) struct Watch {
+    waited: Duration,
+    /// When it woke up last.
+    last: Option<Instant>,
+    pub(crate) num_naps: usize,
+}
+
+impl Watch {
+    /// What has been waited at a wake-up. Of the time since the one before it no more counts than [`NAP_MAX`]: in a longer one
+    /// the whole process stood still, and those who are waited for with it.
+    pub(crate) fn wake(&mut self, now: Instant) -> Duration {
+        let nap = now.saturating_duration_since(self.last.replace(now).unwrap_or(now));
+        self.waited += nap.min(NAP_MAX);
+        self.waited
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -109,5 +131,19 @@ mod tests {
         });
         let stop = parking.wait(Duration::ZERO, || false, || Err(Error::new(Kind::Timeout, "enough")));
         assert_eq!(stop.unwrap_err().kind(), Kind::Timeout);
+    }
+
+    #[test]
+    fn a_process_that_stood_still_has_not_waited() {
+        let (mut watch, start) = (Watch::default(), Instant::now());
+        let mut wakes = [0u64, 10, 20, 30].map(|at| watch.wake(start + Duration::from_millis(at)));
+        assert_eq!(wakes.map(|waited| waited.as_millis()), [0, 10, 20, 30]);
+        // An hour, then a moment, then a second nap that was long.
+        wakes = [3_600_000, 3_600_010, 3_600_060, 9_000_000]
+            .map(|at| watch.wake(start + Duration::from_millis(at)));
+        assert_eq!(wakes.map(|waited| waited.as_millis()), [130, 140, 190, 290]);
+        // Naps that a loaded machine makes longer still come to an end.
+        let waited = (1..=40).map(|nap| watch.wake(start + Duration::from_millis(9_000_000 + 500 * nap)));
+        assert_eq!(waited.last().map(|waited| waited.as_millis()), Some(4290));
     }
 }

@@ -3,7 +3,7 @@
 use crate::call::{Issued, ORIGIN, Op};
 use crate::error::{Error, Kind};
 use crate::mesh::Mesh;
-use crate::table::{Failure, Letter, Seen, State};
+use crate::table::{Failure, Seen, State};
 use std::time::Duration;
 
 const LONGER: &str = "a longer limit is set with World::timeout (--timeout on the command line)";
@@ -80,11 +80,15 @@ fn unlike_splits(mesh: &Mesh, members: &[usize], calls: &[&Issued]) -> Option<Er
 }
 
 /// The error of a message that is not what its receiver asked for; `None` if it is.
-pub(crate) fn wrong_letter(mesh: &Mesh, letter: &Letter, to: usize, asked: &Issued) -> Option<Error> {
-    let differences = letter.issued.differences(asked);
+pub(crate) fn wrong_letter(
+    mesh: &Mesh,
+    (from, issued): (usize, &Issued),
+    to: usize,
+    asked: &Issued,
+) -> Option<Error> {
+    let differences = issued.differences(asked);
     (!differences.is_empty()).then(|| {
-        let (from, sent) = (letter.from, letter.issued.text(mesh, letter.from));
-        let asked = asked.text(mesh, to);
+        let (sent, asked) = (issued.text(mesh, from), asked.text(mesh, to));
         Error::new(
             Kind::Collective,
             format!("collective mismatch: rank {from} called {sent}, rank {to} called {asked}"),
@@ -151,9 +155,20 @@ pub(crate) fn unfinished(mesh: &Mesh, rank: usize, call: &Issued, limit: Duratio
     .detail("help", LONGER)
 }
 
+/// The error of a rank that takes nothing of what is sent to it.
+pub(crate) fn not_taken(mesh: &Mesh, rank: usize, to: usize, call: &Issued, limit: Duration) -> Error {
+    let call = call.text(mesh, rank);
+    Error::new(
+        Kind::Timeout,
+        format!("rank {rank} waited more than {limit:?} for rank {to} to take what it sends in {call}"),
+    )
+    .detail("rank", mesh.describe(rank))
+    .detail("help", LONGER)
+}
+
 /// The error of a message that nobody has received at the end.
-pub(crate) fn unread(mesh: &Mesh, to: usize, letter: &Letter) -> Error {
-    let (from, call) = (letter.from, letter.issued.text(mesh, letter.from));
+pub(crate) fn unread(mesh: &Mesh, to: usize, (from, issued): (usize, &Issued)) -> Error {
+    let call = issued.text(mesh, from);
     Error::new(
         Kind::Collective,
         format!("rank {from} called {call}, and rank {to} returned without receiving it"),

@@ -3,6 +3,7 @@
 mod local;
 pub(crate) mod record;
 pub(crate) mod thread;
+pub(crate) mod wire;
 #[cfg(all(loom, test))]
 mod rendezvous;
 

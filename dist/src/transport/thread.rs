@@ -20,6 +20,7 @@ use super::{Transport, local};
 use crate::call::{Op, Print, ReduceOp, Request, chunk};
 use crate::error::Result;
 use crate::group::{Group, NOTE_BYTES, NOTED_MAX};
+use crate::park::Watch;
 use crate::report;
 use crate::sync::{AtomicU64, RwLockReadGuard};
 use crate::table::{Entry, Failure, Finding, Letter, Posted, Table};
@@ -34,9 +35,6 @@ const DIRECT_BYTES_MAX: usize = 32 << 10;
 
 /// Up to about this many ranks read the whole table every ten milliseconds.
 const LOOKERS_MAX: usize = 32;
-
-/// No more of a nap of ten milliseconds counts as waiting, however late a loaded machine wakes a rank.
-const NAP_MAX: Duration = Duration::from_millis(100);
 
 /// What all ranks of one world share.
 #[derive(Debug)]
@@ -72,25 +70,6 @@ struct Desk {
     bytes: Box<[u8; NOTE_BYTES]>,
     /// The contents of other members' notes, by place.
     shown: Vec<Buffer>,
-}
-
-/// How long a rank has slept in one wait, as far as it has lived.
-#[derive(Debug, Default)]
-struct Watch {
-    waited: Duration,
-    /// When it woke up last.
-    last: Option<Instant>,
-    num_naps: usize,
-}
-
-impl Watch {
-    /// What has been waited at a wake-up. Of the time since the one before it no more counts than [`NAP_MAX`]: in a longer one
-    /// the whole process stood still, and those who are waited for with it.
-    fn wake(&mut self, now: Instant) -> Duration {
-        let nap = now.saturating_duration_since(self.last.replace(now).unwrap_or(now));
-        self.waited += nap.min(NAP_MAX);
-        self.waited
-    }
 }
 
 type Peers<'a> = SmallVec<[RwLockReadGuard<'a, Posted>; 8]>;
@@ -412,7 +391,8 @@ impl Threads {
         me.parking.wait(self.shared.spin, there, || self.look_around(request, &mut watch, true))?;
         me.met();
         let letter = me.take_letter(axes, from).expect("only its addressee takes a letter");
-        let mismatch = report::wrong_letter(&self.shared.table.mesh, &letter, self.rank, &me.posted().issued);
+        let sent = (letter.from, &letter.issued);
+        let mismatch = report::wrong_letter(&self.shared.table.mesh, sent, self.rank, &me.posted().issued);
         if let Some(error) = mismatch {
             self.fail(Failure { error: error.clone(), origin: self.rank, told: vec![self.rank, from] });
             return Err(error);
@@ -446,12 +426,12 @@ impl Threads {
 
 /// Whether an all-reduce is cut into chunks. All members decide alike: this runs after their calls were
 /// compared.
-fn is_large(request: &Request<'_>) -> bool {
+pub(super) fn is_large(request: &Request<'_>) -> bool {
     request.seat.size() > 2 && request.counts[0] * request.call.dtype.size() > DIRECT_BYTES_MAX
 }
 
 /// Whether this rank has what all get.
-fn is_root(request: &Request<'_>) -> bool {
+pub(super) fn is_root(request: &Request<'_>) -> bool {
     matches!(request.op, Op::Broadcast { root } if root == request.seat.place)
 }
 
@@ -477,23 +457,4 @@ fn exchange(backend: &dyn Backend, request: &Request<'_>, peers: &Peers<'_>, y: 
         local::copy(backend, dtype, x, start..start + received[i], y, local::before(received, i))?;
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_process_that_stood_still_has_not_waited() {
-        let (mut watch, start) = (Watch::default(), Instant::now());
-        let mut wakes = [0u64, 10, 20, 30].map(|at| watch.wake(start + Duration::from_millis(at)));
-        assert_eq!(wakes.map(|waited| waited.as_millis()), [0, 10, 20, 30]);
-        // An hour, then a moment, then a second nap that was long.
-        wakes = [3_600_000, 3_600_010, 3_600_060, 9_000_000]
-            .map(|at| watch.wake(start + Duration::from_millis(at)));
-        assert_eq!(wakes.map(|waited| waited.as_millis()), [130, 140, 190, 290]);
-        // Naps that a loaded machine makes longer still come to an end.
-        let waited = (1..=40).map(|nap| watch.wake(start + Duration::from_millis(9_000_000 + 500 * nap)));
-        assert_eq!(waited.last().map(|waited| waited.as_millis()), Some(4290));
-    }
 }

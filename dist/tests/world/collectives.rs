@@ -1,7 +1,7 @@
 //! Every collective, by value, against the sentence in its documentation. Inputs are small integers, so that
 //! every sum is exact in every dtype.
 
-use crate::support::{axes, down, hash, mesh, over, up};
+use crate::support::{WAYS, Way, axes, down, hash, mesh, over, up};
 use shardgrad_dist::{AxisSet, Call, Rank, ReduceOp, World};
 use shardgrad_kernels::Element;
 
@@ -116,7 +116,11 @@ fn everything<T: Element>(rank: &Rank, axes: AxisSet) {
 }
 
 fn on_mesh(text: &str, groups: &[&str]) {
-    World::run(mesh(text), |rank| {
+    WAYS.into_iter().for_each(|way| on_mesh_of(way, text, groups));
+}
+
+fn on_mesh_of(way: Way, text: &str, groups: &[&str]) {
+    way.run(text, |rank| {
         for names in groups {
             let axes = axes(rank.mesh(), names);
             everything::<f32>(rank, axes);
@@ -156,7 +160,7 @@ fn all_ranks_get_the_same_bits_and_chunks_do_not_change_them() {
     let value = |rank: usize, e: usize| 1.0 / (hash((rank << 32 | e) as u64) % 1000 + 3) as f32;
     let len = 30_000;
     for text in ["tp=3", "tp=5", "tp=8"] {
-        let whole = World::run(mesh(text), |rank| {
+        let sums = |rank: &Rank| {
             let call = over(axes(rank.mesh(), "tp"), f32::DTYPE);
             let x: Vec<f32> = (0..len).map(|e| value(rank.index(), e)).collect();
             let large = down::<f32>(&rank.all_reduce(&call, &up(rank, &x), len, ReduceOp::Sum)?, len);
@@ -175,9 +179,9 @@ fn all_ranks_get_the_same_bits_and_chunks_do_not_change_them() {
             }
             assert_eq!(small, large);
             Ok(large.iter().map(|v| v.to_bits()).collect::<Vec<u32>>())
-        })
-        .unwrap();
-        assert!(whole.windows(2).all(|w| w[0] == w[1]));
+        };
+        let [whole, of_processes] = WAYS.map(|way| way.run(text, sums).unwrap());
+        assert!(whole == of_processes && whole.windows(2).all(|w| w[0] == w[1]));
     }
 }
 

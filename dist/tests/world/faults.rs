@@ -18,24 +18,17 @@
 //! | 31 | messages that do not pair up, schedules that block | `messages`, and `pipeline::verify` of the tape |
 //! | 32 | counters that wrap | `calls_are_counted_in_64_bits` |
 
-use crate::support::{hash, mesh, on, over, up};
+use crate::support::{WAYS, Way, faults, hash, mesh, on, over, up};
 use shardgrad_dist::{Call, Error, Kind, Phase, Rank, ReduceOp, Result, World};
 use shardgrad_kernels::{Buffer, DType};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// Runs a faulty program. Returns the cause, and what each rank ended with.
+/// [`faults`] of a program with which ranks of both kinds are to end alike; the cause is that of processes.
 fn fault(text: &str, program: impl Fn(&Rank) -> Result<()> + Sync) -> (Error, Vec<Option<Kind>>) {
-    let mesh = mesh(text);
-    let ends = Mutex::new(vec![None; mesh.num_ranks()]);
-    let start = Instant::now();
-    let cause = World::new(mesh).launch(|rank| {
-        let end = program(rank);
-        ends.lock().unwrap()[rank.index()] = end.as_ref().err().map(Error::kind);
-        end
-    });
-    assert!(start.elapsed() < Duration::from_secs(2), "the ranks were released after {:?}", start.elapsed());
-    (cause.unwrap_err(), ends.into_inner().unwrap())
+    let [threads, processes] = faults(text, program);
+    assert_eq!((threads.0.kind(), threads.1), (processes.0.kind(), processes.1.clone()), "{}", processes.0);
+    processes
 }
 
 /// Asserts the parts of a message.
@@ -46,10 +39,11 @@ fn names(error: &Error, parts: &[&str]) {
 
 /// Asserts that a faulty program ends in a mismatch on all ranks, with these parts in its message.
 fn mismatch(text: &str, parts: &[&str], program: impl Fn(&Rank) -> Result<()> + Sync) {
-    let (error, ends) = fault(text, program);
-    assert_eq!(error.kind(), Kind::Collective, "{error}");
-    names(&error, parts);
-    assert!(ends.iter().all(|end| *end == Some(Kind::Collective)), "{ends:?}");
+    for (error, ends) in faults(text, program) {
+        assert_eq!(error.kind(), Kind::Collective, "{error}");
+        names(&error, parts);
+        assert!(ends.iter().all(|end| *end == Some(Kind::Collective)), "{ends:?}");
+    }
 }
 
 fn data(rank: &Rank) -> Buffer {
@@ -321,16 +315,18 @@ fn a_circle_over_two_groups() {
 #[test]
 fn a_circle_beside_ranks_that_only_wait() {
     // Rank 2 waits for the circle of 0 and 1 without being part of it.
-    let (error, ends) = fault("dp=1,tp=3", |rank| match rank.index() {
+    let ended = faults("dp=1,tp=3", |rank| match rank.index() {
         0 => rank.recv(&on(rank, "tp"), 4, 1).map(|_| ()),
         _ => rank.barrier(&on(rank, "tp")),
     });
-    assert_eq!(error.kind(), Kind::Collective);
-    names(
-        &error,
-        &["rank 0 waits for rank 1 in #1 recv f32[4] from rank 1 over tp", "in #1 barrier over tp"],
-    );
-    assert!(ends.iter().all(Option::is_some), "{ends:?}");
+    for (error, ends) in ended {
+        assert_eq!(error.kind(), Kind::Collective);
+        names(
+            &error,
+            &["rank 0 waits for rank 1 in #1 recv f32[4] from rank 1 over tp", "in #1 barrier over tp"],
+        );
+        assert!(ends.iter().all(Option::is_some), "{ends:?}");
+    }
 }
 
 #[test]
@@ -369,16 +365,20 @@ fn a_wait_beyond_the_limit_names_who_is_missing_and_where() {
         let axes = if rank.index() == 3 { "tp" } else { "dp,tp" };
         rank.all_reduce(&on(rank, axes), &data(rank), 8, ReduceOp::Sum).map(|_| ())
     };
-    let error = World::new(mesh("dp=2,tp=2")).timeout(Duration::from_millis(250)).launch(slow).unwrap_err();
+    let soon = |world: World| world.timeout(Duration::from_millis(250));
+    WAYS.into_iter().for_each(|way| is_late(&way.launch("dp=2,tp=2", soon, slow).unwrap_err()));
+}
+
+fn is_late(error: &Error) {
     assert_eq!(error.kind(), Kind::Timeout, "{error}");
     names(
-        &error,
+        error,
         &["waited more than 250ms in ", "absent     rank 2: computing since #1 barrier over dp,tp at "],
     );
     // Whoever notices first waits over both axes (ranks 0, 1) or over tp (rank 3).
     let over_both = error.message().contains("over dp,tp");
     names(
-        &error,
+        error,
         &[if over_both {
             "rank 3: waits in #1 all_reduce(sum) f32[8] over tp at"
         } else {
@@ -397,15 +397,15 @@ fn a_rank_that_is_patient_waits_longer_and_no_longer_afterwards() {
         rank.barrier(&on(rank, "tp"))
     };
     let patient = |rank: &Rank, nap| rank.patiently(Duration::from_secs(60), || slow(rank, nap));
-    let world = || World::new(mesh("tp=2")).timeout(limit);
-    world().launch(|rank| patient(rank, 400).and_then(|()| slow(rank, 0))).unwrap();
-    let error = world().launch(|rank| patient(rank, 0).and_then(|()| slow(rank, 400))).unwrap_err();
-    names(&error, &["waited more than 100ms in "]);
-    let error = world().launch(|rank| match is_first(rank) {
-        true => Ok(()),
-        false => patient(rank, 0),
-    });
-    assert_eq!(error.unwrap_err().kind(), Kind::PeerLost);
+    for way in WAYS {
+        let set_up = |world: World| world.timeout(if way == Way::Threads { limit } else { limit * 10 });
+        let nap = if way == Way::Threads { 400 } else { 1500 };
+        way.launch("tp=2", set_up, |rank| patient(rank, nap).and_then(|()| slow(rank, 0))).unwrap();
+        let late = |rank: &Rank| patient(rank, 0).and_then(|()| slow(rank, nap));
+        names(&way.launch("tp=2", set_up, late).unwrap_err(), &["waited more than 1", "s in "]);
+        let gone = |rank: &Rank| if is_first(rank) { Ok(()) } else { patient(rank, 0) };
+        assert_eq!(way.launch("tp=2", set_up, gone).unwrap_err().kind(), Kind::PeerLost);
+    }
 }
 
 #[test]
@@ -457,7 +457,7 @@ fn one_fault_in_a_random_program() {
     for seed in 0..90u64 {
         let (draw, ranks) = (|n: u64| hash(seed * 8 + n) as usize, 2 + seed as usize % 4);
         let (culprit, at, other) = (draw(0) % ranks, draw(1) % 8, draw(2) % 7);
-        let (error, ends) = fault(&format!("tp={ranks}"), |rank| {
+        let ended = faults(&format!("tp={ranks}"), |rank| {
             let mut calls: Vec<usize> = (0..8).collect();
             if rank.index() == culprit {
                 match seed % 3 {
@@ -468,9 +468,11 @@ fn one_fault_in_a_random_program() {
             }
             calls.into_iter().try_for_each(|number| call(rank, number))
         });
-        assert!([Kind::Collective, Kind::PeerLost].contains(&error.kind()), "program {seed}: {error}");
-        let unharmed = ends.iter().filter(|end| end.is_none()).count();
-        assert!(unharmed < ranks, "program {seed}: {ends:?}");
+        for (error, ends) in ended {
+            assert!([Kind::Collective, Kind::PeerLost].contains(&error.kind()), "program {seed}: {error}");
+            let unharmed = ends.iter().filter(|end| end.is_none()).count();
+            assert!(unharmed < ranks, "program {seed}: {ends:?}");
+        }
     }
 }
 

@@ -1,4 +1,4 @@
-//! Ranks as threads: every collective against a plain specification, every way to misuse them, and the
+//! Ranks as threads and as processes: every collective against a plain specification, every way to misuse them, and the
 //! promises on determinism and dry runs.
 
 mod collectives;
@@ -8,6 +8,7 @@ mod launch;
 mod marks;
 mod messages;
 mod origins;
+mod processes;
 mod programs;
 mod random;
 mod support;

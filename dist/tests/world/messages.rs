@@ -1,15 +1,20 @@
 //! Messages between two ranks: what goes wrong with them.
 
-use crate::support::{down, mesh, on, over, up};
+use crate::support::{WAYS, Way, down, mesh, on, over, up};
 use shardgrad_dist::{Call, Error, Kind, Phase, Rank, Result, World};
 use shardgrad_kernels::DType;
 use std::time::{Duration, Instant};
 
+/// How ranks end that are threads, and how as processes: alike.
 fn fault(text: &str, program: impl Fn(&Rank) -> Result<()> + Sync) -> Error {
-    let start = Instant::now();
-    let error = World::run(mesh(text), program).unwrap_err();
-    assert!(start.elapsed() < Duration::from_secs(2), "released after {:?}", start.elapsed());
-    error
+    let [threads, processes] = WAYS.map(|way| {
+        let start = Instant::now();
+        let error = way.run(text, &program).unwrap_err();
+        assert!(start.elapsed() < Duration::from_secs(3), "{way:?}: released after {:?}", start.elapsed());
+        error
+    });
+    assert_eq!(threads.kind(), processes.kind(), "{processes}");
+    processes
 }
 
 fn contains(error: &Error, parts: &[&str]) {
@@ -101,7 +106,11 @@ fn a_message_unlike_the_one_asked_for() {
 
 #[test]
 fn many_messages_may_be_under_way() {
-    World::run(mesh("dp=2,pp=3"), |rank| {
+    WAYS.into_iter().for_each(many_messages);
+}
+
+fn many_messages(way: Way) {
+    way.run("dp=2,pp=3", |rank| {
         let (call, at) = (on(rank, "pp"), rank.group_index(on(rank, "pp").axes));
         for i in 0..50 {
             if at < 2 {
@@ -123,13 +132,13 @@ fn many_messages_may_be_under_way() {
 
 #[test]
 fn a_message_of_a_rank_that_is_gone_can_still_be_received() {
-    World::run(mesh("pp=2"), |rank| {
+    let late = |rank: &Rank| {
         if rank.index() == 0 {
             return rank.send(&on(rank, "pp"), &up(rank, &[3f32]), 1, 1);
         }
         std::thread::sleep(Duration::from_millis(40));
         assert_eq!(down::<f32>(&rank.recv(&on(rank, "pp"), 1, 0)?, 1), [3.0]);
         Ok(())
-    })
-    .unwrap();
+    };
+    WAYS.into_iter().for_each(|way| drop(way.run("pp=2", late).unwrap()));
 }

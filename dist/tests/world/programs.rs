@@ -1,6 +1,6 @@
 //! Random programs give the same bits whatever the timing.
 
-use crate::support::{down, hash, mesh, over, up};
+use crate::support::{Way, down, hash, mesh, over, up};
 use shardgrad_dist::{AxisSet, Mesh, Rank, ReduceOp, Result, World};
 use shardgrad_kernels::DType;
 use std::time::Duration;
@@ -63,6 +63,17 @@ fn random_programs_have_the_same_bits_under_jitter() {
         let calm = World::new(mesh.clone()).launch(|rank| program(rank, seed)).unwrap();
         let shaken = World::new(mesh.clone()).jitter(seed).launch(|rank| program(rank, seed)).unwrap();
         assert!(calm == shaken, "program {seed} on {mesh}");
+    }
+}
+
+#[test]
+fn random_programs_have_the_same_bits_on_processes() {
+    for (text, seed) in ["tp=2", "tp=3", "dp=2,tp=2", "dp=3,tp=2", "dp=5"].into_iter().zip(0..) {
+        let of = |way: Way| {
+            let some = |rank: &Rank| (0..8).map(|n| program(rank, seed * 8 + n)).collect::<Result<Vec<_>>>();
+            way.run(text, some).unwrap()
+        };
+        assert!(of(Way::Threads) == of(Way::Processes), "programs of {text}");
     }
 }
 

@@ -1,9 +1,10 @@
 //! Random collectives, exact against the sentence in their documentation: ops, dtypes, sizes, groups, roots, uneven parts.
 
 use crate::collectives::{brought_by, combined_of};
-use crate::support::{down, hash, mesh, over, up};
-use shardgrad_dist::{AxisSet, Rank, ReduceOp, Result, World};
+use crate::support::{Way, down, hash, over, up};
+use shardgrad_dist::{AxisSet, Rank, ReduceOp, Result};
 use shardgrad_kernels::Element;
+use std::ops::Range;
 
 /// Worlds of one to nine ranks, of one, two and three axes.
 const MESHES: [&str; 14] = [
@@ -100,7 +101,8 @@ fn case<T: Element>(rank: &Rank, seed: u64, dice: &mut Dice, axes: AxisSet) -> R
     Ok(())
 }
 
-/// 3,000 cases, or as many as SHARDGRAD_COLLECTIVES says, in worlds that last for a thousand or less.
+/// 3,000 cases, or as many as SHARDGRAD_COLLECTIVES says, in worlds that last for a thousand or less; a fifth of them on ranks that
+/// are processes.
 #[test]
 fn random_collectives_are_exact() {
     let count: u64 =
@@ -111,22 +113,29 @@ fn random_collectives_are_exact() {
         if from == to {
             break;
         }
-        let world = World::new(mesh(MESHES[round % MESHES.len()]));
-        let done = world.launch(|rank| {
-            for seed in from..to {
-                let mut dice = Dice(hash(seed));
-                let axes = rank.mesh().axes().filter(|_| dice.below(3) > 0).collect();
-                match dice.below(5) {
-                    0 => case::<f64>(rank, seed, &mut dice, axes)?,
-                    1 => case::<half::bf16>(rank, seed, &mut dice, axes)?,
-                    2 => case::<half::f16>(rank, seed, &mut dice, axes)?,
-                    3 => case::<i64>(rank, seed, &mut dice, axes)?,
-                    _ => case::<f32>(rank, seed, &mut dice, axes)?,
-                }
-            }
-            Ok(())
-        });
-        done.unwrap_or_else(|e| panic!("cases {from} to {to}: {e}"));
+        let text = MESHES[round % MESHES.len()];
+        Way::Threads.run(text, cases(from..to)).unwrap_or_else(|e| panic!("cases {from} to {to}: {e}"));
+        let some = from + (to - from) / 5;
+        let done = Way::Processes.run(text, cases(from..some));
+        done.unwrap_or_else(|e| panic!("cases {from} to {some} of processes: {e}"));
         from = to;
+    }
+}
+
+/// The program of some cases.
+fn cases(seeds: Range<u64>) -> impl Fn(&Rank) -> Result<()> {
+    move |rank| {
+        for seed in seeds.clone() {
+            let mut dice = Dice(hash(seed));
+            let axes = rank.mesh().axes().filter(|_| dice.below(3) > 0).collect();
+            match dice.below(5) {
+                0 => case::<f64>(rank, seed, &mut dice, axes)?,
+                1 => case::<half::bf16>(rank, seed, &mut dice, axes)?,
+                2 => case::<half::f16>(rank, seed, &mut dice, axes)?,
+                3 => case::<i64>(rank, seed, &mut dice, axes)?,
+                _ => case::<f32>(rank, seed, &mut dice, axes)?,
+            }
+        }
+        Ok(())
     }
 }

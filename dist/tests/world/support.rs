@@ -1,8 +1,12 @@
 //! Calls and buffers in few words.
 
-use shardgrad_dist::{AxisSet, Call, Mesh, Origin, Phase, Rank};
+use shardgrad_dist::{AxisSet, Call, Error, Kind, Mesh, Origin, Phase, Process, Rank, Result, World};
 use shardgrad_kernels::{Buffer, Cpu, DType, Element, download, upload};
+use std::net::TcpListener;
 use std::panic::Location;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::time::{Duration, Instant};
 
 /// A mesh from its text form.
 pub(crate) fn mesh(text: &str) -> Mesh {
@@ -42,4 +46,89 @@ pub(crate) fn hash(x: u64) -> u64 {
     let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
     z ^ (z >> 31)
+}
+
+/// How ranks are started.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Way {
+    /// As threads that share memory.
+    Threads,
+    /// As processes that share nothing. Here each is a thread that joins a world of its own.
+    Processes,
+}
+
+pub(crate) const WAYS: [Way; 2] = [Way::Threads, Way::Processes];
+
+impl Way {
+    /// Runs a program on a mesh.
+    pub(crate) fn run<T: Send>(self, text: &str, f: impl Fn(&Rank) -> Result<T> + Sync) -> Result<Vec<T>> {
+        self.launch(text, |world| world, f)
+    }
+
+    /// The same in a world that is set up otherwise.
+    pub(crate) fn launch<T: Send>(
+        self,
+        text: &str,
+        set_up: impl Fn(World) -> World + Sync,
+        f: impl Fn(&Rank) -> Result<T> + Sync,
+    ) -> Result<Vec<T>> {
+        let world = || set_up(World::new(mesh(text)));
+        if self == Way::Threads {
+            return world().launch(f);
+        }
+        let ends = joined(mesh(text).num_ranks(), |process| world().join(process, &f));
+        // Who only lost another says so; the cause comes first.
+        let is_cause =
+            |end: &&Result<T>| end.as_ref().is_err_and(|e| !e.message().contains(" failed while "));
+        if let Some(Err(cause)) = ends.iter().find(is_cause) {
+            return Err(cause.clone());
+        }
+        ends.into_iter().collect()
+    }
+}
+
+/// Runs a faulty program on ranks of each kind. Returns the cause, and what each rank ended with.
+pub(crate) fn faults(
+    text: &str,
+    program: impl Fn(&Rank) -> Result<()> + Sync,
+) -> [(Error, Vec<Option<Kind>>); 2] {
+    WAYS.map(|way| {
+        let ends = Mutex::new(vec![None; mesh(text).num_ranks()]);
+        let start = Instant::now();
+        let cause = way.run(text, |rank| {
+            let end = program(rank);
+            ends.lock().unwrap()[rank.index()] = end.as_ref().err().map(Error::kind);
+            end
+        });
+        let waited = start.elapsed();
+        assert!(waited < Duration::from_secs(3), "{way:?}: the ranks were released after {waited:?}");
+        (cause.unwrap_err(), ends.into_inner().unwrap())
+    })
+}
+
+/// What each of some processes ends with that meet at a port that nobody else has.
+pub(crate) fn joined<T: Send>(count: usize, one: impl Fn(&Process) -> T + Sync) -> Vec<T> {
+    let port = free_port();
+    std::thread::scope(|scope| {
+        let start = |rank: usize| {
+            let process = Process::new(rank, count, "127.0.0.1", port).unwrap();
+            let one = &one;
+            scope.spawn(move || one(&process))
+        };
+        let started: Vec<_> = (0..count).map(start).collect();
+        started.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// A port that nobody listens at, below those that the system gives out by itself, so that nobody comes to have it by chance.
+pub(crate) fn free_port() -> u16 {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    loop {
+        let offset =
+            (std::process::id() as u16).wrapping_mul(97).wrapping_add(NEXT.fetch_add(1, Ordering::SeqCst));
+        let port = 10_000 + offset % 20_000;
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
 }

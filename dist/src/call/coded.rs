@@ -1,0 +1,141 @@
+//! A call as the bytes that ranks of other processes read.
+
+use super::{Issued, Op, Phase, ReduceOp};
+use crate::bytes::{Reading, Writing};
+use crate::mesh::{Axis, AxisSet, Mesh};
+use shardgrad_kernels::DType;
+use std::fmt;
+use std::panic::Location;
+
+/// The line of user code that asked.
+#[derive(Clone, Debug)]
+pub(super) enum Site {
+    /// Of this process.
+    Here(&'static Location<'static>),
+    /// As another process tells it.
+    Told(String),
+}
+
+impl fmt::Display for Site {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Site::Here(site) => write!(f, "{}:{}", site.file(), site.line()),
+            Site::Told(text) => f.write_str(text),
+        }
+    }
+}
+
+const REDUCTIONS: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min];
+const PHASES: [Phase; 3] = [Phase::Forward, Phase::Backward, Phase::Control];
+
+impl Op {
+    /// Which op it is, and what belongs to it alone.
+    fn code(self) -> [usize; 2] {
+        match self {
+            Op::AllReduce(how) => [0, how as usize],
+            Op::AllGather => [1, 0],
+            Op::ReduceScatter => [2, 0],
+            Op::AllToAll => [3, 0],
+            Op::Broadcast { root } => [4, root],
+            Op::Send { to } => [5, to],
+            Op::Recv { from } => [6, from],
+            Op::Barrier => [7, 0],
+        }
+    }
+
+    fn of([op, with]: [usize; 2]) -> Option<Op> {
+        Some(match op {
+            0 => Op::AllReduce(*REDUCTIONS.get(with)?),
+            1 => Op::AllGather,
+            2 => Op::ReduceScatter,
+            3 => Op::AllToAll,
+            4 => Op::Broadcast { root: with },
+            5 => Op::Send { to: with },
+            6 => Op::Recv { from: with },
+            7 => Op::Barrier,
+            _ => return None,
+        })
+    }
+}
+
+impl Issued {
+    /// Appends the call.
+    pub(crate) fn write(&self, out: &mut Writing) {
+        let dtype = DType::ALL.iter().position(|d| *d == self.dtype).unwrap_or_default();
+        let [op, with] = self.op.code();
+        out.count(op).count(with).number(self.axes.bits().into()).count(dtype).number(self.number);
+        out.counts(&self.counts).counts(&self.received).count(self.phase as usize).text(&self.path);
+        out.number(self.mark).text(&self.given);
+        match &self.site {
+            Site::Here(_) => out.text(&self.site.to_string()),
+            Site::Told(text) => out.text(text),
+        };
+    }
+
+    /// Reads a call of a rank of a mesh; nothing that it names is outside of the mesh.
+    pub(crate) fn read(from: &mut Reading<'_>, mesh: &Mesh) -> Option<Issued> {
+        let op = Op::of([from.count()?, from.count()?])?;
+        let bits = from.number()?;
+        let axes: AxisSet = (0..mesh.num_axes() as u8).filter(|a| bits >> a & 1 == 1).map(Axis).collect();
+        let issued = Issued {
+            op,
+            axes,
+            dtype: *DType::ALL.get(from.count()?)?,
+            number: from.number()?,
+            counts: from.counts()?,
+            received: from.counts()?,
+            phase: *PHASES.get(from.count()?)?,
+            path: from.text()?.to_string(),
+            mark: from.number()?,
+            given: from.text()?.to_string(),
+            site: Site::Told(from.text()?.to_string()),
+        };
+        let is_there = |place: usize| place < mesh.group_size(axes);
+        let fits = match op {
+            Op::Broadcast { root: place } | Op::Send { to: place } | Op::Recv { from: place } => {
+                is_there(place)
+            }
+            _ => true,
+        };
+        (fits && u64::from(axes.bits()) == bits).then_some(issued)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::call::{Call, Origin, Request, Seat};
+
+    #[test]
+    fn a_call_reads_the_same_in_another_process() {
+        let mesh = Mesh::new(&[("dp", 2), ("tp", 3)]).unwrap();
+        let ops = [
+            Op::AllReduce(ReduceOp::Min),
+            Op::AllGather,
+            Op::ReduceScatter,
+            Op::AllToAll,
+            Op::Broadcast { root: 2 },
+            Op::Send { to: 1 },
+            Op::Recv { from: 0 },
+            Op::Barrier,
+        ];
+        for (op, dtype) in ops.into_iter().zip(DType::ALL.into_iter().cycle()) {
+            let (axes, site) = (AxisSet::one(Axis(1)), Location::caller());
+            let origin = Origin { mark: 7, given: "f32[4] at a.rs:1" };
+            let call = Call { axes, dtype, phase: Phase::Backward, path: "h.3", origin, site };
+            let seat = Seat::new(&mesh, 1, axes);
+            let (counts, received) = (&[3, 4, 5], &[1, 2, 3]);
+            let mut issued = Issued::nothing();
+            issued.set(&Request { call: &call, op, seat: &seat, number: 17, counts, received, x: None });
+            let mut out = Writing::default();
+            issued.write(&mut out);
+            let mut from = Reading(&out.0);
+            let read = Issued::read(&mut from, &mesh).unwrap();
+            assert!(from.0.is_empty() && read.differences(&issued).is_empty() && read.given == issued.given);
+            assert_eq!(read.text(&mesh, 4), issued.text(&mesh, 4));
+            assert!((0..out.0.len()).all(|len| Issued::read(&mut Reading(&out.0[..len]), &mesh).is_none()));
+            let other = Mesh::new(&[("tp", 2)]).unwrap();
+            assert!(Issued::read(&mut Reading(&out.0), &other).is_none(), "an axis that is not there");
+        }
+    }
+}

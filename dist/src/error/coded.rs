@@ -1,0 +1,65 @@
+//! An error as the bytes that ranks of other processes read.
+
+use super::{Error, Kind};
+use crate::bytes::{Reading, Writing};
+
+const KINDS: [Kind; 18] = [
+    Kind::Shape,
+    Kind::DType,
+    Kind::Layout,
+    Kind::Mesh,
+    Kind::Device,
+    Kind::Collective,
+    Kind::PeerLost,
+    Kind::Timeout,
+    Kind::OutOfMemory,
+    Kind::Unsupported,
+    Kind::Checkpoint,
+    Kind::Config,
+    Kind::Data,
+    Kind::Diverged,
+    Kind::NotFinite,
+    Kind::Interrupted,
+    Kind::Io,
+    Kind::Panic,
+];
+
+impl Error {
+    /// Appends the error; the line of user code goes as a detail, which prints alike.
+    pub(crate) fn write(&self, out: &mut Writing) {
+        let site = self.site().map(|site| ("line", format!("{}:{}", site.file(), site.line())));
+        let details: Vec<_> = self.details().iter().cloned().chain(site).collect();
+        out.count(self.kind() as usize).text(self.message()).count(details.len());
+        for (label, text) in &details {
+            out.text(label).text(text);
+        }
+    }
+
+    /// Reads an error. Its labels stay in memory for good: a process reads few, since each ends a world.
+    pub(crate) fn read(from: &mut Reading<'_>) -> Option<Error> {
+        let error = Error::new(*KINDS.get(from.count()?)?, from.text()?);
+        (0..from.count()?).try_fold(error, |error, _| {
+            let label: &'static str = Box::leak(from.text()?.into());
+            Some(error.detail(label, from.text()?))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_reads_the_same_in_another_process() {
+        for (at, kind) in KINDS.into_iter().enumerate() {
+            assert_eq!(kind as usize, at);
+            let error = Error::new(kind, "no disk").detail("help", "buy one\nor two").detail("arg 0", "x");
+            let error = error.at(std::panic::Location::caller());
+            let mut out = Writing::default();
+            error.write(&mut out);
+            let read = Error::read(&mut Reading(&out.0)).unwrap();
+            assert_eq!((read.kind(), read.to_string()), (kind, error.to_string()));
+            assert!((0..out.0.len()).all(|len| Error::read(&mut Reading(&out.0[..len])).is_none()));
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! What is so with ranks that are processes alone: how they meet, and what becomes of the others where one goes.
+
+use crate::support::{free_port, joined, mesh, on, up};
+use shardgrad_dist::{Error, Kind, Mesh, Process, Rank, ReduceOp, Result, World};
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// A world on a mesh whose ranks wait a second for each other.
+fn world(text: &str) -> World {
+    World::new(mesh(text)).timeout(Duration::from_secs(1)).threads(1)
+}
+
+fn barrier(rank: &Rank) -> Result<usize> {
+    rank.barrier(&on(rank, "tp")).map(|()| rank.index())
+}
+
+fn contains(error: &Error, kind: Kind, parts: &[&str]) {
+    let text = error.to_string();
+    assert_eq!(error.kind(), kind, "{text}");
+    assert!(parts.iter().all(|part| text.contains(part)), "{parts:?} in:\n{text}");
+}
+
+#[test]
+fn a_mesh_of_another_number_of_ranks_is_refused_before_anybody_is_met() {
+    let process = Process::new(0, 3, "127.0.0.1", 1).unwrap();
+    let error = world("tp=2").join(&process, barrier).unwrap_err();
+    contains(&error, Kind::Config, &["mesh(tp=2) has 2 ranks, but 3 processes were started"]);
+    let alone = Process::new(0, 1, "nowhere.invalid", 1).unwrap();
+    assert_eq!(World::new(Mesh::single()).join(&alone, |rank| Ok(rank.index())).unwrap(), 0);
+}
+
+#[test]
+fn ranks_that_do_not_come_are_named_on_all_others() {
+    let port = free_port();
+    let start = Instant::now();
+    let one = move |rank: usize| {
+        let process = Process::new(rank, 4, "127.0.0.1", port).unwrap();
+        world("tp=4").join(&process, barrier).unwrap_err()
+    };
+    let other = thread::spawn(move || one(2));
+    for error in [one(0), other.join().unwrap()] {
+        contains(&error, Kind::Timeout, &["ranks 1, 3 did not come to rank 0 at port", "--timeout"]);
+    }
+    let lonely = one(1);
+    contains(&lonely, Kind::Timeout, &["rank 1 did not meet rank 0 at 127.0.0.1:", "within 1s: ", "refused"]);
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+}
+
+#[test]
+fn a_port_that_is_taken_is_named() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let process = Process::new(0, 2, "127.0.0.1", port).unwrap();
+    let error = world("tp=2").join(&process, barrier).unwrap_err();
+    contains(&error, Kind::Io, &[&format!("rank 0 cannot listen at port {port}: "), "SHARDGRAD_PORT"]);
+    // Rank 1 comes to somebody else, who says nothing, then closes, then says junk.
+    let process = Process::new(1, 2, "127.0.0.1", port).unwrap();
+    let stranger = thread::spawn(move || {
+        for turn in 0.. {
+            let (mut stream, _) = taken.accept().unwrap();
+            let _ = stream.read(&mut [0; 64]);
+            if turn == 1 {
+                let _ = stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n");
+                break;
+            }
+        }
+    });
+    let error = world("tp=2").join(&process, barrier).unwrap_err();
+    contains(&error, Kind::Timeout, &["rank 1 did not meet rank 0 at 127.0.0.1:"]);
+    stranger.join().unwrap();
+}
+
+#[test]
+fn processes_that_are_unlike_are_told_so() {
+    let meet =
+        |of: &(dyn Fn(usize) -> World + Sync)| joined(2, |p| of(p.rank()).join(p, barrier).unwrap_err());
+    for error in meet(&|rank| world(if rank == 0 { "tp=2" } else { "dp=2" })) {
+        contains(&error, Kind::Config, &["rank 1 of 127.0.0.1 has mesh(dp=2), rank 0 has mesh(tp=2)"]);
+    }
+    // Told of other counts, which their meshes fit.
+    let port = free_port();
+    let one = move |rank: usize, count: usize, text: &str| {
+        world(text).join(&Process::new(rank, count, "127.0.0.1", port).unwrap(), barrier).unwrap_err()
+    };
+    let other = thread::spawn(move || one(1, 3, "tp=3"));
+    for error in [one(0, 2, "tp=2"), other.join().unwrap()] {
+        contains(&error, Kind::Config, &["was told of 3 ranks, rank 0 of 2"]);
+    }
+}
+
+#[test]
+fn whoever_does_not_belong_is_sent_away_and_holds_nobody_up() {
+    let port = free_port();
+    let process = move |rank: usize, run: &str| Process::new(rank, 2, "127.0.0.1", port).unwrap().of_run(run);
+    let first = thread::spawn(move || world("tp=2").join(&process(0, "a"), barrier));
+    let connect = || loop {
+        if let Ok(stream) = TcpStream::connect(("127.0.0.1", port)) {
+            return stream;
+        }
+        thread::sleep(Duration::from_millis(2));
+    };
+    let (_silent, mut junk, mut long) = (connect(), connect(), connect());
+    junk.write_all(&[0xff; 4000]).unwrap();
+    long.write_all(b"shardgrad ranks 1\n\xff\xff\xff\xff\xff\xff\xff\xff").unwrap();
+    let strange = world("tp=2").join(&process(1, "b"), barrier).unwrap_err();
+    contains(&strange, Kind::Config, &["is of the run `b`, what listens here is of `a`", "SHARDGRAD_PORT"]);
+    let twice = world("tp=2").join(&process(1, "a").beside(0, 1).unwrap(), |rank| {
+        barrier(rank)?;
+        Ok(rank.index())
+    });
+    assert_eq!((first.join().unwrap().unwrap(), twice.unwrap()), (0, 1));
+    assert_eq!(junk.read(&mut [0; 16]).unwrap_or(0), 0, "junk gets no answer");
+}
+
+#[test]
+fn two_processes_with_one_number_do_not_both_join() {
+    let port = free_port();
+    let at = move |rank: usize| Process::new(rank, 3, "127.0.0.1", port).unwrap();
+    let own = || World::new(mesh("tp=3")).threads(1);
+    let zero = thread::spawn(move || own().join(&at(0), barrier));
+    let one = thread::spawn(move || own().join(&at(1), barrier));
+    thread::sleep(Duration::from_millis(100));
+    let error = own().join(&at(1), barrier).unwrap_err();
+    contains(&error, Kind::Config, &["there are two processes with the number 1"]);
+    assert_eq!(own().join(&at(2), barrier).unwrap(), 2);
+    assert_eq!((zero.join().unwrap().unwrap(), one.join().unwrap().unwrap()), (0, 1));
+}
+
+#[test]
+fn ranks_that_return_early_wait_for_the_others_and_learn_how_they_end() {
+    let ends = joined(3, |process| {
+        world("tp=3").join(process, |rank| match rank.index() {
+            2 => {
+                thread::sleep(Duration::from_millis(1500));
+                Err(Error::new(Kind::Data, "row 7 is empty"))
+            }
+            index => Ok(index),
+        })
+    });
+    for (rank, end) in ends.into_iter().enumerate() {
+        let error = end.unwrap_err();
+        match rank {
+            2 => contains(&error, Kind::Data, &["row 7 is empty"]),
+            _ => contains(&error, Kind::PeerLost, &["rank 2 failed while rank", "cause      row 7 is empty"]),
+        }
+    }
+}
+
+#[test]
+fn large_contents_go_both_ways_at_once() {
+    let len = 3_000_000;
+    let ends = joined(2, |process| {
+        World::new(mesh("tp=2")).join(process, |rank| {
+            let call = on(rank, "tp");
+            let x = up(rank, &vec![1.5f32; len]);
+            for _ in 0..2 {
+                rank.send(&call, &x, len, 1 - rank.index())?;
+            }
+            let y = rank.all_reduce(&call, &x, len, ReduceOp::Sum)?;
+            for _ in 0..2 {
+                rank.recv(&call, len, 1 - rank.index())?;
+            }
+            Ok(crate::support::down::<f32>(&y, len).iter().all(|sum| *sum == 3.0))
+        })
+    });
+    assert!(ends.into_iter().all(|end| end.unwrap()));
+}
