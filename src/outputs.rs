@@ -69,7 +69,8 @@ fn write_line(line: &str, over: &AtomicBool) {
 #[derive(Debug)]
 pub(crate) struct OutFolder {
     path: PathBuf,
-    _lock: File,
+    /// None where the first process of a run holds it.
+    _lock: Option<File>,
 }
 
 impl OutFolder {
@@ -100,7 +101,12 @@ impl OutFolder {
             }
         }
         check_model(&path.join("model"))?;
-        Ok(OutFolder { path: path.to_path_buf(), _lock: lock })
+        Ok(OutFolder { path: path.to_path_buf(), _lock: Some(lock) })
+    }
+
+    /// The folder that another process of the same run has opened, and alone writes into.
+    pub(crate) fn of_leader(path: &Path) -> OutFolder {
+        OutFolder { path: path.to_path_buf(), _lock: None }
     }
 
     /// A path in the folder.

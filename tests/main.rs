@@ -19,6 +19,7 @@ mod llama;
 mod mixed;
 mod mutants;
 mod pipelines;
+mod processes;
 mod context;
 mod schedules;
 mod not_finite;

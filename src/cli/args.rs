@@ -21,6 +21,7 @@ pub(crate) use plan::PlanArgs;
 pub(crate) use tools::{BenchArgs, BenchChoice, DoctorArgs, OpsArgs};
 pub(crate) use train::TrainArgs;
 
+use super::ranks::{Ranks, process};
 use crate::data::{How, Split, Width, is_source};
 use axes::{MEASURING, READING, TRAINING, check_axes};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
@@ -274,9 +275,12 @@ impl RunArgs {
         self.device == Device::Cpu
     }
 
-    /// The mesh of a training run: as asked for, else, on the processor, a rank for each of two cores, if microbatches have
-    /// rows for both.
+    /// The mesh of a training run: as asked for, else a rank for each process, or, on the processor, for each of two cores, if
+    /// microbatches have rows for both.
     pub(crate) fn train_mesh(&self, rows: usize) -> Mesh {
+        if let (0, Ok(Some(process))) = (self.mesh.num_axes(), process()) {
+            return Mesh::new(&[("dp", process.num_ranks())]).unwrap_or_else(|_| self.mesh.clone());
+        }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         if self.mesh.num_axes() > 0 || cores < 2 || rows < 2 || self.device != Device::Cpu {
             return self.mesh.clone();
@@ -293,7 +297,7 @@ impl RunArgs {
     ///
     /// # Errors
     /// As [`RunArgs::world`].
-    pub(crate) fn train_world(&self, mesh: &Mesh) -> Result<World> {
+    pub(crate) fn train_world(&self, mesh: &Mesh) -> Result<Ranks> {
         check_axes(mesh, &TRAINING)?;
         RunArgs { mesh: mesh.clone(), ..self.clone() }.launched()
     }
@@ -303,7 +307,7 @@ impl RunArgs {
     /// # Errors
     /// `Kind::Config` for more ranks than one process should have; `Kind::Unsupported` for axes over which the command splits
     /// nothing, and for a device that this machine or this build does not have.
-    pub(crate) fn world(&self) -> Result<World> {
+    pub(crate) fn world(&self) -> Result<Ranks> {
         check_axes(&self.mesh, &MEASURING)?;
         self.launched()
     }
@@ -312,20 +316,21 @@ impl RunArgs {
     ///
     /// # Errors
     /// As [`RunArgs::world`].
-    pub(crate) fn reading_world(&self) -> Result<World> {
+    pub(crate) fn reading_world(&self) -> Result<Ranks> {
         check_axes(&self.mesh, &READING)?;
         self.launched()
     }
 
     /// The world to launch, whatever its axes.
-    fn launched(&self) -> Result<World> {
+    fn launched(&self) -> Result<Ranks> {
         let precision = self.matmul_precision;
         if precision != MatmulPrecision::default() && self.dtype == DType::F64 {
             let why =
                 format!("--matmul-precision {precision} is about products of f32; --dtype f64 has none");
             return Err(Error::new(Kind::Config, why).detail("help", "leave out one of the two"));
         }
-        let num_ranks = self.mesh.num_ranks();
+        let process = process()?;
+        let num_ranks = if process.is_some() { 1 } else { self.mesh.num_ranks() };
         if num_ranks > defaults::RANKS_MAX {
             let why = format!(
                 "--mesh asks for {num_ranks} ranks; one process runs at most {}",
@@ -347,7 +352,7 @@ impl RunArgs {
         let limit = self.memory_limit().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(0);
         let world = world.matmul_precision(self.matmul_precision).memory_limit(limit);
         let world = if self.pin { world.pinned() } else { world };
-        Ok(self.threads.map_or(world.clone(), |n| world.threads(n)))
+        Ranks::new(self.threads.map_or(world.clone(), |n| world.threads(n)), &self.mesh, process)
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::args::{EvalArgs, check_tokens, config_of};
 use super::memory::check_model;
+use super::ranks::leads;
 use crate::data::{Order, Sampler};
 use crate::interrupt::end_at_signals;
 use crate::outputs::check_target;
@@ -19,7 +20,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
     end_at_signals("eval")?;
     let config = config_of(&args.model)?;
     let seq = args.seq(&config)?;
-    let world = args.run.world()?;
+    let ranks = args.run.world()?;
     check_model(&args.run, &args.model, &config)?;
     let (windows, what) = match &args.source.tokens {
         Some(path) => {
@@ -38,7 +39,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
         }
     };
     check_tokens(args.batch.min(windows.num_windows() as usize), windows.seq())?;
-    if let Some(path) = &args.logits {
+    if let Some(path) = args.logits.as_ref().filter(|_| leads()) {
         check_target(
             "--logits",
             path,
@@ -46,7 +47,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
         )?;
     }
     let plan = LanguageModel::plan(&config);
-    let losses = world.launch(|rank| {
+    let losses = ranks.launch(|rank| {
         let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 0, args.run.dtype)?;
         super::load(&model, &args.model, args.run.cast())?;
         if let Some(path) = &args.logits {
@@ -71,6 +72,9 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
     let num_windows = windows.num_windows();
     let tokens = windows.asked(0..num_windows)?.unwrap_or(num_windows * windows.seq() as u64);
     let loss = losses[0];
+    if !leads() {
+        return Ok(());
+    }
     if args.json {
         println!("{}", json!({"loss": loss, "perplexity": loss.exp(), "tokens": tokens}));
     } else {

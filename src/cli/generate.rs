@@ -8,6 +8,7 @@ use text::Text;
 
 use super::args::{GenerateArgs, SamplingArgs, config_of};
 use super::memory::check_model;
+use super::ranks::leads;
 use crate::behind::Behind;
 use crate::interrupt::end_at_signals;
 use crate::tokenizer::Tokenizer;
@@ -21,7 +22,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     end_at_signals("generate")?;
     let config = config_of(&args.model)?;
     refuse_encoders(&config)?;
-    let world = args.run.reading_world()?;
+    let ranks = args.run.reading_world()?;
     check_model(&args.run, &args.model, &config)?;
     let tokenizer = Tokenizer::of(Some(&args.model), &config)?;
     let mut ends = config.ends_of_text_in(&args.model)?;
@@ -29,7 +30,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     ends.retain(|_| !args.ignore_end && !tokenizer.is_bytes());
     let prompt = Prompt::new(&args.prompt, &tokenizer, ends)?;
     let (known, all) = (tokenizer.vocab(), config.vocab_size());
-    if known < all {
+    if known < all && leads() {
         eprintln!(
             "the model scores {all} tokens, of which the tokenizer knows {known}: the others are never chosen"
         );
@@ -44,7 +45,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
             });
         }
     };
-    let mut made = world.launch(|rank| {
+    let mut made = ranks.launch(|rank| {
         let plan = LanguageModel::plan(&config);
         let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 0, args.run.dtype)?;
         super::load(&model, &args.model, args.run.cast())?;
@@ -62,6 +63,9 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
         Ok(Some((all, tokens)))
     })?;
     printer.wait()?;
+    if !leads() {
+        return Ok(());
+    }
     if args.json {
         let (text, tokens) = made.swap_remove(0).unwrap_or_default();
         let text = args.prompt.clone() + &text;

@@ -3,6 +3,7 @@
 
 use super::args::RunArgs;
 use super::explain::{Outline, peak_bytes, size};
+use super::ranks::num_here;
 use shardgrad::nn::{LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
 use std::fs;
@@ -127,11 +128,15 @@ pub(super) fn check_training(run: &RunArgs, mesh: &Mesh, name: &str, step: &Outl
             (0..mesh.size(pp)).map(|stage| mesh.rank_at(&at(stage))).collect()
         }
     };
-    let alike = (mesh.num_ranks() / firsts.len()) as u64;
+    // Of all ranks, those that share this machine.
+    let (here, num_ranks) = (num_here(mesh) as u64, mesh.num_ranks() as u64);
+    let alike = num_ranks / firsts.len() as u64;
     let peaks = firsts.into_iter().map(|rank| step.on(mesh, rank, peak_bytes));
     let peaks = peaks.collect::<Result<Vec<u64>>>()?;
-    let need =
-        Need { all: alike.saturating_mul(peaks.iter().sum()), one: peaks.into_iter().max().unwrap_or(0) };
+    let need = Need {
+        all: alike.saturating_mul(peaks.iter().sum()) / num_ranks * here,
+        one: peaks.into_iter().max().unwrap_or(0),
+    };
     check(&format!("training {name} on {mesh}"), need, run.memory_limit(), || room(&file))
 }
 
@@ -148,7 +153,7 @@ pub(super) fn check_model(run: &RunArgs, name: &Path, config: &ModelConfig) -> R
         let _model = Model::with_dtype(rank, LanguageModel::new(config), &plan, 0, run.dtype)?;
         Ok(rank.backend().memory().peak_bytes as u64)
     })?;
-    let need = Need { all: one.saturating_mul(mesh.num_ranks() as u64), one };
+    let need = Need { all: one.saturating_mul(num_here(mesh) as u64), one };
     check(&format!("{} on {mesh}", name.display()), need, run.memory_limit(), || room(&file))
 }
 

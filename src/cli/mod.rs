@@ -1,5 +1,6 @@
 //! Commands: one file each. Errors go to stderr, once; the exit code says whose fault it was.
 
+mod ranks;
 pub(crate) mod args;
 mod bench;
 mod explain;

@@ -16,6 +16,7 @@ use super::Failure;
 use super::args::{TrainArgs, check_tokens};
 use super::explain::Outline;
 use super::memory::check_training;
+use super::ranks::{Ranks, leads, process};
 use crate::data::{Corpus, Order, Sampler, Split, TokenFile, refuse_written};
 use crate::interrupt::Interrupt;
 use crate::metrics::{Earlier, Metrics};
@@ -109,7 +110,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<(), Failure> {
     args.check()?;
     check_eps(args)?;
     let mesh = args.mesh();
-    let world = args.run.train_world(&mesh)?;
+    let ranks = args.run.train_world(&mesh)?;
     let Some(job) = prepare(args)? else { return Ok(()) };
     let text = format!(
         "{} on {mesh}, {} steps of {} x {} tokens, {}",
@@ -119,13 +120,13 @@ pub(super) fn run(args: &TrainArgs) -> Result<(), Failure> {
         job.recipe.seq,
         job.recipe.precision
     );
-    if !job.json {
+    if !job.json && leads() {
         job.lines.say(format_args!("training {text}"));
         if let Some(from) = &job.from {
             job.lines.say(format_args!("going on after step {}, from {}", from.step, from.dir.display()));
         }
     }
-    let (stopped, failed) = launch(&world, &job, &take_steps);
+    let (stopped, failed) = launch(&ranks, &job, &take_steps);
     let written = write_down(&job, &text);
     let (saved, taken) = (job.saved.load(Ordering::SeqCst), job.metrics().taken());
     if let Some(e) = failed.or(written.err()) {
@@ -137,7 +138,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<(), Failure> {
         let text = "stopped by a signal before the first step was done; nothing is saved";
         return Err(job.keeping(Error::new(Kind::Interrupted, text)).into());
     }
-    if !job.json {
+    if !job.json && leads() {
         tell(&job, job.metrics().steps());
     }
     if stopped && saved < job.recipe.steps {
@@ -155,10 +156,10 @@ pub(super) fn run(args: &TrainArgs) -> Result<(), Failure> {
 type Steps = dyn Fn(&mut Trainer<'_, LanguageModel>, &Ahead<'_>, bool, &Job) -> Result<Ended> + Sync;
 
 /// Runs all ranks and saves what they trained, however that ends: whether a signal stopped them, and what went wrong.
-fn launch(world: &World, job: &Job, steps: &Steps) -> (bool, Option<Error>) {
-    match world.clone().launch(|rank| train(rank, job, steps)) {
+fn launch(ranks: &Ranks, job: &Job, steps: &Steps) -> (bool, Option<Error>) {
+    match ranks.launch(|rank| train(rank, job, steps)) {
         Ok(mut ended) => (ended[0].stopped, ended.iter_mut().find_map(|one| one.failed.take())),
-        Err(e) => (false, Some(save_kept(world, job, e))),
+        Err(e) => (false, Some(save_kept(ranks, job, e))),
     }
 }
 
@@ -227,11 +228,11 @@ fn prepare(args: &TrainArgs) -> Result<Option<Job>> {
     let plan = args.pipeline.plan(LanguageModel::plan(&config));
     let step = Outline { config: &config, plan: &plan, batch, seq, microbatches, precision };
     check_training(&args.run, &args.mesh(), &args.model.name(), &step)?;
-    let out = OutFolder::open(&args.out)?;
+    let out = if leads() { OutFolder::open(&args.out)? } else { OutFolder::of_leader(&args.out) };
     let (companions, in_place) = companions(args, &out)?;
     check_trace(args)?;
     let rows = rows(args, &config, found)?;
-    if let Some(corpus) = rows.told.as_ref().filter(|_| !args.json) {
+    if let Some(corpus) = rows.told.as_ref().filter(|_| !args.json && leads()) {
         lines.say(format_args!("reading {corpus}"));
     }
     let goes_on = args.checkpoints.save_every.is_some() || args.checkpoints.resume().is_some();
@@ -241,7 +242,7 @@ fn prepare(args: &TrainArgs) -> Result<Option<Job>> {
         Begin::Anew => (None, Earlier::default()),
         Begin::After(from, earlier) => (Some(from), earlier),
     };
-    if goes_on {
+    if goes_on && leads() {
         Checkpoints::clear(&out.join(""))?;
     }
     let Rows { rows, held_out, unit, .. } = rows;
@@ -288,13 +289,17 @@ fn companions(args: &TrainArgs, out: &OutFolder) -> Result<(Companions, bool)> {
     // Where the model is trained in place, they are needed for checkpoints only.
     let beside = args.model.dir().filter(|_| !in_place || args.checkpoints.save_every.is_some());
     let companions = Companions::open(beside)?;
-    companions.all().filter(|_| !in_place).try_for_each(|file| file.check(&out.join("model")))?;
+    companions.all().filter(|_| !in_place && leads()).try_for_each(|file| file.check(&out.join("model")))?;
     Ok((companions, in_place))
 }
 
 /// Refuses to write what ranks do over something that is read, or written otherwise.
 fn check_trace(args: &TrainArgs) -> Result<()> {
     let Some(trace) = &args.trace else { return Ok(()) };
+    if process()?.is_some() {
+        let why = "--trace shows all ranks on one clock, which processes do not have";
+        return Err(Error::new(Kind::Unsupported, why).detail("help", "trace ranks that are threads"));
+    }
     let own = written(&args.out);
     let read = args.source.inputs().chain(args.source.source(trace)).chain(args.model.dir());
     let read = read.chain(args.pipeline.lists());
@@ -388,7 +393,7 @@ fn end(trainer: &Trainer<'_, LanguageModel>, mut ended: Ended, leads: bool, job:
         let (done, all) = (ended.steps, job.recipe.steps);
         job.lines.then(move |_| eprintln!("stopping: step {done} of {all} is done; saving the model"));
     }
-    match save(trainer.model(), ended.steps, leads, job) {
+    match save(trainer.model(), ended.steps, job) {
         Ok(refused) => ended.failed = ended.failed.or(refused),
         Err(e) => {
             if matches!(e.kind(), Kind::Io | Kind::Checkpoint) && !ended.unsaved {
@@ -427,7 +432,7 @@ fn check_finite(model: &Model<LanguageModel>, steps: usize, so: &str) -> Result<
 
 /// Saves the model, if it is one. Every rank calls this together. Where a finite weight is infinite in the dtype that was asked
 /// for, weights are saved as they are stored, and the refusal is given back.
-fn save(model: &Model<LanguageModel>, steps: usize, leads: bool, job: &Job) -> Result<Option<Error>> {
+fn save(model: &Model<LanguageModel>, steps: usize, job: &Job) -> Result<Option<Error>> {
     let out = job.model();
     check_finite(model, steps, "the model is not saved").map_err(|e| match e.kind() {
         Kind::NotFinite => job.keeping(e),
@@ -443,8 +448,6 @@ fn save(model: &Model<LanguageModel>, steps: usize, leads: bool, job: &Job) -> R
         }
         done => done.map(|()| None)?,
     };
-    if leads {
-        job.saved.store(steps, Ordering::SeqCst);
-    }
+    job.saved.store(steps, Ordering::SeqCst);
     Ok(refused)
 }

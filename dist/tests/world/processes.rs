@@ -148,6 +148,56 @@ fn ranks_that_return_early_wait_for_the_others_and_learn_how_they_end() {
     }
 }
 
+/// Comes as rank 1 of two, of a program that cannot be read, and is let in.
+fn let_in(port: u16) -> TcpStream {
+    let number = |n: u64| n.to_le_bytes().to_vec();
+    let text = |text: &str| [number(text.len() as u64), text.as_bytes().to_vec()].concat();
+    let facts = [text(env!("CARGO_PKG_VERSION")), number(2), text(&mesh("tp=2").to_string()), number(0)];
+    let said = [number(1), text(""), number(1), facts.concat()].concat();
+    let mut stream = loop {
+        match TcpStream::connect(("127.0.0.1", port)) {
+            Ok(stream) => break stream,
+            Err(_) => thread::sleep(Duration::from_millis(2)),
+        }
+    };
+    stream.write_all(&[b"shardgrad ranks 1\n".to_vec(), number(said.len() as u64), said].concat()).unwrap();
+    let mut answer = [0; 26];
+    stream.read_exact(&mut answer).unwrap();
+    let len = u64::from_le_bytes(*answer.last_chunk().unwrap()) as usize;
+    stream.read_exact(&mut vec![0; len]).unwrap();
+    stream
+}
+
+/// How rank 0 ends, which waits patiently, where the other one does something else than a rank does.
+fn beside(other: impl FnOnce(&mut TcpStream)) -> Error {
+    let port = free_port();
+    let zero = thread::spawn(move || {
+        let process = Process::new(0, 2, "127.0.0.1", port).unwrap();
+        world("tp=2").join(&process, |rank| rank.patiently(Duration::from_secs(600), || barrier(rank)))
+    });
+    let mut stream = let_in(port);
+    other(&mut stream);
+    let ended = zero.join().unwrap();
+    drop(stream);
+    ended.unwrap_err()
+}
+
+#[test]
+fn a_rank_that_goes_silent_or_mad_is_lost_however_patient_the_others_are() {
+    let start = Instant::now();
+    for junk in [&[9; 40][..], &[1; 17], &[255; 17], b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"] {
+        let error = beside(|stream| stream.write_all(junk).unwrap());
+        contains(&error, Kind::PeerLost, &["rank 1 failed while rank 0 waits in #1 barrier"]);
+        contains(&error, Kind::PeerLost, &["rank 1 was lost: what it sends makes no sense"]);
+    }
+    let error = beside(|stream| stream.shutdown(std::net::Shutdown::Both).unwrap());
+    contains(&error, Kind::PeerLost, &["rank 1 was lost: its process has ended, or its machine"]);
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+    let error = beside(|_| ());
+    contains(&error, Kind::PeerLost, &["rank 1 was lost: nothing was heard of it for 10"]);
+    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+}
+
 #[test]
 fn large_contents_go_both_ways_at_once() {
     let len = 3_000_000;

@@ -2,10 +2,10 @@
 
 use shardgrad_dist::{AxisSet, Call, Error, Kind, Mesh, Origin, Phase, Process, Rank, Result, World};
 use shardgrad_kernels::{Buffer, Cpu, DType, Element, download, upload};
+use std::hash::{BuildHasher, RandomState};
 use std::net::TcpListener;
 use std::panic::Location;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 /// A mesh from its text form.
@@ -122,11 +122,8 @@ pub(crate) fn joined<T: Send>(count: usize, one: impl Fn(&Process) -> T + Sync) 
 
 /// A port that nobody listens at, below those that the system gives out by itself, so that nobody comes to have it by chance.
 pub(crate) fn free_port() -> u16 {
-    static NEXT: AtomicU16 = AtomicU16::new(0);
     loop {
-        let offset =
-            (std::process::id() as u16).wrapping_mul(97).wrapping_add(NEXT.fetch_add(1, Ordering::SeqCst));
-        let port = 10_000 + offset % 20_000;
+        let port = 10_000 + (RandomState::new().hash_one(0) % 20_000) as u16;
         if TcpListener::bind(("127.0.0.1", port)).is_ok() {
             return port;
         }

@@ -2,6 +2,7 @@
 
 use super::{Ended, Job, not_saved, save};
 use crate::cli::PATIENCE;
+use crate::cli::ranks::Ranks;
 use shardgrad::nn::{LanguageModel, Rescued};
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
@@ -29,7 +30,11 @@ pub(super) fn keeping<'t>(
 }
 
 /// Saves what was kept, after good steps, and gives back why the world failed, with why nothing was saved.
-pub(super) fn save_kept(world: &World, job: &Job, failed: Error) -> Error {
+pub(super) fn save_kept(ranks: &Ranks, job: &Job, failed: Error) -> Error {
+    if ranks.are_processes() {
+        // Each holds what is its own, and those that are left meet nobody any more.
+        return failed;
+    }
     let kept = std::mem::take(&mut *job.kept.0.lock().unwrap_or_else(PoisonError::into_inner));
     let steps = kept.values().flatten().map(Rescued::step).max().unwrap_or(0) as usize;
     // What a disk or the weights refused is refused again; a second world has no optimizer and waits longer.
@@ -38,7 +43,7 @@ pub(super) fn save_kept(world: &World, job: &Job, failed: Error) -> Error {
         return failed;
     }
     job.interrupt.hold();
-    match whole(kept, steps, job.num_ranks).and_then(|parts| save_parts(world, job, steps, parts)) {
+    match whole(kept, steps, job.num_ranks).and_then(|parts| save_parts(ranks, job, steps, parts)) {
         Ok(None) => failed,
         Ok(Some(refused)) => failed.detail("saved otherwise", refused.message()),
         Err(why) => not_saved(failed, &why),
@@ -69,16 +74,16 @@ fn whole(
 
 /// Saves the parts as one model. What made ranks late before must not end this, so they wait for each other for long.
 fn save_parts(
-    world: &World,
+    ranks: &Ranks,
     job: &Job,
     steps: usize,
     parts: Vec<Mutex<Option<Rescued>>>,
 ) -> Result<Option<Error>> {
-    let ended = world.clone().timeout(PATIENCE).launch(|rank| {
+    let ended = ranks.with(|world| world.timeout(PATIENCE)).launch(|rank| {
         let part = parts[rank.index()].lock().unwrap_or_else(PoisonError::into_inner).take();
         let part = part.expect("each rank takes its own part, once");
         let model = part.model(rank, LanguageModel::new(&job.config), &job.plan)?;
-        save(&model, steps, rank.index() == 0, job)
+        save(&model, steps, job)
     })?;
     Ok(ended.into_iter().flatten().next())
 }
@@ -106,8 +111,8 @@ mod tests {
         let cli = config::parse(named.iter().chain(&given).map(Into::into).collect()).unwrap();
         let Command::Train(args) = cli.command else { panic!("train") };
         let job = prepare(&args).unwrap().unwrap();
-        let world = args.run.train_world(&args.mesh()).unwrap().memory_limit(MEMORY);
-        let (_, failed) = launch(&world, &job, steps);
+        let ranks = args.run.train_world(&args.mesh()).unwrap();
+        let (_, failed) = launch(&ranks.with(|world| world.memory_limit(MEMORY)), &job, steps);
         (failed, fs::read(out.join("model/model.safetensors")).ok())
     }
 

@@ -24,6 +24,9 @@ const LINGER: Duration = Duration::from_millis(500);
 /// Bodies up to this size go in one piece with their head.
 const JOINED_BYTES_MAX: usize = 16 << 10;
 
+/// Why nothing more comes.
+const CLOSED: &str = "its process has ended, or its machine has closed the connection";
+
 /// The end of a connection to which this process writes; `None` once part of a frame could not be written.
 type End = Mutex<Option<TcpStream>>;
 
@@ -235,9 +238,7 @@ impl Reader<'_> {
         let mut silence = Duration::ZERO;
         while !part.is_empty() {
             match self.stream.read(part) {
-                Ok(0) => {
-                    return Err("its process has ended, or its machine has closed the connection".to_string());
-                }
+                Ok(0) => return Err(CLOSED.to_string()),
                 Ok(count) => {
                     silence = Duration::ZERO;
                     part = &mut part[count..];
@@ -248,6 +249,7 @@ impl Reader<'_> {
                         return Err(format!("nothing was heard of it for {silence:?}"));
                     }
                 }
+                Err(e) if e.kind() == ErrorKind::ConnectionReset => return Err(CLOSED.to_string()),
                 Err(e) => return Err(format!("the connection to it failed: {e}")),
             }
         }

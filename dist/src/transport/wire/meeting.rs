@@ -163,23 +163,22 @@ impl<'a> Party<'a> {
         self.limit.saturating_sub(self.start.elapsed())
     }
 
-    /// Whether the machine of rank 0 is named as this one, which no other can reach.
-    fn is_local(&self) -> bool {
-        let host = self.process.host();
-        host == "localhost" || host.parse().is_ok_and(|ip: IpAddr| ip.is_loopback())
+    /// The addresses at which others can reach this machine, the better first: none but its own, where that of rank 0 is one.
+    fn addresses(&self) -> [IpAddr; 2] {
+        let any = [Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()];
+        match self.process.host() {
+            "localhost" => [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()],
+            // The second version takes connections of the first too; a machine may have the one or the other.
+            host => host.parse().ok().filter(IpAddr::is_loopback).map_or(any, |ip| [ip, ip]),
+        }
     }
 
     /// Listens where the others can reach this machine.
     fn listen(&self, port: u16) -> Result<TcpListener> {
-        let (v4, v6) = match self.is_local() {
-            true => (IpAddr::from(Ipv4Addr::LOCALHOST), IpAddr::from(Ipv6Addr::LOCALHOST)),
-            false => (Ipv4Addr::UNSPECIFIED.into(), Ipv6Addr::UNSPECIFIED.into()),
-        };
-        // The second of IPv6 takes those of IPv4 too; a machine may have the one or the other.
-        let order = if self.is_local() { [v4, v6] } else { [v6, v4] };
-        let found = TcpListener::bind(SocketAddr::new(order[0], port)).or_else(|e| match e.kind() {
+        let [first, second] = self.addresses();
+        let found = TcpListener::bind(SocketAddr::new(first, port)).or_else(|e| match e.kind() {
             ErrorKind::AddrInUse | ErrorKind::PermissionDenied => Err(e),
-            _ => TcpListener::bind(SocketAddr::new(order[1], port)),
+            _ => TcpListener::bind(SocketAddr::new(second, port)),
         });
         let listener = found.map_err(|e| {
             let why = format!("rank {} cannot listen at port {port}: {e}", self.process.rank());

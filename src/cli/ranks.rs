@@ -1,0 +1,68 @@
+//! How the ranks of a command are started: as threads of this process, or this process is one of several that a launcher started.
+
+use shardgrad::dist::{Mesh, Process, Rank, World};
+use shardgrad::{Error, Kind, Result};
+
+/// The ranks of a command, to be launched.
+#[derive(Clone, Debug)]
+pub(crate) struct Ranks {
+    world: World,
+    process: Option<Process>,
+}
+
+/// This process as one rank of several, if its launcher says so.
+///
+/// # Errors
+/// `Kind::Config` naming the variable that is missing or makes no sense.
+pub(crate) fn process() -> Result<Option<Process>> {
+    Process::from_environment()
+}
+
+/// Whether this process is the one of its run that tells, and writes what all share. What the environment has wrong is told
+/// elsewhere.
+pub(crate) fn leads() -> bool {
+    process().ok().flatten().is_none_or(|process| process.rank() == 0)
+}
+
+/// How many of the ranks of a mesh are on this machine.
+pub(super) fn num_here(mesh: &Mesh) -> usize {
+    process().ok().flatten().map_or(mesh.num_ranks(), |process| process.num_local())
+}
+
+impl Ranks {
+    /// All ranks of a world, as threads, or the one that this process is.
+    ///
+    /// # Errors
+    /// `Kind::Config` for a mesh that has another number of ranks than there are processes.
+    pub(crate) fn new(world: World, mesh: &Mesh, process: Option<Process>) -> Result<Ranks> {
+        if let Some(count) = process.as_ref().map(Process::num_ranks).filter(|n| *n != mesh.num_ranks()) {
+            let why =
+                format!("--mesh gives {} rank(s), but {count} processes were started", mesh.num_ranks());
+            let help = format!("each process is one rank: give a mesh of {count}, as --mesh dp={count}");
+            return Err(Error::new(Kind::Config, why).detail("help", help));
+        }
+        Ok(Ranks { world, process })
+    }
+
+    /// Whether other ranks are other processes.
+    pub(crate) fn are_processes(&self) -> bool {
+        self.process.is_some()
+    }
+
+    /// The same ranks in a world that is set up otherwise.
+    #[must_use]
+    pub(crate) fn with(&self, set_up: impl FnOnce(World) -> World) -> Ranks {
+        Ranks { world: set_up(self.world.clone()), process: self.process.clone() }
+    }
+
+    /// Runs `f` on every rank of this process: on all, by their numbers, or on the one that it is.
+    ///
+    /// # Errors
+    /// As [`World::launch`] and [`World::join`].
+    pub(crate) fn launch<T: Send>(&self, f: impl Fn(&Rank) -> Result<T> + Sync) -> Result<Vec<T>> {
+        match &self.process {
+            None => self.world.clone().launch(f),
+            Some(process) => self.world.clone().join(process, |rank| f(rank)).map(|own| vec![own]),
+        }
+    }
+}
