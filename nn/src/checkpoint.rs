@@ -78,7 +78,22 @@ impl<M: Family> Model<M> {
     ) -> Result<()> {
         check_dtype(dtype)?;
         let config = self.describe().with_dtype(dtype).faithful_json()?;
-        let what = Folder { config: Some(&config), companions, bytes_max };
+        let what = Folder { config: Some(&config), companions, bytes_max, step: None };
+        write(self, dir, &what, dtype, &|name| self.name_in_files(name)).map(drop)
+    }
+
+    /// [`Model::save_beside`] of weights as they are stored, in files that tell their digest and the step of the run after which they
+    /// are saved. Gives the digest to the first rank.
+    #[track_caller]
+    pub(crate) fn save_of_step(
+        &self,
+        dir: &Path,
+        step: u64,
+        companions: &[Companion<'_>],
+    ) -> Result<Option<String>> {
+        let dtype = self.precision().param_dtype;
+        let config = self.describe().with_dtype(dtype).faithful_json()?;
+        let what = Folder { config: Some(&config), companions, bytes_max: FILE_BYTES_MAX, step: Some(step) };
         write(self, dir, &what, dtype, &|name| self.name_in_files(name))
     }
 
@@ -99,12 +114,16 @@ impl<M: Family> Model<M> {
     /// parameter's, or unknown, at most twenty of each; parameters are untouched then. Where a file becomes shorter while it
     /// is read (`Kind::Checkpoint`), or the system refuses (`Kind::Io`), some of them are filled already.
     pub fn load_as(&self, dir: &Path, cast: Cast) -> Result<Casts> {
-        let weights = Weights::open(dir)?;
+        self.load_opened(&Weights::open(dir)?, cast)
+    }
+
+    /// [`Model::load_as`] of a folder that is open.
+    pub(crate) fn load_opened(&self, weights: &Weights, cast: Cast) -> Result<Casts> {
         let names = |name: &str| {
             let (usual, older) = (self.name_in_files(name), self.older_name_in_files(name));
             [usual, name.to_string()].into_iter().chain(older).collect()
         };
-        fill(self, &weights, cast, &names, self.passed_over())
+        fill(self, weights, cast, &names, self.passed_over())
     }
 }
 
@@ -117,6 +136,14 @@ impl<M: Module> Model<M> {
     #[track_caller]
     pub fn save_weights(&self, dir: &Path) -> Result<()> {
         save_weights(self, dir, FILE_BYTES_MAX, self.precision().param_dtype, &str::to_string)
+    }
+
+    /// [`Model::save_weights`] into files that tell their digest and the step of the run after which they are saved. Gives the
+    /// digest to the first rank.
+    #[track_caller]
+    pub(crate) fn save_weights_of_step(&self, dir: &Path, step: u64) -> Result<Option<String>> {
+        let what = Folder { config: None, companions: &[], bytes_max: FILE_BYTES_MAX, step: Some(step) };
+        write(self, dir, &what, self.precision().param_dtype, &str::to_string)
     }
 
     /// Fills the parameters from a folder of weights under their names, saved on any mesh. Weights may be widened, but not
@@ -225,7 +252,8 @@ pub fn save_weights<M: Module>(
     dtype: DType,
     name_in_file: &dyn Fn(&str) -> String,
 ) -> Result<()> {
-    write(model, dir, &Folder { config: None, companions: &[], bytes_max }, dtype, name_in_file)
+    let what = Folder { config: None, companions: &[], bytes_max, step: None };
+    write(model, dir, &what, dtype, name_in_file).map(drop)
 }
 
 /// What a folder is to hold beside weights, and in files of what size these are.
@@ -234,9 +262,11 @@ struct Folder<'a> {
     config: Option<&'a str>,
     companions: &'a [Companion<'a>],
     bytes_max: u64,
+    /// The step of the run after which it is saved, where files are to tell.
+    step: Option<u64>,
 }
 
-/// [`save_weights`], with what goes with them.
+/// [`save_weights`], with what goes with them. Gives the digest of the files, if they tell it, to the first rank.
 #[track_caller]
 fn write<M: Module>(
     model: &Model<M>,
@@ -244,7 +274,7 @@ fn write<M: Module>(
     what: &Folder<'_>,
     dtype: DType,
     name_in_file: &dyn Fn(&str) -> String,
-) -> Result<()> {
+) -> Result<Option<String>> {
     let site = Location::caller();
     check_parameters(model, site)?;
     check_rounding(model, dtype, site)?;
@@ -254,7 +284,11 @@ fn write<M: Module>(
     let begin = || {
         fs::create_dir_all(dir)
             .map_err(|e| Error::new(Kind::Io, format!("cannot make the folder {}: {e}", dir.display())))?;
-        WeightsWriter::create(dir, what.config, &entries, what.bytes_max)?.beside(what.companions)
+        let writer = match what.step {
+            Some(step) => WeightsWriter::of_step(dir, what.config, &entries, what.bytes_max, step),
+            None => WeightsWriter::create(dir, what.config, &entries, what.bytes_max),
+        };
+        writer?.beside(what.companions)
     };
     let rank = model.rank();
     rank.patiently(PATIENCE, || {
@@ -270,11 +304,11 @@ fn write<M: Module>(
                 written = writer.append(name, &bytes);
             }
         }
-        if let Some(writer) = writer.filter(|_| written.is_ok()) {
-            written = writer.finish();
-        }
+        let finished = written.and_then(|()| writer.map_or(Ok(None), WeightsWriter::finish_telling));
+        let (digest, finished) = finished.map_or_else(|e| (None, Err(e)), |digest| (digest, Ok(())));
         // Nobody goes on to read before the file is whole.
-        tell(rank, written, site)
+        tell(rank, finished, site)?;
+        Ok(digest)
     })
 }
 

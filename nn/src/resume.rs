@@ -3,7 +3,7 @@
 //! A checkpoint is a model folder in the dtype in which weights are stored, with two more files. `optimizer.safetensors` has what
 //! the optimizer keeps, whole and bit for bit, by the names that weights have: `exp_avg.NAME` and `exp_avg_sq.NAME` of
 //! [`AdamW`](crate::AdamW), `momentum_buffer.NAME` of [`Sgd`](crate::Sgd), and `step.NAME`, i64 `[]`, the steps of each parameter.
-//! `trainer_state.json` is the [`RunState`], with the digest that the optimizer's file has in its header, by which files of two
+//! `trainer_state.json` is the [`RunState`], with the digests that these files have in their headers, by which files of two
 //! saves are told apart. The folder has another name until all of it is on the disk, so that what has the name of a checkpoint is
 //! one.
 //!
@@ -24,8 +24,9 @@
 
 pub use crate::hf::{Checkpoints, OPTIMIZER_FILE, RunState, STATE_FILE};
 
-use crate::checkpoint::{FILE_BYTES_MAX, PATIENCE, bring, tell};
-use crate::hf::{Companion, DIGEST, STEP, TensorFile, TensorInfo, TensorWriter, Told, WholeFolder};
+use crate::cast::Cast;
+use crate::checkpoint::{PATIENCE, bring, load_weights as fill_weights, tell};
+use crate::hf::{Companion, Save, TensorFile, TensorInfo, TensorWriter, Told, Weights, WholeFolder};
 use crate::model::Family;
 use crate::module::Module;
 use crate::optim::{Kept, Optimizer};
@@ -55,8 +56,7 @@ pub fn save<M: Family>(
     state: &RunState,
     companions: &[Companion<'_>],
 ) -> Result<()> {
-    let dtype = model.precision().param_dtype;
-    let write = |dir: &Path| model.save_beside(dir, FILE_BYTES_MAX, dtype, companions);
+    let write = |dir: &Path| model.save_of_step(dir, state.step, companions);
     save_as(dir, (model, &write), optim, state, &|name| model.name_in_files(name))
 }
 
@@ -71,7 +71,8 @@ pub fn save_weights<M: Module>(
     optim: &dyn Optimizer,
     state: &RunState,
 ) -> Result<()> {
-    save_as(dir, (model, &|dir| model.save_weights(dir)), optim, state, &str::to_string)
+    let write = |dir: &Path| model.save_weights_of_step(dir, state.step);
+    save_as(dir, (model, &write), optim, state, &str::to_string)
 }
 
 /// Fills a language model and what its optimizer keeps from a checkpoint, which may be of another mesh. Each rank reads for itself;
@@ -83,8 +84,8 @@ pub fn save_weights<M: Module>(
 /// shapes or dtypes), or of the save of which `trainer_state.json` is; as [`Checkpoints::complete`], [`Model::load`] and
 /// [`Optimizer::go_on`]. Model and optimizer may be of different steps then.
 pub fn load<M: Family>(dir: &Path, model: &Model<M>, optim: &mut dyn Optimizer) -> Result<RunState> {
-    let state = load_kept(dir, model, optim, &|name| model.name_in_files(name))?;
-    model.load(dir)?;
+    let (state, weights) = load_kept(dir, model, optim, &|name| model.name_in_files(name))?;
+    model.load_opened(&weights, Cast::Widened)?;
     Ok(state)
 }
 
@@ -93,15 +94,15 @@ pub fn load<M: Family>(dir: &Path, model: &Model<M>, optim: &mut dyn Optimizer) 
 /// # Errors
 /// As [`load`].
 pub fn load_weights<M: Module>(dir: &Path, model: &Model<M>, optim: &mut dyn Optimizer) -> Result<RunState> {
-    let state = load_kept(dir, model, optim, &str::to_string)?;
-    model.load_weights(dir)?;
+    let (state, weights) = load_kept(dir, model, optim, &str::to_string)?;
+    fill_weights(model, &weights, Cast::Widened, &str::to_string, &[])?;
     Ok(state)
 }
 
 /// Names of tensors in files, from those of parameters.
 type Names<'a> = &'a dyn Fn(&str) -> String;
-/// What writes the weights of a model into a folder.
-type Write<'a> = &'a dyn Fn(&Path) -> Result<()>;
+/// What writes the weights of a model into a folder, and gives their digest to the first rank.
+type Write<'a> = &'a dyn Fn(&Path) -> Result<Option<String>>;
 
 /// [`save`], where weights are written by a function of the folder.
 #[track_caller]
@@ -122,7 +123,7 @@ fn save_as<M: Module>(
         tell(rank, begun, site)?;
         // Only the first rank writes.
         let at = folder.as_ref().map_or(dir, WholeFolder::inside);
-        write(at)?;
+        let weights_digest = write(at)?;
         let file = leads.then(|| (at.join(OPTIMIZER_FILE), state.step));
         let digest = write_kept(file, model, (optim, keeps), (&held, names), site)?;
         let told = || Told {
@@ -132,7 +133,7 @@ fn save_as<M: Module>(
             digest,
         };
         let done = folder.map_or(Ok(()), |folder| {
-            state.write(folder.inside(), told())?;
+            state.write(folder.inside(), told(), weights_digest)?;
             folder.place()
         });
         tell(rank, done, site)
@@ -255,16 +256,16 @@ fn unlike(param: &Param) -> Error {
     )
 }
 
-/// Hands an optimizer what a checkpoint has of it, and gives the rest of the state.
+/// Hands an optimizer what a checkpoint has of it, and gives the rest of the state and the weights.
 fn load_kept<M: Module>(
     dir: &Path,
     model: &Model<M>,
     optim: &mut dyn Optimizer,
     names: Names<'_>,
-) -> Result<RunState> {
+) -> Result<(RunState, Weights)> {
     let keeps = keeps(optim)?;
     Checkpoints::complete(dir)?;
-    let (state, told) = RunState::read_all(dir)?;
+    let (state, told, weights_digest) = RunState::read_all(dir)?;
     if !told.keeps.iter().eq(keeps) {
         let text = format!("{} keeps {:?}, the optimizer of the run {keeps:?}", dir.display(), told.keeps);
         let error = Error::new(Kind::Checkpoint, text).detail("checkpoint", told.settings);
@@ -292,19 +293,20 @@ fn load_kept<M: Module>(
         let text = format!("{path}: {strange} tensor(s) are of no parameter of the model");
         return Err(Error::new(Kind::Checkpoint, text));
     }
-    check_save(&file, state.step, told.digest.as_deref())?;
+    let weights = Weights::open(dir)?;
+    check_save((file.path(), &file.save()), state.step, told.digest)?;
+    check_save((weights.path(), &weights.save()), state.step, weights_digest)?;
     optim.go_on(told.num_steps, kept).map_err(|e| e.detail("checkpoint", dir.display().to_string()))?;
-    Ok(state)
+    Ok((state, weights))
 }
 
-/// Refuses an optimizer's file of another save than the state beside it. A state without a digest is of a release that wrote none.
-fn check_save(file: &TensorFile, step: u64, digest: Option<&str>) -> Result<()> {
-    let told = file.metadata();
-    if digest.is_none_or(|digest| told.get(DIGEST).is_some_and(|own| own == digest)) {
+/// Refuses files of another save than the state beside them. A state without a digest is of a release that wrote none.
+fn check_save((path, save): (&Path, &Save), step: u64, digest: Option<String>) -> Result<()> {
+    if digest.is_none() || save.digest == digest {
         return Ok(());
     }
-    let (path, own) = (file.path().display(), step.to_string());
-    let text = match told.get(STEP) {
+    let (path, own) = (path.display(), step.to_string());
+    let text = match &save.step {
         Some(other) if *other != own => {
             format!("{path} is of step {other}, {STATE_FILE} beside it of step {own}")
         }

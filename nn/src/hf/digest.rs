@@ -45,6 +45,19 @@ impl Digest {
         self.mix(self.state >> 32);
         format!("{:016x}", self.state)
     }
+
+    /// The digest of files that belong together, from theirs, in their order; that of a file alone is its own.
+    pub(super) fn of_files(digests: &[String]) -> Option<String> {
+        match digests {
+            [] => None,
+            [own] => Some(own.clone()),
+            several => {
+                let mut all = Digest::default();
+                several.iter().for_each(|digest| all.add(digest.as_bytes()));
+                Some(all.hex())
+            }
+        }
+    }
 }
 
 #[cfg(test)]

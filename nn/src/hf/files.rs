@@ -9,6 +9,14 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+/// By what files of two saves are told apart.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Save {
+    pub(crate) digest: Option<String>,
+    /// The step of the run after which they were saved.
+    pub(crate) step: Option<String>,
+}
+
 /// A safetensors file, open for reading single tensors or parts of them by position.
 ///
 /// Ranks that are threads may share one: reading takes `&self` and no lock.
@@ -77,6 +85,12 @@ impl TensorFile {
     #[must_use]
     pub fn metadata(&self) -> &BTreeMap<String, String> {
         &self.header.metadata
+    }
+
+    /// Of which save the file is, as far as it tells.
+    pub(crate) fn save(&self) -> Save {
+        let told = |name| self.metadata().get(name).cloned();
+        Save { digest: told(DIGEST), step: told(STEP) }
     }
 
     /// The tensor of a name, if the file has it.

@@ -1,11 +1,12 @@
 //! The weights of a model folder: one safetensors file, or an index and the files that it names.
 
 use super::commit::unfinished_in;
+use super::digest::Digest;
 use super::disk::{is_plain, read_text, refuse};
 use super::distinct::Distinct;
 pub use super::fields::INDEX_FILE;
 use super::fields::WEIGHTS_FILE;
-use super::files::TensorFile;
+use super::files::{Save, TensorFile};
 use super::header::{DIGEST, TensorInfo};
 use super::stacks::Stacks;
 use serde::Deserialize;
@@ -147,6 +148,13 @@ impl Weights {
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Of which save the files are, as far as all of them tell.
+    pub(crate) fn save(&self) -> Save {
+        let digests: Option<Vec<String>> = self.files.iter().map(|file| file.save().digest).collect();
+        let step = self.files.first().and_then(|file| file.save().step);
+        Save { digest: digests.and_then(|digests| Digest::of_files(&digests)), step }
     }
 
     /// All tensors, file by file.

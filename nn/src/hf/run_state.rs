@@ -47,6 +47,9 @@ struct Text {
     version: u64,
     global_step: u64,
     optimizer: Told,
+    /// The digest of the files of weights.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    weights_digest: Option<String>,
     loss_scale: Option<Scale>,
     notes: BTreeMap<String, String>,
 }
@@ -70,11 +73,11 @@ impl RunState {
     /// `Kind::Checkpoint` naming the file if it is missing, cannot be read, or is of another version; `Kind::Io` if the system
     /// refuses.
     pub fn read(dir: &Path) -> Result<RunState> {
-        RunState::read_all(dir).map(|(state, _)| state)
+        RunState::read_all(dir).map(|(state, ..)| state)
     }
 
-    /// [`RunState::read`], and the optimizer.
-    pub(crate) fn read_all(dir: &Path) -> Result<(RunState, Told)> {
+    /// [`RunState::read`], the optimizer, and the digest of the weights, if it is told.
+    pub(crate) fn read_all(dir: &Path) -> Result<(RunState, Told, Option<String>)> {
         let path = dir.join(STATE_FILE);
         let text = read_text(dir, STATE_FILE, STATE_BYTES_MAX)?;
         let bad =
@@ -84,7 +87,7 @@ impl RunState {
             let why = format_args!("is of version {version} of the format, of which {VERSION} is read");
             return Err(refuse(&path, why).detail("help", "go on with the release that wrote it"));
         }
-        let Text { global_step: step, optimizer, loss_scale, notes, .. } =
+        let Text { global_step: step, optimizer, weights_digest, loss_scale, notes, .. } =
             serde_json::from_str(&text).map_err(bad)?;
         if let Some(Scale { factor, .. }) =
             loss_scale.as_ref().filter(|s| !(s.factor > 0.0 && s.factor.is_finite()))
@@ -92,18 +95,19 @@ impl RunState {
             return Err(refuse(&path, format_args!("has a loss scale of {factor}, which scales nothing")));
         }
         let loss_scale = loss_scale.map(|Scale { factor, good_steps }| LossScale::new(factor, good_steps));
-        Ok((RunState { step, loss_scale, notes }, optimizer))
+        Ok((RunState { step, loss_scale, notes }, optimizer, weights_digest))
     }
 
     /// Writes the file, whole or not at all.
     ///
     /// # Errors
     /// `Kind::Io` if the system refuses; `Kind::Checkpoint` for a loss scale that no file can hold.
-    pub(crate) fn write(&self, dir: &Path, optimizer: Told) -> Result<()> {
+    pub(crate) fn write(&self, dir: &Path, optimizer: Told, weights_digest: Option<String>) -> Result<()> {
         let path = dir.join(STATE_FILE);
         let scale = |s: LossScale| Scale { factor: s.factor(), good_steps: s.good_steps() };
         let (loss_scale, notes) = (self.loss_scale.map(scale), self.notes.clone());
-        let text = Text { version: VERSION, global_step: self.step, optimizer, loss_scale, notes };
+        let (version, global_step) = (VERSION, self.step);
+        let text = Text { version, global_step, optimizer, weights_digest, loss_scale, notes };
         let text = serde_json::to_string_pretty(&text).map_err(|e| refuse(&path, e))?;
         write_text(&path, &(text + "\n"))
     }
@@ -125,7 +129,7 @@ mod tests {
             // From 2^-20 to 2^43, with all bits of the mantissa.
             let factor = f64::from_bits((1003 + (bits >> 58)) << 52 | bits & ((1 << 52) - 1));
             let state = RunState { loss_scale: Some(LossScale::new(factor, 0)), ..RunState::default() };
-            state.write(&dir.path(""), optimizer.clone()).unwrap();
+            state.write(&dir.path(""), optimizer.clone(), None).unwrap();
             let read = RunState::read(&dir.path("")).unwrap().loss_scale.unwrap().factor();
             assert_eq!(read.to_bits(), factor.to_bits(), "{factor}");
         }
@@ -139,8 +143,9 @@ mod tests {
         let optimizer = Told { settings, keeps, num_steps: 6, digest: Some("0123".to_string()) };
         for loss_scale in [None, Some(LossScale::new(0.1, 1999))] {
             let state = RunState { step: 8, loss_scale, notes: notes.clone() };
-            state.write(&dir.path(""), optimizer.clone()).unwrap();
-            assert_eq!(RunState::read_all(&dir.path("")).unwrap(), (state, optimizer.clone()));
+            let weights = Some("4567".to_string());
+            state.write(&dir.path(""), optimizer.clone(), weights.clone()).unwrap();
+            assert_eq!(RunState::read_all(&dir.path("")).unwrap(), (state, optimizer.clone(), weights));
         }
         let whole = std::fs::read_to_string(dir.path(STATE_FILE)).unwrap();
         for (text, why) in [

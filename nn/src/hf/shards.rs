@@ -3,6 +3,7 @@
 
 use super::commit::{clear_unfinished, commit, shard_name};
 use super::companion::{Beside, Companion};
+use super::digest::Digest;
 use super::disk::{Pending, is_taken, read_text, refuse, sealed_text};
 use super::fields::{CONFIG_BYTES_MAX, CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE};
 use super::files::TensorWriter;
@@ -36,6 +37,8 @@ pub struct WeightsWriter {
     sealed: Vec<(Pending, Option<String>)>,
     /// What the index is to tell, where there is one.
     index: Option<Index>,
+    /// After which step of a run this is saved, where files are to tell.
+    step: Option<u64>,
     /// Ends behind the last file.
     _turn: Turn,
 }
@@ -74,6 +77,27 @@ impl WeightsWriter {
         config: Option<&str>,
         entries: &[Entry],
         bytes_max: u64,
+    ) -> Result<WeightsWriter> {
+        WeightsWriter::begin(dir, config, entries, bytes_max, None)
+    }
+
+    /// [`WeightsWriter::create`] of files that tell their digest, and the step of the run after which they are saved.
+    pub(crate) fn of_step(
+        dir: &Path,
+        config: Option<&str>,
+        entries: &[Entry],
+        bytes_max: u64,
+        step: u64,
+    ) -> Result<WeightsWriter> {
+        WeightsWriter::begin(dir, config, entries, bytes_max, Some(step))
+    }
+
+    fn begin(
+        dir: &Path,
+        config: Option<&str>,
+        entries: &[Entry],
+        bytes_max: u64,
+        step: Option<u64>,
     ) -> Result<WeightsWriter> {
         let entries = &apart(entries)[..];
         check_names(dir, entries)?;
@@ -115,7 +139,8 @@ impl WeightsWriter {
         let dir = dir.to_path_buf();
         let (sealed, beside) = (Vec::new(), Beside::default());
         let (open, left) = (None, 0);
-        let mut writer = WeightsWriter { dir, files, open, left, config, beside, sealed, index, _turn: turn };
+        let mut writer =
+            WeightsWriter { dir, files, open, left, config, beside, sealed, index, step, _turn: turn };
         writer.next()?;
         Ok(writer)
     }
@@ -133,8 +158,12 @@ impl WeightsWriter {
     /// Begins the next file, if one is left.
     fn next(&mut self) -> Result<()> {
         if let Some((name, entries)) = self.files.pop_front() {
-            let begin = if self.index.is_some() { TensorWriter::with_digest } else { TensorWriter::create };
-            self.open = Some(begin(&self.dir.join(name), &entries)?);
+            let path = self.dir.join(name);
+            self.open = Some(match (self.step, &self.index) {
+                (Some(step), _) => TensorWriter::of_step(&path, &entries, step)?,
+                (None, Some(_)) => TensorWriter::with_digest(&path, &entries)?,
+                (None, None) => TensorWriter::create(&path, &entries)?,
+            });
             self.left = entries.len();
         }
         Ok(())
@@ -192,7 +221,12 @@ impl WeightsWriter {
     ///
     /// # Errors
     /// `Kind::Checkpoint` if bytes are missing; `Kind::Io` if the system refuses, or as [`WeightsWriter::create`].
-    pub fn finish(mut self) -> Result<()> {
+    pub fn finish(self) -> Result<()> {
+        self.finish_telling().map(drop)
+    }
+
+    /// [`WeightsWriter::finish`]; gives the digest of the files too, if they tell theirs.
+    pub(crate) fn finish_telling(mut self) -> Result<Option<String>> {
         self.close()?;
         if let Some((name, _)) = self.files.front() {
             return Err(refuse(&self.dir.join(name), "its tensors are missing"));
@@ -200,6 +234,7 @@ impl WeightsWriter {
         let config = self.config.take();
         let (mut files, digests): (Vec<Pending>, Vec<_>) =
             std::mem::take(&mut self.sealed).into_iter().unzip();
+        let own: Option<Vec<String>> = digests.iter().cloned().collect();
         let last = match &self.index {
             Some(Index { bytes, map, names }) => {
                 let digests: BTreeMap<_, _> = names.iter().zip(digests).collect();
@@ -209,7 +244,8 @@ impl WeightsWriter {
             }
             None => files.pop(),
         };
-        last.map_or(Ok(()), |last| commit(&self.dir, config, self.beside, files, last))
+        last.map_or(Ok(()), |last| commit(&self.dir, config, self.beside, files, last))?;
+        Ok(own.and_then(|own| Digest::of_files(&own)))
     }
 }
 
@@ -451,6 +487,22 @@ mod tests {
         write(dir, (OLD, 2), &[2, 2, 2], 2).unwrap();
         for name in one.names() {
             assert_eq!(fs::read(one.path(&name)).unwrap(), fs::read(two.path(&name)).unwrap(), "{name}");
+        }
+    }
+
+    #[test]
+    fn the_files_of_a_step_tell_it_and_one_digest() {
+        let save = |bytes_max, byte| {
+            let (scratch, entries) = (Scratch::new(), ["a", "b"].map(|n| (n.into(), DType::U8, vec![2])));
+            let dir = &scratch.path("");
+            let mut writer = WeightsWriter::of_step(dir, None, &entries, bytes_max, 7).unwrap();
+            entries.iter().for_each(|(name, ..)| writer.append(name, &[byte; 2]).unwrap());
+            let (told, save) = (writer.finish_telling().unwrap(), Weights::open(dir).unwrap().save());
+            assert!(told.is_some() && save.digest == told && save.step.as_deref() == Some("7"), "{save:?}");
+            told
+        };
+        for max in [2, 100] {
+            assert!(save(max, 1) == save(max, 1) && save(max, 1) != save(max, 2));
         }
     }
 

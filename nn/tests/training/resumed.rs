@@ -262,6 +262,61 @@ fn an_optimizer_file_of_another_save_is_refused_by_the_steps_of_both() {
     assert_eq!(ends(Case::new(""), &adamw(), (Some(&place(2)), 0, None))[0].1.step, 2);
 }
 
+#[test]
+fn weights_of_another_save_are_refused_by_the_steps_of_both() {
+    let folder = Folder::new("mixed-weights");
+    let place = |step| Checkpoints::place(&folder.0, step);
+    for (from, steps, to) in [(None, 1, 1), (Some(place(1)), 1, 2)] {
+        ends(Case::new(""), &adamw(), (from.as_deref(), steps, Some(&place(to))));
+    }
+    let own = fs::read(place(2).join(WEIGHTS_FILE)).unwrap();
+    fs::copy(place(1).join(WEIGHTS_FILE), place(2).join(WEIGHTS_FILE)).unwrap();
+    for mesh in ["", "dp=2"] {
+        let error = refused(&place(2), mesh, adamw(), Case::new(mesh));
+        assert_eq!(error.kind(), Kind::Checkpoint, "{error}");
+        let told = "model.safetensors is of step 1, trainer_state.json beside it of step 2";
+        assert!(error.message().ends_with(told), "{error}");
+    }
+    // The same step of a run at other rates, and a model that was saved by itself.
+    let (other, model) = (folder.0.join("other"), folder.0.join("model"));
+    ends(Case::new(""), &adamw().betas(0.5, 0.9), (None, 2, Some(&other)));
+    run("", |rank| {
+        let shape = shape();
+        Model::new(rank, LanguageModel::new(&shape), &LanguageModel::plan(&shape), 0)?.save(&model)
+    });
+    for dir in [other, model] {
+        fs::copy(dir.join(WEIGHTS_FILE), place(2).join(WEIGHTS_FILE)).unwrap();
+        let error = refused(&place(2), "", adamw(), Case::new(""));
+        assert!(error.message().contains("model.safetensors is not of the save of step 2"), "{error}");
+    }
+    // Weights under the names of a model of any kind, too.
+    let plain = |step| folder.0.join(format!("plain-{step}"));
+    for step in [1, 2] {
+        let state = RunState { step, ..RunState::default() };
+        let save = |model: &Model<Linear>, optim: &mut dyn Optimizer| {
+            resume::save_weights(&plain(step), model, optim, &state)
+        };
+        linear("", adamw_plain(), save).unwrap();
+    }
+    fs::copy(plain(1).join(WEIGHTS_FILE), plain(2).join(WEIGHTS_FILE)).unwrap();
+    let load = |model: &Model<Linear>, optim: &mut dyn Optimizer| {
+        let before = model.param("weight")?.tensor().own_bytes()?;
+        let error = resume::load_weights(&plain(2), model, optim).unwrap_err();
+        assert!(model.param("weight")?.tensor().own_bytes()? == before && optim.num_steps() == 1);
+        Ok(error)
+    };
+    let error = linear("", adamw_plain(), load).unwrap().swap_remove(0);
+    assert!(error.message().contains("model.safetensors is of step 1"), "{error}");
+    // What was written before states told of weights is taken as it is.
+    fs::write(place(2).join(WEIGHTS_FILE), own).unwrap();
+    let state = place(2).join(STATE_FILE);
+    let text = fs::read_to_string(&state).unwrap();
+    let lines: Vec<&str> = text.lines().filter(|line| !line.contains("\"weights_digest\"")).collect();
+    assert_eq!(lines.len() + 1, text.lines().count());
+    fs::write(&state, lines.join("\n")).unwrap();
+    assert_eq!(ends(Case::new(""), &adamw(), (Some(&place(2)), 0, None))[0].1.step, 2);
+}
+
 /// A model of one layer, and an optimizer that has stepped its weight only.
 fn linear<T>(
     mesh: &str,
