@@ -280,6 +280,57 @@ fn one_command_is_given_again_until_the_run_is_done() {
 }
 
 #[test]
+fn a_run_whose_steps_are_done_leaves_its_model() {
+    let folder = Folder::new("resumed-done");
+    let (data, out) = (text(&folder), folder.path("out"));
+    let (model, svg) = (Path::new(&out).join("model"), Path::new(&out).join("loss.svg"));
+    let common = ["--data", &data, "--mesh", "dp=2", "--save-every", "2", "--keep", "9"];
+    let given = |out: &str, more: &[&str]| {
+        let (code, said) =
+            told(&[&["train"], &SMALL[..], &common, &["--out", out, "--resume"], more].concat());
+        assert_eq!(code, 0, "{said}");
+        said
+    };
+    given(&out, &["--steps", "4"]);
+    let (expected, lines) = (files(&model), record(Path::new(&out)));
+    let writes = |step: usize| {
+        format!(
+            "nothing is left to do but to write the model: {out}/checkpoint-4 is of step 4, and --steps is {step}"
+        )
+    };
+    // As a disk that was full, a kill and a slip leave it.
+    for lacking in ["", "model.safetensors", "config.json"] {
+        match lacking {
+            "" => fs::remove_dir_all(&model).unwrap(),
+            name => fs::remove_file(model.join(name)).unwrap(),
+        }
+        fs::remove_file(&svg).unwrap();
+        let said = given(&out, &["--steps", "4"]);
+        assert!(said.contains(&writes(4)), "{lacking}: {said}");
+        assert!(files(&model) == expected && svg.exists() && record(Path::new(&out)) == lines, "{lacking}");
+        let said = given(&out, &["--steps", "4"]);
+        assert!(said.contains("nothing is left to do: "), "{said}");
+    }
+    // In another folder, and where a model of other steps lies beside a checkpoint that was left on the way.
+    let named = format!("{out}/checkpoint-4");
+    let other = folder.path("other");
+    let (code, said) = told(
+        &[&["train"], &SMALL[..], &common, &["--out", &other, "--steps", "3", "--resume", &named]].concat(),
+    );
+    assert!(code == 0 && said.contains(&writes(3)), "{said}");
+    assert!(files(&Path::new(&other).join("model")) == expected);
+    given(&out, &["--steps", "6"]);
+    assert!(files(&model) != expected);
+    for name in ["checkpoint-4", "checkpoint-6"] {
+        fs::remove_dir_all(Path::new(&out).join(name)).unwrap();
+    }
+    given(&out, &["--steps", "6"]);
+    fs::remove_dir_all(Path::new(&out).join("checkpoint-6")).unwrap();
+    assert!(given(&out, &["--steps", "4"]).contains(&writes(4)));
+    assert!(files(&model) == expected);
+}
+
+#[test]
 fn a_checkpoint_under_another_name_or_behind_a_link_is_found() {
     let folder = Folder::new("resumed-names");
     let (data, whole) = (text(&folder), folder.path("whole"));

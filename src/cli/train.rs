@@ -90,6 +90,11 @@ impl Job {
         self.from.as_ref().map_or(0, |from| from.step)
     }
 
+    /// Whether all steps were taken before, and only the model is to be written.
+    fn is_over(&self) -> bool {
+        self.first() >= self.recipe.steps
+    }
+
     /// Where the model is saved.
     fn model(&self) -> PathBuf {
         self.out.join("model")
@@ -120,13 +125,14 @@ pub(super) fn run(args: &TrainArgs) -> Result<(), Failure> {
         job.recipe.seq,
         job.recipe.precision
     );
-    if !job.json && leads() {
+    if !job.json && leads() && !job.is_over() {
         job.lines.say(format_args!("training {text}"));
         if let Some(from) = &job.from {
             job.lines.say(format_args!("going on after step {}, from {}", from.step, from.dir.display()));
         }
     }
-    let (stopped, failed) = launch(&ranks, &job, &take_steps);
+    let steps: &Steps = if job.is_over() { &|_, _, _, job| Ok(Ended::over(job)) } else { &take_steps };
+    let (stopped, failed) = launch(&ranks, &job, steps);
     let written = write_down(&job, &text);
     let (saved, taken) = (job.saved.load(Ordering::SeqCst), job.metrics().taken());
     if let Some(e) = failed.or(written.err()) {
@@ -164,12 +170,12 @@ fn launch(ranks: &Ranks, job: &Job, steps: &Steps) -> (bool, Option<Error>) {
 }
 
 /// Ends the files that tell of the steps, however these ended; all are tried, the first error is told. Without a step those
-/// of an earlier run stay.
+/// of an earlier run stay, but for the picture of one whose model was not written.
 fn write_down(job: &Job, title: &str) -> Result<()> {
     let mut metrics = job.metrics();
     let ended = metrics.end();
     let drawn = match metrics.steps() {
-        _ if metrics.taken() == 0 => Ok(()),
+        steps if steps.is_empty() || metrics.taken() == 0 && !job.is_over() => Ok(()),
         steps => plot::write_loss_plot(&job.out.join("loss.svg"), title, job.unit, steps),
     };
     let traced = job.trace.as_ref().map_or(Ok(()), |trace| trace.write(job.num_ranks));

@@ -11,6 +11,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Under which name a checkpoint notes how many of them stay.
 pub(super) const KEEP: &str = "keep";
 
+/// Under which name a checkpoint notes whether the model of its step was saved beside it.
+pub(super) const MODEL_SAVED: &str = "model-saved";
+
 /// How often a run leaves a checkpoint, and how many stay.
 #[derive(Debug)]
 pub(super) struct Keeping {
@@ -74,6 +77,8 @@ fn save(trainer: &Trainer<'_, LanguageModel>, job: &Job) -> Result<()> {
 fn notes(job: &Job, state: &RunState) -> BTreeMap<String, String> {
     let mut notes = job.notes.clone();
     let rows = state.step * job.recipe.batch as u64;
+    let is_saved = job.saved.load(Ordering::SeqCst) as u64 == state.step;
+    notes.insert(MODEL_SAVED.to_string(), is_saved.to_string());
     notes.insert("tokens".to_string(), (rows * job.recipe.seq as u64).to_string());
     notes.insert("epoch".to_string(), format!("{:.4}", rows as f64 / job.rows.num_windows() as f64));
     notes.extend(job.checkpoints.iter().map(|keeping| (KEEP.to_string(), keeping.keep.to_string())));

@@ -1,11 +1,12 @@
 //! A run that goes on: which checkpoint it goes on from, and whether it is the same run.
 
 use super::Rows;
-use super::checkpoints::KEEP;
+use super::checkpoints::{KEEP, MODEL_SAVED};
 use crate::cli::args::TrainArgs;
 use crate::metrics::Earlier;
 use crate::outputs::{OutFolder, place};
 use shardgrad::nn::ModelConfig;
+use shardgrad::nn::hf::Weights;
 use shardgrad::nn::resume::{Checkpoints, RunState, STATE_FILE};
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;
@@ -42,14 +43,14 @@ pub(super) fn notes(args: &TrainArgs, rows: &Rows) -> Result<BTreeMap<String, St
 pub(super) enum Begin {
     /// With its first step.
     Anew,
-    /// Behind a checkpoint, with the record of the steps before.
+    /// Behind a checkpoint, with the record of the steps before: with no step at all where only the model is to be written.
     After(From, Earlier),
-    /// Nowhere: all of its steps were taken.
+    /// Nowhere: all of its steps were taken, and there is a model.
     Over,
 }
 
-/// Where the run begins: with --resume behind a checkpoint, unless there is none yet, and not at all behind the last step, so that
-/// one command may be given again and again until a run is done.
+/// Where the run begins: with --resume behind a checkpoint, unless there is none yet, and not at all behind the last step, if the
+/// model is there, so that one command may be given again and again until a run is done.
 ///
 /// # Errors
 /// `Kind::Checkpoint` if there is no checkpoint in a folder that is named, or one that cannot be read; `Kind::Config`, with one line
@@ -81,8 +82,12 @@ pub(super) fn begin(
     let from = From { step: step as usize, dir, keep };
     if from.step >= args.steps.steps {
         let (dir, steps) = (from.dir.display(), args.steps.steps);
-        eprintln!("nothing is left to do: {dir} is of step {step}, and --steps is {steps}");
-        return Ok(Begin::Over);
+        let is_done = has_model(&out.join("model"), &of_run);
+        let but = if is_done { "" } else { " but to write the model" };
+        eprintln!("nothing is left to do{but}: {dir} is of step {step}, and --steps is {steps}");
+        if is_done {
+            return Ok(Begin::Over);
+        }
     }
     check_free(out, Some(&from))?;
     let record = from.dir.parent().unwrap_or(Path::new("")).join("metrics.jsonl");
@@ -95,6 +100,12 @@ pub(super) fn begin(
         eprintln!("{record}: {lines} line(s) are left out, of steps after {step} or broken");
     }
     Ok(Begin::After(from, earlier))
+}
+
+/// Whether there is a model, unless a checkpoint notes that the one of its step was not saved: what is there is an earlier one.
+fn has_model(dir: &Path, of_run: &BTreeMap<String, String>) -> bool {
+    let is_earlier = of_run.get(MODEL_SAVED).is_some_and(|saved| saved == "false");
+    !is_earlier && ModelConfig::read(dir).is_ok() && Weights::open(dir).is_ok()
 }
 
 /// Whether a folder is a checkpoint, or is to be one that lies whole under another name, and is one now.

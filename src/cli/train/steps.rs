@@ -25,6 +25,11 @@ pub(super) struct Ended {
 }
 
 impl Ended {
+    /// Of a run whose steps were all taken before.
+    pub(super) fn over(job: &Job) -> Ended {
+        Ended { steps: job.first(), ..Ended::default() }
+    }
+
     /// Takes note of why there is no checkpoint, if so.
     pub(super) fn note(&mut self, refused: Option<Error>) {
         self.unsaved |= refused.is_some();
