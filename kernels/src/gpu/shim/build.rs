@@ -21,9 +21,10 @@ const FLAGS: [&str; 10] = [
     "-w",
 ];
 
-/// Whether there is a compiler for the host.
+/// Whether there is a compiler for the host. It is looked for, not started: every case asks.
 pub(crate) fn compiler_is_found() -> bool {
-    Command::new("g++").arg("--version").output().is_ok_and(|o| o.status.success())
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|folder| folder.join("g++").is_file())
 }
 
 /// The library of a program (macros and source, without the prelude) with doors to some of its entries.
@@ -39,14 +40,16 @@ pub(super) fn library(body: &str, entries: &[&str]) -> Result<PathBuf, String> {
         write(&folder.join("shim.h"), HEADER)?;
         let text = to.with_extension("cc");
         write(&text, RUNTIME)?;
-        compile(&folder, &["-c", name(&text)?, "-o", name(to)?])
+        compile(&folder, &["-O2", "-c", name(&text)?, "-o", name(to)?])
     })?;
     let mut text = format!("#include \"{}\"\n{body}\n", name(&header.with_extension(""))?);
     entries.iter().for_each(|entry| text += &format!("SHIM_ENTRY({entry})\n"));
     made(&folder, &[&text], "so", |to| {
         let source = to.with_extension("cc");
         write(&source, &text)?;
-        compile(&folder, &["-shared", name(&source)?, name(&runtime)?, "-o", name(to)?])
+        // A program stays open: it and the libraries that it needs would be linked anew for every launch.
+        let stays = "-Wl,-z,nodelete";
+        compile(&folder, &["-shared", stays, name(&source)?, name(&runtime)?, "-o", name(to)?])
     })
 }
 

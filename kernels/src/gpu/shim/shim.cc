@@ -5,10 +5,11 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
+#include <mutex>
 #include <vector>
 
-__thread uint3 threadIdx, blockIdx;
-__thread dim3 blockDim, gridDim;
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
 
 namespace {
 
@@ -30,13 +31,13 @@ struct Thread {
 // What lanes of a warp that wait for each other have given so far.
 struct Meeting {
     unsigned mask, arrived, size;
-    unsigned char given[32][64];
+    // `size` bytes of each lane, one behind the other.
+    unsigned char given[32 * 64];
 };
 constexpr int MEETINGS = 8;
 
 struct Fiber {
     void *stack_pointer;
-    char *stack;
 };
 
 struct Block {
@@ -53,13 +54,14 @@ struct Block {
     std::vector<unsigned char> shared;
     size_t shared_at;
     bool failed;
-    char message[512];
-
-    ~Block() {
-        for (Fiber &fiber : fibers) free(fiber.stack);
-    }
+    // Stacks for all threads of a block, during a launch. The system gives pages as they are touched.
+    char *stacks;
 };
-thread_local Block block;
+Block block;
+// Held during a launch.
+std::mutex turn;
+// Of the last launch of a thread of the host, which reads it when others have their turn.
+__thread char message[512];
 
 }  // namespace
 
@@ -170,8 +172,8 @@ void live() {
     }
 }
 
-void prepare(Fiber &fiber) {
-    char *top = fiber.stack + STACK_BYTES - 64;
+void prepare(Fiber &fiber, size_t number) {
+    char *top = block.stacks + (number + 1) * STACK_BYTES - 64;
     void **words = reinterpret_cast<void **>(top - reinterpret_cast<uintptr_t>(top) % 64) - SAVED_WORDS - 2;
 #if defined(__x86_64__)
     // At the entry of a function the stack is 8 bytes off a multiple of 16.
@@ -191,8 +193,8 @@ int free_fiber() {
         block.idle.pop_back();
         return own;
     }
-    Fiber fiber = {nullptr, static_cast<char *>(malloc(STACK_BYTES))};
-    prepare(fiber);
+    Fiber fiber = {nullptr};
+    prepare(fiber, block.fibers.size());
     block.fibers.push_back(fiber);
     return int(block.fibers.size()) - 1;
 }
@@ -213,7 +215,8 @@ void arrange(uint64_t order, uint64_t &state) {
 // Runs the threads of one block to their ends.
 void run_block(const shim::Grid &grid, uint64_t &random) {
     block.threads.assign(grid.threads, Thread{State::Fresh, 0, -1, nullptr});
-    block.meetings.assign((grid.threads + 31) / 32 * MEETINGS, Meeting{});
+    block.meetings.resize((grid.threads + 31) / 32 * MEETINGS);
+    for (Meeting &meeting : block.meetings) meeting.arrived = 0;
     block.order.resize(grid.threads);
     block.next_fresh = block.num_waiting = block.num_ended = 0;
     arrange(grid.order, random);
@@ -238,7 +241,7 @@ void run_block(const shim::Grid &grid, uint64_t &random) {
             for (unsigned i = 0; i < grid.threads; ++i) {
                 const Thread &thread = block.threads[i];
                 if (thread.state == State::Ended) continue;
-                snprintf(block.message, sizeof block.message, "thread %u waits at line %d for threads that never come (%s)", i,
+                snprintf(message, sizeof message, "thread %u waits at line %d for threads that never come (%s)", i,
                          thread.line, thread.state == State::AtBarrier ? "__syncthreads" : "lanes of its warp");
                 block.failed = true;
                 break;
@@ -263,8 +266,8 @@ void fail(const char *format, ...) {
     char text[384];
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    snprintf(block.message, sizeof block.message, "block (%u, %u, %u), thread %u: %s", blockIdx.x, blockIdx.y, blockIdx.z,
-             threadIdx.x, text);
+    snprintf(message, sizeof message, "block (%u, %u, %u), thread %u: %s", blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x,
+             text);
     block.failed = true;
     void *forgotten;
     shim_switch(&forgotten, block.scheduler);
@@ -286,7 +289,7 @@ void exchange(unsigned mask, const void *mine, unsigned size, void *all) {
     if (!(mask >> own & 1)) fail("lane %u is not in the mask %#x that it gives", own, mask);
     if (size > 64) fail("a lane gives %u bytes, at most 64", size);
     Meeting *meeting = nullptr;
-    for (int i = 0; i < MEETINGS; ++i) {
+    for (int i = 0; i < MEETINGS && !meeting; ++i) {
         Meeting &candidate = block.meetings[warp * MEETINGS + i];
         if (candidate.arrived != 0 && candidate.mask == mask) meeting = &candidate;
     }
@@ -298,11 +301,11 @@ void exchange(unsigned mask, const void *mine, unsigned size, void *all) {
     if (meeting->arrived == 0) {
         meeting->mask = mask;
         meeting->size = size;
-        memset(meeting->given, 0, sizeof meeting->given);
+        memset(meeting->given, 0, 32 * size);
     }
     if (meeting->arrived >> own & 1) fail("lane %u is at two places at once", own);
     if (meeting->size != size) fail("lanes of one warp exchange %u and %u bytes at once", meeting->size, size);
-    memcpy(meeting->given[own], mine, size);
+    memcpy(meeting->given + own * size, mine, size);
     meeting->arrived |= 1u << own;
     Thread &thread = block.threads[block.current];
     thread.all = all;
@@ -311,7 +314,7 @@ void exchange(unsigned mask, const void *mine, unsigned size, void *all) {
         for (unsigned i = 0; i < 32; ++i) {
             if (!(mask >> i & 1)) continue;
             Thread &other = block.threads[warp * 32 + i];
-            for (unsigned j = 0; j < 32; ++j) memcpy(static_cast<char *>(other.all) + j * size, meeting->given[j], size);
+            memcpy(other.all, meeting->given, 32 * size);
             other.state = State::Ready;
         }
         meeting->arrived = 0;
@@ -326,21 +329,26 @@ void *dynamic_shared() { return block.shared.data() + block.shared_at; }
 const char *compare(const char *kinds, const unsigned *sizes, unsigned count, const char *given_kinds,
                     const unsigned *given_sizes, unsigned given_count) {
     if (count != given_count) {
-        snprintf(block.message, sizeof block.message, "the entry takes %u arguments, the plan gives %u", count, given_count);
-        return block.message;
+        snprintf(message, sizeof message, "the entry takes %u arguments, the plan gives %u", count, given_count);
+        return message;
     }
     for (unsigned i = 0; i < count; ++i) {
         if (kinds[i] == given_kinds[i] && sizes[i] == given_sizes[i]) continue;
-        snprintf(block.message, sizeof block.message, "argument %u is '%c' of %u bytes, the plan gives '%c' of %u", i, kinds[i],
-                 sizes[i], given_kinds[i], given_sizes[i]);
-        return block.message;
+        snprintf(message, sizeof message, "argument %u is '%c' of %u bytes, the plan gives '%c' of %u", i, kinds[i], sizes[i],
+                 given_kinds[i], given_sizes[i]);
+        return message;
     }
     return nullptr;
 }
 
 const char *run(Body body, void *const *args, const Grid &grid) {
     if (grid.shared_bytes > SHARED_BYTES_MAX) return "more shared memory than a block can have";
+    const std::lock_guard<std::mutex> held(turn);
     uint64_t random = grid.order * 0x9e3779b97f4a7c15ull + 1;
+    block.stacks = static_cast<char *>(malloc(grid.threads * STACK_BYTES));
+    if (block.stacks == nullptr) return "there is no memory for stacks";
+    block.fibers.clear();
+    block.idle.clear();
     block.body = body;
     block.args = args;
     block.failed = false;
@@ -357,19 +365,13 @@ const char *run(Body body, void *const *args, const Grid &grid) {
         run_block(grid, random);
         const size_t end = block.shared_at + grid.shared_bytes;
         if (!block.failed && !(is_stale(0, block.shared_at) && is_stale(end, block.shared.size()))) {
-            snprintf(block.message, sizeof block.message, "block (%u, %u, %u) wrote outside of its shared memory", blockIdx.x,
-                     blockIdx.y, blockIdx.z);
+            snprintf(message, sizeof message, "block (%u, %u, %u) wrote outside of its shared memory", blockIdx.x, blockIdx.y,
+                     blockIdx.z);
             block.failed = true;
         }
     }
-    if (!block.failed) return nullptr;
-    // Fibers that were left in the middle begin anew.
-    block.idle.clear();
-    for (size_t i = 0; i < block.fibers.size(); ++i) {
-        prepare(block.fibers[i]);
-        block.idle.push_back(int(i));
-    }
-    return block.message;
+    free(block.stacks);
+    return block.failed ? message : nullptr;
 }
 
 }  // namespace shim

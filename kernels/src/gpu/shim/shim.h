@@ -1,6 +1,7 @@
 // What CUDA C++ has built in, for a host: the threads of a block are fibers of one thread, which switch where they wait for
 // each other. Stands before prelude.cuh; shim.cc is the other half. The elementary functions are those of the host's libm.
-// All state is per thread of the host, so that several launches can run at once.
+// Each program has state of its own, and its launches take turns: programs run beside each other, and nothing has to be looked up by
+// the thread of the host.
 #pragma once
 #define SHARDGRAD_SHIM 1
 
@@ -20,7 +21,7 @@ using std::signbit;
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __shared__ static __thread
+#define __shared__ static
 #define __constant__ static const
 #define __align__(n) __attribute__((aligned(n)))
 
@@ -47,8 +48,10 @@ SHIM_VECTORS(long long, longlong)
 SHIM_VECTORS(unsigned short, ushort)
 #undef SHIM_VECTORS
 
-extern __thread uint3 threadIdx, blockIdx;
-extern __thread dim3 blockDim, gridDim;
+// Hidden, so that they are read without a table.
+#define SHIM_OWN __attribute__((visibility("hidden")))
+SHIM_OWN extern uint3 threadIdx, blockIdx;
+SHIM_OWN extern dim3 blockDim, gridDim;
 
 namespace shim {
 
