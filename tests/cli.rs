@@ -187,9 +187,9 @@ fn a_run_leaves_metrics_a_plot_and_a_model_that_is_read_on_another_mesh() {
     let (eval, generate) = (&["eval", "--data", &data][..], &["generate", "--prompt", "The "][..]);
     let staged = "nothing is split over pp=4 but in training";
     for (command, mesh, why, axes) in [
-        (eval, "pp=4,tp=2", staged, "use the axes dp, cp and tp"),
-        (generate, "pp=4,tp=2", staged, "use the axes dp and tp"),
-        (generate, "cp=2", "token by token is not split over cp=2", "use the axes dp and tp; no weight"),
+        (eval, "pp=4,tp=2", staged, "use the axes dp, ep, cp and tp"),
+        (generate, "pp=4,tp=2", staged, "use the axes dp, ep and tp"),
+        (generate, "cp=2", "token by token is not split over cp=2", "use the axes dp, ep and tp; no weight"),
     ] {
         let (code, said) = told(&[command, &["--model", &model, "--mesh", mesh]].concat());
         assert!(code == 2 && said.contains(why) && said.contains(axes), "{said}");

@@ -24,8 +24,16 @@ fn blocks_under_every_split_and_their_product() {
     ModelConfig::from(Gpt2Config::new(50, 16, 24, 2, 4)).write(gpt2.path("").as_ref()).unwrap();
     let config = LlamaConfig::new(LlamaKind::Llama, 50, 16, [24, 64], 2, [4, 2]);
     ModelConfig::from(config).write(llama.path("").as_ref()).unwrap();
-    for (family, folder) in [("gpt2", gpt2), ("llama", llama)] {
-        for mesh in ["dp=2", "cp=2", "tp=2", "pp=2", "pp=2,dp=2,tp=2"] {
+    let mixtral = Folder::new("explain-mixtral");
+    let config = LlamaConfig::new(LlamaKind::Mixtral, 50, 16, [24, 64], 2, [4, 2]);
+    ModelConfig::from(config).write(mixtral.path("").as_ref()).unwrap();
+    const MESHES: [&str; 5] = ["dp=2", "cp=2", "tp=2", "pp=2", "pp=2,dp=2,tp=2"];
+    for (family, folder, meshes) in [
+        ("gpt2", gpt2, &MESHES[..]),
+        ("llama", llama, &MESHES),
+        ("mixtral", mixtral, &["ep=2", "dp=2,ep=2,tp=2"]),
+    ] {
+        for mesh in meshes {
             let name = format!("{family}_{}", mesh.replace(['=', ','], "_"));
             insta::assert_snapshot!(name, explained(&folder, mesh));
         }

@@ -1,14 +1,14 @@
 //! Models of `transformers`: folders that it wrote, with the logits that it computed, recorded by `tests/hf/make_fixtures.py`.
 
 use crate::distance::far;
-use shardgrad::nn::hf::{CONFIG_FILE, TensorFile, TensorWriter, WEIGHTS_FILE, Weights};
-use shardgrad::nn::{Bert, Family, LanguageModel, ModelConfig};
+use shardgrad::nn::hf::{CONFIG_FILE, ExpertsConfig, TensorFile, TensorWriter, WEIGHTS_FILE, Weights};
+use shardgrad::nn::{Bert, Family, LanguageModel, LlamaConfig, ModelConfig};
 use shardgrad::prelude::*;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-const NAMES: [&str; 11] = [
+const NAMES: [&str; 14] = [
     "gpt2",
     "gpt2-untied",
     "gpt2-f16",
@@ -20,10 +20,16 @@ const NAMES: [&str; 11] = [
     "qwen2",
     "qwen2-window",
     "qwen3",
+    "mixtral",
+    "qwen3-moe",
+    "qwen3-moe-normed",
 ];
 /// Those without a head of tokens come last.
 const ENCODERS: [&str; 3] = ["bert", "bert-untied", "bert-encoder"];
 const MESHES: [&str; 5] = ["", "tp=2", "dp=2", "dp=2,tp=2", "tp=3"];
+/// Models with experts, and meshes for them.
+const EXPERTS: [&str; 3] = ["mixtral", "qwen3-moe", "qwen3-moe-normed"];
+const EXPERT_MESHES: [&str; 3] = ["ep=2", "dp=2,ep=3", "ep=2,tp=2"];
 const ROWS: usize = 3;
 const SEQ: usize = 9;
 
@@ -77,9 +83,38 @@ fn distance(a: &[f64], b: &[f64]) -> f64 {
 fn logits_are_those_of_transformers_on_every_mesh() {
     for name in NAMES {
         let expected = expected(name, "logits");
-        for mesh in MESHES {
+        for mesh in MESHES.into_iter().chain(EXPERT_MESHES.into_iter().filter(|_| EXPERTS.contains(&name))) {
             let found = distance(&logits(&folder(name), mesh), &expected);
             assert!(found <= 2e-5, "{name} on {mesh}: logits differ by {found:e} of their scale");
+        }
+    }
+}
+
+/// The loss that tells how unevenly experts are used: what it adds to the loss of the tokens, alone.
+#[test]
+fn the_balance_of_experts_is_that_of_transformers_on_every_mesh() {
+    for name in EXPERTS {
+        let ModelConfig::Llama(read) = ModelConfig::read(&folder(name)).unwrap() else { panic!("{name}") };
+        let loss = |mesh: &str, output_router_logits| {
+            let experts = read.experts.clone().map(|experts| ExpertsConfig {
+                output_router_logits,
+                router_aux_loss_coef: 1.0,
+                ..experts
+            });
+            let config = ModelConfig::from(LlamaConfig { experts, ..read.clone() });
+            let plan = LanguageModel::plan(&config);
+            let ranks = World::run(Mesh::parse(mesh).unwrap(), |rank| {
+                let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 0, DType::F64)?;
+                model.load(&folder(name))?;
+                let ids = model.inference().constant(ids(rank, &plan, config.vocab_size())?);
+                model.loss(&ids, &ids).item()
+            });
+            ranks.unwrap_or_else(|e| panic!("{name} on {mesh}: {e}"))[0]
+        };
+        for mesh in MESHES.into_iter().chain(EXPERT_MESHES) {
+            let found = loss(mesh, true) - loss(mesh, false);
+            let expected = expected(name, "balance")[0];
+            assert!((found - expected).abs() < 1e-5, "{name} on {mesh}: {found}, not {expected}");
         }
     }
 }

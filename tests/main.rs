@@ -21,6 +21,7 @@ mod mutants;
 mod pipelines;
 mod processes;
 mod context;
+mod experts;
 mod schedules;
 mod not_finite;
 mod packaging;

@@ -23,6 +23,7 @@ pub(crate) use train::TrainArgs;
 
 use super::ranks::{Ranks, process};
 use crate::data::{How, Split, Width, is_source};
+pub(crate) use axes::check_experts;
 use axes::{MEASURING, READING, TRAINING, check_axes};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
@@ -83,7 +84,8 @@ pub(crate) struct ModelArgs {
     #[arg(long, value_name = "DIR", conflicts_with = "preset")]
     model: Option<PathBuf>,
     /// Shape with fresh weights: tiny, s, m, l, gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, llama-tiny, llama-1b, llama-8b,
-    /// llama-70b, mistral-7b, qwen2-0.5b, qwen3-0.6b, qwen3-8b, bert-base, bert-large
+    /// llama-70b, mistral-7b, qwen2-0.5b, qwen3-0.6b, qwen3-8b, mixtral-tiny, mixtral-8x7b,
+    /// qwen3-30b-a3b, bert-base, bert-large
     #[arg(long, value_name = "NAME", default_value = defaults::PRESET, value_parser = values::preset)]
     preset: String,
 }
@@ -199,7 +201,7 @@ fn widths() -> impl TypedValueParser<Value = Width> {
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Machine")]
 pub(crate) struct RunArgs {
-    /// Ranks by axis, as in dp=2,tp=2; axes are pp, dp, cp, tp, one rank each if left out
+    /// Ranks by axis, as in dp=2,tp=2; axes are pp, dp, ep, cp, tp, one rank each if left out
     #[arg(
         long, value_name = "AXES", default_value = "", hide_default_value = true,
         value_parser = values::mesh
@@ -433,7 +435,7 @@ impl EvalArgs {
 pub(crate) struct ExplainArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
-    /// Ranks by axis, as in dp=2,tp=2; axes are pp, dp, cp, tp, one rank each if left out
+    /// Ranks by axis, as in dp=2,tp=2; axes are pp, dp, ep, cp, tp, one rank each if left out
     #[arg(
         long, value_name = "AXES", default_value = "", hide_default_value = true,
         value_parser = values::mesh, help_heading = "Machine"

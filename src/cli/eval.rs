@@ -1,6 +1,6 @@
 //! `eval`: the mean loss of a model on a text or on token numbers, on any mesh.
 
-use super::args::{EvalArgs, check_tokens, config_of};
+use super::args::{EvalArgs, check_experts, check_tokens, config_of};
 use super::memory::check_model;
 use super::ranks::leads;
 use crate::data::{Order, Sampler};
@@ -21,6 +21,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
     let config = config_of(&args.model)?;
     let seq = args.seq(&config)?;
     let ranks = args.run.world()?;
+    check_experts(&args.run.mesh, &config)?;
     check_model(&args.run, &args.model, &config)?;
     let (windows, what) = match &args.source.tokens {
         Some(path) => {

@@ -1,6 +1,6 @@
 //! `explain`: what one training step of a model would hold, move and compute on a mesh. Nothing is computed.
 
-use super::args::{CHECK_EVERY, ExplainArgs, check_tokens};
+use super::args::{CHECK_EVERY, ExplainArgs, check_experts, check_tokens};
 use crate::data::Batch;
 use crate::train::{batch, word};
 use serde_json::json;
@@ -86,6 +86,7 @@ struct Step {
 pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     let config = args.model.config()?;
     let mesh = args.mesh()?.clone();
+    check_experts(&mesh, &config)?;
     let precision = args.stored.precision(args.dtype);
     let faults = args.pipeline.faults(&mesh, args.batch).into_iter().chain(args.stored.fault(args.dtype));
     if let Some(fault) = faults.into_iter().next() {

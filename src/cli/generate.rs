@@ -6,7 +6,7 @@ mod text;
 use sample::choose;
 use text::Text;
 
-use super::args::{GenerateArgs, SamplingArgs, config_of};
+use super::args::{GenerateArgs, SamplingArgs, check_experts, config_of};
 use super::memory::check_model;
 use super::ranks::leads;
 use crate::behind::Behind;
@@ -23,6 +23,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     let config = config_of(&args.model)?;
     refuse_encoders(&config)?;
     let ranks = args.run.reading_world()?;
+    check_experts(&args.run.mesh, &config)?;
     check_model(&args.run, &args.model, &config)?;
     let tokenizer = Tokenizer::of(Some(&args.model), &config)?;
     let mut ends = config.ends_of_text_in(&args.model)?;

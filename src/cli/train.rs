@@ -13,7 +13,7 @@ use resume::Begin;
 use steps::{Ended, take_steps};
 
 use super::Failure;
-use super::args::{TrainArgs, check_tokens};
+use super::args::{TrainArgs, check_experts, check_tokens};
 use super::explain::Outline;
 use super::memory::check_training;
 use super::ranks::{Ranks, leads, process};
@@ -226,6 +226,7 @@ fn prepare(args: &TrainArgs) -> Result<Option<Job>> {
     if let Some(p) = args.dropout {
         config = config.with_dropout(p);
     }
+    check_experts(&args.mesh(), &config)?;
     let lines = Lines::new();
     let found = find(args, &config)?;
     let recipe = recipe(args, found.seq);

@@ -19,9 +19,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from make_fixtures import configs, fresh, kind, reread
+from make_fixtures import configs, fresh, has_experts, kind, reread
 
 MESHES = ["dp=1", "tp=2", "dp=2", "pp=2", "dp=2,tp=2", "pp=2,tp=2", "tp=3"]
+# Of models with experts.
+EXPERT_MESHES = ["ep=2", "ep=3", "dp=2,ep=2", "ep=2,tp=2", "pp=2,ep=2"]
 ROWS, SEQ, STEPS, LR = 4, 8, 12, 1e-3
 
 
@@ -104,7 +106,7 @@ def compare(binary, name, folder, meshes):
     model = fresh(name)
     start, file = folder / "start", folder / "tokens.safetensors"
     model.save_pretrained(start)
-    model = reread(model, start)
+    model = reread(name, model, start)
     tensors, split = data(name, model)
     save_file(tensors, file)
     with torch.no_grad():
@@ -149,7 +151,8 @@ if __name__ == "__main__":
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        run = lambda name: compare(args.binary, name, Path(folder) / name, args.mesh or MESHES)
+        meshes = lambda name: MESHES + (EXPERT_MESHES if has_experts(name) else [])
+        run = lambda name: compare(args.binary, name, Path(folder) / name, args.mesh or meshes(name))
         # An encoder without a head of tokens learns nothing; the recorded fixtures compare its vectors.
         names = [name for name in configs() if name != "bert-encoder"]
         good = [run(name) for name in args.model or names]

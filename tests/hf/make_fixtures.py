@@ -95,6 +95,16 @@ def configs():
         "mistral": llama_like("Mistral", sliding_window=None),
         "qwen2": llama_like("Qwen2", head_dim=None, hidden_size=24, num_attention_heads=4, num_key_value_heads=2),
         "qwen3": llama_like("Qwen3", tie_word_embeddings=True, num_key_value_heads=1),
+        "mixtral": llama_like("Mixtral", num_local_experts=5, num_experts_per_tok=2),
+        "qwen3-moe": llama_like("Qwen3Moe", num_experts=7, num_experts_per_tok=3, moe_intermediate_size=5),
+        "qwen3-moe-normed": llama_like(
+            "Qwen3Moe",
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=9,
+            norm_topk_prob=True,
+            mlp_only_layers=[0],
+        ),
         "mistral-window": llama_like("Mistral", sliding_window=4),
         "qwen2-window": llama_like("Qwen2", head_dim=None, hidden_size=24, **half),
         "gpt2-f16": transformers.GPT2Config(**gpt2, **off),
@@ -108,6 +118,10 @@ def configs():
 DTYPES = {"gpt2-f16": torch.float16, "llama-bf16": torch.bfloat16}
 
 
+def has_experts(name):
+    return name == "mixtral" or "moe" in name
+
+
 def kind(name):
     """The class of transformers."""
     if name == "bert-encoder":
@@ -118,6 +132,10 @@ def kind(name):
 @torch.no_grad()
 def computed(name, model):
     """What a model makes of the tokens, in f32."""
+    if has_experts(name):
+        # Beside the logits how unevenly experts are used.
+        out = model(ids(model.config.vocab_size), output_router_logits=True)
+        return {"logits": out.logits, "balance": out.aux_loss.reshape(1)}
     if kind(name) is None:
         return {"logits": model(ids(model.config.vocab_size)).logits}
     given, labels = encoder_input(model.config.vocab_size)
@@ -139,12 +157,19 @@ def fresh(name):
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
-    return model.eval().to(DTYPES.get(name, torch.float32))
+    return plain(name, model).eval().to(DTYPES.get(name, torch.float32))
 
 
-def reread(model, folder):
+def plain(name, model):
+    """Experts one by one: products of groups take no odd widths."""
+    if has_experts(name):
+        model.set_experts_implementation("eager")
+    return model
+
+
+def reread(name, model, folder):
     """A saved model in f32, whose tables of angles were never rounded to the dtype of its weights."""
-    return type(model).from_pretrained(folder, dtype=torch.float32).eval()
+    return plain(name, type(model).from_pretrained(folder, dtype=torch.float32)).eval()
 
 
 def make(folder, names):
@@ -153,7 +178,7 @@ def make(folder, names):
         out.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(out)
         (out / "generation_config.json").unlink(missing_ok=True)
-        results = computed(name, reread(model, out))
+        results = computed(name, reread(name, model, out))
         save_file({key: value.contiguous() for key, value in results.items()}, out / "expected.safetensors")
         size = sum(f.stat().st_size for f in out.iterdir())
         print(f"{name}: {size} bytes, {sum(p.numel() for p in model.parameters())} parameters")

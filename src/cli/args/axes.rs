@@ -1,14 +1,15 @@
 //! The axes of a mesh over which commands split something.
 
 use shardgrad::dist::{Axis, Mesh};
+use shardgrad::nn::ModelConfig;
 use shardgrad::{Error, Kind, Result};
 
-/// What training splits: layers, rows, tokens of a row, parameters.
-pub(super) const TRAINING: [&str; 4] = ["pp", "dp", "cp", "tp"];
+/// What training splits: layers, rows, experts, tokens of a row, parameters.
+pub(super) const TRAINING: [&str; 5] = ["pp", "dp", "ep", "cp", "tp"];
 /// What is split where a loss is measured; stages are of training alone.
-pub(super) const MEASURING: [&str; 3] = ["dp", "cp", "tp"];
+pub(super) const MEASURING: [&str; 4] = ["dp", "ep", "cp", "tp"];
 /// What is split where a text is read token by token.
-pub(super) const READING: [&str; 2] = ["dp", "tp"];
+pub(super) const READING: [&str; 3] = ["dp", "ep", "tp"];
 
 /// Refuses axes over which a command splits nothing: their ranks would all hold and do the same.
 pub(super) fn check_axes(mesh: &Mesh, split: &[&str]) -> Result<()> {
@@ -29,9 +30,33 @@ pub(super) fn check_axes(mesh: &Mesh, split: &[&str]) -> Result<()> {
     Err(Error::new(Kind::Unsupported, why).detail("help", help))
 }
 
+/// Refuses an axis of experts for a model that has none: `dp` splits the same rows.
+pub(crate) fn check_experts(mesh: &Mesh, config: &ModelConfig) -> Result<()> {
+    match mesh.axis("ep").map(|axis| mesh.size(axis)) {
+        Some(size) if size > 1 && !config.has_experts() => {
+            let error =
+                Error::new(Kind::Unsupported, format!("the model has no experts to split over ep={size}"));
+            Err(error.detail("help", "split its rows over dp instead"))
+        }
+        _ => Ok(()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn experts_are_split_where_there_are_some() {
+        let check = |mesh: &str, preset: &str| {
+            check_experts(&Mesh::parse(mesh).unwrap(), &ModelConfig::preset(preset).unwrap())
+        };
+        assert!(check("ep=2", "mixtral-tiny").is_ok() && check("ep=1,dp=2", "tiny").is_ok());
+        for preset in ["tiny", "llama-tiny", "bert-base"] {
+            let error = check("dp=2,ep=3", preset).unwrap_err();
+            assert_eq!(error.message(), "the model has no experts to split over ep=3");
+        }
+    }
 
     #[test]
     fn an_axis_over_which_nothing_is_split_is_refused_by_its_name() {
@@ -43,12 +68,12 @@ mod tests {
         assert_eq!(told("pp=1,dp=3,cp=2", &MEASURING), Ok(()));
         assert_eq!(
             told("pp=2,cp=2", &MEASURING).unwrap_err(),
-            "nothing is split over pp=2 but in training; use the axes dp, cp and tp"
+            "nothing is split over pp=2 but in training; use the axes dp, ep, cp and tp"
         );
         let error = told("cp=2,tp=2", &READING).unwrap_err();
         assert!(
             error.starts_with(
-                "a text that grows token by token is not split over cp=2; use the axes dp and tp; no weight"
+                "a text that grows token by token is not split over cp=2; use the axes dp, ep and tp; no weight"
             ),
             "{error}"
         );

@@ -52,7 +52,7 @@ mod tests {
 
     #[test]
     fn the_nearest_word_is_found_and_far_ones_are_not() {
-        let axes = ["pp", "dp", "cp", "tp"];
+        let axes = ["pp", "dp", "ep", "cp", "tp"];
         assert_eq!(nearest("tq", axes), Some("tp"));
         assert_eq!(nearest("pd", axes), Some("pp"));
         assert_eq!(nearest("model", axes), None);

@@ -55,7 +55,9 @@ impl PipelineArgs {
     /// How many pieces a batch is cut into on a mesh: as asked for, else as many as a pipeline has use for, of which each data
     /// rank has equally many rows, or one at least, if that can be.
     pub(crate) fn microbatches(&self, mesh: &Mesh, batch: usize) -> usize {
-        let [stages, shares] = ["pp", "dp"].map(|name| mesh.axis(name).map_or(1, |axis| mesh.size(axis)));
+        let [stages, dp, ep] =
+            ["pp", "dp", "ep"].map(|name| mesh.axis(name).map_or(1, |axis| mesh.size(axis)));
+        let shares = dp * ep;
         let most = if stages > 1 { 2 * stages } else { 1 };
         let order = self.order();
         let runs = |m: usize| match &order {

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// The axes of a mesh in their fixed order, outermost first.
-pub(crate) const AXES: [&str; 4] = ["pp", "dp", "cp", "tp"];
+pub(crate) const AXES: [&str; 5] = ["pp", "dp", "ep", "cp", "tp"];
 
 /// No count is larger than this; steps times batch then fit 64 bits.
 const COUNT_MAX: usize = 1 << 31;
@@ -208,7 +208,7 @@ mod tests {
             ("", "mesh()"),
             ("tp=2", "mesh(tp=2)"),
             ("tp=2, dp=3", "mesh(dp=3, tp=2)"),
-            ("tp=2,cp=1,dp=3,pp=4", "mesh(pp=4, dp=3, cp=1, tp=2)"),
+            ("tp=2,cp=1,ep=2,dp=3,pp=4", "mesh(pp=4, dp=3, ep=2, cp=1, tp=2)"),
         ] {
             assert_eq!(mesh(text).unwrap().to_string(), shown);
         }
@@ -223,9 +223,9 @@ mod tests {
         };
         assert_eq!(
             told("dp=2,tq=2"),
-            "there is no mesh axis `tq`; did you mean `tp`? the axes are pp, dp, cp, tp"
+            "there is no mesh axis `tq`; did you mean `tp`? the axes are pp, dp, ep, cp, tp"
         );
-        assert_eq!(told("model=2"), "there is no mesh axis `model`; the axes are pp, dp, cp, tp");
+        assert_eq!(told("model=2"), "there is no mesh axis `model`; the axes are pp, dp, ep, cp, tp");
         assert_eq!(told("tp=2,tp=2"), "axis `tp` is named twice in the mesh");
         assert_eq!(told("tp=0"), "axis `tp` has size 0; leave it out or give it size 1");
         assert_eq!(told("tp"), "`tp` is no mesh axis; write axis=size, as in dp=2,tp=2");
