@@ -175,7 +175,7 @@ fn write_down(job: &Job, title: &str) -> Result<()> {
     let mut metrics = job.metrics();
     let ended = metrics.end();
     let drawn = match metrics.steps() {
-        steps if steps.is_empty() || metrics.taken() == 0 && !job.is_over() => Ok(()),
+        steps if !leads() || steps.is_empty() || metrics.taken() == 0 && !job.is_over() => Ok(()),
         steps => plot::write_loss_plot(&job.out.join("loss.svg"), title, job.unit, steps),
     };
     let traced = job.trace.as_ref().map_or(Ok(()), |trace| trace.write(job.num_ranks));
