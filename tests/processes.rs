@@ -204,8 +204,5 @@ fn processes_that_were_told_unlike_things_say_so() {
     assert!(told.iter().all(|text| text.contains("has mesh(tp=2), rank 0 has mesh(dp=2)")), "{told:?}");
     let (codes, told) = both([&["--lr", "0.1"], &["--lr", "0.2"]]);
     assert_eq!(codes, [Some(1); 2], "{told:?}");
-    assert!(
-        told.iter().all(|text| text.contains("`settings` is not the same") && text.contains("rank 1")),
-        "{told:?}"
-    );
+    assert!(told.iter().all(|text| text.contains("`settings` is not the same everywhere")), "{told:?}");
 }

@@ -1,6 +1,7 @@
-//! Collectives between ranks of this process, as changes of layout.
+//! Collectives between ranks of this process, or of several that a launcher started, as changes of layout.
 
 use super::line::{Bench, Work, check};
+use crate::cli::ranks::{Ranks, leads, process};
 use shardgrad::prelude::*;
 use std::panic::Location;
 
@@ -31,16 +32,25 @@ const CALLS_MAX: usize = 2000;
 /// Rows and columns of what is moved, f32.
 const SHAPES: [[usize; 2]; 3] = [[4, 4], [64, 64], [1024, 1024]];
 
-/// Checks and measures every collective on 2 and on 4 ranks.
+/// Checks and measures every collective on 2 and on 4 ranks, or on as many as there are processes.
 pub(super) fn run(bench: &Bench) -> Result<()> {
-    for num_ranks in [2usize, 4] {
-        let mesh = format!("x={num_ranks}");
+    let process = process()?;
+    let (group, counts) = match &process {
+        None => ("collectives", vec![2, 4]),
+        Some(process) => ("processes", vec![process.num_ranks()]),
+    };
+    for num_ranks in counts {
+        let mesh = Mesh::new(&[("x", num_ranks)])?;
+        let ranks = Ranks::new(World::new(mesh.clone()), &mesh, process.clone())?;
         for shape in SHAPES {
             for case in &CASES {
-                let times = World::run(Mesh::parse(&mesh)?, |rank| measure(bench, rank, case, &shape))?;
+                let times = ranks.launch(|rank| measure(bench, rank, case, &shape))?;
+                if !leads() {
+                    continue;
+                }
                 let bytes = (case.part)(num_ranks as f64) * (4 * shape[0] * shape[1]) as f64;
                 let name = format!("{} f32[{}, {}]", case.name, shape[0], shape[1]);
-                bench.tell("collectives", &name, &mesh, times[0], Work::Bytes(bytes));
+                bench.tell(group, &name, &format!("x={num_ranks}"), times[0], Work::Bytes(bytes));
             }
         }
     }
