@@ -89,7 +89,18 @@ fn a_run_goes_on_from_a_checkpoint_of_another_split_and_is_read_on_any() {
     }
     let model = folder.path("ep=2/model");
     let said = |mesh: &str| {
-        let args = ["generate", "--model", &model, "--prompt", "The quick", "--tokens", "12", "--greedy"];
+        let args = [
+            "generate",
+            "--model",
+            &model,
+            "--prompt",
+            "The quick",
+            "--tokens",
+            "12",
+            "--greedy",
+            "--dtype",
+            "f64",
+        ];
         let (code, said) = told(&[&args[..], &["--mesh", mesh]].concat());
         assert_eq!(code, 0, "{mesh}: {said}");
         said
