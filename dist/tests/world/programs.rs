@@ -79,30 +79,31 @@ fn random_programs_have_the_same_bits_on_processes() {
 
 #[test]
 fn long_waits_are_no_faults() {
-    // Ranks come tens of milliseconds late, so that waiting ones look into the table while others move on,
-    // send and return.
+    // Processes ask each other later than threads look into their table.
+    for (way, nap_ms) in [(Way::Threads, 30), (Way::Processes, 250)] {
+        way.launch("dp=2,cp=2,tp=2", |world| world.jitter(3), |rank| late(rank, nap_ms)).unwrap();
+    }
+}
+
+/// Comes tens of milliseconds late, so that waiting ranks look for whom they wait while others move on, send and return.
+fn late(rank: &Rank, nap_ms: u64) -> Result<()> {
     let draw = |rank: usize, step: u64, bound: u64| hash(rank as u64 * 97 + step) % bound;
-    World::new(mesh("dp=2,cp=2,tp=2"))
-        .jitter(3)
-        .launch(|rank| {
-            for step in 0..12 {
-                if draw(rank.index(), step, 4) == 0 {
-                    std::thread::sleep(Duration::from_millis(draw(rank.index(), step + 500, 30)));
-                }
-                let axes = rank.mesh().axes().filter(|a| hash(step) >> a.0 & 1 == 1).collect();
-                let (call, k) = (over(axes, DType::F32), rank.mesh().group_size(axes));
-                let x = up(rank, &[1f32]);
-                if step % 3 == 2 {
-                    let place = rank.group_index(axes);
-                    rank.send(&call, &x, 1, (place + 1) % k)?;
-                    rank.recv(&call, 1, (place + k - 1) % k)?;
-                } else {
-                    assert_eq!(down::<f32>(&rank.all_reduce(&call, &x, 1, ReduceOp::Sum)?, 1), [k as f32]);
-                }
-            }
-            Ok(())
-        })
-        .unwrap();
+    for step in 0..12 {
+        if draw(rank.index(), step, 4) == 0 {
+            std::thread::sleep(Duration::from_millis(draw(rank.index(), step + 500, nap_ms)));
+        }
+        let axes = rank.mesh().axes().filter(|a| hash(step) >> a.0 & 1 == 1).collect();
+        let (call, k) = (over(axes, DType::F32), rank.mesh().group_size(axes));
+        let x = up(rank, &[1f32]);
+        if step % 3 == 2 {
+            let place = rank.group_index(axes);
+            rank.send(&call, &x, 1, (place + 1) % k)?;
+            rank.recv(&call, 1, (place + k - 1) % k)?;
+        } else {
+            assert_eq!(down::<f32>(&rank.all_reduce(&call, &x, 1, ReduceOp::Sum)?, 1), [k as f32]);
+        }
+    }
+    Ok(())
 }
 
 #[test]

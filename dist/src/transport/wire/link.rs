@@ -61,11 +61,11 @@ impl Links {
         streams: Vec<Option<TcpStream>>,
         limit: Duration,
     ) -> Result<Links> {
-        let readings: Vec<(usize, TcpStream)> = streams
-            .iter()
-            .enumerate()
-            .filter_map(|(r, s)| Some((r, s.as_ref()?.try_clone().ok()?)))
-            .collect();
+        let reading = |(from, stream): (usize, &Option<TcpStream>)| {
+            stream.as_ref().map(|stream| stream.try_clone().map(|stream| (from, stream)))
+        };
+        let readings = streams.iter().enumerate().filter_map(reading);
+        let readings = readings.collect::<std::io::Result<Vec<(usize, TcpStream)>>>()?;
         for stream in streams.iter().flatten() {
             stream.set_nodelay(true)?;
             stream.set_read_timeout(Some(READ))?;
