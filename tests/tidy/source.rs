@@ -7,7 +7,7 @@ use std::fmt;
 use std::path::Path;
 
 /// A line that breaks a rule, and what to do about it.
-#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Finding {
     /// The file, relative to the root of the workspace.
     pub(crate) path: String,

@@ -1,4 +1,4 @@
-//! `unsafe` lives in a few files, and each use says why it is sound.
+//! `unsafe` stands in a few listed files only. Clippy checks that each use has a `SAFETY:` comment.
 
 use super::source::{Finding, Source, every_file_keeps, lines_found, nothing_in, sources};
 use super::tokens::{each_level, group, is_mark, is_word, line};
@@ -63,34 +63,6 @@ fn forbids_unsafe(source: &Source) -> Vec<Finding> {
     }
 }
 
-/// A block or an impl that is `unsafe` has a `SAFETY:` note: a comment on the line, or right above the statement.
-fn safety_note(source: &Source) -> Vec<Finding> {
-    let lines: Vec<&str> = source.text.lines().map(str::trim).collect();
-    let mut findings = Vec::new();
-    each_level(&source.tokens, &mut |level| {
-        for at in 0..level.len() {
-            let promises = group(level, at + 1, Delimiter::Brace).is_some() || is_word(level, at + 1, "impl");
-            if is_word(level, at, "unsafe") && promises && !has_note(&lines, line(&level[at])) {
-                let advice = "add `// SAFETY: ...` right above: which rule is at stake and why it holds here";
-                findings.push(source.finding(line(&level[at]), advice));
-            }
-        }
-    });
-    findings
-}
-
-/// Whether the line (from 1), or the comment above the statement that it belongs to, holds a note.
-fn has_note(lines: &[&str], line: usize) -> bool {
-    let marks = |text: &str| text.contains("// SAFETY:");
-    if marks(lines[line - 1]) {
-        return true;
-    }
-    let above = lines[..line - 1].iter().rev();
-    let ends_statement = |text: &str| text.is_empty() || text.ends_with([';', '{', '}']);
-    let rest = above.skip_while(|t| !t.starts_with("//") && !ends_statement(t));
-    rest.take_while(|t| t.starts_with("//")).any(|t| marks(t))
-}
-
 #[test]
 fn unsafe_stays_in_its_files() {
     every_file_keeps(unsafe_place);
@@ -99,11 +71,6 @@ fn unsafe_stays_in_its_files() {
 #[test]
 fn the_other_crates_forbid_unsafe() {
     every_file_keeps(forbids_unsafe);
-}
-
-#[test]
-fn unsafe_is_argued_for() {
-    every_file_keeps(safety_note);
 }
 
 #[test]
@@ -142,29 +109,4 @@ fn a_crate_that_does_not_forbid_unsafe_is_found() {
     assert_eq!(lines_found(forbids_unsafe, "src/main.rs", "#![deny(unsafe_code)]"), [1]);
     assert!(lines_found(forbids_unsafe, "nn/src/lib.rs", "//! Doc.\n#![forbid(unsafe_code)]").is_empty());
     assert!(lines_found(forbids_unsafe, "kernels/src/lib.rs", "").is_empty());
-}
-
-#[test]
-fn a_missing_note_is_found() {
-    let bad = [
-        "fn f() {\n    unsafe { g() }\n}",
-        "fn f() {\n    // It is fine.\n    unsafe { g() }\n}",
-        "fn f() {\n    // SAFETY: of another line.\n    g();\n    unsafe { g() }\n}",
-        "fn f() {\n    // SAFETY: too far.\n\n    unsafe { g() }\n}",
-        "unsafe impl Send for A {}",
-        "fn f() {\n    let s = \"SAFETY:\";\n    unsafe { g() }\n}",
-    ];
-    for text in bad {
-        assert_eq!(lines_found(safety_note, "a.rs", text).len(), 1, "{text}");
-    }
-    let good = [
-        "fn f() {\n    // SAFETY: g has no precondition.\n    unsafe { g() }\n}",
-        "fn f() {\n    // SAFETY: two lines\n    // of reasons.\n    let x = a\n        .b(unsafe { g() });\n}",
-        "fn f() {\n    unsafe { g() } // SAFETY: none needed.\n}",
-        "// SAFETY: A holds no pointer.\n#[cfg(unix)]\nunsafe impl Send for A {}",
-        "unsafe fn f() {}\n",
-    ];
-    for text in good {
-        assert!(lines_found(safety_note, "a.rs", text).is_empty(), "{text}");
-    }
 }

@@ -5,7 +5,6 @@ use super::tokens::{any_word, attribute, each_level, is_mark, is_word, line, wor
 use proc_macro2::{TokenStream, TokenTree};
 
 const UNFINISHED: [&str; 3] = ["TODO", "FIXME", "XXX"];
-const MACROS: [&str; 3] = ["todo", "unimplemented", "dbg"];
 const ROOMS: [&str; 6] = ["utils", "util", "common", "helpers", "helper", "misc"];
 const LOCKS: [&str; 6] = ["Mutex", "RwLock", "RefCell", "Cell", "UnsafeCell", "Condvar"];
 
@@ -44,22 +43,6 @@ fn unfinished(source: &Source) -> Vec<Finding> {
             );
         }
     }
-    findings
-}
-
-/// No macro stands in for code that is missing, and none is left over from debugging.
-fn placeholder_macros(source: &Source) -> Vec<Finding> {
-    let mut findings = Vec::new();
-    each_level(&source.tokens, &mut |level| {
-        for at in 0..level.len() {
-            let name =
-                word(level, at).filter(|w| MACROS.contains(&w.as_str()) && is_mark(level, at + 1, '!'));
-            if let Some(name) = name {
-                findings
-                    .push(source.finding(line(&level[at]), format!("`{name}!` left behind; write the code")));
-            }
-        }
-    });
     findings
 }
 
@@ -123,7 +106,6 @@ fn room_names(source: &Source) -> Vec<Finding> {
 #[test]
 fn nothing_is_left_unfinished() {
     every_file_keeps(unfinished);
-    every_file_keeps(placeholder_macros);
 }
 
 #[test]
@@ -154,15 +136,6 @@ fn unfinished_work_is_found() {
         );
     }
     assert_eq!(lines_found(unfinished, "a.rs", "/// ```ignore\n/// x\n/// ```\nfn f() {}"), [1]);
-}
-
-#[test]
-fn placeholder_macros_are_found() {
-    for name in MACROS {
-        let text =
-            format!("fn f() {{\n    {name}!(\"{name}!\")\n}}\n// {name}!\nfn {name}() {{ {name}(); }}");
-        assert_eq!(lines_found(placeholder_macros, "a.rs", &text), [2]);
-    }
 }
 
 #[test]
