@@ -124,9 +124,8 @@ fn a_process_that_is_killed_ends_the_run_on_all_others() {
     let (codes, told) = ended(&outputs);
     assert_eq!(codes, [Some(1), None, Some(1)], "{told:?}");
     // The first rank that is left reports what is known; the other one says why it ends, in a line.
-    let short = |rank: usize| {
-        format!("error: rank 1's process ended (killed or crashed); rank {rank} stops too\n")
-    };
+    let short =
+        |rank: usize| format!("error: rank 1's process ended (killed or crashed); rank {rank} stops too\n");
     assert!(told[0].contains(&short(0)) && told[0].contains("\n  last call  #"), "{}", told[0]);
     assert!(told[2].ends_with(&short(2)), "{}", told[2]);
 }
@@ -155,6 +154,26 @@ fn a_process_that_stands_still_is_named_when_a_wait_has_lasted_too_long() {
     );
     assert!(told[0].contains("absent     no sign of life from rank 1 for "), "{told:?}");
     assert!(told[0].contains(" s; its last call was #") && !told[0].contains("computing since"), "{told:?}");
+}
+
+#[test]
+fn a_signal_to_all_processes_is_reported_by_the_first() {
+    let folder = Folder::new("interrupted");
+    let (data, out) = (text(&folder), folder.path("out"));
+    let args = ["train", "--data", &data, "--out", &out, "--batch", "4", "--seq", "16", "--steps", "100000"];
+    let args = [&args[..], &["--eval-every", "0", "--threads", "1"]].concat();
+    let port = free_port();
+    let started = [0, 1].map(|rank| start(rank, 2, port, &args));
+    let begun = Instant::now();
+    while fs::read_to_string(format!("{out}/metrics.jsonl")).unwrap_or_default().lines().count() < 2 {
+        assert!(begun.elapsed() < Duration::from_secs(60), "no step was taken");
+        thread::sleep(Duration::from_millis(20));
+    }
+    let ids = started.each_ref().map(|child| child.id().to_string());
+    assert!(Command::new("kill").arg("-INT").args(&ids).status().unwrap().success());
+    let (codes, told) = ended(&started.map(|child| child.wait_with_output().unwrap()));
+    assert_eq!(codes, [Some(130); 2], "{told:?}");
+    assert!(told[0].contains("error: stopped by a signal after step ") && told[1].is_empty(), "{told:?}");
 }
 
 #[test]

@@ -169,7 +169,7 @@ mod tests {
             assert_eq!(back, all[..size]);
         }
         group.show(0, 1, print, &all[..200]);
-        assert!(!group.read(0, 1, &mut vec![0; 199]) && !group.read(0, 1, &mut vec![0; 201]));
+        assert!(!group.read(0, 1, &mut [0; 199]) && !group.read(0, 1, &mut [0; 201]));
     }
 
     #[test]

@@ -11,12 +11,12 @@ use std::time::Duration;
 const CAUSE_CHARS_MAX: usize = 200;
 /// Characters of what a rank was given.
 const GIVEN_CHARS_MAX: usize = 1000;
-/// From so long a silence on, a rank is no longer said to compute: its process gives a sign of life every second.
-const SILENCE_MIN: Duration = Duration::from_secs(2);
-
 const LONGER: &str = "a longer limit is set with World::timeout (--timeout on the command line)";
+const SILENT: &str =
+    "the network may be cut, or the process stopped: check the links between the machines, and for SIGSTOP";
 const SAME_CALLS: &str = "all ranks of a group make the same calls in the same order";
-const SAME_PROGRAM: &str = "start the same program on all machines, and let nothing else connect to its ports";
+const SAME_PROGRAM: &str =
+    "start the same program on all machines, and let nothing else connect to its ports";
 const SAME_SHAPES: &str = "all ranks must give the same global shape: leave out what a rank has more of, or pad the numbers, before a tensor is made of them";
 
 /// The error of a group whose members called unlike things; `None` if all agree.
@@ -147,10 +147,11 @@ pub(crate) fn overdue(mesh: &Mesh, seen: &[Seen], waiting: usize, limit: Duratio
     if seen[waiting].issued.op.is_collective() {
         error = error.detail("arrived", list(&arrived));
     }
+    let is_silent = absent.iter().any(|rank| seen[*rank].is_silent());
     for rank in absent {
         error = error.detail("absent", state(mesh, &seen[rank], rank));
     }
-    error.detail("help", LONGER)
+    error.detail("help", if is_silent { SILENT } else { LONGER })
 }
 
 /// The error of a wait for members that have come but do not finish.
@@ -165,15 +166,21 @@ pub(crate) fn unfinished(mesh: &Mesh, rank: usize, call: &Issued, limit: Duratio
 }
 
 /// The error of a rank that takes nothing of what is sent to it.
-pub(crate) fn not_taken(mesh: &Mesh, rank: usize, to: (usize, &Seen), call: &Issued, limit: Duration) -> Error {
-    let (call, (to, seen)) = (call.text(mesh, rank), to);
+pub(crate) fn not_taken(
+    mesh: &Mesh,
+    rank: usize,
+    (to, seen): (usize, &Seen),
+    call: &Issued,
+    limit: Duration,
+) -> Error {
+    let call = call.text(mesh, rank);
     Error::new(
         Kind::Timeout,
         format!("rank {rank} waited more than {limit:?} for rank {to} to take what it sends in {call}"),
     )
     .detail("rank", mesh.describe(rank))
     .detail("receiver", state(mesh, seen, to))
-    .detail("help", LONGER)
+    .detail("help", if seen.is_silent() { SILENT } else { LONGER })
 }
 
 /// The error of a message that nobody has received at the end.
@@ -194,10 +201,10 @@ pub(crate) fn process_ended(rank: usize) -> Error {
 /// The error of a process of which nothing is heard: from here, a cut link and a stopped process look the same.
 pub(crate) fn silent(rank: usize, silence: Duration) -> Error {
     let seconds = silence.as_secs();
-    let why =
-        format!("nothing heard of rank {rank} for {seconds} s; the network may be cut, or the process stopped");
-    Error::new(Kind::PeerLost, why)
-        .detail("help", "check the network between the machines, and that no process is stopped (SIGSTOP)")
+    let why = format!(
+        "nothing heard of rank {rank} for {seconds} s; the network may be cut, or the process stopped"
+    );
+    Error::new(Kind::PeerLost, why).detail("help", "check the links between the machines, and for SIGSTOP")
 }
 
 /// The error of a process that sends what is no message of a rank.
@@ -229,7 +236,9 @@ pub(crate) fn lost(failure: &Failure, rank: usize, doing: &str) -> Error {
         return error;
     }
     let details = failure.error.details().iter().cloned();
-    details.fold(error, |error, (label, text)| error.detail(label, text)).detail("meanwhile", format!("rank {rank} {doing}"))
+    details
+        .fold(error, |error, (label, text)| error.detail(label, text))
+        .detail("meanwhile", format!("rank {rank} {doing}"))
 }
 
 /// The error with which a process ends after a failure of its world, from the one with which its rank ended. Of several processes
@@ -252,7 +261,7 @@ pub(crate) fn last_error(failure: &Failure, alike: Option<&Failure>, rank: usize
 
 /// How a rank is that others wait for, as a sentence.
 fn state(mesh: &Mesh, seen: &Seen, rank: usize) -> String {
-    if seen.state != State::Running || seen.silence < SILENCE_MIN {
+    if !seen.is_silent() {
         return format!("rank {rank}: {}", whereabouts(mesh, seen, rank));
     }
     let silence = format!("no sign of life from rank {rank} for {} s", seen.silence.as_secs());

@@ -200,6 +200,9 @@ impl Failure {
     }
 }
 
+/// From so long a silence on, a rank is said to give no sign of life.
+const SILENCE_MIN: Duration = Duration::from_secs(2);
+
 /// What a look at the table tells of one rank.
 #[derive(Clone, Debug)]
 pub(crate) struct Seen {
@@ -211,6 +214,13 @@ pub(crate) struct Seen {
     pub(crate) absent: Vec<usize>,
     /// How long nothing has come from its process, not even the sign of life of every second; zero for ranks of this process.
     pub(crate) silence: Duration,
+}
+
+impl Seen {
+    /// Whether a rank that should run gives no sign of life, of which one is due every second.
+    pub(crate) fn is_silent(&self) -> bool {
+        self.state == State::Running && self.silence >= SILENCE_MIN
+    }
 }
 
 /// What a glance at the table tells of one rank: no more than decides who waits for whom.

@@ -29,7 +29,10 @@ pub(crate) fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(Failure { error, code }) => {
-            eprintln!("error: {error}");
+            // All ranks stop at a signal together, and the first one says so.
+            if error.kind() != Kind::Interrupted || ranks::leads() {
+                eprintln!("error: {error}");
+            }
             ExitCode::from(code)
         }
     }

@@ -159,7 +159,10 @@ mod tests {
         let read = Issued::read(&mut Reading(&out.0), &mesh).unwrap();
         assert_eq!(read.path, issued.path, "paths are compared as they are");
         let text = read.text(&mesh, 0);
-        assert!(text.contains(r"at a.rs:1\r\u{202e}yyy") && text.contains(r"(control, h\u{1b}[2J\nxxx"), "{text}");
+        assert!(
+            text.contains(r"at a.rs:1\r\u{202e}yyy") && text.contains(r"(control, h\u{1b}[2J\nxxx"),
+            "{text}"
+        );
         assert!(text.chars().count() < 900 && !text.contains(|c: char| c.is_control()), "{text}");
     }
 }

@@ -82,7 +82,8 @@ mod tests {
     fn an_error_of_another_process_is_printable_and_short() {
         let odd = |len: usize| format!("\x1b]0;x\x07\r{}", "y".repeat(len));
         let mut error = Error::new(Kind::Io, format!("{}\nerror: all is well", odd(10)));
-        error = error.detail(Box::leak(odd(100_000).into()), odd(100_000)).detail("lines", "z\n".repeat(9999));
+        error =
+            error.detail(Box::leak(odd(100_000).into()), odd(100_000)).detail("lines", "z\n".repeat(9999));
         for _ in 0..1000 {
             error = error.detail("absent", "rank 1");
         }

@@ -6,7 +6,7 @@ pub(crate) mod thread;
 pub(crate) mod wire;
 #[cfg(all(loom, test))]
 mod rendezvous;
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod short;
 
 use crate::call::Request;

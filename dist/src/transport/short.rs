@@ -1,5 +1,7 @@
 //! Buffers that are shorter than their calls say, as ranks that are threads show them: an error on every rank.
 
+#![cfg(not(loom))]
+
 use super::Transport;
 use super::thread::{Shared, Threads};
 use crate::call::{Call, Op, Origin, Phase, ReduceOp, Request, Seat};

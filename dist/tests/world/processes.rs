@@ -219,6 +219,7 @@ fn a_wait_for_a_silent_rank_says_that_nothing_comes_from_it() {
             "rank 0 waited more than 4s in #1 barrier",
             "absent     no sign of life from rank 1 for ",
             " s; it has made no call",
+            "help       the network may be cut, or the process stopped",
         ],
     );
 }
@@ -231,8 +232,10 @@ fn printed(text: &str, program: impl Fn(&Rank) -> Result<()> + Sync) -> Vec<(Kin
 
 /// Asserts that one of some processes reports an error of a kind, and all others say in a line that they stop too.
 fn is_reported_once(ended: &[(Kind, String)], kind: Kind, whole: &str) {
-    let (short, reports): (Vec<_>, Vec<_>) =
-        ended.iter().enumerate().partition(|(rank, (_, text))| text.ends_with(&format!("; rank {rank} stops too")));
+    let (short, reports): (Vec<_>, Vec<_>) = ended
+        .iter()
+        .enumerate()
+        .partition(|(rank, (_, text))| text.ends_with(&format!("; rank {rank} stops too")));
     assert!(ended.iter().all(|(k, _)| *k == kind || *k == Kind::PeerLost), "{ended:?}");
     assert!(short.iter().all(|(_, (_, text))| text.lines().count() == 1 && text.len() < 300), "{ended:?}");
     assert!(reports.len() == 1 && reports[0].1.0 == kind && reports[0].1.1.contains(whole), "{ended:?}");

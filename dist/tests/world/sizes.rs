@@ -8,7 +8,8 @@ use shardgrad_kernels::Element;
 
 /// Bytes at which something changes: 104 in words, 4 KiB in a note, 16 KiB in one write, 32 KiB combined at once; their multiples;
 /// and more than one system call takes.
-const BORDERS: [usize; 9] = [104, 4 << 10, 8 << 10, 16 << 10, 32 << 10, 48 << 10, 64 << 10, 96 << 10, 1 << 20];
+const BORDERS: [usize; 9] =
+    [104, 4 << 10, 8 << 10, 16 << 10, 32 << 10, 48 << 10, 64 << 10, 96 << 10, 1 << 20];
 
 /// The sizes next to a border, in elements of some bytes: one less, just as many, one more.
 fn around(border: usize, element_bytes: usize) -> [usize; 3] {

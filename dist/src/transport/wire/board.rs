@@ -133,9 +133,12 @@ impl Board {
             Frame::Goes => peer.waits = false,
             Frame::Probe(probe) => self.probes.lock().unwrap_or_else(PoisonError::into_inner).push(probe),
             Frame::Failed(failure) => {
-                (peer.state, peer.failure) = (State::Failed, Some(failure.clone()));
+                peer.failure = Some(failure.clone());
                 drop(peer);
-                return self.fail(failure);
+                // Whoever sees the state sees the failure too, and not a rank that left.
+                self.fail(failure);
+                self.peer(from).state = State::Failed;
+                return self.parking.ring();
             }
             Frame::Returned(issued) => {
                 (peer.state, peer.waits) = (State::Returned, false);
@@ -153,17 +156,18 @@ impl Board {
 
     /// Takes note that nothing more comes from a rank, and why. Where it has not returned, that ends the world.
     pub(super) fn lose(&self, rank: usize, why: &Error) {
-        let mut peer = self.peer(rank);
+        let peer = self.peer(rank);
         if peer.state != State::Running {
             return;
         }
-        peer.state = State::Failed;
         let last = (peer.last.number > 0).then(|| ("last call", peer.last.text(&self.mesh, rank)));
         drop(peer);
         let error = Error::new(why.kind(), why.message()).detail("rank", self.mesh.describe(rank));
         let details = last.into_iter().chain(why.details().iter().cloned());
         let error = details.fold(error, |error, (label, text)| error.detail(label, text));
         self.fail(Failure { error, origin: rank, told: vec![] });
+        self.peer(rank).state = State::Failed;
+        self.parking.ring();
     }
 
     /// Takes note of how long nothing has come from a rank.
@@ -184,7 +188,8 @@ impl Board {
                 && failure.told.is_empty()
                 && (error.kind(), error.message()) == (own.kind(), own.message())
         };
-        (0..self.rank).find_map(|rank| self.peer(rank).failure.clone().filter(|failure| is_alike(rank, failure)))
+        (0..self.rank)
+            .find_map(|rank| self.peer(rank).failure.clone().filter(|failure| is_alike(rank, failure)))
     }
 
     /// Ends the world, as far as this process knows. Only the first cause is kept.

@@ -236,7 +236,10 @@ impl Reader<'_> {
         let mut part = Vec::new();
         part.try_reserve_exact(bytes).map_err(|_| {
             let (rank, from) = (self.shared.board.rank, self.from);
-            Error::new(Kind::PeerLost, format!("rank {rank} has no memory for {bytes} bytes from rank {from}"))
+            Error::new(
+                Kind::PeerLost,
+                format!("rank {rank} has no memory for {bytes} bytes from rank {from}"),
+            )
         })?;
         part.resize(bytes, 0);
         self.fill(&mut part)?;

@@ -1,5 +1,7 @@
 //! Messages that are changed on their way: each is an error on every rank, without a panic, a wait or a result.
 
+#![cfg(not(loom))]
+
 use super::frame::{Frame, PREFIX_BYTES, PULSE, lengths, set_body};
 use super::{Joint, Wire};
 use crate::call::{Call, Issued, Op, Origin, Phase, ReduceOp};
@@ -193,7 +195,10 @@ fn a_body_of_another_length_than_its_call_says_is_an_error_on_all_ranks() {
                 let text = error.message();
                 assert_eq!(error.kind(), Kind::PeerLost, "{case:?} {dtype}, {name}: {error}");
                 assert!(text.starts_with(&first), "{case:?} {dtype}, {name}: {error}");
-                assert!(text.ends_with(&format!("; rank {rank} stops too")), "{case:?} {dtype}, {name}: {error}");
+                assert!(
+                    text.ends_with(&format!("; rank {rank} stops too")),
+                    "{case:?} {dtype}, {name}: {error}"
+                );
                 assert!(text.contains(&format!(", {due} are due")), "{case:?} {dtype}, {name}: {error}");
                 assert_eq!(error.details().is_empty(), rank != 0, "one rank reports the details: {error}");
             }
@@ -257,7 +262,11 @@ fn a_frame_that_no_rank_sends_now_is_malformed() {
     }
     let told = Failure { error: Error::new(Kind::Io, "no disk"), origin: 1, told: vec![4] };
     let error = end_beside(&[(Frame::Failed(told), &[])]);
-    assert_eq!(error.message(), "rank 1 sent a malformed message; rank 0 stops too", "a rank that is not there");
+    assert_eq!(
+        error.message(),
+        "rank 1 sent a malformed message; rank 0 stops too",
+        "a rank that is not there"
+    );
 }
 
 #[test]

@@ -14,7 +14,7 @@ mod board;
 mod link;
 mod meeting;
 mod parts;
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod malformed;
 
 pub(crate) use board::Board;
@@ -191,9 +191,10 @@ impl Wire {
 
     /// Ends the world for everyone.
     fn fail(&self, error: Error, told: Vec<usize>) {
-        let failure = Failure { error, origin: self.rank(), told };
-        self.joint.board.fail(failure.clone());
-        self.joint.links.tell(&Frame::Failed(failure), LAST_WORD);
+        self.joint.board.fail(Failure { error, origin: self.rank(), told });
+        // Another one may have come first.
+        let first = self.joint.board.failure().expect("a failed world has a cause");
+        self.joint.links.tell(&Frame::Failed(first), LAST_WORD);
     }
 
     /// The error with which this rank has to stop, once the world has failed.
