@@ -177,6 +177,23 @@ fn a_signal_to_all_processes_is_reported_by_the_first() {
 }
 
 #[test]
+fn a_loss_that_is_not_finite_is_explained_by_the_first_process() {
+    let folder = Folder::new("not-finite");
+    let (data, out) = (text(&folder), folder.path("out"));
+    let args = ["train", "--data", &data, "--out", &out, "--batch", "4", "--seq", "16", "--steps", "9"];
+    let args =
+        [&args[..], &["--eval-every", "0", "--threads", "1", "--warmup", "0", "--lr", "1e30"]].concat();
+    let (codes, told) = ended(&run(2, &args));
+    assert_eq!(codes, [Some(1); 2], "{told:?}");
+    let line = |text: &str| text.lines().next().unwrap().to_string();
+    assert!(
+        told[0].starts_with("error: step 2: the loss is NaN") && told[0].contains("\n  first      "),
+        "{told:?}"
+    );
+    assert_eq!(told[1], format!("{}\n", line(&told[0])));
+}
+
+#[test]
 fn what_a_launcher_tells_wrong_is_misuse() {
     let folder = Folder::new("launcher");
     let (data, out) = (text(&folder), folder.path("out"));
