@@ -26,6 +26,23 @@ impl Writing {
     }
 }
 
+/// A text as a terminal can show it, in one line: what is invisible, moves the cursor or turns the direction of reading is escaped.
+/// Characters beyond the first `chars_max` are dropped, with `…` in their place.
+pub(crate) fn printable(text: &str, chars_max: usize) -> String {
+    let mut out = String::new();
+    for (at, c) in text.chars().enumerate() {
+        if at == chars_max {
+            out.push('…');
+            break;
+        }
+        match c {
+            '\\' | '"' | '\'' => out.push(c),
+            _ => out.extend(c.escape_debug()),
+        }
+    }
+    out
+}
+
 /// Bytes that were received and are not read yet. Whatever they are, reading them gives `None` at worst.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Reading<'a>(pub(crate) &'a [u8]);
@@ -57,6 +74,14 @@ impl<'a> Reading<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn printable_text_has_no_character_that_acts_on_a_terminal() {
+        assert_eq!(printable(r#"h.3 — ü "a\b" it's"#, 100), r#"h.3 — ü "a\b" it's"#);
+        assert_eq!(printable("\x1b[31m\r\n\t\0\u{9b}", 100), r"\u{1b}[31m\r\n\t\0\u{9b}");
+        assert_eq!(printable("a\u{202e}b\u{2028}c\u{200b}", 100), r"a\u{202e}b\u{2028}c\u{200b}");
+        assert_eq!((printable("abc", 3), printable("abcd", 3)), ("abc".to_string(), "abc…".to_string()));
+    }
 
     #[test]
     fn what_is_written_is_read_and_what_is_cut_off_is_not() {

@@ -1,9 +1,11 @@
 //! What a collective call is: the part callers state, and the fingerprint that ranks compare.
 
 mod coded;
+mod payload;
 
 use coded::Site;
 
+use crate::bytes::printable;
 use crate::mesh::{AxisSet, Mesh};
 use shardgrad_kernels::{Buffer, DType};
 use smallvec::SmallVec;
@@ -259,6 +261,9 @@ fn mixed(hash: u64, word: u64) -> u64 {
     product ^ product >> 32
 }
 
+/// Characters of a path that a message shows.
+const PATH_CHARS_MAX: usize = 200;
+
 /// The fingerprint of a call, kept where other ranks can read it. `number` 0 means no call yet.
 #[derive(Clone, Debug)]
 pub(crate) struct Issued {
@@ -358,7 +363,7 @@ impl Issued {
             op => format!("{} {extent}", op.name()),
         };
         let over = if self.axes.is_empty() { "no axis".to_string() } else { mesh.names(self.axes) };
-        let about = match (self.phase, self.path.as_str()) {
+        let about = match (self.phase, &*printable(&self.path, PATH_CHARS_MAX)) {
             (Phase::Forward, "") => String::new(),
             (Phase::Forward, path) => format!(" ({path})"),
             (Phase::Backward, "") => " (backward)".to_string(),

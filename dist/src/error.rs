@@ -25,7 +25,7 @@ pub enum Kind {
     Device,
     /// Ranks that called different collectives, or wait for each other in a circle.
     Collective,
-    /// A rank that left while others waited for it.
+    /// A rank that left while others waited for it, failed, fell silent, or sent a malformed message.
     PeerLost,
     /// A wait that outlasted its limit.
     Timeout,

@@ -126,16 +126,22 @@ impl Group {
         })
     }
 
-    /// Reads the contents that the member at a place shows in call number `number`, at which all have arrived.
-    pub(crate) fn read(&self, place: usize, number: u64, contents: &mut [u8]) {
+    /// Reads the contents that the member at a place shows in call number `number`, at which all have arrived. Returns whether there
+    /// are as many bytes; contents that fit into the words of a note have no length of their own.
+    #[must_use]
+    pub(crate) fn read(&self, place: usize, number: u64, contents: &mut [u8]) -> bool {
         let note = self.note(place, number);
         if contents.len() > NUM_WORDS * WORD_BYTES {
             let sheet = note.sheet.0.read().unwrap_or_else(PoisonError::into_inner);
-            return contents.copy_from_slice(&sheet);
+            if sheet.len() == contents.len() {
+                contents.copy_from_slice(&sheet);
+            }
+            return sheet.len() == contents.len();
         }
         for (word, bytes) in note.words.iter().zip(contents.chunks_mut(WORD_BYTES)) {
             bytes.copy_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes()[..bytes.len()]);
         }
+        true
     }
 }
 
@@ -159,9 +165,11 @@ mod tests {
             group.show(0, 2, print, &[255; 200]);
             group.show(1, 1, print, &[254; 200]);
             let mut back = vec![0; size];
-            group.read(0, 1, &mut back);
+            assert!(group.read(0, 1, &mut back));
             assert_eq!(back, all[..size]);
         }
+        group.show(0, 1, print, &all[..200]);
+        assert!(!group.read(0, 1, &mut [0; 199]) && !group.read(0, 1, &mut [0; 201]));
     }
 
     #[test]

@@ -26,7 +26,7 @@ use std::time::Duration;
 /// handle of the argument. Every method returns an error of kind
 /// - `Collective` if the arguments do not fit each other, if members of the group called unlike things, or if
 ///   ranks wait for each other in a circle;
-/// - `PeerLost` if a rank that is waited for has returned, or any rank has failed;
+/// - `PeerLost` if a rank that is waited for has returned, or any rank has failed or sent a malformed message;
 /// - `Timeout` after [`World::timeout`](crate::World::timeout), or what [`Rank::patiently`] says;
 /// - `DType` for a sum of truth values;
 /// - `OutOfMemory`, or whatever else the back end says.

@@ -1,13 +1,22 @@
 //! The texts of everything that can go wrong between ranks.
 
+use crate::bytes::printable;
 use crate::call::{Issued, ORIGIN, Op};
 use crate::error::{Error, Kind};
 use crate::mesh::Mesh;
 use crate::table::{Failure, Seen, State};
 use std::time::Duration;
 
+/// Characters of the message of another rank, where this rank repeats it.
+const CAUSE_CHARS_MAX: usize = 200;
+/// Characters of what a rank was given.
+const GIVEN_CHARS_MAX: usize = 1000;
 const LONGER: &str = "a longer limit is set with World::timeout (--timeout on the command line)";
+const SILENT: &str =
+    "the network may be cut, or the process stopped: check the links between the machines, and for SIGSTOP";
 const SAME_CALLS: &str = "all ranks of a group make the same calls in the same order";
+const SAME_PROGRAM: &str =
+    "start the same program on all machines, and let nothing else connect to its ports";
 const SAME_SHAPES: &str = "all ranks must give the same global shape: leave out what a rank has more of, or pad the numbers, before a tensor is made of them";
 
 /// The error of a group whose members called unlike things; `None` if all agree.
@@ -43,7 +52,7 @@ fn unlike(mesh: &Mesh, members: &[usize], calls: &[&Issued], differences: &[&str
     }
     let given: Vec<&str> = classes.iter().map(|(call, _)| call.given.as_str()).collect();
     for ((_, ranks), told) in classes.iter().zip(unlike_given(&given)).filter(|(_, told)| !told.is_empty()) {
-        error = error.detail("given", format!("{}: {told}", list(ranks)));
+        error = error.detail("given", format!("{}: {}", list(ranks), printable(told, GIVEN_CHARS_MAX)));
     }
     error.detail("help", SAME_SHAPES)
 }
@@ -138,10 +147,11 @@ pub(crate) fn overdue(mesh: &Mesh, seen: &[Seen], waiting: usize, limit: Duratio
     if seen[waiting].issued.op.is_collective() {
         error = error.detail("arrived", list(&arrived));
     }
+    let is_silent = absent.iter().any(|rank| seen[*rank].is_silent());
     for rank in absent {
-        error = error.detail("absent", format!("rank {rank}: {}", whereabouts(mesh, &seen[rank], rank)));
+        error = error.detail("absent", state(mesh, &seen[rank], rank));
     }
-    error.detail("help", LONGER)
+    error.detail("help", if is_silent { SILENT } else { LONGER })
 }
 
 /// The error of a wait for members that have come but do not finish.
@@ -156,14 +166,21 @@ pub(crate) fn unfinished(mesh: &Mesh, rank: usize, call: &Issued, limit: Duratio
 }
 
 /// The error of a rank that takes nothing of what is sent to it.
-pub(crate) fn not_taken(mesh: &Mesh, rank: usize, to: usize, call: &Issued, limit: Duration) -> Error {
+pub(crate) fn not_taken(
+    mesh: &Mesh,
+    rank: usize,
+    (to, seen): (usize, &Seen),
+    call: &Issued,
+    limit: Duration,
+) -> Error {
     let call = call.text(mesh, rank);
     Error::new(
         Kind::Timeout,
         format!("rank {rank} waited more than {limit:?} for rank {to} to take what it sends in {call}"),
     )
     .detail("rank", mesh.describe(rank))
-    .detail("help", LONGER)
+    .detail("receiver", state(mesh, seen, to))
+    .detail("help", if seen.is_silent() { SILENT } else { LONGER })
 }
 
 /// The error of a message that nobody has received at the end.
@@ -175,11 +192,83 @@ pub(crate) fn unread(mesh: &Mesh, to: usize, (from, issued): (usize, &Issued)) -
     )
 }
 
-/// The error of a rank that has to stop because of another one. `doing` continues `while rank 3 ...`.
-pub(crate) fn lost(mesh: &Mesh, failure: &Failure, rank: usize, doing: &str) -> Error {
-    Error::new(Kind::PeerLost, format!("rank {} failed while rank {rank} {doing}", failure.origin))
-        .detail("cause", failure.error.to_string())
-        .detail("rank", mesh.describe(rank))
+/// The error of a process that has closed its connections without a word.
+pub(crate) fn process_ended(rank: usize) -> Error {
+    Error::new(Kind::PeerLost, format!("rank {rank}'s process ended (killed or crashed)"))
+        .detail("help", "the output of that process, or the log of its machine, says why")
+}
+
+/// The error of a process of which nothing is heard: from here, a cut link and a stopped process look the same.
+pub(crate) fn silent(rank: usize, silence: Duration) -> Error {
+    let seconds = silence.as_secs();
+    let why = format!(
+        "nothing heard of rank {rank} for {seconds} s; the network may be cut, or the process stopped"
+    );
+    Error::new(Kind::PeerLost, why).detail("help", "check the links between the machines, and for SIGSTOP")
+}
+
+/// The error of a process that sends what is no message of a rank.
+pub(crate) fn malformed(rank: usize) -> Error {
+    Error::new(Kind::PeerLost, format!("rank {rank} sent a malformed message")).detail("help", SAME_PROGRAM)
+}
+
+/// The error of a message, or of a shared buffer, that is not as long as its call says.
+pub(crate) fn wrong_size(mesh: &Mesh, (from, call): (usize, &Issued), bytes: usize, due: usize) -> Error {
+    let call = call.text(mesh, from);
+    let why = format!("rank {from} sent a malformed message: {bytes} bytes for {call}, {due} are due");
+    Error::new(Kind::PeerLost, why).detail("help", SAME_PROGRAM)
+}
+
+/// Why a rank stops that did not fail itself, in one line.
+pub(crate) fn stops_too(failure: &Failure, rank: usize) -> String {
+    let why = printable(failure.error.message(), CAUSE_CHARS_MAX);
+    match failure.is_of_origin() {
+        true => format!("rank {} failed: {why}; rank {rank} stops too", failure.origin),
+        false => format!("{why}; rank {rank} stops too"),
+    }
+}
+
+/// The error of a rank that has to stop because of another one. `doing` continues `rank 3 ...`. The details of the failure are
+/// part of it on one rank only, where the rank that they belong to can report nothing any more.
+pub(crate) fn lost(failure: &Failure, rank: usize, doing: &str) -> Error {
+    let error = Error::new(Kind::PeerLost, stops_too(failure, rank));
+    if !failure.is_lost_process() || failure.reporter() != rank {
+        return error;
+    }
+    let details = failure.error.details().iter().cloned();
+    details
+        .fold(error, |error, (label, text)| error.detail(label, text))
+        .detail("meanwhile", format!("rank {rank} {doing}"))
+}
+
+/// The error with which a process ends after a failure of its world, from the one with which its rank ended. Of several processes
+/// that have one message to report, one prints it with its details. `alike` is the failure of a rank of lower number that failed by
+/// itself with the same message.
+pub(crate) fn last_error(failure: &Failure, alike: Option<&Failure>, rank: usize, error: Error) -> Error {
+    let short = |kind: Kind, failure: &Failure| Error::new(kind, stops_too(failure, rank));
+    let own = &failure.error;
+    if failure.is_of(rank) {
+        return match alike {
+            _ if failure.told.first().is_some_and(|first| *first != rank) => short(own.kind(), failure),
+            Some(first) => short(own.kind(), first),
+            None => own.clone(),
+        };
+    }
+    let is_alike = failure.origin != rank && (error.kind(), error.message()) == (own.kind(), own.message());
+    let is_short = error.kind() == Kind::PeerLost && error.message() == stops_too(failure, rank);
+    if failure.reporter() != rank && (is_alike || is_short) { short(error.kind(), failure) } else { error }
+}
+
+/// How a rank is that others wait for, as a sentence.
+fn state(mesh: &Mesh, seen: &Seen, rank: usize) -> String {
+    if !seen.is_silent() {
+        return format!("rank {rank}: {}", whereabouts(mesh, seen, rank));
+    }
+    let silence = format!("no sign of life from rank {rank} for {} s", seen.silence.as_secs());
+    match seen.issued.number {
+        0 => format!("{silence}; it has made no call"),
+        _ => format!("{silence}; its last call was {}", seen.issued.text(mesh, rank)),
+    }
 }
 
 /// Where a rank is that others wait for.

@@ -2,7 +2,7 @@
 //! for the reason why nobody comes.
 
 use crate::call::{Issued, Op, Request};
-use crate::error::Error;
+use crate::error::{Error, Kind};
 use crate::group::Group;
 use crate::mesh::{AxisSet, Mesh};
 use crate::park::Parking;
@@ -11,6 +11,7 @@ use shardgrad_kernels::{Buffer, Mark};
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 /// Whether a rank still runs its function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -168,9 +169,39 @@ pub(crate) struct Failure {
     pub(crate) error: Error,
     /// The rank that failed, or that found out.
     pub(crate) origin: usize,
-    /// Ranks to which this error itself is returned; all others lost a peer.
+    /// Ranks to which this error itself is returned; all others lost a peer. Of processes, the first of these reports the error
+    /// with its details.
     pub(crate) told: Vec<usize>,
 }
+
+impl Failure {
+    /// Whether other ranks found that the process of the origin ended, fell silent, or sends what is no message.
+    pub(crate) fn is_lost_process(&self) -> bool {
+        self.told.is_empty() && self.error.kind() == Kind::PeerLost
+    }
+
+    /// Whether the origin alone failed, by itself.
+    pub(crate) fn is_of_origin(&self) -> bool {
+        !self.is_lost_process() && self.told.iter().all(|rank| *rank == self.origin)
+    }
+
+    /// Whether the error itself is that of a rank.
+    pub(crate) fn is_of(&self, rank: usize) -> bool {
+        self.told.contains(&rank) || (self.origin == rank && !self.is_lost_process())
+    }
+
+    /// The rank whose process reports the error with its details; the processes of all others say in one line why they stop.
+    pub(crate) fn reporter(&self) -> usize {
+        match self.told.first() {
+            Some(first) => *first,
+            None if self.is_lost_process() => usize::from(self.origin == 0),
+            None => self.origin,
+        }
+    }
+}
+
+/// From so long a silence on, a rank is said to give no sign of life.
+const SILENCE_MIN: Duration = Duration::from_secs(2);
 
 /// What a look at the table tells of one rank.
 #[derive(Clone, Debug)]
@@ -181,6 +212,15 @@ pub(crate) struct Seen {
     pub(crate) waiting: bool,
     /// Whom it waits for, if it waits.
     pub(crate) absent: Vec<usize>,
+    /// How long nothing has come from its process, not even the sign of life of every second; zero for ranks of this process.
+    pub(crate) silence: Duration,
+}
+
+impl Seen {
+    /// Whether a rank that should run gives no sign of life, of which one is due every second.
+    pub(crate) fn is_silent(&self) -> bool {
+        self.state == State::Running && self.silence >= SILENCE_MIN
+    }
 }
 
 /// What a glance at the table tells of one rank: no more than decides who waits for whom.
@@ -333,6 +373,7 @@ impl Table {
             issued: self.entries[rank].posted().issued.clone(),
             waiting: line.waiting,
             absent: glance.absent(rank),
+            silence: Duration::ZERO,
         };
         glance.lines.iter().enumerate().map(seen).collect()
     }

@@ -29,9 +29,18 @@ pub(crate) fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(Failure { error, code }) => {
-            eprintln!("error: {error}");
+            print_error(&error);
             ExitCode::from(code)
         }
+    }
+}
+
+/// Prints an error. All processes of a run end alike after a signal, or where a number is not finite: the first one prints why.
+fn print_error(error: &Error) {
+    match error.kind() {
+        Kind::Interrupted if !ranks::leads() => {}
+        Kind::NotFinite if !ranks::leads() => eprintln!("error: {}", error.message()),
+        _ => eprintln!("error: {error}"),
     }
 }
 

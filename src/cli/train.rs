@@ -137,7 +137,7 @@ pub(super) fn run(args: &TrainArgs) -> Result<(), Failure> {
     let (saved, taken) = (job.saved.load(Ordering::SeqCst), job.metrics().taken());
     if let Some(e) = failed.or(written.err()) {
         let model = format!("the model after step {saved}, in {}", job.model().display());
-        let e = if saved > 0 { e.detail("saved", model) } else { e };
+        let e = if saved > 0 && leads() { e.detail("saved", model) } else { e };
         return Err(if taken > 0 { Failure::of_run(e) } else { e.into() });
     }
     if stopped && saved == 0 {

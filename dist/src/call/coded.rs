@@ -1,18 +1,21 @@
 //! A call as the bytes that ranks of other processes read.
 
 use super::{Issued, Op, Phase, ReduceOp};
-use crate::bytes::{Reading, Writing};
+use crate::bytes::{Reading, Writing, printable};
 use crate::mesh::{Axis, AxisSet, Mesh};
 use shardgrad_kernels::DType;
 use std::fmt;
 use std::panic::Location;
+
+/// Characters of a line of user code, as another process names it.
+const SITE_CHARS_MAX: usize = 500;
 
 /// The line of user code that asked.
 #[derive(Clone, Debug)]
 pub(super) enum Site {
     /// Of this process.
     Here(&'static Location<'static>),
-    /// As another process tells it.
+    /// The text that another process sent, printable.
     Told(String),
 }
 
@@ -72,7 +75,7 @@ impl Issued {
         };
     }
 
-    /// Reads a call of a rank of a mesh; nothing that it names is outside of the mesh.
+    /// Reads a call of a rank of a mesh. Nothing that the call names is outside of the mesh, and its counts fit its op.
     pub(crate) fn read(from: &mut Reading<'_>, mesh: &Mesh) -> Option<Issued> {
         let op = Op::of([from.count()?, from.count()?])?;
         let bits = from.number()?;
@@ -88,16 +91,17 @@ impl Issued {
             path: from.text()?.to_string(),
             mark: from.number()?,
             given: from.text()?.to_string(),
-            site: Site::Told(from.text()?.to_string()),
+            site: Site::Told(printable(from.text()?, SITE_CHARS_MAX)),
         };
-        let is_there = |place: usize| place < mesh.group_size(axes);
+        let group_size = mesh.group_size(axes);
+        let is_there = |place: usize| place < group_size;
         let fits = match op {
             Op::Broadcast { root: place } | Op::Send { to: place } | Op::Recv { from: place } => {
                 is_there(place)
             }
             _ => true,
         };
-        (fits && u64::from(axes.bits()) == bits).then_some(issued)
+        (fits && u64::from(axes.bits()) == bits && issued.is_well_formed(group_size)).then_some(issued)
     }
 }
 
@@ -124,7 +128,12 @@ mod tests {
             let origin = Origin { mark: 7, given: "f32[4] at a.rs:1" };
             let call = Call { axes, dtype, phase: Phase::Backward, path: "h.3", origin, site };
             let seat = Seat::new(&mesh, 1, axes);
-            let (counts, received) = (&[3, 4, 5], &[1, 2, 3]);
+            let (counts, received): (&[usize], &[usize]) = match op {
+                Op::AllToAll => (&[3, 4, 5], &[1, 2, 3]),
+                Op::AllGather | Op::ReduceScatter => (&[3, 4, 5], &[]),
+                Op::Barrier => (&[], &[]),
+                _ => (&[7], &[]),
+            };
             let mut issued = Issued::nothing();
             issued.set(&Request { call: &call, op, seat: &seat, number: 17, counts, received, x: None });
             let mut out = Writing::default();
@@ -137,5 +146,23 @@ mod tests {
             let other = Mesh::new(&[("tp", 2)]).unwrap();
             assert!(Issued::read(&mut Reading(&out.0), &other).is_none(), "an axis that is not there");
         }
+    }
+
+    #[test]
+    fn what_a_message_shows_of_a_call_of_another_process_is_printable_and_short() {
+        let mesh = Mesh::new(&[("tp", 2)]).unwrap();
+        let mut issued = Issued::nothing();
+        issued.path = format!("h\x1b[2J\n{}", "x".repeat(5000));
+        issued.site = Site::Told(format!("a.rs:1\r\u{202e}{}", "y".repeat(5000)));
+        let mut out = Writing::default();
+        issued.write(&mut out);
+        let read = Issued::read(&mut Reading(&out.0), &mesh).unwrap();
+        assert_eq!(read.path, issued.path, "paths are compared as they are");
+        let text = read.text(&mesh, 0);
+        assert!(
+            text.contains(r"at a.rs:1\r\u{202e}yyy") && text.contains(r"(control, h\u{1b}[2J\nxxx"),
+            "{text}"
+        );
+        assert!(text.chars().count() < 900 && !text.contains(|c: char| c.is_control()), "{text}");
     }
 }

@@ -35,8 +35,9 @@ impl World {
     /// # Errors
     /// `Kind::Config` where the mesh has another number of ranks than there are processes, or another process has another mesh,
     /// program or version; `Kind::Timeout` naming the ranks that do not come within [`World::timeout`]; `Kind::Io` for a port that
-    /// cannot be had. Then as [`World::launch`], the cause on the rank that it belongs to, and `Kind::PeerLost` with that cause on
-    /// the others; a process that ends, or of which nothing is heard for as long as a wait may last (ten seconds at least), is lost.
+    /// cannot be had. Then as [`World::launch`]: the cause with its details on one rank, the one that it belongs to where that can
+    /// still report, and on all others one line that names it, of `Kind::PeerLost` where the rank did not take part in the failure.
+    /// A process that ends, or of which nothing is heard for as long as a wait may last (ten seconds at least), is lost.
     pub fn join<T: Send>(self, process: &Process, f: impl FnOnce(&Rank) -> Result<T> + Send) -> Result<T> {
         let (num_ranks, there) = (self.mesh.num_ranks(), process.num_ranks());
         if num_ranks != there {
@@ -62,8 +63,7 @@ impl World {
                 Ok(Err(_)) => Err(Error::new(Kind::Panic, "bug: a panic of a rank was not caught")),
                 Err(error) => {
                     joint.fail(error.clone());
-                    joint.part();
-                    Err(error)
+                    Err(joint.part(error))
                 }
             }
         })
@@ -97,7 +97,7 @@ impl World {
         let ended = ended.and_then(|result| caught(&self.mesh, index, || joint.leave()).map(|()| result));
         ended.map_err(|error| {
             joint.fail(error.clone());
-            joint.part().unwrap_or(error)
+            joint.part(error)
         })
     }
 }

@@ -6,6 +6,8 @@ pub(crate) mod thread;
 pub(crate) mod wire;
 #[cfg(all(loom, test))]
 mod rendezvous;
+#[cfg(test)]
+mod short;
 
 use crate::call::Request;
 use crate::error::Result;

@@ -53,7 +53,7 @@ fn notes(size: usize, calls: u64, preemptions: usize) {
                 assert!(group.has_met(number) && group.prints_agree(number));
                 for other in 0..size {
                     let mut seen = [0; 8];
-                    group.read(other, number, &mut seen);
+                    assert!(group.read(other, number, &mut seen));
                     assert_eq!(seen, [number as u8; 8], "what was shown in this call");
                 }
             }

@@ -17,8 +17,8 @@
 //! beside what the rank computes, which goes on.
 
 use super::{Transport, local};
-use crate::call::{Op, Print, ReduceOp, Request, chunk};
-use crate::error::Result;
+use crate::call::{Issued, Op, Print, ReduceOp, Request};
+use crate::error::{Error, Result};
 use crate::group::{Group, NOTE_BYTES, NOTED_MAX};
 use crate::park::Watch;
 use crate::report;
@@ -29,9 +29,6 @@ use smallvec::SmallVec;
 use std::cell::{Cell, OnceCell, RefCell};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-/// Up to this size every member combines all elements itself: a meeting costs more than the reading.
-const DIRECT_BYTES_MAX: usize = 32 << 10;
 
 /// Up to about this many ranks read the whole table every ten milliseconds.
 const LOOKERS_MAX: usize = 32;
@@ -134,7 +131,7 @@ impl Threads {
         if failure.told.contains(&self.rank) {
             return failure.error;
         }
-        report::lost(&table.mesh, &failure, self.rank, doing)
+        report::lost(&failure, self.rank, doing)
     }
 
     fn group(&self, request: &Request<'_>) -> &Group {
@@ -183,7 +180,10 @@ impl Threads {
         }
         for (place, shown) in shown[..seat.size()].iter_mut().enumerate().filter(|(i, _)| *i != seat.place) {
             let theirs = &mut bytes[..request.shown_numel(place) * size];
-            group.read(place, request.number, theirs);
+            if !group.read(place, request.number, theirs) {
+                let issued = self.entry(request.seat.members[place]).posted().issued.clone();
+                return Err(self.short(request.seat.members[place], &issued, 0, theirs.len()));
+            }
             backend.upload(theirs, shown)?;
         }
         let of = |place: usize| request.x.filter(|_| place == seat.place).or(Some(&shown[place]));
@@ -206,11 +206,16 @@ impl Threads {
         self.arrive(group, request, &[])?;
         {
             let peers = self.peers(request);
-            for peer in &peers {
+            for (from, peer) in peers.iter().enumerate() {
                 backend.wait(&peer.ready)?;
+                let due = peer.issued.payload(peers.len()).argument_bytes(from, request.seat.place);
+                let shown = peer.x.as_ref().map_or(0, Buffer::bytes);
+                if shown < due {
+                    return Err(self.short(request.seat.members[from], &peer.issued, shown, due));
+                }
             }
             match (request.op, &mut y) {
-                (Op::AllReduce(how), Some(y)) if is_large(request) => {
+                (Op::AllReduce(how), Some(y)) if request.payload().is_chunked() => {
                     self.all_reduce_in_chunks(backend, request, how, group, peers, y)?;
                 }
                 (Op::AllToAll, Some(y)) => exchange(backend, request, &peers, y)?,
@@ -230,7 +235,7 @@ impl Threads {
             backend.wait(&self.entry(peer).read())?;
         }
         self.entry(self.rank).clear();
-        if matches!(request.op, Op::AllReduce(_)) && is_large(request) {
+        if request.payload().is_chunked() {
             self.entry(self.rank).set_part(None);
         }
         Ok(y)
@@ -270,6 +275,11 @@ impl Threads {
         Ok(y)
     }
 
+    /// The error of a rank whose buffer is shorter than what its call brings to this one.
+    fn short(&self, from: usize, issued: &Issued, bytes: usize, due: usize) -> Error {
+        report::wrong_size(&self.shared.table.mesh, (from, issued), bytes, due)
+    }
+
     /// Ends the world if the members of a group have called unlike things: all of them find that out here.
     fn compare(&self, request: &Request<'_>, peers: &Peers<'_>) -> Result<()> {
         let calls: SmallVec<[_; 8]> = peers.iter().map(|p| &p.issued).collect();
@@ -292,10 +302,9 @@ impl Threads {
         peers: Peers<'_>,
         y: &mut Buffer,
     ) -> Result<()> {
-        let (dtype, seat) = (request.call.dtype, request.seat);
-        let range = |i: usize| chunk(request.counts[0], seat.size(), i);
-        let mine = range(seat.place);
-        let mut part = backend.alloc(mine.len() * dtype.size())?;
+        let (dtype, seat, payload) = (request.call.dtype, request.seat, request.payload());
+        let mine = payload.chunk(seat.place);
+        let mut part = backend.alloc(payload.chunk_bytes(seat.place))?;
         local::combine(backend, dtype, how, buffers(&peers), &mine, &mut part)?;
         drop(peers);
         self.entry(self.rank).set_part(Some((part, backend.mark()?)));
@@ -305,7 +314,12 @@ impl Threads {
             let part = self.entry(rank).part();
             let (part, ready) = part.as_ref().expect("every member has shown its chunk");
             backend.wait(ready)?;
-            local::copy(backend, dtype, part, 0..range(i).len(), y, range(i).start)?;
+            if part.bytes() < payload.chunk_bytes(i) {
+                let issued = self.entry(rank).posted().issued.clone();
+                return Err(self.short(rank, &issued, part.bytes(), payload.chunk_bytes(i)));
+            }
+            let chunk = payload.chunk(i);
+            local::copy(backend, dtype, part, 0..chunk.len(), y, chunk.start)?;
         }
         Ok(())
     }
@@ -384,7 +398,7 @@ impl Threads {
     fn recv(&self, backend: &dyn Backend, request: &Request<'_>, from: usize) -> Result<Buffer> {
         let (dtype, numel, axes) = (request.call.dtype, request.counts[0], request.call.axes);
         let mut y = backend.alloc(numel * dtype.size())?;
-        let (me, from) = (self.entry(self.rank), request.seat.members[from]);
+        let (me, from_place, from) = (self.entry(self.rank), from, request.seat.members[from]);
         me.post(request, true, None, Mark::default());
         let mut watch = Watch::default();
         let there = || me.has_letter(axes, from);
@@ -396,6 +410,10 @@ impl Threads {
         if let Some(error) = mismatch {
             self.fail(Failure { error: error.clone(), origin: self.rank, told: vec![self.rank, from] });
             return Err(error);
+        }
+        let due = letter.issued.payload(request.seat.size()).argument_bytes(from_place, request.seat.place);
+        if letter.x.bytes() < due {
+            return Err(self.short(from, &letter.issued, letter.x.bytes(), due));
         }
         backend.wait(&letter.ready)?;
         local::copy(backend, dtype, &letter.x, 0..numel, &mut y, 0)?;
@@ -424,12 +442,6 @@ impl Threads {
     }
 }
 
-/// Whether an all-reduce is cut into chunks. All members decide alike: this runs after their calls were
-/// compared.
-pub(super) fn is_large(request: &Request<'_>) -> bool {
-    request.seat.size() > 2 && request.counts[0] * request.call.dtype.size() > DIRECT_BYTES_MAX
-}
-
 /// Whether this rank has what all get.
 pub(super) fn is_root(request: &Request<'_>) -> bool {
     matches!(request.op, Op::Broadcast { root } if root == request.seat.place)
@@ -453,8 +465,8 @@ fn buffers<'a>(peers: &'a Peers<'_>) -> impl Iterator<Item = &'a Buffer> {
 fn exchange(backend: &dyn Backend, request: &Request<'_>, peers: &Peers<'_>, y: &mut Buffer) -> Result<()> {
     let (dtype, place, received) = (request.call.dtype, request.seat.place, request.received);
     for (i, x) in buffers(peers).enumerate() {
-        let start = local::before(&peers[i].issued.counts, place);
-        local::copy(backend, dtype, x, start..start + received[i], y, local::before(received, i))?;
+        let sent = peers[i].issued.payload(peers.len()).elements(i, place);
+        local::copy(backend, dtype, x, sent, y, local::before(received, i))?;
     }
     Ok(())
 }

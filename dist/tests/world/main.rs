@@ -11,4 +11,5 @@ mod origins;
 mod processes;
 mod programs;
 mod random;
+mod sizes;
 mod support;

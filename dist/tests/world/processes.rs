@@ -143,7 +143,10 @@ fn ranks_that_return_early_wait_for_the_others_and_learn_how_they_end() {
         let error = end.unwrap_err();
         match rank {
             2 => contains(&error, Kind::Data, &["row 7 is empty"]),
-            _ => contains(&error, Kind::PeerLost, &["rank 2 failed while rank", "cause      row 7 is empty"]),
+            _ => {
+                let short = format!("rank 2 failed: row 7 is empty; rank {rank} stops too");
+                assert_eq!((error.kind(), error.to_string()), (Kind::PeerLost, short));
+            }
         }
     }
 }
@@ -187,15 +190,93 @@ fn a_rank_that_goes_silent_or_mad_is_lost_however_patient_the_others_are() {
     let start = Instant::now();
     for junk in [&[9; 40][..], &[1; 17], &[255; 17], b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"] {
         let error = beside(|stream| stream.write_all(junk).unwrap());
-        let parts = ["rank 1 failed while rank 0 ", "rank 1 was lost: what it sends makes no sense"];
+        let parts = ["rank 1 sent a malformed message; rank 0 stops too", "help       "];
         contains(&error, Kind::PeerLost, &parts);
     }
     let error = beside(|stream| stream.shutdown(std::net::Shutdown::Both).unwrap());
-    contains(&error, Kind::PeerLost, &["rank 1 was lost: its process has ended, or its machine"]);
+    contains(&error, Kind::PeerLost, &["rank 1's process ended (killed or crashed); rank 0 stops too"]);
     assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
     let error = beside(|_| ());
-    contains(&error, Kind::PeerLost, &["rank 1 was lost: nothing was heard of it for 10"]);
+    let parts = ["nothing heard of rank 1 for 10 s; the network may be cut", "; rank 0 stops too"];
+    contains(&error, Kind::PeerLost, &parts);
     assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+}
+
+#[test]
+fn a_wait_for_a_silent_rank_says_that_nothing_comes_from_it() {
+    let port = free_port();
+    let zero = thread::spawn(move || {
+        let process = Process::new(0, 2, "127.0.0.1", port).unwrap();
+        World::new(mesh("tp=2")).timeout(Duration::from_secs(4)).threads(1).join(&process, barrier)
+    });
+    let stream = let_in(port);
+    let error = zero.join().unwrap().unwrap_err();
+    drop(stream);
+    contains(
+        &error,
+        Kind::Timeout,
+        &[
+            "rank 0 waited more than 4s in #1 barrier",
+            "absent     no sign of life from rank 1 for ",
+            " s; it has made no call",
+            "help       the network may be cut, or the process stopped",
+        ],
+    );
+}
+
+/// What each of some processes prints of its end, as the command line does.
+fn printed(text: &str, program: impl Fn(&Rank) -> Result<()> + Sync) -> Vec<(Kind, String)> {
+    let ends = joined(mesh(text).num_ranks(), |process| world(text).join(process, &program));
+    ends.into_iter().map(Result::unwrap_err).map(|error| (error.kind(), error.to_string())).collect()
+}
+
+/// Asserts that one of some processes reports an error of a kind, and all others say in a line that they stop too.
+fn is_reported_once(ended: &[(Kind, String)], kind: Kind, whole: &str) {
+    let (short, reports): (Vec<_>, Vec<_>) = ended
+        .iter()
+        .enumerate()
+        .partition(|(rank, (_, text))| text.ends_with(&format!("; rank {rank} stops too")));
+    assert!(ended.iter().all(|(k, _)| *k == kind || *k == Kind::PeerLost), "{ended:?}");
+    assert!(short.iter().all(|(_, (_, text))| text.lines().count() == 1 && text.len() < 300), "{ended:?}");
+    assert!(reports.len() == 1 && reports[0].1.0 == kind && reports[0].1.1.contains(whole), "{ended:?}");
+}
+
+#[test]
+fn what_all_processes_find_is_reported_by_one() {
+    // All fail by themselves, with one message; then with messages of their own.
+    for _ in 0..20 {
+        let alike = printed("tp=3", |rank| {
+            barrier(rank)?;
+            Err(Error::new(Kind::NotFinite, "the loss is NaN").detail("help", "a smaller --lr"))
+        });
+        is_reported_once(&alike, Kind::NotFinite, "help       a smaller --lr");
+    }
+    let unlike = printed("tp=3", |rank| {
+        let index = barrier(rank)?;
+        thread::sleep(Duration::from_millis(50));
+        Err(Error::new(Kind::Data, format!("row {index} is empty")).detail("help", "look"))
+    });
+    assert!(unlike.iter().any(|(_, text)| text.contains("help       look")), "{unlike:?}");
+    let counts = printed("tp=3", |rank| {
+        let len = if rank.index() == 2 { 5 } else { 4 };
+        rank.all_reduce(&on(rank, "tp"), &up(rank, &[0f32; 5]), len, ReduceOp::Sum).map(|_| ())
+    });
+    is_reported_once(&counts, Kind::Collective, "differs    counts");
+    let circle = printed("dp=2,tp=2", |rank| {
+        let first = if [0, 3].contains(&rank.index()) { "tp" } else { "dp" };
+        rank.barrier(&on(rank, first))
+    });
+    is_reported_once(&circle, Kind::Collective, "help       ranks that share groups");
+    let late = printed("tp=3", |rank| {
+        if rank.index() == 0 {
+            thread::sleep(Duration::from_millis(2500));
+            rank.check();
+        }
+        barrier(rank).map(|_| ())
+    });
+    is_reported_once(&late, Kind::Timeout, "absent     rank 0: computing, no call so far");
+    let gone = printed("tp=3", |rank| if rank.index() == 0 { Ok(()) } else { barrier(rank).map(|_| ()) });
+    is_reported_once(&gone, Kind::PeerLost, "help       all ranks of a group make the same calls");
 }
 
 #[test]

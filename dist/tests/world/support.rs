@@ -77,9 +77,8 @@ impl Way {
             return world().launch(f);
         }
         let ends = joined(mesh(text).num_ranks(), |process| world().join(process, &f));
-        // Who only lost another says so; the cause comes first.
-        let is_cause =
-            |end: &&Result<T>| end.as_ref().is_err_and(|e| !e.message().contains(" failed while "));
+        // One rank reports the cause; the others say that they stop too.
+        let is_cause = |end: &&Result<T>| end.as_ref().is_err_and(|e| !e.message().ends_with(" stops too"));
         if let Some(Err(cause)) = ends.iter().find(is_cause) {
             return Err(cause.clone());
         }

@@ -2,14 +2,16 @@
 
 use super::frame::{Frame, Probe};
 use crate::call::{Issued, Op};
-use crate::error::{Error, Kind};
+use crate::error::{Error, Result};
 use crate::mesh::{AxisSet, Mesh};
 use crate::park::Parking;
+use crate::report;
 use crate::sync::{AtomicBool, Mutex, MutexGuard};
 use crate::table::{Failure, Seen, State};
 use std::collections::{HashMap, VecDeque};
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 /// A call of another rank, with the elements that it sent along.
 #[derive(Debug)]
@@ -30,6 +32,10 @@ struct Peer {
     calls: HashMap<u16, VecDeque<Arrived>>,
     letters: HashMap<u16, VecDeque<Arrived>>,
     parts: HashMap<u16, VecDeque<Vec<u8>>>,
+    /// How long nothing has come from it.
+    silence: Duration,
+    /// How the world has failed, as it said last.
+    failure: Option<Failure>,
 }
 
 /// What one process knows of the world. Threads that read write into it, the rank takes out.
@@ -54,6 +60,8 @@ impl Board {
             calls: HashMap::new(),
             letters: HashMap::new(),
             parts: HashMap::new(),
+            silence: Duration::ZERO,
+            failure: None,
         };
         let peers = (0..mesh.num_ranks()).map(|_| Mutex::new(peer())).collect();
         let (failed, failure) = (AtomicBool::new(false), Mutex::new(None));
@@ -63,6 +71,49 @@ impl Board {
     /// A thread that panicked with this lock fails the world by its end.
     fn peer(&self, rank: usize) -> MutexGuard<'_, Peer> {
         self.peers[rank].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Compares a frame from a rank, and the bytes that follow it, with the calls that they belong to. How many elements are due, the
+    /// call in the frame says; whether the calls of all members are alike is compared later.
+    ///
+    /// # Errors
+    /// Why no rank sends this here and now.
+    pub(super) fn check(&self, from: usize, frame: &Frame, bytes: usize) -> Result<()> {
+        let malformed = || report::malformed(from);
+        let of_size = |call: &Issued, due: usize| match bytes == due {
+            true => Ok(()),
+            false => Err(report::wrong_size(&self.mesh, (from, call), bytes, due)),
+        };
+        match frame {
+            Frame::Call(call) => {
+                let (members, places) = self.places(from, call.axes).ok_or_else(malformed)?;
+                match call.op {
+                    Op::Recv { .. } => Err(malformed()),
+                    Op::Send { to } if to != places[1] => Err(malformed()),
+                    _ => of_size(call, call.payload(members).bytes(places[0], places[1])),
+                }
+            }
+            Frame::Part(bits) => {
+                // A chunk of a result comes after the call of this rank, and before its next one.
+                let call = self.last(self.rank);
+                let (members, places) = self.places(from, call.axes).ok_or_else(malformed)?;
+                let payload = call.payload(members);
+                let is_due = call.axes.bits() == *bits && payload.is_chunked();
+                if !is_due || self.has_part(from, call.axes) {
+                    return Err(malformed());
+                }
+                of_size(&call, payload.chunk_bytes(places[0]))
+            }
+            _ if bytes == 0 => Ok(()),
+            _ => Err(malformed()),
+        }
+    }
+
+    /// The size of the group over some axes in which both a rank and this one are, and the places of the two.
+    fn places(&self, from: usize, axes: AxisSet) -> Option<(usize, [usize; 2])> {
+        let members = self.mesh.group(self.rank, axes);
+        let place = |rank: usize| members.iter().position(|member| *member == rank);
+        Some((members.len(), [place(from)?, place(self.rank)?]))
     }
 
     /// Takes in what a rank has sent.
@@ -82,9 +133,12 @@ impl Board {
             Frame::Goes => peer.waits = false,
             Frame::Probe(probe) => self.probes.lock().unwrap_or_else(PoisonError::into_inner).push(probe),
             Frame::Failed(failure) => {
-                peer.state = State::Failed;
+                peer.failure = Some(failure.clone());
                 drop(peer);
-                return self.fail(failure);
+                // Whoever sees the state sees the failure too, and not a rank that left.
+                self.fail(failure);
+                self.peer(from).state = State::Failed;
+                return self.parking.ring();
             }
             Frame::Returned(issued) => {
                 (peer.state, peer.waits) = (State::Returned, false);
@@ -100,19 +154,42 @@ impl Board {
         self.take(self.rank, Frame::Call(issued), body);
     }
 
-    /// Takes note that nothing more comes from a rank. Where it has not returned, that ends the world.
-    pub(super) fn lose(&self, rank: usize, why: &str) {
-        let mut peer = self.peer(rank);
+    /// Takes note that nothing more comes from a rank, and why. Where it has not returned, that ends the world.
+    pub(super) fn lose(&self, rank: usize, why: &Error) {
+        let peer = self.peer(rank);
         if peer.state != State::Running {
             return;
         }
-        peer.state = State::Failed;
-        let last = (peer.last.number > 0).then(|| peer.last.text(&self.mesh, rank));
+        let last = (peer.last.number > 0).then(|| ("last call", peer.last.text(&self.mesh, rank)));
         drop(peer);
-        let error = Error::new(Kind::PeerLost, format!("rank {rank} was lost: {why}"))
-            .detail("rank", self.mesh.describe(rank));
-        let error = last.into_iter().fold(error, |error, last| error.detail("last call", last));
+        let error = Error::new(why.kind(), why.message()).detail("rank", self.mesh.describe(rank));
+        let details = last.into_iter().chain(why.details().iter().cloned());
+        let error = details.fold(error, |error, (label, text)| error.detail(label, text));
         self.fail(Failure { error, origin: rank, told: vec![] });
+        self.peer(rank).state = State::Failed;
+        self.parking.ring();
+    }
+
+    /// Takes note of how long nothing has come from a rank.
+    pub(super) fn set_silence(&self, rank: usize, silence: Duration) {
+        self.peer(rank).silence = silence;
+    }
+
+    /// Whether no other rank runs its function any more, as far as they have said.
+    pub(super) fn have_all_ended(&self) -> bool {
+        (0..self.peers.len()).all(|rank| rank == self.rank || self.state(rank) != State::Running)
+    }
+
+    /// The failure of a rank of lower number that failed by itself, with the message of this one's.
+    pub(super) fn alike(&self, own: &Error) -> Option<Failure> {
+        let is_alike = |rank: usize, failure: &Failure| {
+            let error = &failure.error;
+            failure.origin == rank
+                && failure.told.is_empty()
+                && (error.kind(), error.message()) == (own.kind(), own.message())
+        };
+        (0..self.rank)
+            .find_map(|rank| self.peer(rank).failure.clone().filter(|failure| is_alike(rank, failure)))
     }
 
     /// Ends the world, as far as this process knows. Only the first cause is kept.
@@ -198,6 +275,7 @@ impl Board {
                 issued: peer.last.clone(),
                 waiting: peer.waits || is_own,
                 absent: if is_own { absent.to_vec() } else { Vec::new() },
+                silence: peer.silence,
             }
         };
         (0..self.peers.len()).map(seen).collect()

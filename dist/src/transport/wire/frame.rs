@@ -89,7 +89,8 @@ impl Frame {
                 Frame::Probe(Probe { round, path: Some(path).filter(|path| !path.is_empty())? })
             }
             6 => {
-                let (origin, told) = (is_rank(from.count()?)?, from.counts()?);
+                let (origin, told) = (is_rank(from.count()?)?, from.counts::<Vec<usize>>()?);
+                let told = told.into_iter().map(is_rank).collect::<Option<Vec<usize>>>()?;
                 Frame::Failed(Failure { error: Error::read(&mut from)?, origin, told })
             }
             7 => Frame::Returned(Issued::read(&mut from, mesh)?),

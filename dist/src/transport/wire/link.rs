@@ -4,6 +4,7 @@
 use super::board::Board;
 use super::frame::{Frame, PREFIX_BYTES, PULSE, lengths, set_body};
 use crate::error::{Error, Kind, Result};
+use crate::report;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -23,9 +24,6 @@ const WRITE: Duration = Duration::from_millis(10);
 const LINGER: Duration = Duration::from_millis(500);
 /// Bodies up to this size go in one piece with their head.
 const JOINED_BYTES_MAX: usize = 16 << 10;
-
-/// Why nothing more comes.
-const CLOSED: &str = "its process has ended, or its machine has closed the connection";
 
 /// The end of a connection to which this process writes; `None` once part of a frame could not be written.
 type End = Mutex<Option<TcpStream>>;
@@ -79,8 +77,7 @@ impl Links {
         for (from, stream) in readings {
             let shared = shared.clone();
             let read = move || {
-                let mut reader = Reader { stream, shared: &shared, limit: limit.max(SILENCE_MIN) };
-                let why = reader.read_all(from);
+                let why = Reader { from, stream, shared: &shared, limit: limit.max(SILENCE_MIN) }.read_all();
                 shared.board.lose(from, &why);
                 shared.open.fetch_sub(1, Ordering::SeqCst);
                 shared.board.parking.ring();
@@ -133,6 +130,13 @@ impl Links {
             // There is nobody to be told.
             let _ = self.send(to, &mut head, &[], || if start.elapsed() > limit { late() } else { Ok(()) });
         }
+    }
+
+    /// Waits a moment for all others to say how they end.
+    pub(super) fn linger(&self) {
+        let (board, start) = (&self.shared.board, Instant::now());
+        let done = || board.have_all_ended() || start.elapsed() > LINGER;
+        let _ = board.parking.wait(Duration::ZERO, done, || Ok(()));
     }
 }
 
@@ -191,6 +195,8 @@ fn write(stream: &mut TcpStream, mut bytes: &[u8], tick: &mut dyn FnMut() -> Res
 
 /// The end of a connection that is read.
 struct Reader<'a> {
+    /// The rank at the other end.
+    from: usize,
     stream: TcpStream,
     shared: &'a Shared,
     limit: Duration,
@@ -198,59 +204,74 @@ struct Reader<'a> {
 
 impl Reader<'_> {
     /// Puts what comes on the board until nothing more does, and says why.
-    fn read_all(&mut self, from: usize) -> String {
+    fn read_all(&mut self) -> Error {
         loop {
-            match self.read_one(from) {
+            match self.read_one() {
                 Ok(()) => {}
                 Err(why) => return why,
             }
         }
     }
 
-    fn read_one(&mut self, from: usize) -> Result<(), String> {
+    fn read_one(&mut self) -> Result<()> {
         let mut prefix = [PULSE; PREFIX_BYTES];
         self.fill(&mut prefix[..1])?;
         if prefix[0] == PULSE {
             return Ok(());
         }
         self.fill(&mut prefix[1..])?;
-        let junk = || "what it sends makes no sense".to_string();
-        let (head, body) = lengths(&prefix).ok_or_else(junk)?;
+        let (board, from) = (&self.shared.board, self.from);
+        let malformed = || report::malformed(from);
+        let (head, body) = lengths(&prefix).ok_or_else(malformed)?;
         let head = self.part(head)?;
-        let frame = Frame::read(prefix[0], &head, &self.shared.board.mesh).ok_or_else(junk)?;
+        let frame = Frame::read(prefix[0], &head, &board.mesh).ok_or_else(malformed)?;
+        board.check(from, &frame, body)?;
         let body = self.part(body)?;
-        self.shared.board.take(from, frame, body);
+        board.take(from, frame, body);
         Ok(())
     }
 
     /// The next bytes, so many.
-    fn part(&mut self, bytes: usize) -> Result<Vec<u8>, String> {
+    fn part(&mut self, bytes: usize) -> Result<Vec<u8>> {
         let mut part = Vec::new();
-        part.try_reserve_exact(bytes).map_err(|_| format!("there is no memory for {bytes} bytes from it"))?;
+        part.try_reserve_exact(bytes).map_err(|_| {
+            let (rank, from) = (self.shared.board.rank, self.from);
+            Error::new(
+                Kind::PeerLost,
+                format!("rank {rank} has no memory for {bytes} bytes from rank {from}"),
+            )
+        })?;
         part.resize(bytes, 0);
         self.fill(&mut part)?;
         Ok(part)
     }
 
-    fn fill(&mut self, mut part: &mut [u8]) -> Result<(), String> {
+    fn fill(&mut self, mut part: &mut [u8]) -> Result<()> {
         // Each reading that gives nothing counts as no more than it may last: the time in which this process stands still is not
         // the other's.
-        let mut silence = Duration::ZERO;
+        let (from, mut silence) = (self.from, Duration::ZERO);
         while !part.is_empty() {
             match self.stream.read(part) {
-                Ok(0) => return Err(CLOSED.to_string()),
+                Ok(0) => return Err(report::process_ended(from)),
                 Ok(count) => {
-                    silence = Duration::ZERO;
+                    if !silence.is_zero() {
+                        silence = Duration::ZERO;
+                        self.shared.board.set_silence(from, silence);
+                    }
                     part = &mut part[count..];
                 }
                 Err(e) if is_pause(e.kind()) => {
                     silence += READ;
+                    self.shared.board.set_silence(from, silence);
                     if self.shared.over.load(Ordering::SeqCst) || silence > self.limit {
-                        return Err(format!("nothing was heard of it for {silence:?}"));
+                        return Err(report::silent(from, silence));
                     }
                 }
-                Err(e) if e.kind() == ErrorKind::ConnectionReset => return Err(CLOSED.to_string()),
-                Err(e) => return Err(format!("the connection to it failed: {e}")),
+                Err(e) if e.kind() == ErrorKind::ConnectionReset => return Err(report::process_ended(from)),
+                Err(e) => {
+                    let why = format!("the connection to rank {from} failed: {e}");
+                    return Err(Error::new(Kind::PeerLost, why));
+                }
             }
         }
         Ok(())

@@ -14,14 +14,15 @@ mod board;
 mod link;
 mod meeting;
 mod parts;
+#[cfg(test)]
+mod malformed;
 
 pub(crate) use board::Board;
 pub(crate) use link::Links;
 pub(crate) use meeting::{Facts, Party};
 
-use super::thread::is_large;
 use super::{Transport, local};
-use crate::call::{Issued, Op, Request, chunk};
+use crate::call::{Issued, Op, Request};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::park::Watch;
@@ -29,7 +30,7 @@ use crate::report;
 use crate::table::{Failure, State};
 use board::Arrived;
 use frame::{Frame, Probe};
-use parts::{combined, form, others, sent, uploaded};
+use parts::{combined, form, others, uploaded};
 use shardgrad_kernels::{Backend, Buffer};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
@@ -120,7 +121,7 @@ impl Joint {
         self.links.tell(&Frame::Returned(board.last(board.rank)), LAST_WORD);
         board.parking.wait(Duration::ZERO, || board.is_over(), || Ok(()))?;
         if let Some(failure) = board.failure() {
-            return Err(report::lost(&board.mesh, &failure, board.rank, "waits for the others to end"));
+            return Err(report::lost(&failure, board.rank, "waits for the others to end"));
         }
         match board.unread() {
             Some((from, issued)) => Err(report::unread(&board.mesh, board.rank, (from, &issued))),
@@ -128,13 +129,16 @@ impl Joint {
         }
     }
 
-    /// Tells the others why the world has failed, if it has, whoever found out first: some may not have heard of it yet.
-    pub(crate) fn part(&self) -> Option<Error> {
-        let failure = self.board.failure()?;
-        let is_own = failure.origin == self.board.rank || failure.told.contains(&self.board.rank);
-        let own = is_own.then(|| failure.error.clone());
-        self.links.tell(&Frame::Failed(failure), LAST_WORD);
-        own
+    /// Tells the others why the world has failed, whoever found out first: some may not have heard of it yet. Returns the error with
+    /// which this process ends, from the one with which its rank has ended.
+    pub(crate) fn part(&self, error: Error) -> Error {
+        let board = &self.board;
+        let Some(failure) = board.failure() else { return error };
+        self.links.tell(&Frame::Failed(failure.clone()), LAST_WORD);
+        // All ranks may have found the same, each by itself.
+        let is_own = failure.told.is_empty() && failure.is_of(board.rank);
+        let alike = is_own.then(|| self.links.linger()).and_then(|()| board.alike(&failure.error));
+        report::last_error(&failure, alike.as_ref(), board.rank, error)
     }
 }
 
@@ -187,9 +191,10 @@ impl Wire {
 
     /// Ends the world for everyone.
     fn fail(&self, error: Error, told: Vec<usize>) {
-        let failure = Failure { error, origin: self.rank(), told };
-        self.joint.board.fail(failure.clone());
-        self.joint.links.tell(&Frame::Failed(failure), LAST_WORD);
+        self.joint.board.fail(Failure { error, origin: self.rank(), told });
+        // Another one may have come first.
+        let first = self.joint.board.failure().expect("a failed world has a cause");
+        self.joint.links.tell(&Frame::Failed(first), LAST_WORD);
     }
 
     /// The error with which this rank has to stop, once the world has failed.
@@ -199,7 +204,7 @@ impl Wire {
         if failure.told.contains(&board.rank) {
             return failure.error;
         }
-        report::lost(&board.mesh, &failure, board.rank, doing)
+        report::lost(&failure, board.rank, doing)
     }
 
     /// What this rank calls, noted for those who ask why it does not come elsewhere.
@@ -224,7 +229,9 @@ impl Wire {
             if watch.wake(Instant::now()) <= self.limit() {
                 return Ok(());
             }
-            let error = report::not_taken(&self.joint.board.mesh, self.rank(), to, issued, self.limit());
+            let (board, me) = (&self.joint.board, self.rank());
+            let seen = &board.look(&[to])[to];
+            let error = report::not_taken(&board.mesh, me, (to, seen), issued, self.limit());
             self.fail(error.clone(), vec![self.rank()]);
             Err(error)
         })
@@ -239,15 +246,14 @@ impl Wire {
     }
 
     fn collective(&self, backend: &dyn Backend, request: &Request<'_>) -> Result<Option<Buffer>> {
-        let (seat, size) = (request.seat, request.call.dtype.size());
+        let (seat, size, payload) = (request.seat, request.call.dtype.size(), request.payload());
         self.hold(backend, request)?;
         let issued = self.issue(request);
         let mut head = Frame::Call(issued.clone()).head();
         for place in others(request) {
-            let part = sent(request, place);
+            let part = payload.elements(seat.place, place);
             let held = self.held.borrow();
-            let body = held.get(part.start * size..part.end * size).unwrap_or_default();
-            self.write(seat.members[place], &mut head, body, &issued)?;
+            self.write(seat.members[place], &mut head, &held[part.start * size..part.end * size], &issued)?;
         }
         let axes = request.call.axes;
         self.wait(request, |board, member| board.has_call(member, axes))?;
@@ -256,11 +262,9 @@ impl Wire {
         self.compare(request, &issued, &arrived)?;
         let brought: Vec<&[u8]> =
             arrived.iter().map(|one| one.as_ref().map_or(&[][..], |one| &one.body)).collect();
-        match request.op {
-            Op::AllReduce(_) if is_large(request) => {
-                self.all_reduce_in_chunks(backend, request, &issued, &brought).map(Some)
-            }
-            _ => form(backend, request, &brought),
+        match payload.is_chunked() {
+            true => self.all_reduce_in_chunks(backend, request, &issued, &brought).map(Some),
+            false => form(backend, request, &brought),
         }
     }
 
@@ -286,10 +290,11 @@ impl Wire {
         issued: &Issued,
         brought: &[&[u8]],
     ) -> Result<Buffer> {
-        let (seat, dtype, axes) = (request.seat, request.call.dtype, request.call.axes);
-        let range = |place: usize| chunk(request.counts[0], seat.size(), place);
+        let (seat, dtype, axes, payload) =
+            (request.seat, request.call.dtype, request.call.axes, request.payload());
+        let range = |place: usize| payload.chunk(place);
         let mine = combined(backend, request, brought, &range(seat.place))?;
-        let mut own = vec![0; range(seat.place).len() * dtype.size()];
+        let mut own = vec![0; payload.chunk_bytes(seat.place)];
         backend.download(&mine, &mut own)?;
         let mut head = Frame::Part(axes.bits()).head();
         for place in others(request) {
@@ -358,10 +363,10 @@ impl Wire {
                 self.fail(report::cycle(mesh, &board.look(&[me]), &[me]), vec![me]);
             } else if let Some(gone) = gone {
                 let error = report::departed(mesh, &board.look(&absent()), me, gone);
-                self.fail(error, members.clone());
+                self.fail(error, with_last(members, &[gone]));
             } else if waited > self.limit() && !absent().is_empty() {
                 let error = report::overdue(mesh, &board.look(&absent()), me, self.limit());
-                self.fail(error, members.clone());
+                self.fail(error, with_last(members, &absent()));
             } else {
                 self.ask(wait, waited, &absent());
             }
@@ -409,7 +414,8 @@ impl Wire {
                 let ranks: Vec<usize> = probe.path.iter().map(|(rank, _)| *rank).collect();
                 let mut seen = board.look(absent);
                 probe.path.into_iter().for_each(|(rank, issued)| seen[rank].issued = issued);
-                self.fail(report::cycle(&board.mesh, &seen, &ranks), ranks);
+                let error = report::cycle(&board.mesh, &seen, &ranks);
+                self.fail(error, with_last(&ranks, &[]));
             }
             return;
         }
@@ -439,4 +445,11 @@ impl Wire {
         };
         number.is_none_or(|number| *number < call.number)
     }
+}
+
+/// Some ranks by their numbers, those last that may have nothing to say: the first one reports an error.
+fn with_last(ranks: &[usize], last: &[usize]) -> Vec<usize> {
+    let mut sorted = ranks.to_vec();
+    sorted.sort_by_key(|rank| (last.contains(rank), *rank));
+    sorted
 }

@@ -1,9 +1,9 @@
 //! What goes to which member of a group, and what becomes of what comes from them.
 
-use crate::call::{Op, ReduceOp, Request, chunk};
+use crate::call::{Op, ReduceOp, Request};
 use crate::error::Result;
 use crate::transport::local;
-use crate::transport::thread::{is_large, is_root};
+use crate::transport::thread::is_root;
 use shardgrad_kernels::{Backend, Buffer};
 use smallvec::SmallVec;
 use std::ops::Range;
@@ -12,17 +12,6 @@ use std::ops::Range;
 pub(super) fn others(request: &Request<'_>) -> impl Iterator<Item = usize> + use<> {
     let (place, size) = (request.seat.place, request.seat.size());
     (1..size).map(move |step| (place + step) % size)
-}
-
-/// The elements that the member at a place gets from this one.
-pub(super) fn sent(request: &Request<'_>, to: usize) -> Range<usize> {
-    let (seat, counts) = (request.seat, request.counts);
-    let part = |counts: &[usize], to: usize| local::before(counts, to)..local::before(counts, to + 1);
-    match request.op {
-        Op::AllReduce(_) if is_large(request) => chunk(counts[0], seat.size(), to),
-        Op::ReduceScatter | Op::AllToAll => part(counts, to),
-        _ => 0..if request.x.is_some() { request.shown_numel(seat.place) } else { 0 },
-    }
 }
 
 /// New memory with these contents.
@@ -71,7 +60,7 @@ pub(super) fn form(
     }
     match request.op {
         Op::ReduceScatter => {
-            let range = sent(request, place);
+            let range = request.payload().elements(place, place);
             return combined(backend, request, brought, &range).map(Some);
         }
         Op::Broadcast { root } => return uploaded(backend, brought[root]).map(Some),
@@ -84,7 +73,7 @@ pub(super) fn form(
     if request.op == Op::AllToAll {
         for (i, x) in shown.iter().enumerate() {
             let x = x.expect("every member of an exchange brings a buffer");
-            let start = if i == place { sent(request, place).start } else { 0 };
+            let start = if i == place { request.payload().elements(place, place).start } else { 0 };
             let part = start..start + request.received[i];
             local::copy(backend, dtype, x, part, &mut y, local::before(request.received, i))?;
         }
