@@ -228,6 +228,10 @@ NodeName=n1 NodeHostname=$host NodeAddr=127.0.0.1 Port=16821 CPUs=4 RealMemory=1
 NodeName=n2 NodeHostname=$host NodeAddr=127.0.0.1 Port=16822 CPUs=4 RealMemory=1000 State=UNKNOWN
 PartitionName=all Nodes=n1,n2 Default=YES MaxTime=60 State=UP OverSubscribe=NO
 CONF
+    # Daemons listen on the loopback address alone where the name of this machine is one of its names.
+    if [ "$(getent ahostsv4 "$host" | awk 'NR == 1 { print $1 }')" = 127.0.0.1 ]; then
+        echo "CommunicationParameters=NoInAddrAny,NoCtldInAddrAny" >>"$SLURM_CONF"
+    fi
     mkdir "$scratch/state" "$scratch/spool-n1" "$scratch/spool-n2"
     slurmctld 2>>"$scratch/daemons.log" || skip "slurmctld does not start here: $(tail -n 1 "$scratch/daemons.log")"
     for node in n1 n2; do
