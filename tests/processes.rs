@@ -209,6 +209,7 @@ fn what_a_launcher_tells_wrong_is_misuse() {
         (with("0", "2")[..2].to_vec(), &[][..], "WORLD_SIZE is 2, but MASTER_ADDR is not set"),
         (with("2", "2"), &[], "RANK is 2, but WORLD_SIZE is 2"),
         (with("x", "2"), &[], "RANK is `x`, which is no count"),
+        (vec![("JOB_COMPLETION_INDEX", "2")], &[], "but RANK, WORLD_SIZE and MASTER_ADDR are not set"),
         (with("0", "3"), &["--mesh", "dp=2"], "--mesh gives 2 rank(s), but 3 processes were started"),
     ] {
         let (code, told) = alone(&variables, more);

@@ -1,14 +1,14 @@
-//! A process that is one rank of a world of processes, as its launcher tells it.
+//! A process that is one rank of a world of processes, read from the environment variables that its launcher sets.
+
+mod variables;
+
+mod incomplete;
+mod slurm;
+
+mod launcher;
 
 use crate::error::{Error, Kind, Result};
-
-/// Where rank 0 listens unless a launcher says otherwise; the port that PyTorch takes.
-const PORT: u16 = 29500;
-/// The variable that names the port on which ranks meet.
-const PORT_VARIABLE: &str = "SHARDGRAD_PORT";
-/// Ports for jobs of SLURM are taken from here on, by the number of the job.
-const SLURM_PORT: u16 = 20_000;
-const SLURM_PORTS: u64 = 10_000;
+use variables::Variables;
 
 /// This process among those that are one world: which rank it is, of how many, and where they meet.
 ///
@@ -58,17 +58,26 @@ impl Process {
         Process { run: run.to_string(), ..self }
     }
 
-    /// What the launcher of this process tells it; `None` if none has started it as one of several. Known are, in this order:
+    /// Reads the process from the variables of its launcher; `None` if no launcher started it as one of several. Launchers are looked
+    /// for in this order:
     ///
     /// | launcher | rank and count | on its machine | where rank 0 is |
     /// |---|---|---|---|
     /// | torchrun, or by hand | `RANK`, `WORLD_SIZE` | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | `MASTER_ADDR`, `MASTER_PORT` |
-    /// | `mpirun` of Open MPI | `OMPI_COMM_WORLD_RANK`, `_SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK`, `_SIZE` | as above; this machine, if all are here |
-    /// | `mpiexec` of MPICH | `PMI_RANK`, `PMI_SIZE` | `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` | as above; this machine, if all are here |
-    /// | `srun` of SLURM | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` | `SLURM_LOCALID`, `SLURM_STEP_TASKS_PER_NODE` | as above; the first of `SLURM_STEP_NODELIST` |
+    /// | `mpirun` of Open MPI | `OMPI_COMM_WORLD_RANK`, `_SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK`, `_SIZE` | as above; this machine, if all are here; the first node of the SLURM job, if rank 0 is there |
+    /// | `mpiexec` of MPICH | `PMI_RANK`, `PMI_SIZE` | `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` | as for Open MPI |
+    /// | `srun` of SLURM | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` | `SLURM_LOCALID`, `SLURM_STEP_TASKS_PER_NODE` | as above; this machine, if all are here; the first of `SLURM_STEP_NODELIST` |
+    /// | AWS Batch, multi-node parallel job | `AWS_BATCH_JOB_NODE_INDEX`, `AWS_BATCH_JOB_NUM_NODES` | alone | as above; `AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS` |
+    /// | LeaderWorkerSet of Kubernetes | `LWS_WORKER_INDEX`, `LWS_GROUP_SIZE` | alone | as above; `LWS_LEADER_ADDRESS` |
+    ///
+    /// Where `PMI_*` and `SLURM_*` agree, the launcher is `srun`. Ranks of AWS Batch are counted from the main node
+    /// (`AWS_BATCH_JOB_MAIN_NODE_INDEX`). The last two rows are from the platforms' documentation and have not been run.
     ///
     /// Ranks meet at `SHARDGRAD_PORT` if that is set, else at `MASTER_PORT` or, under torchrun, whose own store listens there
-    /// (`TORCHELASTIC_USE_AGENT_STORE`), the port behind it; else at 29500, or for jobs of SLURM a port by the number of the job.
+    /// (`TORCHELASTIC_USE_AGENT_STORE`), the port above it; else at 29500, or within a job of SLURM a port by the ids of job and step.
+    ///
+    /// Variables that number the processes of a job without their count and the address of rank 0 (`JOB_COMPLETION_INDEX`,
+    /// `TPU_WORKER_ID`, `SM_CURRENT_HOST`, `NODE_RANK`) are refused, unless `WORLD_SIZE=1` says that the process is alone.
     ///
     /// # Errors
     /// `Kind::Config` naming the variable that is missing or makes no sense.
@@ -81,13 +90,7 @@ impl Process {
     /// # Errors
     /// As [`Process::from_environment`].
     pub fn from_variables(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<Process>> {
-        let told = Variables(variable);
-        for launcher in &LAUNCHERS {
-            if let Some(num_ranks) = told.count(launcher.count)?.filter(|count| *count > 1) {
-                return told.process(launcher, num_ranks).map(Some);
-            }
-        }
-        Ok(None)
+        launcher::read(&Variables(variable))
     }
 
     /// The number of the rank that this process is.
@@ -131,178 +134,6 @@ impl Process {
     pub fn run(&self) -> &str {
         &self.run
     }
-}
-
-/// The variables of one launcher.
-struct Launcher {
-    name: &'static str,
-    rank: &'static str,
-    count: &'static str,
-    local_rank: &'static str,
-    num_local: &'static str,
-    /// What names the run, if anything does.
-    run: Option<&'static str>,
-}
-
-const TORCHRUN: Launcher = Launcher {
-    name: "torchrun",
-    rank: "RANK",
-    count: "WORLD_SIZE",
-    local_rank: "LOCAL_RANK",
-    num_local: "LOCAL_WORLD_SIZE",
-    run: Some("TORCHELASTIC_RUN_ID"),
-};
-const SLURM: Launcher = Launcher {
-    name: "srun",
-    rank: "SLURM_PROCID",
-    // Of the step, not of the job: a script that sbatch runs is told the tasks of its job, but is one process.
-    count: "SLURM_STEP_NUM_TASKS",
-    local_rank: "SLURM_LOCALID",
-    num_local: "SLURM_STEP_TASKS_PER_NODE",
-    run: Some("SLURM_JOB_ID"),
-};
-/// One that runs on top of another comes before it: what the other tells is then of its own processes.
-const LAUNCHERS: [Launcher; 4] = [
-    TORCHRUN,
-    Launcher {
-        name: "mpirun of Open MPI",
-        rank: "OMPI_COMM_WORLD_RANK",
-        count: "OMPI_COMM_WORLD_SIZE",
-        local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
-        num_local: "OMPI_COMM_WORLD_LOCAL_SIZE",
-        run: Some("PMIX_NAMESPACE"),
-    },
-    Launcher {
-        name: "mpiexec of MPICH",
-        rank: "PMI_RANK",
-        count: "PMI_SIZE",
-        local_rank: "MPI_LOCALRANKID",
-        num_local: "MPI_LOCALNRANKS",
-        run: None,
-    },
-    SLURM,
-];
-
-/// What the environment tells.
-struct Variables<'a>(&'a dyn Fn(&str) -> Option<String>);
-
-impl Variables<'_> {
-    /// A variable that is set to something.
-    fn get(&self, name: &str) -> Option<String> {
-        (self.0)(name).map(|value| value.trim().to_string()).filter(|value| !value.is_empty())
-    }
-
-    fn count(&self, name: &str) -> Result<Option<usize>> {
-        let Some(value) = self.get(name) else { return Ok(None) };
-        let junk = |_| Error::new(Kind::Config, format!("{name} is `{value}`, which is no count"));
-        value.parse().map(Some).map_err(junk)
-    }
-
-    fn port(&self, name: &str) -> Result<Option<u16>> {
-        let Some(value) = self.get(name) else { return Ok(None) };
-        let port = value.parse().ok().filter(|port| *port > 0);
-        let why = || format!("{name} is `{value}`, which is no port: one is a number from 1 to 65535");
-        port.map(Some).ok_or_else(|| Error::new(Kind::Config, why()))
-    }
-
-    fn process(&self, launcher: &Launcher, num_ranks: usize) -> Result<Process> {
-        let Launcher { name, rank, count, .. } = *launcher;
-        let missing = || {
-            let why =
-                format!("{count} is {num_ranks}, but {rank} does not say which of them this process is");
-            let help = format!("start it with {name}, set {rank} for each process, or unset {count}");
-            Error::new(Kind::Config, why).detail("help", help)
-        };
-        let at = self.count(rank)?.ok_or_else(missing)?;
-        if at >= num_ranks {
-            let why = format!("{rank} is {at}, but {count} is {num_ranks}: ranks are counted from 0");
-            return Err(Error::new(Kind::Config, why));
-        }
-        let (local_rank, num_local) = self.local(launcher, at)?;
-        let host = self.host(launcher, num_ranks, num_local)?;
-        let process = Process::new(at, num_ranks, &host, self.meeting_port(launcher)?)?;
-        let run = launcher.run.and_then(|run| self.get(run)).unwrap_or_default();
-        Ok(process.beside(local_rank, num_local)?.of_run(&run))
-    }
-
-    /// The number of a process on its machine, and how many are there; as if it were alone, where nothing is told.
-    fn local(&self, launcher: &Launcher, rank: usize) -> Result<(usize, usize)> {
-        let at = self.count(launcher.local_rank)?;
-        let all = match self.get(launcher.num_local) {
-            Some(list) if launcher.name == SLURM.name => {
-                tasks_on(&list, self.count("SLURM_NODEID")?.unwrap_or(0))
-            }
-            _ => self.count(launcher.num_local)?,
-        };
-        match (at, all) {
-            (Some(at), Some(all)) if at >= all => {
-                let (name, of) = (launcher.local_rank, launcher.num_local);
-                Err(Error::new(Kind::Config, format!("{name} of rank {rank} is {at}, but {of} is {all}")))
-            }
-            (Some(at), all) => Ok((at, all.unwrap_or(at + 1))),
-            (None, _) => Ok((0, 1)),
-        }
-    }
-
-    fn host(&self, launcher: &Launcher, num_ranks: usize, num_local: usize) -> Result<String> {
-        if let Some(host) = self.get("MASTER_ADDR") {
-            return Ok(host);
-        }
-        if launcher.name == SLURM.name
-            && let Some(first) = self.get("SLURM_STEP_NODELIST").as_deref().and_then(first_node)
-        {
-            return Ok(first);
-        }
-        // By hand, nothing tells that all are on this machine.
-        if num_local == num_ranks && launcher.name != TORCHRUN.name {
-            return Ok("127.0.0.1".to_string());
-        }
-        let why = format!("{} is {num_ranks}, but MASTER_ADDR is not set", launcher.count);
-        let help =
-            "set MASTER_ADDR to a name or an address of the machine of rank 0, the same for all processes";
-        Err(Error::new(Kind::Config, why).detail("help", help))
-    }
-
-    fn meeting_port(&self, launcher: &Launcher) -> Result<u16> {
-        if let Some(port) = self.port(PORT_VARIABLE)? {
-            return Ok(port);
-        }
-        let is_taken =
-            self.get("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|v| v.eq_ignore_ascii_case("true"));
-        if let Some(port) = self.port("MASTER_PORT")? {
-            // Behind the last port there is none.
-            return Ok(if is_taken { port.checked_add(1).unwrap_or(port - 1) } else { port });
-        }
-        let job = if launcher.name == SLURM.name { self.count("SLURM_JOB_ID")? } else { None };
-        Ok(job.map_or(PORT, |job| SLURM_PORT + (job as u64 % SLURM_PORTS) as u16))
-    }
-}
-
-/// The tasks on a node, of a list like `4(x2),3`.
-fn tasks_on(list: &str, node: usize) -> Option<usize> {
-    let mut before = 0;
-    for part in list.split(',') {
-        let (tasks, times) = match part.split_once("(x") {
-            None => (part, 1),
-            Some((tasks, times)) => (tasks, times.strip_suffix(')')?.parse().ok()?),
-        };
-        before += times;
-        if node < before {
-            return tasks.trim().parse().ok();
-        }
-    }
-    None
-}
-
-/// The first node of a list like `gpu[03-06,9],login1` or `n1,n2`.
-fn first_node(list: &str) -> Option<String> {
-    let end = list.find(['[', ',']).unwrap_or(list.len());
-    let (name, rest) = list.split_at(end);
-    let Some(rest) = rest.strip_prefix('[') else { return Some(name.to_string()).filter(|n| !n.is_empty()) };
-    let (inside, behind) = rest.split_once(']')?;
-    let first = inside.split([',', '-']).next()?;
-    let behind = behind.split(',').next().unwrap_or_default();
-    Some(format!("{name}{first}{behind}"))
 }
 
 #[cfg(test)]
@@ -373,33 +204,137 @@ mod tests {
         assert_eq!(told(&open), (1, 2, 1, 2, "127.0.0.1".into(), 29500, "prterun-1".into()));
         let apart = [&open[..2], &[("OMPI_COMM_WORLD_LOCAL_RANK", "0"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "1")]];
         assert!(refused(&apart.concat()).contains("MASTER_ADDR is not set"));
+        // The number of processes on the machine is not stated: nothing shows that all are here.
+        assert!(refused(&open[..3]).contains("MASTER_ADDR is not set"));
         let mpich = [("PMI_RANK", "0"), ("PMI_SIZE", "3"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "1")];
         assert_eq!(told(&mpich), (0, 3, 0, 1, "a".into(), 1, String::new()));
     }
 
+    const STEP: [(&str, &str); 8] = [
+        ("SLURM_PROCID", "5"),
+        ("SLURM_STEP_NUM_TASKS", "7"),
+        ("SLURM_LOCALID", "1"),
+        ("SLURM_NODEID", "1"),
+        ("SLURM_STEP_TASKS_PER_NODE", "4,3"),
+        ("SLURM_STEP_NODELIST", "gpu[03-04]"),
+        ("SLURM_JOB_ID", "123456"),
+        ("SLURM_STEP_ID", "2"),
+    ];
+
+    /// `STEP` with some variables changed or added.
+    fn step_with<'a>(changed: &[(&'a str, &'a str)]) -> Vec<(&'a str, &'a str)> {
+        let unchanged = STEP.into_iter().filter(|(name, _)| changed.iter().all(|(other, _)| other != name));
+        unchanged.chain(changed.iter().copied()).collect()
+    }
+
     #[test]
     fn tasks_of_slurm() {
-        let step = [
-            ("SLURM_PROCID", "5"),
-            ("SLURM_STEP_NUM_TASKS", "7"),
-            ("SLURM_LOCALID", "1"),
-            ("SLURM_NODEID", "1"),
-            ("SLURM_STEP_TASKS_PER_NODE", "4,3"),
-            ("SLURM_STEP_NODELIST", "gpu[03-04]"),
-            ("SLURM_JOB_ID", "123456"),
-        ];
-        assert_eq!(told(&step), (5, 7, 1, 3, "gpu03".into(), 23456, "123456".into()));
-        for (list, first) in [
-            ("n1,n2", "n1"),
-            ("n7", "n7"),
-            ("a[1,3]-x,b", "a1-x"),
-            ("a[09-11],b[1-2]", "a09"),
-            ("x,a[1-2]", "x"),
+        assert_eq!(told(&STEP), (5, 7, 1, 3, "gpu03".into(), 29058, "123456.2".into()));
+        // Without the id of the step, those of one job share port and name.
+        assert_eq!(told(&STEP[..7]), (5, 7, 1, 3, "gpu03".into(), 29056, "123456".into()));
+        // The name of a single node may resolve to nothing.
+        let one_node = step_with(&[
+            ("SLURM_LOCALID", "5"),
+            ("SLURM_NODEID", "0"),
+            ("SLURM_STEP_TASKS_PER_NODE", "7"),
+            ("SLURM_STEP_NODELIST", "gpu03"),
+        ]);
+        assert_eq!(told(&one_node), (5, 7, 5, 7, "127.0.0.1".into(), 29058, "123456.2".into()));
+        let elsewhere = [&one_node[..], &[("MASTER_ADDR", "a")]].concat();
+        assert_eq!(told(&elsewhere).4, "a");
+        assert!(refused(&STEP[..5]).contains("MASTER_ADDR is not set"));
+    }
+
+    #[test]
+    fn srun_that_sets_pmi_is_slurm() {
+        let pmi2 = step_with(&[("PMI_RANK", "5"), ("PMI_SIZE", "7")]);
+        assert_eq!(told(&pmi2), told(&STEP));
+        // Hydra within a job: SLURM's tasks are its proxies.
+        let hydra = step_with(&[
+            ("PMI_RANK", "5"),
+            ("PMI_SIZE", "6"),
+            ("MPI_LOCALRANKID", "2"),
+            ("MPI_LOCALNRANKS", "3"),
+            ("SLURM_PROCID", "1"),
+            ("SLURM_STEP_NUM_TASKS", "2"),
+            ("SLURM_JOB_NODELIST", "gpu[03-04]"),
+        ]);
+        assert_eq!(told(&hydra), (5, 6, 2, 3, "gpu03".into(), 29058, "123456.2".into()));
+    }
+
+    #[test]
+    fn mpirun_within_a_job_of_slurm_meets_on_the_first_node_if_rank_0_is_there() {
+        let mpi = |rank, local_rank, here: &[(&'static str, &'static str)]| {
+            let job = [("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "n[1-2]")];
+            let ranks = [("OMPI_COMM_WORLD_RANK", rank), ("OMPI_COMM_WORLD_SIZE", "4")];
+            let local = [("OMPI_COMM_WORLD_LOCAL_RANK", local_rank), ("OMPI_COMM_WORLD_LOCAL_SIZE", "2")];
+            [&job[..], &ranks, &local, here].concat()
+        };
+        // Started by mpirun itself, in the batch script, or through srun, on all nodes or on the other ones.
+        let script = [("SLURMD_NODENAME", "n1"), ("SLURM_NODEID", "0")];
+        let first = [("SLURM_STEP_NODELIST", "n[1-2]"), ("SLURM_NODEID", "0"), ("SLURM_STEP_ID", "3")];
+        let second = [("SLURM_STEP_NODELIST", "n[1-2]"), ("SLURM_NODEID", "1"), ("SLURM_STEP_ID", "3")];
+        let other = [("SLURM_STEP_NODELIST", "n2"), ("SLURM_NODEID", "0")];
+        for (rank, local_rank, here) in [
+            ("0", "0", &script[..]),
+            ("0", "0", &first),
+            ("1", "1", &first),
+            ("2", "0", &second),
+            ("2", "0", &other),
+            ("3", "1", &other),
         ] {
-            assert_eq!(first_node(list).as_deref(), Some(first), "{list}");
+            let read = told(&mpi(rank, local_rank, here));
+            assert_eq!((read.4.as_str(), read.5), ("n1", 20_707), "rank {rank}, {here:?}");
         }
-        let on = |node| tasks_on("4(x2),3", node);
-        assert_eq!([on(0), on(1), on(2), on(3)], [Some(4), Some(4), Some(3), None]);
+        for (rank, here) in [("0", &second[..]), ("0", &other), ("2", &first), ("2", &script)] {
+            let text = refused(&mpi(rank, "0", here));
+            assert!(text.contains("rank 0 is not on n1, the first node of the job"), "{text}");
+        }
+        // Nothing shows on which node a process is.
+        assert!(refused(&mpi("0", "0", &[])).contains("but MASTER_ADDR is not set"));
+        let stated = mpi("0", "0", &[&second[..], &[("MASTER_ADDR", "n2")]].concat());
+        assert_eq!((told(&stated).4.as_str(), told(&stated).5), ("n2", 29_500));
+    }
+
+    #[test]
+    fn nodes_of_aws_batch_are_counted_from_the_main_node() {
+        let node = |index, main| {
+            let count = ("AWS_BATCH_JOB_NUM_NODES", "3");
+            vec![count, ("AWS_BATCH_JOB_NODE_INDEX", index), ("AWS_BATCH_JOB_MAIN_NODE_INDEX", main)]
+        };
+        let address = ("AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS", "10.0.0.7");
+        let child = |index, main| [&node(index, main)[..], &[address]].concat();
+        assert_eq!(told(&node("0", "0")), (0, 3, 0, 1, "0.0.0.0".into(), 29500, String::new()));
+        assert_eq!(told(&child("2", "0")), (2, 3, 0, 1, "10.0.0.7".into(), 29500, String::new()));
+        assert_eq!([told(&node("1", "1")).0, told(&child("2", "1")).0, told(&child("0", "1")).0], [0, 1, 2]);
+        assert!(
+            refused(&node("1", "0")).contains("but AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS is not set")
+        );
+        assert!(refused(&node("1", "0")[..2]).contains("AWS_BATCH_JOB_MAIN_NODE_INDEX is not set"));
+        assert!(refused(&node("1", "3")).contains("AWS_BATCH_JOB_MAIN_NODE_INDEX is 3, but"));
+        assert!(refused(&node("1", "0")[..1]).contains("AWS_BATCH_JOB_NODE_INDEX does not say which"));
+        assert_eq!(of(&[("AWS_BATCH_JOB_NUM_NODES", "1"), ("AWS_BATCH_JOB_NODE_INDEX", "0")]).unwrap(), None);
+    }
+
+    #[test]
+    fn pods_of_a_leader_worker_set() {
+        let pod =
+            [("LWS_GROUP_SIZE", "2"), ("LWS_WORKER_INDEX", "1"), ("LWS_LEADER_ADDRESS", "a-0.a.default")];
+        assert_eq!(told(&pod), (1, 2, 0, 1, "a-0.a.default".into(), 29500, String::new()));
+        assert!(refused(&pod[..2]).contains("LWS_GROUP_SIZE is 2, but LWS_LEADER_ADDRESS is not set"));
+        assert!(refused(&pod[..1]).contains("LWS_WORKER_INDEX does not say which"));
+        // torchrun within the pods.
+        assert_eq!(told(&[&BY_HAND[..], &pod].concat()), told(&BY_HAND));
+    }
+
+    #[test]
+    fn a_number_without_a_count_and_an_address_is_refused() {
+        for name in ["JOB_COMPLETION_INDEX", "NODE_RANK", "TPU_WORKER_ID"] {
+            let text = refused(&[(name, "1")]);
+            assert!(text.contains("but RANK, WORLD_SIZE and MASTER_ADDR are not set"), "{text}");
+            assert_eq!(of(&[(name, "1"), ("WORLD_SIZE", "1")]).unwrap(), None, "{name}");
+            assert_eq!(told(&[&BY_HAND[..], &[(name, "1")]].concat()), told(&BY_HAND), "{name}");
+        }
     }
 
     #[test]
