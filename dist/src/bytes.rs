@@ -54,6 +54,25 @@ impl<'a> Reading<'a> {
     }
 }
 
+/// Returns a text that came from elsewhere with its control characters escaped, so that it cannot steer a terminal.
+pub(crate) fn printable(text: &str) -> String {
+    // Characters that change the direction of the text behind them mislead as control characters do.
+    let steers = |c: char| c.is_control() || matches!(c, '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    let mut shown = String::with_capacity(text.len());
+    for c in text.chars() {
+        match steers(c) {
+            true => shown.extend(c.escape_debug()),
+            false => shown.push(c),
+        }
+    }
+    shown
+}
+
+/// [`printable`] of each line of a text.
+pub(crate) fn printable_lines(text: &str) -> String {
+    text.split('\n').map(printable).collect::<Vec<String>>().join("\n")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -72,5 +91,13 @@ mod tests {
         assert!((0..out.0.len()).all(|len| read(&out.0[..len]).is_none()));
         assert_eq!(Reading(&[255; 8]).counts::<Vec<usize>>(), None);
         assert_eq!(Reading(&[1, 0, 0, 0, 0, 0, 0, 0, 0xff]).text(), None);
+    }
+
+    #[test]
+    fn control_characters_are_escaped_and_other_text_stays() {
+        assert_eq!(printable("gewöhnlich \"x\" \\ 日本"), "gewöhnlich \"x\" \\ 日本");
+        assert_eq!(printable("a\u{1b}[31m\r\n\t\0\u{7f}\u{9b}"), "a\\u{1b}[31m\\r\\n\\t\\0\\u{7f}\\u{9b}");
+        assert_eq!(printable("\u{202e}txt"), "\\u{202e}txt");
+        assert_eq!(printable_lines("a\u{7}\nb\r\n"), "a\\u{7}\nb\\r\n");
     }
 }

@@ -1,7 +1,7 @@
 //! An error as the bytes that ranks of other processes read.
 
 use super::{Error, Kind};
-use crate::bytes::{Reading, Writing};
+use crate::bytes::{Reading, Writing, printable, printable_lines};
 
 const KINDS: [Kind; 18] = [
     Kind::Shape,
@@ -35,12 +35,13 @@ impl Error {
         }
     }
 
-    /// Reads an error. Its labels stay in memory for good: a process reads few, since each ends a world.
+    /// Reads an error, whose control characters are escaped but for ends of lines. Its labels stay in memory for good: a process
+    /// reads few, since each ends a world.
     pub(crate) fn read(from: &mut Reading<'_>) -> Option<Error> {
-        let error = Error::new(*KINDS.get(from.count()?)?, from.text()?);
+        let error = Error::new(*KINDS.get(from.count()?)?, printable_lines(from.text()?));
         (0..from.count()?).try_fold(error, |error, _| {
-            let label: &'static str = Box::leak(from.text()?.into());
-            Some(error.detail(label, from.text()?))
+            let label: &'static str = Box::leak(printable(from.text()?).into());
+            Some(error.detail(label, printable_lines(from.text()?)))
         })
     }
 }
@@ -61,5 +62,15 @@ mod tests {
             assert_eq!((read.kind(), read.to_string()), (kind, error.to_string()));
             assert!((0..out.0.len()).all(|len| Error::read(&mut Reading(&out.0[..len])).is_none()));
         }
+    }
+
+    #[test]
+    fn the_text_of_another_process_steers_no_terminal() {
+        let error = Error::new(Kind::Data, "a\u{1b}[2J\nb").detail("he\rlp", "c\u{7}\nd");
+        let mut out = Writing::default();
+        error.write(&mut out);
+        let read = Error::read(&mut Reading(&out.0)).unwrap();
+        assert_eq!(read.message(), "a\\u{1b}[2J\nb");
+        assert_eq!(read.details(), [("he\\rlp", "c\\u{7}\nd".to_string())]);
     }
 }

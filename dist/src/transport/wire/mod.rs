@@ -17,7 +17,8 @@ mod parts;
 
 pub(crate) use board::Board;
 pub(crate) use link::Links;
-pub(crate) use meeting::{Facts, Party};
+pub use meeting::Rendezvous;
+pub(crate) use meeting::{Facts, Values, WaitHook};
 
 use super::thread::is_large;
 use super::{Transport, local};
