@@ -20,7 +20,22 @@ fn run<'a>(ranks: &[usize], args: &[&'a str], own: &[&[&'a str]]) -> (Vec<Option
 }
 
 fn train<'a>(data: &'a str, out: &'a str) -> Vec<&'a str> {
-    ["train", "--data", data, "--out", out, "--seq", "16", "--batch", "4", "--steps", "2", "--eval-every", "0"].into()
+    [
+        "train",
+        "--data",
+        data,
+        "--out",
+        out,
+        "--seq",
+        "16",
+        "--batch",
+        "4",
+        "--steps",
+        "2",
+        "--eval-every",
+        "0",
+    ]
+    .into()
 }
 
 #[test]
@@ -31,8 +46,14 @@ fn ranks_with_different_options_or_data_train_nothing_and_name_both_values() {
     let args = train(&data, &out);
     for (own, why) in [
         (["--lr", "0.1"], "ranks got different options: --lr is 0.002 on rank 0, 0.1 on rank 1"),
-        (["--save-every", "5"], "ranks got different options: --save-every is not given on rank 0, 5 on rank 1"),
-        (["--no-shuffle", "--json"], "ranks got different options: --no-shuffle is false on rank 0, true on rank 1"),
+        (
+            ["--save-every", "5"],
+            "ranks got different options: --save-every is not given on rank 0, 5 on rank 1",
+        ),
+        (
+            ["--no-shuffle", "--json"],
+            "ranks got different options: --no-shuffle is false on rank 0, true on rank 1",
+        ),
         (["--mesh", "tp=2"], "ranks got different meshes: mesh(dp=2) on rank 0, mesh(tp=2) on rank 1"),
     ] {
         let (codes, told) = run(&[0, 1], &args, &[&[], &own]);
@@ -54,9 +75,23 @@ fn ranks_with_different_checkpoints_or_models_say_so() {
     let folder = Folder::new("unlike-start");
     let (data, out, other) = (text(&folder), folder.path("out"), folder.path("other"));
     let args = [&train(&data, &out)[..], &["--save-every", "1", "--mesh", "dp=2"]].concat();
-    let shardgrad = |args: &[&str]| Command::new(env!("CARGO_BIN_EXE_shardgrad")).args(args).output().unwrap();
+    let shardgrad =
+        |args: &[&str]| Command::new(env!("CARGO_BIN_EXE_shardgrad")).args(args).output().unwrap();
     well(&[shardgrad(&args)]);
-    let resumed = ["train", "--data", &data, "--seq", "16", "--batch", "4", "--save-every", "1", "--resume", "--eval-every", "0"];
+    let resumed = [
+        "train",
+        "--data",
+        &data,
+        "--seq",
+        "16",
+        "--batch",
+        "4",
+        "--save-every",
+        "1",
+        "--resume",
+        "--eval-every",
+        "0",
+    ];
     for (steps, next) in [("3", "3 (checkpoint with hash "), ("2", "none on rank 0, 1 on rank 1")] {
         let args = [&resumed[..], &["--steps", steps]].concat();
         let (codes, told) = run(&[0, 1], &args, &[&["--out", &out], &["--out", &other]]);
@@ -97,7 +132,8 @@ fn a_rank_that_refuses_its_arguments_ends_all_others_at_once() {
         let (codes, told) = run(&[0, 1, 2], &args, &each);
         assert_eq!(codes, [Some(2); 3], "{told:?}");
         for (at, text) in told.iter().enumerate() {
-            let told = if at == rank { why.to_string() } else { format!("rank {rank} refused to start: {why}") };
+            let told =
+                if at == rank { why.to_string() } else { format!("rank {rank} refused to start: {why}") };
             assert!(text.contains(&format!("error: {told}")), "{told} in {text}");
             assert!(at == rank || !text.contains("Usage:"), "{text}");
         }
@@ -105,7 +141,10 @@ fn a_rank_that_refuses_its_arguments_ends_all_others_at_once() {
     let args = ["train", "--out", &out, "--seq", "16", "--steps", "2", "--data"];
     let (codes, told) = run(&[0, 1], &args, &[&[&data], &["/no/such/text"]]);
     assert_eq!(codes, [Some(2); 2], "{told:?}");
-    assert!(told[0].contains("error: rank 1 refused to start: /no/such/text: there is no such file"), "{told:?}");
+    assert!(
+        told[0].contains("error: rank 1 refused to start: /no/such/text: there is no such file"),
+        "{told:?}"
+    );
 }
 
 #[test]

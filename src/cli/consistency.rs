@@ -5,8 +5,8 @@ use super::ranks::Ranks;
 use crate::data::{ContentHash, Sampler};
 use crate::outputs::cannot;
 use crate::tokenizer::TOKENIZER_FILE;
-use shardgrad::nn::ModelConfig;
 use shardgrad::Result;
+use shardgrad::nn::ModelConfig;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -62,20 +62,26 @@ pub(super) fn of_inputs(
     if let Some(data) = data {
         inputs.push(("the hash of the data", data.content_hash()?));
     }
-    inputs.push(("the hash of the tokenizer", match named(TOKENIZER_FILE) {
-        Some(path) => hash_of(&[path])?,
-        None => "none (bytes)".to_string(),
-    }));
+    inputs.push((
+        "the hash of the tokenizer",
+        match named(TOKENIZER_FILE) {
+            Some(path) => hash_of(&[path])?,
+            None => "none (bytes)".to_string(),
+        },
+    ));
     let mut shape = ContentHash::default();
     shape.add(config.to_json().as_bytes());
     if let Some(path) = named(GENERATION_FILE) {
         add_file(&mut shape, &path)?;
     }
     inputs.push(("the hash of the model's config", shape.hex()));
-    inputs.push(("the hash of the weights", match model {
-        Some(dir) => hash_of(&model_files(dir)?)?,
-        None => "none (fresh weights)".to_string(),
-    }));
+    inputs.push((
+        "the hash of the weights",
+        match model {
+            Some(dir) => hash_of(&model_files(dir)?)?,
+            None => "none (fresh weights)".to_string(),
+        },
+    ));
     let inputs = inputs.into_iter().map(|(name, value)| (name.to_string(), value));
     Ok(ranks.with(|world| world.consistent("inputs", inputs)))
 }

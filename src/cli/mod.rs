@@ -57,7 +57,10 @@ pub(crate) fn main() -> ExitCode {
 fn first_line(error: &Error, argv: &[OsString]) -> Error {
     let short = |text: &str| args::echo::with_short_arguments(text, argv);
     let first = short(error.message().lines().next().unwrap_or_default());
-    error.details().iter().fold(Error::new(error.kind(), first), |e, (label, text)| e.detail(label, short(text)))
+    error
+        .details()
+        .iter()
+        .fold(Error::new(error.kind(), first), |e, (label, text)| e.detail(label, short(text)))
 }
 
 /// Why a command did not do what it should, and the exit code for it.

@@ -14,8 +14,8 @@ use steps::{Ended, take_steps};
 
 use super::Failure;
 use super::args::{TrainArgs, check_experts, check_tokens};
-use super::explain::Outline;
 use super::consistency;
+use super::explain::Outline;
 use super::memory::check_training;
 use super::ranks::{Ranks, Startup, leads, process};
 use crate::data::{Corpus, Order, Sampler, Split, TokenFile, refuse_written};

@@ -363,7 +363,10 @@ mod tests {
         }
         let dir = Scratch::new();
         let of_tokens = Sampler::of_tokens(tokens(&dir), Order::InFileOrder).content_hash().unwrap();
-        assert_eq!(of_tokens, Sampler::of_tokens(tokens(&dir), Order::Shuffled { seed: 1 }).content_hash().unwrap());
+        assert_eq!(
+            of_tokens,
+            Sampler::of_tokens(tokens(&dir), Order::Shuffled { seed: 1 }).content_hash().unwrap()
+        );
         assert_ne!(of_tokens, whole);
     }
 

@@ -19,11 +19,7 @@ impl World {
     /// options: --lr is 0.002 on rank 0, 0.1 on rank 1", where `subject` is "options". Values are sent and shown: give a hash of a
     /// long one. Ranks that are threads share what they have, so [`World::launch`] compares nothing.
     #[must_use]
-    pub fn consistent(
-        mut self,
-        subject: &str,
-        values: impl IntoIterator<Item = (String, String)>,
-    ) -> World {
+    pub fn consistent(mut self, subject: &str, values: impl IntoIterator<Item = (String, String)>) -> World {
         // As they arrive at rank 0.
         let named = values.into_iter().map(|(name, value)| (printable(&name), printable(&value))).collect();
         self.consistent.push(Values { subject: printable(subject), named });

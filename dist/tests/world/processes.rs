@@ -110,7 +110,11 @@ fn whoever_does_not_belong_is_sent_away_and_holds_nobody_up() {
     junk.write_all(&[0xff; 4000]).unwrap();
     long.write_all(b"shardgrad ranks 2\n\xff\xff\xff\xff\xff\xff\xff\xff").unwrap();
     let strange = world("tp=2").join(&process(1, "b"), barrier).unwrap_err();
-    contains(&strange, Kind::Config, &["rank 1 is of the run `b`, but rank 0 at", "is of the run `a`", "SHARDGRAD_PORT"]);
+    contains(
+        &strange,
+        Kind::Config,
+        &["rank 1 is of the run `b`, but rank 0 at", "is of the run `a`", "SHARDGRAD_PORT"],
+    );
     let twice = world("tp=2").join(&process(1, "a").beside(0, 1).unwrap(), |rank| {
         barrier(rank)?;
         Ok(rank.index())

@@ -46,7 +46,9 @@ fn text(text: &str) -> Vec<u8> {
 
 /// Sends a message of a rendezvous.
 pub(crate) fn send(stream: &mut TcpStream, bytes: &[u8]) {
-    stream.write_all(&[b"shardgrad ranks 2\n".to_vec(), number(bytes.len() as u64), bytes.into()].concat()).unwrap();
+    stream
+        .write_all(&[b"shardgrad ranks 2\n".to_vec(), number(bytes.len() as u64), bytes.into()].concat())
+        .unwrap();
 }
 
 /// Receives a message of a rendezvous.
@@ -152,9 +154,8 @@ fn a_failure_of_a_rank_is_known_to_ranks_that_come_later() {
 #[test]
 fn a_number_that_two_processes_have_ends_the_start_on_all() {
     let (port, start) = (free_port(), Instant::now());
-    let ends = [0, 1, 1, 2].map(|rank| {
-        thread::spawn(move || world("tp=3").join(&process(rank, 3, port), barrier).unwrap_err())
-    });
+    let ends = [0, 1, 1, 2]
+        .map(|rank| thread::spawn(move || world("tp=3").join(&process(rank, 3, port), barrier).unwrap_err()));
     for end in ends {
         let error = end.join().unwrap();
         has(&error, Kind::Config, &["two processes were started as rank 1", "a rank of its own (RANK)"]);
@@ -225,7 +226,8 @@ fn a_long_wait_is_reported_once_with_address_and_reason() {
         let (lines, port) = (Arc::new(Mutex::new(Vec::new())), free_port());
         let keep = lines.clone();
         let world = World::new(mesh("tp=3")).timeout(Duration::from_millis(1200));
-        let world = world.on_wait(Duration::from_millis(100), move |line| keep.lock().unwrap().push(line.to_string()));
+        let world = world
+            .on_wait(Duration::from_millis(100), move |line| keep.lock().unwrap().push(line.to_string()));
         world.join(&process(rank, 3, port), barrier).unwrap_err();
         let lines = lines.lock().unwrap().clone();
         (port, lines)
@@ -243,7 +245,10 @@ fn a_long_wait_is_reported_once_with_address_and_reason() {
 fn what_a_stranger_sends_is_escaped_where_it_is_shown() {
     let port = free_port();
     let zero = thread::spawn(move || {
-        World::new(mesh("tp=2")).timeout(Duration::from_secs(60)).join(&process(0, 2, port), barrier).unwrap_err()
+        World::new(mesh("tp=2"))
+            .timeout(Duration::from_secs(60))
+            .join(&process(0, 2, port), barrier)
+            .unwrap_err()
     });
     let mut one = hello(port, 1, 2, "");
     let error = [number(11), text("bad\u{1b}]0;x\u{7}"), number(1), text("he\u{8}lp"), text("\u{1b}[2J")];

@@ -102,10 +102,15 @@ mod tests {
         ] {
             assert_eq!(differing(&plain, &[&plain[..], more].concat()), [told]);
         }
-        let alike = ["train", "--out", "x", "--json", "--threads", "3", "--data", "y", "--mesh", "dp=2", "--resume"];
+        let alike =
+            ["train", "--out", "x", "--json", "--threads", "3", "--data", "y", "--mesh", "dp=2", "--resume"];
         assert_eq!(differing(&plain, &alike), [""; 0]);
         for command in ["train", "eval", "generate"] {
-            let all = of(&[command, "--device", "cpu"].iter().chain(["--prompt", "x"].iter().filter(|_| command == "generate")).copied().collect::<Vec<_>>());
+            let all = of(&[command, "--device", "cpu"]
+                .iter()
+                .chain(["--prompt", "x"].iter().filter(|_| command == "generate"))
+                .copied()
+                .collect::<Vec<_>>());
             assert!(all.len() > 8 && all.iter().all(|(name, _)| name.starts_with("--")), "{all:?}");
         }
     }
@@ -129,7 +134,8 @@ mod tests {
     #[test]
     fn a_file_of_lists_is_compared_by_its_contents() {
         let dir = crate::data::scratch::Scratch::new();
-        let [one, same, other] = [("a", "1"), ("b", "1"), ("c", "2")].map(|(name, text)| dir.file(name, text));
+        let [one, same, other] =
+            [("a", "1"), ("b", "1"), ("c", "2")].map(|(name, text)| dir.file(name, text));
         let of = |path: &Path| normal("schedule", path.to_str().unwrap());
         assert!(of(&one) == of(&same) && of(&one) != of(&other));
         assert_eq!(normal("schedule", "1f1b"), "1f1b");

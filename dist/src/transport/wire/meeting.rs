@@ -29,7 +29,7 @@ use visit::Visitor;
 /// How much longer than rank 0 the others wait for what it says, and all for the last connections.
 const GRACE: Duration = Duration::from_secs(5);
 /// How long a process that fails waits for the other ranks to connect, so that they learn why.
-const FAILED_WAIT: Duration = Duration::from_secs(3);
+const FAILED_WAIT: Duration = Duration::from_secs(5);
 /// How long a second rank 0 waits for the answer of the first.
 const TWIN_WAIT: Duration = Duration::from_secs(1);
 /// No more ranks are named in one message.

@@ -102,7 +102,10 @@ impl<T: Send + 'static> Door<T> {
 
     /// Accepts connections and returns the next one whose first message `read` accepts, if one comes soon. A thread each receives
     /// these messages, so that a silent connection delays no other.
-    pub(super) fn next(&self, read: impl Fn(&[u8]) -> Option<T> + Clone + Send + 'static) -> Option<Guest<T>> {
+    pub(super) fn next(
+        &self,
+        read: impl Fn(&[u8]) -> Option<T> + Clone + Send + 'static,
+    ) -> Option<Guest<T>> {
         while let Ok((mut stream, _)) = self.listener.accept() {
             let (sender, read) = (self.sender.clone(), read.clone());
             // Without a thread the connection is closed, and the other side connects again.

@@ -54,9 +54,7 @@ impl Host {
         waiting: &mut Waiting<'_>,
     ) -> Result<Vec<Option<TcpStream>>> {
         match self.gather(facts, waiting).and_then(|()| self.introduce(facts, waiting)) {
-            Ok(()) => {
-                Ok(self.joiners.drain(..).map(|joiner| joiner.map(|joiner| joiner.stream)).collect())
-            }
+            Ok(()) => Ok(self.joiners.drain(..).map(|joiner| joiner.map(|joiner| joiner.stream)).collect()),
             Err(error) => {
                 self.refuse(&error);
                 self.failure = Some(error.clone());
@@ -116,7 +114,7 @@ impl Host {
             let at = &self.address;
             waiting.report(|| match absent.is_empty() {
                 false => format!("waiting for {} to connect to rank 0 ({at})", names(&absent)),
-                true => format!("waiting for {}, which prepares and is connected to rank 0", names(&unready)),
+                true => format!("waiting for {} to get ready, connected to rank 0 ({at})", names(&unready)),
             });
             if let Some(guest) = self.door.next(Hello::read) {
                 self.admit(guest)?;
@@ -142,7 +140,9 @@ impl Host {
         let why = match hello.run == *own {
             true if is_other_rank_zero => format!("rank 0 of another run listens at {at}"),
             true => return false,
-            false => format!("rank {rank} is of the run `{}`, but rank 0 at {at} is of the run `{own}`", hello.run),
+            false => {
+                format!("rank {rank} is of the run `{}`, but rank 0 at {at} is of the run `{own}`", hello.run)
+            }
         };
         let help = "give each run its own port with SHARDGRAD_PORT";
         let answer = Answer::Refused(Error::new(Kind::Config, why).detail("help", help));
@@ -163,12 +163,14 @@ impl Host {
         let Hello { rank, ref version, num_ranks, .. } = message;
         let (own, count) = (&self.own.version, self.own.num_ranks);
         let (why, help) = if version != own {
-            let why =
-                format!("ranks run different versions of shardgrad: {own} on rank 0, {version} on rank {rank}");
+            let why = format!(
+                "ranks run different versions of shardgrad: {own} on rank 0, {version} on rank {rank}"
+            );
             (why, "start the same program on all machines")
         } else if num_ranks != count {
-            let why =
-                format!("ranks were started with different counts: {count} on rank 0, {num_ranks} on rank {rank}");
+            let why = format!(
+                "ranks were started with different counts: {count} on rank 0, {num_ranks} on rank {rank}"
+            );
             (why, "give every process the same number of ranks (WORLD_SIZE)")
         } else if self.joiners.get(rank).is_none_or(Option::is_some) || rank == 0 {
             let why = format!("two processes were started as rank {rank}");
@@ -280,7 +282,10 @@ impl Host {
         let (why, help) = match absent.is_empty() {
             false => (format!("{} did not connect to rank 0 ({at}) within {limit}", names(absent)), LONGER),
             true => (
-                format!("{} connected to rank 0 ({at}), but did not get ready within {limit}", names(unready)),
+                format!(
+                    "{} connected to rank 0 ({at}), but did not get ready within {limit}",
+                    names(unready)
+                ),
                 "reading data or a model takes long there; raise the limit with --timeout",
             ),
         };

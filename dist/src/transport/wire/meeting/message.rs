@@ -34,7 +34,9 @@ impl Facts {
             return Some(format!("ranks got different meshes: {own} on rank 0, {mesh} on rank {rank}"));
         }
         if *program != self.program && *program != 0 && self.program != 0 {
-            return Some(format!("ranks run different programs: rank {rank} started another file than rank 0"));
+            return Some(format!(
+                "ranks run different programs: rank {rank} started another file than rank 0"
+            ));
         }
         let of = |subject: &str| values.iter().find(|v| v.subject == subject).map_or(&[][..], |v| &v.named);
         let differing = self.values.iter().find_map(|own| {
@@ -50,17 +52,19 @@ impl Facts {
 }
 
 /// One sentence for each name whose value is another one on rank 0 (`own`) than on `rank` (`other`).
-fn differences(own: &[(String, String)], other: &[(String, String)], rank: usize) -> Vec<String> {
-    let value = |all: &[(String, String)], name: &str| {
-        let found = all.iter().find(|(n, _)| n == name).map(|(_, value)| shortened(value));
-        found.unwrap_or_else(|| "not given".to_string())
+fn differences<'a>(own: &'a [(String, String)], other: &'a [(String, String)], rank: usize) -> Vec<String> {
+    let value = |all: &'a [(String, String)], name: &str| {
+        all.iter().find(|(n, _)| n == name).map(|(_, value)| value.as_str())
     };
+    let shown = |value: Option<&str>| value.map_or("not given".to_string(), shortened);
     let added = other.iter().filter(|(name, _)| own.iter().all(|(n, _)| n != name));
     let names = own.iter().chain(added).map(|(name, _)| name);
     names
         .map(|name| (name, value(own, name), value(other, name)))
         .filter(|(_, own, other)| own != other)
-        .map(|(name, own, other)| format!("{name} is {own} on rank 0, {other} on rank {rank}"))
+        .map(|(name, own, other)| {
+            format!("{name} is {} on rank 0, {} on rank {rank}", shown(own), shown(other))
+        })
         .collect()
 }
 
@@ -255,6 +259,7 @@ mod tests {
         let of = |value: &str| facts(&names.map(|name| (name, value)), &[]);
         let text = of("1").difference(1, &of(&long)).unwrap();
         assert!(text.ends_with("on rank 1; and 2 more") && text.len() < 1000, "{text}");
+        assert!(of(&long).difference(1, &of(&format!("{long}x"))).is_some(), "what is not shown is compared");
     }
 
     #[test]
