@@ -9,6 +9,7 @@ use crate::report;
 use crate::table::{Failure, State, Table};
 use crate::transport::record::Recording;
 use crate::transport::thread::{Shared, Threads};
+use crate::transport::wire::{Values, WaitHook};
 use shardgrad_kernels::cpu::cores;
 use shardgrad_kernels::{Host, Machine, MatmulPrecision, Null, Settings};
 use std::any::Any;
@@ -41,6 +42,8 @@ pub struct World {
     jitter: Option<u64>,
     pinned: bool,
     machine: Arc<dyn Machine>,
+    consistent: Vec<Values>,
+    wait_hook: Option<WaitHook>,
 }
 
 impl World {
@@ -56,6 +59,8 @@ impl World {
             jitter: None,
             pinned: false,
             machine: Arc::new(Host),
+            consistent: Vec::new(),
+            wait_hook: None,
         }
     }
 

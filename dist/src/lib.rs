@@ -39,3 +39,4 @@ pub use mesh::{Axis, AxisSet, Mesh};
 pub use process::Process;
 pub use rank::Rank;
 pub use trace::{Record, Trace};
+pub use transport::wire::Rendezvous;

@@ -11,6 +11,8 @@ mod checkpoints;
 mod train;
 mod generate;
 mod tools;
+pub(crate) mod echo;
+mod compared;
 pub(crate) mod config;
 
 pub(crate) use checkpoints::CheckpointArgs;

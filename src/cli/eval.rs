@@ -1,8 +1,9 @@
 //! `eval`: the mean loss of a model on a text or on token numbers, on any mesh.
 
 use super::args::{EvalArgs, check_experts, check_tokens, config_of};
+use super::consistency;
 use super::memory::check_model;
-use super::ranks::leads;
+use super::ranks::{Startup, leads};
 use crate::data::{Order, Sampler};
 use crate::interrupt::end_at_signals;
 use crate::outputs::check_target;
@@ -16,11 +17,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// Runs the command.
-pub(crate) fn run(args: &EvalArgs) -> Result<()> {
+pub(crate) fn run(args: &EvalArgs, startup: &Startup) -> Result<()> {
     end_at_signals("eval")?;
     let config = config_of(&args.model)?;
     let seq = args.seq(&config)?;
-    let ranks = args.run.world()?;
+    let ranks = args.run.world()?.started_by(startup);
     check_experts(&args.run.mesh, &config)?;
     check_model(&args.run, &args.model, &config)?;
     let (windows, what) = match &args.source.tokens {
@@ -47,6 +48,7 @@ pub(crate) fn run(args: &EvalArgs) -> Result<()> {
             args.source.inputs().chain(args.source.source(path)).chain([args.model.as_path()]),
         )?;
     }
+    let ranks = consistency::of_inputs(&ranks, &config, Some(&args.model), Some(&windows))?;
     let plan = LanguageModel::plan(&config);
     let losses = ranks.launch(|rank| {
         let model = Model::with_dtype(rank, LanguageModel::new(&config), &plan, 0, args.run.dtype)?;

@@ -7,8 +7,9 @@ use sample::choose;
 use text::Text;
 
 use super::args::{GenerateArgs, SamplingArgs, check_experts, config_of};
+use super::consistency;
 use super::memory::check_model;
-use super::ranks::leads;
+use super::ranks::{Startup, leads};
 use crate::behind::Behind;
 use crate::interrupt::end_at_signals;
 use crate::tokenizer::Tokenizer;
@@ -18,11 +19,11 @@ use shardgrad::nn::{LanguageModel, ModelConfig, Reading};
 use shardgrad::prelude::*;
 
 /// Runs the command.
-pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
+pub(crate) fn run(args: &GenerateArgs, startup: &Startup) -> Result<()> {
     end_at_signals("generate")?;
     let config = config_of(&args.model)?;
     refuse_encoders(&config)?;
-    let ranks = args.run.reading_world()?;
+    let ranks = args.run.reading_world()?.started_by(startup);
     check_experts(&args.run.mesh, &config)?;
     check_model(&args.run, &args.model, &config)?;
     let tokenizer = Tokenizer::of(Some(&args.model), &config)?;
@@ -36,6 +37,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
             "the model scores {all} tokens, of which the tokenizer knows {known}: the others are never chosen"
         );
     }
+    let ranks = consistency::of_inputs(&ranks, &config, Some(&args.model), None)?;
     // Who reads may pause; the ranks do not wait for that.
     let printer = Behind::start();
     let show = |text: String| {

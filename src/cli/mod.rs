@@ -5,6 +5,7 @@ pub(crate) mod args;
 mod bench;
 mod explain;
 mod memory;
+mod consistency;
 mod doctor;
 mod eval;
 mod generate;
@@ -13,35 +14,64 @@ mod plan;
 mod train;
 
 use crate::data::{Corpus, How, TokenFile, Vocabulary};
-use shardgrad::dist::Rank;
+use ranks::Startup;
+use shardgrad::dist::{Rank, Rendezvous};
 use shardgrad::nn::{Cast, LanguageModel, Model, ModelConfig};
 use shardgrad::tensor::control::world_sum;
 use shardgrad::{Error, Kind, Result};
+use std::ffi::OsString;
 use std::panic::Location;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
-/// Parses the command line, runs the command, reports the error.
+/// Commands whose ranks may be processes from their start on.
+const JOINING: [&str; 3] = ["train", "eval", "generate"];
+
+/// Parses the command line, runs the command, reports the error; to the other ranks too, if it came before they had connected.
 pub(crate) fn main() -> ExitCode {
-    let parsed = args::config::parse(std::env::args_os().collect());
-    let done = parsed.map_err(Failure::from).and_then(|cli| run(&cli.command));
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(Failure { error, code }) => {
-            print_error(&error);
-            ExitCode::from(code)
+    let argv: Vec<OsString> = std::env::args_os().collect();
+    let parsed = args::config::parse(argv.clone());
+    // The environment is read again, and what is wrong with it refused, where ranks are made.
+    let joins = argv.get(1).is_some_and(|command| JOINING.iter().any(|name| command == name));
+    let process = ranks::process().ok().flatten().filter(|_| joins);
+    let opened = process.map(|process| Rendezvous::open(&process).map(Arc::new)).transpose();
+    let (done, rendezvous) = match (parsed, opened) {
+        (Ok(line), Ok(rendezvous)) => {
+            let startup = Startup { rendezvous: rendezvous.clone(), options: line.options };
+            (run(&line.command, &startup), rendezvous)
         }
+        (Ok(_), Err(e)) => (Err(e.into()), None),
+        (Err(e), opened) => (Err(e.into()), opened.ok().flatten()),
+    };
+    let Err(Failure { error, code }) = done else { return ExitCode::SUCCESS };
+    print_error(&error, &argv);
+    if let Some(rendezvous) = rendezvous {
+        rendezvous.fail(&first_line(&error, &argv));
     }
+    ExitCode::from(code)
 }
 
-/// Prints an error. All processes of a run end alike after a signal, or where a number is not finite: the first one prints why.
-fn print_error(error: &Error) {
-    match error.kind() {
-        Kind::Interrupted if !ranks::leads() => {}
-        Kind::NotFinite if !ranks::leads() => eprintln!("error: {}", error.message()),
-        _ => eprintln!("error: {error}"),
-    }
+/// An error without the usage that clap puts below its first line.
+fn first_line(error: &Error, argv: &[OsString]) -> Error {
+    let short = |text: &str| args::echo::with_short_arguments(text, argv);
+    let first = short(error.message().lines().next().unwrap_or_default());
+    error
+        .details()
+        .iter()
+        .fold(Error::new(error.kind(), first), |e, (label, text)| e.detail(label, short(text)))
+}
+
+/// Prints an error, with long arguments cut. All processes of a run end alike after a signal, or where a number is not finite: the
+/// first process prints why.
+fn print_error(error: &Error, argv: &[OsString]) {
+    let text = match error.kind() {
+        Kind::Interrupted if !ranks::leads() => return,
+        Kind::NotFinite if !ranks::leads() => error.message().to_string(),
+        _ => error.to_string(),
+    };
+    eprintln!("error: {}", args::echo::with_short_arguments(&text, argv));
 }
 
 /// Why a command did not do what it should, and the exit code for it.
@@ -63,11 +93,11 @@ impl From<Error> for Failure {
     }
 }
 
-fn run(command: &args::Command) -> Result<(), Failure> {
+fn run(command: &args::Command, startup: &Startup) -> Result<(), Failure> {
     let done = match command {
-        args::Command::Train(args) => return train::run(args),
-        args::Command::Eval(args) => eval::run(args),
-        args::Command::Generate(args) => generate::run(args),
+        args::Command::Train(args) => return train::run(args, startup),
+        args::Command::Eval(args) => eval::run(args, startup),
+        args::Command::Generate(args) => generate::run(args, startup),
         args::Command::Explain(args) => explain::run(args),
         args::Command::Plan(args) => plan::run(args),
         args::Command::Ops(args) => ops::run(args),

@@ -1,13 +1,28 @@
 //! How the ranks of a command are started: as threads of this process, or this process is one of several that a launcher started.
 
-use shardgrad::dist::{Mesh, Process, Rank, World};
+use shardgrad::dist::{Mesh, Process, Rank, Rendezvous, World};
 use shardgrad::{Error, Kind, Result};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// After so long a process says that it waits for the others to join.
+const WAIT_REPORTED: Duration = Duration::from_secs(5);
 
 /// The ranks of a command, to be launched.
 #[derive(Clone, Debug)]
 pub(crate) struct Ranks {
     world: World,
     process: Option<Process>,
+    rendezvous: Option<Arc<Rendezvous>>,
+}
+
+/// What the program has of its launcher and its command line before a command begins.
+#[derive(Debug, Default)]
+pub(crate) struct Startup {
+    /// Where this process meets the other ranks, if there are any.
+    pub(crate) rendezvous: Option<Arc<Rendezvous>>,
+    /// Names and values of the options that all processes must have alike.
+    pub(crate) options: Vec<(String, String)>,
 }
 
 /// This process as one rank of several, if its launcher says so.
@@ -41,7 +56,18 @@ impl Ranks {
             let help = format!("each process is one rank: give a mesh of {count}, as --mesh dp={count}");
             return Err(Error::new(Kind::Config, why).detail("help", help));
         }
-        Ok(Ranks { world, process })
+        let world = match process {
+            Some(_) => world.on_wait(WAIT_REPORTED, |line| eprintln!("{line}")),
+            None => world,
+        };
+        Ok(Ranks { world, process, rendezvous: None })
+    }
+
+    /// The same ranks, which meet at the rendezvous that is open and compare their options.
+    #[must_use]
+    pub(crate) fn started_by(self, startup: &Startup) -> Ranks {
+        let world = self.world.consistent("options", startup.options.iter().cloned());
+        Ranks { world, rendezvous: startup.rendezvous.clone(), ..self }
     }
 
     /// Whether other ranks are other processes.
@@ -52,7 +78,7 @@ impl Ranks {
     /// The same ranks in a world that is set up otherwise.
     #[must_use]
     pub(crate) fn with(&self, set_up: impl FnOnce(World) -> World) -> Ranks {
-        Ranks { world: set_up(self.world.clone()), process: self.process.clone() }
+        Ranks { world: set_up(self.world.clone()), ..self.clone() }
     }
 
     /// Runs `f` on every rank of this process: on all, by their numbers, or on the one that it is.
@@ -60,9 +86,11 @@ impl Ranks {
     /// # Errors
     /// As [`World::launch`] and [`World::join`].
     pub(crate) fn launch<T: Send>(&self, f: impl Fn(&Rank) -> Result<T> + Sync) -> Result<Vec<T>> {
-        match &self.process {
-            None => self.world.clone().launch(f),
-            Some(process) => self.world.clone().join(process, |rank| f(rank)).map(|own| vec![own]),
+        let world = self.world.clone();
+        match (&self.process, &self.rendezvous) {
+            (None, _) => world.launch(f),
+            (Some(_), Some(rendezvous)) => world.join_at(rendezvous, |rank| f(rank)).map(|own| vec![own]),
+            (Some(process), None) => world.join(process, |rank| f(rank)).map(|own| vec![own]),
         }
     }
 }

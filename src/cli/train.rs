@@ -14,9 +14,10 @@ use steps::{Ended, take_steps};
 
 use super::Failure;
 use super::args::{TrainArgs, check_experts, check_tokens};
+use super::consistency;
 use super::explain::Outline;
 use super::memory::check_training;
-use super::ranks::{Ranks, leads, process};
+use super::ranks::{Ranks, Startup, leads, process};
 use crate::data::{Corpus, Order, Sampler, Split, TokenFile, refuse_written};
 use crate::interrupt::Interrupt;
 use crate::metrics::{Earlier, Metrics};
@@ -111,12 +112,13 @@ impl Job {
 }
 
 /// Runs the command.
-pub(super) fn run(args: &TrainArgs) -> Result<(), Failure> {
+pub(super) fn run(args: &TrainArgs, startup: &Startup) -> Result<(), Failure> {
     args.check()?;
     check_eps(args)?;
     let mesh = args.mesh();
-    let ranks = args.run.train_world(&mesh)?;
-    let Some(job) = prepare(args)? else { return Ok(()) };
+    let ranks = args.run.train_world(&mesh)?.started_by(startup);
+    let Some(job) = prepare(args)? else { return Ok(consistency::check_all_are_done(&ranks)?) };
+    let ranks = compare(ranks, &job)?;
     let text = format!(
         "{} on {mesh}, {} steps of {} x {} tokens, {}",
         args.model.name(),
@@ -156,6 +158,17 @@ pub(super) fn run(args: &TrainArgs) -> Result<(), Failure> {
         });
     }
     Ok(())
+}
+
+/// The ranks, which compare what they begin with and read when they are processes.
+fn compare(ranks: Ranks, job: &Job) -> Result<Ranks> {
+    if !ranks.are_processes() {
+        return Ok(ranks);
+    }
+    let ranks = consistency::at_step(&ranks, job.from.as_ref().map(|from| (from.step, from.dir.as_path())))?;
+    // Where a checkpoint holds the weights, those that the run began with are not read.
+    let start = job.start.as_deref().filter(|_| job.from.is_none());
+    consistency::of_inputs(&ranks, &job.config, start, Some(&job.rows))
 }
 
 /// The steps of one rank.

@@ -1,5 +1,6 @@
 //! A long row of tokens, in memory or in files, of which any part is read by its position.
 
+use super::digest::ContentHash;
 use shardgrad::{Error, Kind, Result};
 use std::fmt;
 use std::fs::File;
@@ -122,6 +123,23 @@ impl Part {
         Part { len: bytes.len() as u64, source: Source::Memory(bytes), width: Width::U8 }
     }
 
+    /// Adds the numbers as they are stored.
+    fn add_to(&self, hash: &mut ContentHash) -> Result<()> {
+        hash.add(&[self.width.bytes() as u8]);
+        let len = self.len * self.width.bytes() as u64;
+        hash.add_contents(len, |at, part| match &self.source {
+            Source::Memory(bytes) => {
+                part.copy_from_slice(&bytes[at as usize..][..part.len()]);
+                Ok(())
+            }
+            Source::File(path, Some(file)) => file.read_exact_at(part, at).map_err(|e| short(path, &e)),
+            Source::File(path, None) => {
+                File::open(path).and_then(|file| file.read_exact_at(part, at)).map_err(|e| short(path, &e))
+            }
+            Source::Nameless(file, start) => file.read_exact_at(part, start + at).map_err(|e| not_read(&e)),
+        })
+    }
+
     /// Appends `n` numbers from number `first` on.
     fn read(&self, first: u64, n: usize, vocab: usize, into: &mut Vec<i64>) -> Result<()> {
         let (at, size) = (first * self.width.bytes() as u64, n * self.width.bytes());
@@ -141,8 +159,7 @@ impl Part {
             }
             Source::Nameless(file, start) => {
                 let mut bytes = vec![0; size];
-                let told = |e| Error::new(Kind::Io, format!("cannot read tokens from disk: {e}"));
-                file.read_exact_at(&mut bytes, start + at).map_err(told)?;
+                file.read_exact_at(&mut bytes, start + at).map_err(|e| not_read(&e))?;
                 self.width.numbers(&bytes, |id| into.push(i64::from(id)));
             }
         }
@@ -153,6 +170,11 @@ impl Part {
         let help = "the file was made with another tokenizer than the model, or its numbers have another width (--width)";
         Err(Error::new(Kind::Data, why).detail("help", help))
     }
+}
+
+/// An error of the operating system about tokens of ours.
+fn not_read(e: &std::io::Error) -> Error {
+    Error::new(Kind::Io, format!("cannot read tokens from disk: {e}"))
 }
 
 /// Documents, one behind the other. Its `Display` says in one line what it is made of.
@@ -226,6 +248,14 @@ impl Corpus {
             (at, left, part) = (at + here as u64, left - here, part + 1);
         }
         Ok(())
+    }
+
+    /// Adds all tokens to a hash.
+    ///
+    /// # Errors
+    /// As [`Corpus::read`].
+    pub(super) fn add_to(&self, hash: &mut ContentHash) -> Result<()> {
+        self.parts.iter().try_for_each(|part| part.add_to(hash))
     }
 
     /// Checks that a split holds at least one window of `seq` tokens and the token after it.

@@ -5,6 +5,7 @@
 //! that shrinks under a run is an error and not a signal. Which tokens a row holds is a pure function of the
 //! data, the seed and the number of the row in the whole run, so the mesh does not change what is read.
 
+mod digest;
 mod batch;
 mod corpus;
 mod sources;
@@ -15,6 +16,7 @@ mod sampler;
 
 pub(crate) use batch::Batch;
 pub(crate) use corpus::{Corpus, Split, Width};
+pub(crate) use digest::ContentHash;
 pub(crate) use files::{How, refuse_written};
 pub(crate) use sampler::{Order, Sampler};
 pub(crate) use sources::is_source;

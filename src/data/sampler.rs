@@ -2,6 +2,7 @@
 
 use super::batch::Batch;
 use super::corpus::{Corpus, Split};
+use super::digest::ContentHash;
 use super::tokens::TokenFile;
 use shardgrad::Result;
 use shardgrad::kernels::op::random::philox;
@@ -139,6 +140,21 @@ impl Sampler {
             batch.targets.extend_from_slice(&row_tokens[1..]);
         }
         Ok(batch)
+    }
+
+    /// Returns the hash of all data, held-out tokens included, and of the length of rows: by it processes find out that they read
+    /// different data.
+    ///
+    /// # Errors
+    /// As [`Sampler::batch`].
+    pub(crate) fn content_hash(&self) -> Result<String> {
+        let mut hash = ContentHash::default();
+        hash.add(&(self.seq() as u64).to_le_bytes());
+        match &self.source {
+            Source::Text { corpus, .. } => corpus.add_to(&mut hash)?,
+            Source::Tokens(file) => file.add_to(&mut hash)?,
+        }
+        Ok(hash.hex())
     }
 
     /// A number made of the data: of how much there is, and of all windows that do not overlap, or of many of them that lie evenly,
@@ -328,6 +344,30 @@ mod tests {
         bytes[last] ^= 1;
         let other = Arc::new(Corpus::new("t".into(), bytes));
         assert_ne!(whole, print(Sampler::of_text(other, Split::All, 10, Order::InFileOrder).unwrap()));
+    }
+
+    #[test]
+    fn a_content_hash_is_of_every_token_and_not_of_the_order() {
+        let hash = |bytes: &[u8], split| {
+            let corpus = Arc::new(Corpus::new("t".into(), bytes.to_vec()));
+            let sampler = Sampler::of_text(corpus, split, 10, Order::Shuffled { seed: 1 }).unwrap();
+            sampler.content_hash().unwrap()
+        };
+        let bytes: Vec<u8> = (0..50_000).map(|i| (i % 251) as u8).collect();
+        let whole = hash(&bytes, Split::Train);
+        assert_eq!(whole, hash(&bytes, Split::Val));
+        for at in [0, 4321, 49_999] {
+            let mut other = bytes.clone();
+            other[at] ^= 1;
+            assert_ne!(whole, hash(&other, Split::Train), "{at}");
+        }
+        let dir = Scratch::new();
+        let of_tokens = Sampler::of_tokens(tokens(&dir), Order::InFileOrder).content_hash().unwrap();
+        assert_eq!(
+            of_tokens,
+            Sampler::of_tokens(tokens(&dir), Order::Shuffled { seed: 1 }).content_hash().unwrap()
+        );
+        assert_ne!(of_tokens, whole);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Token numbers made elsewhere: a safetensors file with `input_ids`, i64 [N, T+1]; or, for an encoder, [N, T] and `labels`.
 
 use super::batch::Batch;
+use super::digest::ContentHash;
 use shardgrad::kernels::DType;
 use shardgrad::nn::hf::TensorFile;
 use shardgrad::nn::{Bert, ModelConfig};
@@ -195,6 +196,21 @@ impl TokenFile {
     #[must_use]
     pub(crate) fn seq(&self) -> usize {
         self.seq
+    }
+
+    /// Adds all that rows are read from to a hash.
+    ///
+    /// # Errors
+    /// As [`TokenFile::row`].
+    pub(super) fn add_to(&self, hash: &mut ContentHash) -> Result<()> {
+        let labels = self.is_labelled().then(|| self.labels());
+        for column in [self.ids.clone()].into_iter().chain(labels).chain(self.more()) {
+            let info = self.file.find(column.name).map_err(as_data)?;
+            hash.add(column.name.as_bytes());
+            let read = |at, part: &mut [u8]| self.file.read_at(column.name, at, part).map_err(as_data);
+            hash.add_contents(info.bytes.end - info.bytes.start, read)?;
+        }
+        Ok(())
     }
 
     /// Checks that rows have as many tokens as were asked for.

@@ -1,17 +1,39 @@
 //! Joining a world of processes, each of which is one rank.
 
 use super::{SPIN, STACK_BYTES, World, caught, homes};
+use crate::bytes::printable;
 use crate::error::{Error, Kind, Result};
 use crate::process::Process;
 use crate::rank::Rank;
-use crate::transport::wire::{Facts, Joint, Party, Wire};
+use crate::transport::wire::{Facts, Joint, Rendezvous, Values, WaitHook, Wire};
 use shardgrad_kernels::Settings;
 use shardgrad_kernels::cpu::cores;
 use std::io::Read;
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
 impl World {
+    /// Names values that every process of this world must have alike, such as options or hashes of files: [`World::join`] compares
+    /// them with those of rank 0 before any rank starts, and refuses a difference with both values, as in "ranks got different
+    /// options: --lr is 0.002 on rank 0, 0.1 on rank 1", where `subject` is "options". Values are sent and shown: give a hash of a
+    /// long one. Ranks that are threads share what they have, so [`World::launch`] compares nothing.
+    #[must_use]
+    pub fn consistent(mut self, subject: &str, values: impl IntoIterator<Item = (String, String)>) -> World {
+        // As they arrive at rank 0.
+        let named = values.into_iter().map(|(name, value)| (printable(&name, usize::MAX), printable(&value, usize::MAX))).collect();
+        self.consistent.push(Values { subject: printable(subject, usize::MAX), named });
+        self
+    }
+
+    /// Calls `hook` once with a line of text if this process has waited so long for the others to join, with the ranks or the address
+    /// that it waits for, and the reason where one is known. Default: none.
+    #[must_use]
+    pub fn on_wait(mut self, after: Duration, hook: impl Fn(&str) + Send + Sync + 'static) -> World {
+        self.wait_hook = Some(WaitHook { after, call: Arc::new(hook) });
+        self
+    }
+
     /// Calls `f` on the one rank of this world that this process is, and returns its result when all ranks have returned: what
     /// [`World::launch`] does with threads, across processes and machines, with the same bits. Every process of the world calls
     /// this with the same mesh; rank 0 waits for them at [`Process::port`], and they are connected each with each. Connections are
@@ -33,25 +55,38 @@ impl World {
     /// ```
     ///
     /// # Errors
-    /// `Kind::Config` where the mesh has another number of ranks than there are processes, or another process has another mesh,
-    /// program or version; `Kind::Timeout` naming the ranks that do not come within [`World::timeout`]; `Kind::Io` for a port that
-    /// cannot be had. Then as [`World::launch`]: the cause with its details on one rank, the one that it belongs to where that can
-    /// still report, and on all others one line that names it, of `Kind::PeerLost` where the rank did not take part in the failure.
-    /// A process that ends, or of which nothing is heard for as long as a wait may last (ten seconds at least), is lost.
+    /// `Kind::Config` where the mesh has another number of ranks than there are processes, another process has another mesh, program,
+    /// version or [consistent value](World::consistent), and where two processes have one number; `Kind::Timeout` naming the ranks
+    /// that do not connect within [`World::timeout`]; `Kind::Io` for a port that cannot be had; `Kind::PeerLost` for a process that
+    /// ends before all ranks have connected. Then as [`World::launch`]: the cause with its details on one rank, the one that it
+    /// belongs to where that can still report, and on all others one line that names it, of `Kind::PeerLost` where the rank did not
+    /// take part in the failure. A process that ends, or of which nothing is heard for as long as a wait may last (ten seconds at
+    /// least), is lost.
     pub fn join<T: Send>(self, process: &Process, f: impl FnOnce(&Rank) -> Result<T> + Send) -> Result<T> {
+        let rendezvous = Rendezvous::open(process)?;
+        self.join_at(&rendezvous, f).inspect_err(|error| rendezvous.fail(error))
+    }
+
+    /// [`World::join`] at a rendezvous that is open. An error before all ranks are connected may be
+    /// [reported](Rendezvous::fail) to those that have not come yet.
+    ///
+    /// # Errors
+    /// As [`World::join`].
+    pub fn join_at<T: Send>(
+        self,
+        rendezvous: &Rendezvous,
+        f: impl FnOnce(&Rank) -> Result<T> + Send,
+    ) -> Result<T> {
+        let process = rendezvous.process();
         let (num_ranks, there) = (self.mesh.num_ranks(), process.num_ranks());
         if num_ranks != there {
             let why = format!("{} has {num_ranks} ranks, but {there} processes were started", self.mesh);
             let help = "give a mesh of as many ranks as there are processes: one process is one rank";
             return Err(Error::new(Kind::Config, why).detail("help", help));
         }
-        let facts = Facts {
-            version: env!("CARGO_PKG_VERSION").to_string(),
-            num_ranks,
-            mesh: self.mesh.to_string(),
-            program: program(),
-        };
-        let streams = Party::new(process, facts, self.timeout).meet()?;
+        let mesh = self.mesh.to_string();
+        let facts = Facts { mesh, program: program(), values: self.consistent.clone() };
+        let streams = rendezvous.meet(&facts, self.timeout, self.wait_hook.as_ref())?;
         let joint = Joint::new(&self.mesh, process.rank(), streams, self.timeout)?;
         thread::scope(|scope| {
             let name = format!("rank-{}", process.rank());

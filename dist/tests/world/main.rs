@@ -8,6 +8,7 @@ mod launch;
 mod marks;
 mod messages;
 mod origins;
+mod rendezvous;
 mod processes;
 mod programs;
 mod random;

@@ -24,7 +24,7 @@ fn contains(error: &Error, kind: Kind, parts: &[&str]) {
 
 #[test]
 fn a_mesh_of_another_number_of_ranks_is_refused_before_anybody_is_met() {
-    let process = Process::new(0, 3, "127.0.0.1", 1).unwrap();
+    let process = Process::new(0, 3, "127.0.0.1", free_port()).unwrap();
     let error = world("tp=2").join(&process, barrier).unwrap_err();
     contains(&error, Kind::Config, &["mesh(tp=2) has 2 ranks, but 3 processes were started"]);
     let alone = Process::new(0, 1, "nowhere.invalid", 1).unwrap();
@@ -41,10 +41,13 @@ fn ranks_that_do_not_come_are_named_on_all_others() {
     };
     let other = thread::spawn(move || one(2));
     for error in [one(0), other.join().unwrap()] {
-        contains(&error, Kind::Timeout, &["ranks 1, 3 did not come to rank 0 at port", "--timeout"]);
+        let why = format!("ranks 1, 3 did not connect to rank 0 (127.0.0.1:{port}) within 1 s");
+        let help = "check that every rank was started; raise the limit with --timeout";
+        contains(&error, Kind::Timeout, &[&why, help]);
     }
     let lonely = one(1);
-    contains(&lonely, Kind::Timeout, &["rank 1 did not meet rank 0 at 127.0.0.1:", "within 1s: ", "refused"]);
+    let why = format!("rank 1 did not connect to rank 0 (127.0.0.1:{port}) within 1 s: Connection refused");
+    contains(&lonely, Kind::Timeout, &[&why, "MASTER_ADDR", "--timeout"]);
     assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
 }
 
@@ -68,7 +71,7 @@ fn a_port_that_is_taken_is_named() {
         }
     });
     let error = world("tp=2").join(&process, barrier).unwrap_err();
-    contains(&error, Kind::Timeout, &["rank 1 did not meet rank 0 at 127.0.0.1:"]);
+    contains(&error, Kind::Timeout, &["rank 1 did not connect to rank 0 (127.0.0.1:"]);
     stranger.join().unwrap();
 }
 
@@ -77,7 +80,8 @@ fn processes_that_are_unlike_are_told_so() {
     let meet =
         |of: &(dyn Fn(usize) -> World + Sync)| joined(2, |p| of(p.rank()).join(p, barrier).unwrap_err());
     for error in meet(&|rank| world(if rank == 0 { "tp=2" } else { "dp=2" })) {
-        contains(&error, Kind::Config, &["rank 1 of 127.0.0.1 has mesh(dp=2), rank 0 has mesh(tp=2)"]);
+        let why = "ranks got different meshes: mesh(tp=2) on rank 0, mesh(dp=2) on rank 1";
+        contains(&error, Kind::Config, &[why, "of rank 1: 127.0.0.1"]);
     }
     // Told of other counts, which their meshes fit.
     let port = free_port();
@@ -86,7 +90,8 @@ fn processes_that_are_unlike_are_told_so() {
     };
     let other = thread::spawn(move || one(1, 3, "tp=3"));
     for error in [one(0, 2, "tp=2"), other.join().unwrap()] {
-        contains(&error, Kind::Config, &["was told of 3 ranks, rank 0 of 2"]);
+        let why = "ranks were started with different counts: 2 on rank 0, 3 on rank 1";
+        contains(&error, Kind::Config, &[why]);
     }
 }
 
@@ -103,29 +108,19 @@ fn whoever_does_not_belong_is_sent_away_and_holds_nobody_up() {
     };
     let (_silent, mut junk, mut long) = (connect(), connect(), connect());
     junk.write_all(&[0xff; 4000]).unwrap();
-    long.write_all(b"shardgrad ranks 1\n\xff\xff\xff\xff\xff\xff\xff\xff").unwrap();
+    long.write_all(b"shardgrad ranks 2\n\xff\xff\xff\xff\xff\xff\xff\xff").unwrap();
     let strange = world("tp=2").join(&process(1, "b"), barrier).unwrap_err();
-    contains(&strange, Kind::Config, &["is of the run `b`, what listens here is of `a`", "SHARDGRAD_PORT"]);
+    contains(
+        &strange,
+        Kind::Config,
+        &["rank 1 is of the run `b`, but rank 0 at", "is of the run `a`", "SHARDGRAD_PORT"],
+    );
     let twice = world("tp=2").join(&process(1, "a").beside(0, 1).unwrap(), |rank| {
         barrier(rank)?;
         Ok(rank.index())
     });
     assert_eq!((first.join().unwrap().unwrap(), twice.unwrap()), (0, 1));
     assert_eq!(junk.read(&mut [0; 16]).unwrap_or(0), 0, "junk gets no answer");
-}
-
-#[test]
-fn two_processes_with_one_number_do_not_both_join() {
-    let port = free_port();
-    let at = move |rank: usize| Process::new(rank, 3, "127.0.0.1", port).unwrap();
-    let own = || World::new(mesh("tp=3")).threads(1);
-    let zero = thread::spawn(move || own().join(&at(0), barrier));
-    let one = thread::spawn(move || own().join(&at(1), barrier));
-    thread::sleep(Duration::from_millis(100));
-    let error = own().join(&at(1), barrier).unwrap_err();
-    contains(&error, Kind::Config, &["there are two processes with the number 1"]);
-    assert_eq!(own().join(&at(2), barrier).unwrap(), 2);
-    assert_eq!((zero.join().unwrap().unwrap(), one.join().unwrap().unwrap()), (0, 1));
 }
 
 #[test]
@@ -151,23 +146,13 @@ fn ranks_that_return_early_wait_for_the_others_and_learn_how_they_end() {
     }
 }
 
-/// Comes as rank 1 of two, of a program that cannot be read, and is let in.
+/// Connects as rank 1 of two, of a program that cannot be read, until all are connected.
 fn let_in(port: u16) -> TcpStream {
-    let number = |n: u64| n.to_le_bytes().to_vec();
-    let text = |text: &str| [number(text.len() as u64), text.as_bytes().to_vec()].concat();
-    let facts = [text(env!("CARGO_PKG_VERSION")), number(2), text(&mesh("tp=2").to_string()), number(0)];
-    let said = [number(1), text(""), number(1), facts.concat()].concat();
-    let mut stream = loop {
-        match TcpStream::connect(("127.0.0.1", port)) {
-            Ok(stream) => break stream,
-            Err(_) => thread::sleep(Duration::from_millis(2)),
-        }
-    };
-    stream.write_all(&[b"shardgrad ranks 1\n".to_vec(), number(said.len() as u64), said].concat()).unwrap();
-    let mut answer = [0; 26];
-    stream.read_exact(&mut answer).unwrap();
-    let len = u64::from_le_bytes(*answer.last_chunk().unwrap()) as usize;
-    stream.read_exact(&mut vec![0; len]).unwrap();
+    let mut stream = crate::rendezvous::hello(port, 1, 2, "");
+    crate::rendezvous::ready(&mut stream, 1, &mesh("tp=2"));
+    while crate::rendezvous::receive(&mut stream)[0] != 2 {}
+    crate::rendezvous::send(&mut stream, &[3, 0, 0, 0, 0, 0, 0, 0]);
+    while crate::rendezvous::receive(&mut stream)[0] != 3 {}
     stream
 }
 

@@ -1,9 +1,12 @@
 //! Options from a file: `--config FILE`, TOML with a key for each long option. What stands on the command line wins.
 
 use super::Cli;
+use super::compared::compared;
+use super::echo::with_short_arguments;
 use super::files::read_small;
 use super::nearest::nearest;
 use super::values::Bytes;
+use clap::error::ErrorKind;
 use clap::{Arg, ArgAction, ArgMatches, Command, CommandFactory, FromArgMatches};
 use shardgrad::{Error, Kind, Result};
 use std::any::TypeId;
@@ -20,14 +23,22 @@ const COMMANDS: [&str; 5] = ["train", "eval", "generate", "explain", "plan"];
 /// A file of options has no more bytes than these.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// Reads the command line and the file that it names. Misuse of the command line ends the program as clap does it.
+/// A command line that was read.
+#[derive(Debug)]
+pub(crate) struct CommandLine {
+    pub(crate) command: super::Command,
+    /// Names and values of the options that all processes of a run must have alike.
+    pub(crate) options: Vec<(String, String)>,
+}
+
+/// Reads the command line and the file that it names. Where help or the version is asked for, prints that and ends the program.
 ///
 /// # Errors
-/// `Kind::Config` with all that is wrong in the file; `Kind::Io` if it cannot be read.
-pub(crate) fn parse(mut argv: Vec<OsString>) -> Result<Cli> {
+/// `Kind::Config` for misuse, as clap says it, and with all that is wrong in the file; `Kind::Io` if it cannot be read.
+pub(crate) fn parse(mut argv: Vec<OsString>) -> Result<CommandLine> {
     // What the command line lacks, the file may have.
     let lenient = command().mut_subcommands(|c| c.mut_args(|a| a.required(false)));
-    let given = lenient.clone().try_get_matches_from(&argv).unwrap_or_else(|e| e.exit());
+    let given = lenient.clone().try_get_matches_from(&argv).map_err(misuse)?;
     if let Some((name, given)) = given.subcommand()
         && COMMANDS.contains(&name)
         && let Some(path) = given.get_one::<PathBuf>(OPTION)
@@ -35,8 +46,28 @@ pub(crate) fn parse(mut argv: Vec<OsString>) -> Result<Cli> {
         let command = lenient.find_subcommand(name).expect("clap has just matched it");
         argv.extend(from_file(path, command, given)?.into_iter().map(OsString::from));
     }
-    let matches = command().try_get_matches_from(argv).unwrap_or_else(|e| e.exit());
-    Ok(Cli::from_arg_matches(&matches).unwrap_or_else(|e| e.exit()))
+    let mut whole = command();
+    let matches = whole.try_get_matches_from_mut(argv).map_err(misuse)?;
+    let options = matches.subcommand().and_then(|(name, given)| {
+        let command = whole.find_subcommand(name)?;
+        Some(compared(command, given))
+    });
+    let command = Cli::from_arg_matches(&matches).map_err(misuse)?.command;
+    Ok(CommandLine { command, options: options.unwrap_or_default() })
+}
+
+/// What clap says is wrong, as an error. Help and version are printed, and end the program.
+fn misuse(e: clap::Error) -> Error {
+    let shows = [
+        ErrorKind::DisplayHelp,
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand,
+        ErrorKind::DisplayVersion,
+    ];
+    if shows.contains(&e.kind()) {
+        e.exit();
+    }
+    let said = e.to_string();
+    Error::new(Kind::Config, said.strip_prefix("error: ").unwrap_or(&said).trim_end())
 }
 
 /// Whether the values of an option are numbers.
@@ -161,7 +192,8 @@ fn argument(option: &Arg, long: &str, value: &Value, command: &Command) -> Resul
         let told = said.lines().map(str::trim).filter(|line| !line.is_empty());
         let told: Vec<&str> =
             told.take_while(|line| !line.starts_with("For more") && !line.starts_with("Usage")).collect();
-        told.join("; ").trim_start_matches("error: ").to_string()
+        let told = told.join("; ").trim_start_matches("error: ").to_string();
+        with_short_arguments(&told, &[typed.into()])
     })
 }
 
@@ -181,7 +213,7 @@ mod tests {
     use super::*;
     use crate::data::scratch::Scratch;
 
-    fn parsed(config: &str, args: &[&str]) -> Result<Cli> {
+    fn parsed(config: &str, args: &[&str]) -> Result<CommandLine> {
         let scratch = Scratch::new();
         let file = scratch.file("options.toml", config);
         let (name, rest) = args.split_first().expect("the command comes first");

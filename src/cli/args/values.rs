@@ -21,7 +21,7 @@ pub(super) const THREADS_MAX: usize = 1024;
 /// The times of a pipeline lie between this and its inverse.
 const TIME_MIN: f64 = 1e-6;
 /// A file of lists has no more bytes than these.
-const LISTS_BYTES_MAX: u64 = 64 << 20;
+pub(super) const LISTS_BYTES_MAX: u64 = 64 << 20;
 
 /// A number of bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -19,7 +19,8 @@ mod malformed;
 
 pub(crate) use board::Board;
 pub(crate) use link::Links;
-pub(crate) use meeting::{Facts, Party};
+pub use meeting::Rendezvous;
+pub(crate) use meeting::{Facts, Values, WaitHook};
 
 use super::{Transport, local};
 use crate::call::{Issued, Op, Request};

@@ -1,0 +1,259 @@
+//! How processes meet: what they must have alike, and that a start which fails on one fails on all, at once.
+
+use crate::support::{free_port, joined, mesh, on};
+use shardgrad_dist::{Error, Kind, Mesh, Process, Rank, Rendezvous, Result, World};
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// A world whose ranks wait a minute for each other: no test here lasts that long.
+fn world(text: &str) -> World {
+    World::new(mesh(text)).timeout(Duration::from_secs(60)).threads(1)
+}
+
+fn barrier(rank: &Rank) -> Result<usize> {
+    rank.barrier(&on(rank, "tp")).map(|()| rank.index())
+}
+
+/// Rank `rank` of `count` at a port of this machine.
+fn process(rank: usize, count: usize, port: u16) -> Process {
+    Process::new(rank, count, "127.0.0.1", port).unwrap()
+}
+
+/// Asserts that an error has a kind and texts.
+#[track_caller]
+fn has(error: &Error, kind: Kind, parts: &[&str]) {
+    let text = error.to_string();
+    assert_eq!(error.kind(), kind, "{text}");
+    assert!(parts.iter().all(|part| text.contains(part)), "{parts:?} in:\n{text}");
+}
+
+/// Asserts that nobody waited for the limit of a rendezvous.
+#[track_caller]
+fn was_at_once(start: Instant) {
+    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+}
+
+fn number(n: u64) -> Vec<u8> {
+    n.to_le_bytes().to_vec()
+}
+
+fn text(text: &str) -> Vec<u8> {
+    [number(text.len() as u64), text.as_bytes().to_vec()].concat()
+}
+
+/// Sends a message of a rendezvous.
+pub(crate) fn send(stream: &mut TcpStream, bytes: &[u8]) {
+    stream
+        .write_all(&[b"shardgrad ranks 2\n".to_vec(), number(bytes.len() as u64), bytes.into()].concat())
+        .unwrap();
+}
+
+/// Receives a message of a rendezvous.
+pub(crate) fn receive(stream: &mut TcpStream) -> Vec<u8> {
+    let mut head = [0; 26];
+    stream.read_exact(&mut head).unwrap();
+    let mut body = vec![0; u64::from_le_bytes(*head.last_chunk().unwrap()) as usize];
+    stream.read_exact(&mut body).unwrap();
+    body
+}
+
+/// A connection to rank 0 of a process that is no more than its first message.
+pub(crate) fn hello(port: u16, rank: u64, count: u64, run: &str) -> TcpStream {
+    let mut stream = loop {
+        match TcpStream::connect(("127.0.0.1", port)) {
+            Ok(stream) => break stream,
+            Err(_) => thread::sleep(Duration::from_millis(2)),
+        }
+    };
+    let own = [number(1), number(rank), text(run), text(env!("CARGO_PKG_VERSION")), number(count)];
+    send(&mut stream, &own.concat());
+    stream
+}
+
+/// Says that a process is ready, listens at a port and is of a program that cannot be read.
+pub(crate) fn ready(stream: &mut TcpStream, port: u64, mesh: &Mesh) {
+    send(stream, &[number(2), number(port), text(&mesh.to_string()), number(0), number(0)].concat());
+}
+
+#[test]
+fn values_that_differ_are_refused_on_all_ranks_with_both_values() {
+    let options = |lr: &str, seed: &str| {
+        [("--lr", lr), ("--seed", seed)].map(|(name, value)| (name.to_string(), value.to_string()))
+    };
+    let start = Instant::now();
+    let ends = joined(3, |p| {
+        let lr = if p.rank() == 2 { "0.1" } else { "0.002" };
+        // A line break in a value is no difference.
+        let world = world("tp=3").consistent("options", options(lr, "a\nb"));
+        world.consistent("inputs", [("data".to_string(), lr.to_string())]).join(p, barrier).unwrap_err()
+    });
+    for error in &ends {
+        has(error, Kind::Config, &["address    of rank 2: 127.0.0.1"]);
+        let why = "ranks got different options: --lr is 0.002 on rank 0, 0.1 on rank 2";
+        assert_eq!(error.message(), why);
+    }
+    let inputs = |hash: &str| [("the training data".to_string(), hash.to_string())];
+    for error in joined(2, |p| {
+        let world = world("tp=2").consistent("options", options("1", "0"));
+        world.consistent("inputs", inputs(["aa", "bb"][p.rank()])).join(p, barrier).unwrap_err()
+    }) {
+        let why = "ranks got different inputs: the training data is aa on rank 0, bb on rank 1";
+        assert_eq!(error.message(), why);
+    }
+    let same = joined(2, |p| world("tp=2").consistent("options", options("1", "a\nb")).join(p, barrier));
+    assert!(same.into_iter().all(|end| end.is_ok()));
+    was_at_once(start);
+}
+
+#[test]
+fn a_rank_that_cannot_take_part_ends_the_start_on_all() {
+    for failing in [0, 1] {
+        let start = Instant::now();
+        let ends = joined(3, |p| {
+            let rendezvous = Rendezvous::open(p).unwrap();
+            if p.rank() == failing {
+                let error = Error::new(Kind::Data, "no file \u{1b}[2J").detail("help", "give one");
+                rendezvous.fail(&error);
+                return error;
+            }
+            world("tp=3").join_at(&rendezvous, barrier).inspect_err(|e| rendezvous.fail(e)).unwrap_err()
+        });
+        for (rank, error) in ends.iter().enumerate().filter(|(rank, _)| *rank != failing) {
+            let why = format!("rank {failing} refused to start: no file \\u{{1b}}[2J");
+            assert_eq!(error.message(), why, "rank {rank}");
+            has(error, Kind::Data, &["help       give one"]);
+        }
+        was_at_once(start);
+    }
+}
+
+#[test]
+fn a_failure_of_a_rank_is_known_to_ranks_that_come_later() {
+    let (port, start) = (free_port(), Instant::now());
+    let zero = thread::spawn(move || {
+        let rendezvous = Rendezvous::open(&process(0, 3, port)).unwrap();
+        let error = world("tp=3").join_at(&rendezvous, barrier).unwrap_err();
+        rendezvous.fail(&error);
+        error
+    });
+    let failing = Rendezvous::open(&process(1, 3, port)).unwrap();
+    failing.fail(&Error::new(Kind::Config, "no such option"));
+    // Connected while the process still prepares, or later.
+    thread::sleep(Duration::from_millis(100));
+    let late = Rendezvous::open(&process(2, 3, port)).unwrap();
+    thread::sleep(Duration::from_millis(500));
+    for error in [zero.join().unwrap(), world("tp=3").join_at(&late, barrier).unwrap_err()] {
+        has(&error, Kind::Config, &["rank 1 refused to start: no such option"]);
+    }
+    was_at_once(start);
+}
+
+#[test]
+fn a_number_that_two_processes_have_ends_the_start_on_all() {
+    let (port, start) = (free_port(), Instant::now());
+    let ends = [0, 1, 1, 2]
+        .map(|rank| thread::spawn(move || world("tp=3").join(&process(rank, 3, port), barrier).unwrap_err()));
+    for end in ends {
+        let error = end.join().unwrap();
+        has(&error, Kind::Config, &["two processes were started as rank 1", "a rank of its own (RANK)"]);
+    }
+    let ends = [0, 0, 1].map(|rank| {
+        thread::spawn(move || {
+            thread::sleep(Duration::from_millis(200 * rank as u64));
+            world("tp=2").join(&process(rank, 2, port), barrier).unwrap_err()
+        })
+    });
+    for end in ends {
+        has(&end.join().unwrap(), Kind::Config, &["two processes were started as rank 0"]);
+    }
+    was_at_once(start);
+}
+
+#[test]
+fn a_process_that_ends_while_ranks_meet_ends_the_start_on_all() {
+    let start = Instant::now();
+    for is_ready in [false, true] {
+        let port = free_port();
+        let others = [0, 2].map(|rank| {
+            thread::spawn(move || world("tp=3").join(&process(rank, 3, port), barrier).unwrap_err())
+        });
+        let mut gone = hello(port, 1, 3, "");
+        if is_ready {
+            ready(&mut gone, 1, &mesh("tp=3"));
+        }
+        receive(&mut gone);
+        drop(gone);
+        for other in others {
+            let why = "rank 1's process ended before all ranks had connected";
+            has(&other.join().unwrap(), Kind::PeerLost, &[why]);
+        }
+    }
+    // Rank 0 ends behind its first answer.
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let other = thread::spawn(move || world("tp=2").join(&process(1, 2, port), barrier).unwrap_err());
+    let (mut stream, _) = listener.accept().unwrap();
+    receive(&mut stream);
+    receive(&mut stream);
+    send(&mut stream, &number(1));
+    drop(stream);
+    let why = "rank 0's process ended before all ranks had connected";
+    has(&other.join().unwrap(), Kind::PeerLost, &[why, &format!("127.0.0.1:{port}")]);
+    was_at_once(start);
+}
+
+#[test]
+fn ranks_that_cannot_reach_each_other_say_so_on_all() {
+    let (port, start) = (free_port(), Instant::now());
+    let nobody = free_port();
+    let others = [0, 2]
+        .map(|rank| thread::spawn(move || world("tp=3").join(&process(rank, 3, port), barrier).unwrap_err()));
+    let mut one = hello(port, 1, 3, "");
+    ready(&mut one, nobody.into(), &mesh("tp=3"));
+    for other in others {
+        let why = format!("rank 2 cannot connect to rank 1 (127.0.0.1:{nobody}): Connection refused");
+        has(&other.join().unwrap(), Kind::Io, &[&why, "firewalls"]);
+    }
+    was_at_once(start);
+}
+
+#[test]
+fn a_long_wait_is_reported_once_with_address_and_reason() {
+    let said = |rank: usize| {
+        let (lines, port) = (Arc::new(Mutex::new(Vec::new())), free_port());
+        let keep = lines.clone();
+        let world = World::new(mesh("tp=3")).timeout(Duration::from_millis(1200));
+        let world = world
+            .on_wait(Duration::from_millis(100), move |line| keep.lock().unwrap().push(line.to_string()));
+        world.join(&process(rank, 3, port), barrier).unwrap_err();
+        let lines = lines.lock().unwrap().clone();
+        (port, lines)
+    };
+    let (port, lines) = said(0);
+    let line = format!("waiting for ranks 1, 2 to connect to rank 0 (127.0.0.1:{port}) (0 s so far)");
+    assert_eq!(lines, [line]);
+    let (port, lines) = said(1);
+    let start = format!("waiting for rank 0 (127.0.0.1:{port}): Connection refused");
+    assert!(lines.len() == 1 && lines[0].starts_with(&start), "{lines:?}");
+    assert!(lines[0].ends_with("(0 s so far)"), "{lines:?}");
+}
+
+#[test]
+fn what_a_stranger_sends_is_escaped_where_it_is_shown() {
+    let port = free_port();
+    let zero = thread::spawn(move || {
+        World::new(mesh("tp=2"))
+            .timeout(Duration::from_secs(60))
+            .join(&process(0, 2, port), barrier)
+            .unwrap_err()
+    });
+    let mut one = hello(port, 1, 2, "");
+    let error = [number(11), text("bad\u{1b}]0;x\u{7}"), number(1), text("he\u{8}lp"), text("\u{1b}[2J")];
+    send(&mut one, &[number(4), error.concat()].concat());
+    let error = zero.join().unwrap().to_string();
+    assert!(!error.chars().any(|c| c.is_control() && c != '\n'), "{error:?}");
+    assert!(error.contains("rank 1 refused to start: bad\\u{1b}]0;x\\u{7}"), "{error}");
+}

@@ -1,0 +1,193 @@
+//! Processes that start as ranks of one run: what they must have alike, and that a start which one of them cannot take part in ends
+//! on all of them at once.
+
+use crate::cli::Folder;
+use crate::processes::{ended, free_port, said, start, text, well};
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Output};
+use std::time::{Duration, Instant};
+
+/// Runs one process for each list of arguments, all with the same first ones, to the end of all: their codes and what they said.
+/// Nobody waits for the limit of a minute.
+fn run<'a>(ranks: &[usize], args: &[&'a str], own: &[&[&'a str]]) -> (Vec<Option<i32>>, Vec<String>) {
+    let (port, begun, count) = (free_port(), Instant::now(), ranks.iter().max().unwrap() + 1);
+    let start = |(rank, own): (&usize, &&[&'a str])| start(*rank, count, port, &[args, own].concat());
+    let started: Vec<Child> = ranks.iter().zip(own).map(start).collect();
+    let outputs: Vec<Output> = started.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
+    assert!(begun.elapsed() < Duration::from_secs(50), "{:?}", begun.elapsed());
+    ended(&outputs)
+}
+
+fn train<'a>(data: &'a str, out: &'a str) -> Vec<&'a str> {
+    [
+        "train",
+        "--data",
+        data,
+        "--out",
+        out,
+        "--seq",
+        "16",
+        "--batch",
+        "4",
+        "--steps",
+        "2",
+        "--eval-every",
+        "0",
+    ]
+    .into()
+}
+
+#[test]
+fn ranks_with_different_options_or_data_train_nothing_and_name_both_values() {
+    let folder = Folder::new("unlike");
+    let (data, out) = (text(&folder), folder.path("out"));
+    let other = folder.file("other", fs::read_to_string(&data).unwrap().replacen("fox", "cat", 1));
+    let args = train(&data, &out);
+    for (own, why) in [
+        (["--lr", "0.1"], "ranks got different options: --lr is 0.002 on rank 0, 0.1 on rank 1"),
+        (
+            ["--save-every", "5"],
+            "ranks got different options: --save-every is not given on rank 0, 5 on rank 1",
+        ),
+        (
+            ["--no-shuffle", "--json"],
+            "ranks got different options: --no-shuffle is false on rank 0, true on rank 1",
+        ),
+        (["--mesh", "tp=2"], "ranks got different meshes: mesh(dp=2) on rank 0, mesh(tp=2) on rank 1"),
+    ] {
+        let (codes, told) = run(&[0, 1], &args, &[&[], &own]);
+        assert_eq!(codes, [Some(2); 2], "{told:?}");
+        assert!(told.iter().all(|text| text.contains(&format!("error: {why}\n"))), "{why} in {told:?}");
+    }
+    for mesh in ["dp=2", "pp=2"] {
+        let args = ["train", "--out", &out, "--seq", "16", "--batch", "4", "--steps", "2", "--mesh", mesh];
+        let (codes, told) = run(&[0, 1], &args, &[&["--data", &data], &["--data", &other]]);
+        assert_eq!(codes, [Some(2); 2], "{told:?}");
+        let why = "error: ranks got different inputs: the hash of the data is ";
+        assert!(told.iter().all(|text| text.contains(why)), "{told:?}");
+    }
+    assert!(!fs::exists(format!("{out}/metrics.jsonl")).unwrap(), "a step was taken");
+}
+
+#[test]
+fn ranks_with_different_checkpoints_or_models_say_so() {
+    let folder = Folder::new("unlike-start");
+    let (data, out, other) = (text(&folder), folder.path("out"), folder.path("other"));
+    let args = [&train(&data, &out)[..], &["--save-every", "1", "--mesh", "dp=2"]].concat();
+    let shardgrad =
+        |args: &[&str]| Command::new(env!("CARGO_BIN_EXE_shardgrad")).args(args).output().unwrap();
+    well(&[shardgrad(&args)]);
+    let resumed = [
+        "train",
+        "--data",
+        &data,
+        "--seq",
+        "16",
+        "--batch",
+        "4",
+        "--save-every",
+        "1",
+        "--resume",
+        "--eval-every",
+        "0",
+    ];
+    for (steps, next) in [("3", "3 (checkpoint with hash "), ("2", "none on rank 0, 1 on rank 1")] {
+        let args = [&resumed[..], &["--steps", steps]].concat();
+        let (codes, told) = run(&[0, 1], &args, &[&["--out", &out], &["--out", &other]]);
+        assert_eq!(codes, [Some(2); 2], "{told:?}");
+        let why = format!("error: ranks got different starting points: the next step is {next}");
+        assert!(told.iter().all(|text| text.contains(&why)), "{told:?}");
+    }
+    // All done on both.
+    let (codes, told) = run(&[0, 1], &[&resumed[..], &["--steps", "2", "--out", &out]].concat(), &[&[], &[]]);
+    assert_eq!(codes, [Some(0); 2], "{told:?}");
+    let (one, two) = (format!("{out}/model"), folder.path("two"));
+    fs::create_dir(&two).unwrap();
+    fs::copy(format!("{one}/config.json"), format!("{two}/config.json")).unwrap();
+    let mut weights = fs::read(format!("{one}/model.safetensors")).unwrap();
+    *weights.last_mut().unwrap() ^= 1;
+    fs::write(format!("{two}/model.safetensors"), weights).unwrap();
+    let args = ["generate", "--prompt", "The", "--tokens", "2", "--mesh", "tp=2"];
+    let (codes, told) = run(&[0, 1], &args, &[&["--model", &one], &["--model", &two]]);
+    assert_eq!(codes, [Some(2); 2], "{told:?}");
+    let why = "error: ranks got different inputs: the hash of the weights is ";
+    assert!(told.iter().all(|text| text.contains(why)), "{told:?}");
+}
+
+#[test]
+fn a_rank_that_refuses_its_arguments_ends_all_others_at_once() {
+    let folder = Folder::new("refuses");
+    let (data, out) = (text(&folder), folder.path("out"));
+    let args = train(&data, &out);
+    let none: &[&str] = &[];
+    for (rank, own, why) in [
+        (1, &["--bad"][..], "unexpected argument '--bad' found"),
+        (0, &["--lr", "-1"], "invalid value '-1' for '--lr <RATE>': must be a number above 0"),
+        (1, &["--warmup", "9"], "the options contradict each other"),
+        (2, &["--mesh", "dp=2"], "--mesh gives 2 rank(s), but 3 processes were started"),
+    ] {
+        let mut each = [none; 3];
+        each[rank] = own;
+        let (codes, told) = run(&[0, 1, 2], &args, &each);
+        assert_eq!(codes, [Some(2); 3], "{told:?}");
+        for (at, text) in told.iter().enumerate() {
+            let told =
+                if at == rank { why.to_string() } else { format!("rank {rank} refused to start: {why}") };
+            assert!(text.contains(&format!("error: {told}")), "{told} in {text}");
+            assert!(at == rank || !text.contains("Usage:"), "{text}");
+        }
+    }
+    let args = ["train", "--out", &out, "--seq", "16", "--steps", "2", "--data"];
+    let (codes, told) = run(&[0, 1], &args, &[&[&data], &["/no/such/text"]]);
+    assert_eq!(codes, [Some(2); 2], "{told:?}");
+    assert!(
+        told[0].contains("error: rank 1 refused to start: /no/such/text: there is no such file"),
+        "{told:?}"
+    );
+}
+
+#[test]
+fn two_processes_with_one_rank_end_all() {
+    let folder = Folder::new("twins");
+    let (data, out) = (text(&folder), folder.path("out"));
+    let (codes, told) = run(&[0, 1, 1, 2], &train(&data, &out), &[&[][..]; 4]);
+    assert_eq!(codes, [Some(2); 4], "{told:?}");
+    assert!(told.iter().all(|text| text.contains("error: two processes were started as rank 1")), "{told:?}");
+}
+
+#[test]
+fn a_long_wait_is_reported_and_a_process_that_is_killed_in_it_ends_the_others() {
+    let folder = Folder::new("waits");
+    let (data, out) = (text(&folder), folder.path("out"));
+    let port = free_port();
+    let [mut zero, mut one] = [0, 1].map(|rank| start(rank, 3, port, &train(&data, &out)));
+    let mut lines = BufReader::new(zero.stderr.take().unwrap()).lines().map(Result::unwrap);
+    let line = lines.next().unwrap();
+    assert_eq!(line, format!("waiting for rank 2 to connect to rank 0 (127.0.0.1:{port}) (5 s so far)"));
+    one.kill().unwrap();
+    let killed = Instant::now();
+    let rest: Vec<String> = lines.collect();
+    let why = "error: rank 1's process ended before all ranks had connected";
+    assert!(rest.iter().any(|line| line == why), "{rest:?}");
+    assert_eq!((zero.wait().unwrap().code(), one.wait().unwrap().code()), (Some(1), None));
+    assert!(killed.elapsed() < Duration::from_secs(20), "{:?}", killed.elapsed());
+}
+
+#[test]
+fn a_long_argument_is_cut_in_messages() {
+    let long = "é".repeat(10_000);
+    let shown = format!("{}...", "é".repeat(80));
+    for args in [
+        &["train", "--lr", &long][..],
+        &["train", &format!("--mesh={long}")],
+        &["train", "--data", &long],
+        &["eval", "--model", &long],
+        &[&long],
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_shardgrad")).args(args).output().unwrap();
+        let told = said(&output);
+        assert!(output.status.code() == Some(2) && told.contains(&shown), "{told}");
+        assert!(told.chars().count() < 1000, "{told}");
+    }
+}
