@@ -111,8 +111,10 @@ impl<M: Family> Model<M> {
     ///
     /// # Errors
     /// `Kind::Checkpoint` listing tensors that are missing, of another shape, of a dtype that `cast` does not let become the
-    /// parameter's, or unknown, at most twenty of each; parameters are untouched then. Where a file becomes shorter while it
-    /// is read (`Kind::Checkpoint`), or the system refuses (`Kind::Io`), some of them are filled already.
+    /// parameter's, or unknown, at most twenty of each; parameters are untouched then. Where a tensor has not the checksum that
+    /// its file tells, or a file becomes shorter while it is read (`Kind::Checkpoint`), or the system refuses (`Kind::Io`), some
+    /// of them are filled already. A tensor of which each rank reads a part is verified by one rank: the error of its damage is
+    /// that rank's alone.
     pub fn load_as(&self, dir: &Path, cast: Cast) -> Result<Casts> {
         self.load_opened(&Weights::open(dir)?, cast)
     }
@@ -373,6 +375,9 @@ fn fill<M: Module>(
         let bytes = weights.read_part(&tensor.name, &layout.shape(), &ranges)?;
         param.set_from_files(Tensor::from_own_bytes(model.rank(), &layout, tensor.dtype, &bytes)?)?;
     }
+    // Tensors of which no rank reads more than its shard are verified too, each by one rank.
+    let world = model.rank().world();
+    weights.verify_share(world.index(), world.mesh().num_ranks())?;
     Ok(casts)
 }
 
