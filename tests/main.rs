@@ -27,6 +27,8 @@ mod not_finite;
 mod packaging;
 mod refusals;
 mod resume;
+mod damage;
+mod inspect;
 mod reuse;
 mod steps;
 mod sums;

@@ -171,6 +171,16 @@ impl<M: Module> Model<M> {
         let found = |p: &Param| Ok(suspect && p.tensor().to_local_f64()?.iter().any(is_odd));
         names_of(self, found, Location::caller())
     }
+
+    /// The names of the parameters that hold NaN, the same on every rank. Every rank calls this together.
+    ///
+    /// # Errors
+    /// What the device and the collective report.
+    #[track_caller]
+    pub(crate) fn nan_params(&self) -> Result<Vec<String>> {
+        let found = |p: &Param| Ok(p.tensor().to_local_f64()?.iter().any(|x| x.is_nan()));
+        names_of(self, found, Location::caller())
+    }
 }
 
 /// The names of the parameters of which any rank that holds them finds something, the same on every rank.

@@ -8,12 +8,14 @@ mod memory;
 mod doctor;
 mod eval;
 mod generate;
+mod inspect;
 mod ops;
 mod plan;
 mod train;
 
 use crate::data::{Corpus, How, TokenFile, Vocabulary};
 use shardgrad::dist::Rank;
+use shardgrad::nn::hf::Weights;
 use shardgrad::nn::{Cast, LanguageModel, Model, ModelConfig};
 use shardgrad::tensor::control::world_sum;
 use shardgrad::{Error, Kind, Result};
@@ -57,6 +59,7 @@ impl From<Error> for Failure {
 fn run(command: &args::Command) -> Result<(), Failure> {
     let done = match command {
         args::Command::Train(args) => return train::run(args),
+        args::Command::Inspect(args) => return inspect::run(args),
         args::Command::Eval(args) => eval::run(args),
         args::Command::Generate(args) => generate::run(args),
         args::Command::Explain(args) => explain::run(args),
@@ -136,11 +139,22 @@ fn together<T>(rank: &Rank, f: impl FnOnce() -> Result<T>) -> Result<T> {
 fn load(model: &Model<LanguageModel>, dir: &Path, cast: Cast) -> Result<()> {
     together(model.rank(), || {
         let casts = model.load_as(dir, cast)?;
-        if !casts.is_empty() && model.rank().world().index() == 0 {
+        let is_rank_zero = model.rank().world().index() == 0;
+        if !casts.is_empty() && is_rank_zero {
             eprintln!("{}: {casts}", dir.display());
+        }
+        if is_rank_zero {
+            report_unverified(dir);
         }
         Ok(())
     })
+}
+
+/// Reports that the files of a model folder hold no checksums, as those of other programs and older releases.
+fn report_unverified(dir: &Path) {
+    if Weights::open(dir).is_ok_and(|weights| weights.num_without_checksum() > 0) {
+        eprintln!("{}: its files hold no checksums, so that they could not be verified", dir.display());
+    }
 }
 
 /// The documents that are named, or the sources of the working directory.
