@@ -162,7 +162,8 @@ impl Metrics {
 
     /// Waits until what is written so far is on the disk itself. What the system refuses is a warning.
     pub(crate) fn sync(&self) {
-        let (path, file, unwritten) = (self.path.clone(), Arc::clone(&self.file), Arc::clone(&self.unwritten));
+        let (path, file, unwritten) =
+            (self.path.clone(), Arc::clone(&self.file), Arc::clone(&self.unwritten));
         self.disk.hand(move || {
             let file = file.lock().unwrap_or_else(PoisonError::into_inner);
             let synced = file.as_ref().map_or(Ok(()), File::sync_data);

@@ -32,9 +32,8 @@ fn a_damaged_newest_checkpoint_is_reported_and_an_older_one_resumed_from() {
     let folder = Folder::new("damage");
     let (data, whole) = (text(&folder), folder.path("whole"));
     let common = ["--data", &data, "--save-every", "2", "--keep", "3"];
-    let run = |out: &str, more: &[&str]| {
-        told(&[&["train"], &SMALL[..], &common, &["--out", out], more].concat())
-    };
+    let run =
+        |out: &str, more: &[&str]| told(&[&["train"], &SMALL[..], &common, &["--out", out], more].concat());
     let base = folder.0.join("base");
     train(&[&common[..], &["--out", base.to_str().unwrap(), "--steps", "4", "--mesh", "dp=1"]].concat());
     train(&[&common[..], &["--out", &whole, "--steps", "6", "--mesh", "dp=1"]].concat());
@@ -65,7 +64,11 @@ fn a_damaged_newest_checkpoint_is_reported_and_an_older_one_resumed_from() {
         damage(&newest.join(name));
         let damaged = files(&newest);
         let more = ["--steps", "6", "--mesh", mesh];
-        for exact in [&["--resume-exact"][..], &["--resume", "--resume-exact"], &["--resume", newest.to_str().unwrap()]] {
+        for exact in [
+            &["--resume-exact"][..],
+            &["--resume", "--resume-exact"],
+            &["--resume", newest.to_str().unwrap()],
+        ] {
             let (code, said) = run(&out, &[&more[..], exact].concat());
             assert_eq!(code, 2, "{name} {exact:?}: {said}");
             assert!(said.contains(name) && said.contains("--resume"), "{name}: {said}");
@@ -73,7 +76,10 @@ fn a_damaged_newest_checkpoint_is_reported_and_an_older_one_resumed_from() {
         }
         let (code, said) = run(&out, &[&more[..], &["--resume"]].concat());
         assert_eq!(code, 0, "{name}: {said}");
-        let line = said.lines().find(|line| line.contains("checkpoint-4 is damaged: ")).unwrap_or_else(|| panic!("{said}"));
+        let line = said
+            .lines()
+            .find(|line| line.contains("checkpoint-4 is damaged: "))
+            .unwrap_or_else(|| panic!("{said}"));
         assert!(line.contains(name), "{said}");
         assert!(said.contains(why), "{name}: {said}");
         assert!(line.ends_with(&format!("; resuming from {out}/checkpoint-2")), "{said}");
@@ -102,7 +108,10 @@ fn a_run_is_refused_where_no_checkpoint_is_sound() {
         let said = refused(&[&common[..], &["--steps", "6", option]].concat());
         let expected = if option == "--resume" { "no checkpoint in " } else { "model.safetensors: tensor `" };
         assert!(said.contains(expected), "{said}");
-        assert_eq!(said.matches("is damaged: its checksum is").count(), if option == "--resume" { 2 } else { 1 });
+        assert_eq!(
+            said.matches("is damaged: its checksum is").count(),
+            if option == "--resume" { 2 } else { 1 }
+        );
     }
     assert_eq!(checkpoints(Path::new(&out)), ["checkpoint-2", "checkpoint-4"]);
     assert_eq!(record(Path::new(&out)).len(), 4);
@@ -125,7 +134,10 @@ fn a_checkpoint_that_cannot_be_written_does_not_end_the_run_and_the_next_one_is(
         fs::write(Path::new(&out).join("checkpoint-4"), "in the way").unwrap();
         let (code, said) = told(&[&["train"], &SMALL[..], &common, &["--steps", "6", "--resume"]].concat());
         assert_eq!(code, 0, "{mesh}: {said}");
-        let line = said.lines().find(|line| line.starts_with("warning: checkpoint-4 is not saved: ")).unwrap_or_else(|| panic!("{said}"));
+        let line = said
+            .lines()
+            .find(|line| line.starts_with("warning: checkpoint-4 is not saved: "))
+            .unwrap_or_else(|| panic!("{said}"));
         assert!(line.contains("checkpoint-4: it is no folder"), "{said}");
         assert!(line.ends_with("; training goes on, the next save is in 2 steps"), "{said}");
         assert!(files(&first) == before && record(Path::new(&out)).len() == 6);

@@ -39,7 +39,12 @@ fn a_run_is_shown_with_its_model_and_checkpoints_and_damage_is_found() {
 
     let output = shardgrad(&["inspect", out.to_str().unwrap()]);
     let said = String::from_utf8(output.stdout).unwrap();
-    for part in ["out: run, sound", "checkpoint-4: checkpoint, sound", "transformer.h.*.attn.c_attn.weight", "model_type=gpt2"] {
+    for part in [
+        "out: run, sound",
+        "checkpoint-4: checkpoint, sound",
+        "transformer.h.*.attn.c_attn.weight",
+        "model_type=gpt2",
+    ] {
         assert!(said.contains(part), "{part}: {said}");
     }
 
@@ -59,7 +64,9 @@ fn a_run_is_shown_with_its_model_and_checkpoints_and_damage_is_found() {
         }
         fs::write(&path, whole).unwrap();
     }
-    for name in ["checkpoint-4/trainer_state.json", "checkpoint-4/model.safetensors", "checkpoint-4/config.json"] {
+    for name in
+        ["checkpoint-4/trainer_state.json", "checkpoint-4/model.safetensors", "checkpoint-4/config.json"]
+    {
         let path = out.join(name);
         let whole = fs::read(&path).unwrap();
         for cut in [true, false] {

@@ -156,11 +156,7 @@ fn what_is_not_the_same_run_is_refused_line_by_line() {
     train(&[&["--data", &data, "--steps", "4"], &common[..]].concat());
     let before = files(&Path::new(&out).join("checkpoint-4"));
     for (data, more, parts) in [
-        (
-            &data,
-            &["--seed", "7", "--batch", "8"][..],
-            &["--seed 7 (checkpoint: 0)", "--batch 8"][..],
-        ),
+        (&data, &["--seed", "7", "--batch", "8"][..], &["--seed 7 (checkpoint: 0)", "--batch 8"][..]),
         (&data, &["--seq", "8"], &["--seq 8 (checkpoint: 16)"]),
         (&data, &["--no-shuffle"], &["--no-shuffle true (checkpoint: false)"]),
         (&data, &["--param-dtype", "f64"], &["--param-dtype f64"]),

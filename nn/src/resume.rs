@@ -150,8 +150,10 @@ fn save_as<M: Module>(
 /// The bytes of the tensors of a checkpoint.
 fn num_bytes<M: Module>(model: &Model<M>, held: &[Option<Held>]) -> u64 {
     let weights = model.precision().param_dtype.size();
-    let of_optimizer = |held: &Option<Held>| held.iter().flat_map(|held| &held.dtypes).map(|d| d.size()).sum::<usize>();
-    let bytes = |(param, held): (&Param, &Option<Held>)| (param.numel() * (weights + of_optimizer(held))) as u64;
+    let of_optimizer =
+        |held: &Option<Held>| held.iter().flat_map(|held| &held.dtypes).map(|d| d.size()).sum::<usize>();
+    let bytes =
+        |(param, held): (&Param, &Option<Held>)| (param.numel() * (weights + of_optimizer(held))) as u64;
     model.params().iter().zip(held).map(bytes).sum()
 }
 

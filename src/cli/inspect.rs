@@ -45,8 +45,10 @@ pub(super) fn run(args: &InspectArgs) -> Result<(), Failure> {
     if damage.is_empty() {
         return Ok(());
     }
-    let text = format!("{} is damaged: {} fault(s), the first: {}", args.dir.display(), damage.len(), damage[0]);
-    let help = "copy the damaged files again, or use another checkpoint; --resume passes over damaged checkpoints";
+    let text =
+        format!("{} is damaged: {} fault(s), the first: {}", args.dir.display(), damage.len(), damage[0]);
+    let help =
+        "copy the damaged files again, or use another checkpoint; --resume passes over damaged checkpoints";
     Err(Failure::of_run(Error::new(Kind::Checkpoint, text).detail("help", help)))
 }
 
@@ -111,13 +113,15 @@ fn to_text(report: &Report) -> String {
     };
     report.damage.iter().for_each(|fault| row("damage", fault));
     if let Some(config) = &report.config {
-        let fields: Vec<String> = summary(config).iter().map(|(name, value)| format!("{name}={value}")).collect();
+        let fields: Vec<String> =
+            summary(config).iter().map(|(name, value)| format!("{name}={value}")).collect();
         row("config", &fields.join(" "));
     }
     if let Some(run) = &report.run {
         row("step", &run.step.to_string());
         row("optimizer", &format!("{}, {} steps", run.optimizer, run.num_steps));
-        let options: Vec<String> = run.options.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        let options: Vec<String> =
+            run.options.iter().map(|(name, value)| format!("{name}={value}")).collect();
         row("options", &options.join(" "));
     }
     for (name, bytes) in &report.files {
@@ -125,7 +129,10 @@ fn to_text(report: &Report) -> String {
     }
     if !report.tensors.is_empty() {
         let bytes = report.tensors.iter().map(|t| t.bytes).sum();
-        row("tensors", &format!("{} of {}: {}", report.tensors.len(), size(bytes), verified(&report.tensors)));
+        row(
+            "tensors",
+            &format!("{} of {}: {}", report.tensors.len(), size(bytes), verified(&report.tensors)),
+        );
         tensor_lines(&report.tensors).iter().for_each(|line| row("", line));
     }
     for part in &report.parts {
@@ -187,11 +194,14 @@ mod tests {
             entry("h.10.w", &[3, 3], Checksum::Verified),
         ];
         let words = |line: &String| line.split_whitespace().map(String::from).collect::<Vec<_>>().join(" ");
-        assert_eq!(tensor_lines(&tensors).iter().map(words).collect::<Vec<_>>(), [
-            "h.*.w f32[2, 3] 2 x 48 B DAMAGED: 1 of 2",
-            "wte.weight f32[5] 1 x 20 B no checksum",
-            "h.10.w f32[3, 3] 1 x 36 B verified",
-        ]);
+        assert_eq!(
+            tensor_lines(&tensors).iter().map(words).collect::<Vec<_>>(),
+            [
+                "h.*.w f32[2, 3] 2 x 48 B DAMAGED: 1 of 2",
+                "wte.weight f32[5] 1 x 20 B no checksum",
+                "h.10.w f32[3, 3] 1 x 36 B verified",
+            ]
+        );
         let many: Vec<Entry> =
             (1..=GROUPS_MAX + 2).map(|n| entry("h.0.w", &[n], Checksum::Verified)).collect();
         assert_eq!(tensor_lines(&many).last().unwrap(), "and 2 more; --json lists all");

@@ -35,7 +35,10 @@ impl Unwritten {
             Ok(()) => self.is_reported = false,
             Err(e) => {
                 if !self.is_reported {
-                    eprintln!("warning: {}; training goes on, the lines are written once the disk takes them", e.message());
+                    eprintln!(
+                        "warning: {}; training goes on, the lines are written once the disk takes them",
+                        e.message()
+                    );
                 }
                 self.is_reported = true;
             }

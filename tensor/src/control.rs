@@ -88,10 +88,7 @@ pub struct FirstNotFinite {
 /// # Errors
 /// What `replay` and the collectives report.
 #[track_caller]
-pub fn first_not_finite(
-    rank: &Rank,
-    replay: impl FnOnce() -> Result<()>,
-) -> Result<Option<FirstNotFinite>> {
+pub fn first_not_finite(rank: &Rank, replay: impl FnOnce() -> Result<()>) -> Result<Option<FirstNotFinite>> {
     let site = Location::caller();
     Watch::begin(rank);
     let done = replay();

@@ -3,7 +3,7 @@
 
 use super::disk::refuse;
 use super::header::Header;
-use shardgrad_tensor::{Error, Result};
+use shardgrad_tensor::Result;
 use std::collections::HashSet;
 use std::fmt;
 use std::path::Path;
@@ -54,7 +54,11 @@ pub(super) fn key(tensor: &str) -> String {
 /// # Errors
 /// `Kind::Checkpoint` naming the file and the tensor.
 pub(super) fn check_header(path: &Path, header: &Header) -> Result<()> {
-    let damaged = |why: String| Err(with_help(refuse(path, why)));
+    let damaged = |why: String| {
+        let help = "bytes of the header have changed: copy the file again, or use another save; a program that changes \
+                    tensors has to drop the `xxh3.` entries of `__metadata__`";
+        Err(refuse(path, why).detail("help", help))
+    };
     let checksums: Vec<(&str, &String)> = header
         .metadata
         .range(PREFIX.to_string()..)
@@ -90,12 +94,8 @@ pub(super) fn compare(path: &Path, tensor: &str, expected: &str, found: &str) ->
         return Ok(());
     }
     let why = format!("tensor `{tensor}` is damaged: its checksum is {found}, the header says {expected}");
-    Err(with_help(refuse(path, why)))
-}
-
-/// Adds what to do about a damaged file.
-fn with_help(error: Error) -> Error {
-    error.detail("help", "bytes of the file have changed since it was saved: copy it again, or use another save")
+    let help = "bytes of the file have changed since it was saved: copy it again, or use another save";
+    Err(refuse(path, why).detail("help", help))
 }
 
 #[cfg(test)]
@@ -121,9 +121,8 @@ mod tests {
     #[test]
     fn a_header_has_all_checksums_or_none() {
         let header = |metadata: &str| {
-            let tensors = ["a", "b"].map(|name| {
-                format!(r#""{name}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#)
-            });
+            let tensors = ["a", "b"]
+                .map(|name| format!(r#""{name}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#));
             let text = format!("{{\"__metadata__\":{{{metadata}}},{}}}", tensors.join(","));
             check_header(Path::new("m"), &parse(Path::new("m"), text.as_bytes(), 0).unwrap())
         };
@@ -133,7 +132,10 @@ mod tests {
         header(&format!(r#""format":"pt",{a},{b},"z":"1""#)).unwrap();
         for (metadata, why) in [
             (a.clone(), "m: the header has checksums, but none of tensor `b`"),
-            (format!("{a},{}", b.replace("xxh3.b", "xxh3.c")), "m: the header has a checksum of `c`, but no such tensor"),
+            (
+                format!("{a},{}", b.replace("xxh3.b", "xxh3.c")),
+                "m: the header has a checksum of `c`, but no such tensor",
+            ),
             (
                 format!("{a},{}", b.replace("c2", "C2")),
                 "m: the checksum of tensor `b` is \"2d06800538d394C2\", not 16 hexadecimal digits",

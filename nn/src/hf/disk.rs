@@ -36,7 +36,8 @@ const MAKE_ROOM: &str = "make room on the disk, or save to another folder";
 pub(crate) fn check_space(path: &Path, needed: u64) -> Result<()> {
     match path.ancestors().find_map(free_bytes) {
         Some(free) if free < needed => {
-            let text = format!("cannot write {}: it takes {needed} bytes, of which {free} are free", path.display());
+            let text =
+                format!("cannot write {}: it takes {needed} bytes, of which {free} are free", path.display());
             Err(Error::new(Kind::Io, text).detail("help", MAKE_ROOM))
         }
         _ => Ok(()),

@@ -94,7 +94,12 @@ fn without_checksums(path: &Path) {
     let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     let text = std::str::from_utf8(&bytes[8..8 + header]).unwrap();
     let mut entries: BTreeMap<String, serde_json::Value> = serde_json::from_str(text).unwrap();
-    entries.get_mut("__metadata__").unwrap().as_object_mut().unwrap().retain(|key, _| !key.starts_with("xxh3."));
+    entries
+        .get_mut("__metadata__")
+        .unwrap()
+        .as_object_mut()
+        .unwrap()
+        .retain(|key, _| !key.starts_with("xxh3."));
     fs::write(path, file(&serde_json::to_string(&entries).unwrap(), &bytes[8 + header..])).unwrap();
 }
 

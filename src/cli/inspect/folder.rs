@@ -1,9 +1,9 @@
 //! The contents of a folder, read and verified.
 
 use serde_json::Value;
+use shardgrad::nn::ModelConfig;
 use shardgrad::nn::hf::folder::INDEX_FILE;
 use shardgrad::nn::hf::{CONFIG_FILE, TensorFile, WEIGHTS_FILE, Weights, read_text};
-use shardgrad::nn::ModelConfig;
 use shardgrad::nn::resume::{Checkpoint, Checkpoints, OPTIMIZER_FILE, STATE_FILE};
 use shardgrad::prelude::*;
 use std::collections::BTreeMap;

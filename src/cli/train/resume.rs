@@ -188,7 +188,8 @@ fn check_free(out: &OutFolder, from: Option<&From>, damaged: &[PathBuf]) -> Resu
         return Err(Error::new(Kind::Io, text).detail("help", help));
     }
     let is_later = |(other, path): &(u64, PathBuf)| {
-        step.is_none_or(|step| *other > step) && !damaged.iter().any(|one| one.file_name() == path.file_name())
+        step.is_none_or(|step| *other > step)
+            && !damaged.iter().any(|one| one.file_name() == path.file_name())
     };
     let Some((_, path)) = found.whole.into_iter().rev().find(is_later) else {
         return Ok(());

@@ -68,8 +68,7 @@ fn what_the_reference_library_writes_is_read() {
     safetensors::serialize_to_file(tensors, None, &path).unwrap();
     let file = TensorFile::open(&path).unwrap();
     let dtypes = [DType::F32, DType::BF16, DType::Bool, DType::F64, DType::F16];
-    for ((name, n), dtype) in [("a", 24), ("b", 10), ("c", 3), ("d", 8), ("e", 0)].into_iter().zip(dtypes)
-    {
+    for ((name, n), dtype) in [("a", 24), ("b", 10), ("c", 3), ("d", 8), ("e", 0)].into_iter().zip(dtypes) {
         assert_eq!(file.find(name).unwrap().dtype, dtype);
         assert_eq!(file.read(name).unwrap(), data[..n]);
     }
