@@ -2,6 +2,7 @@
 //! that cannot be written does not end the training.
 
 use crate::cli::{Folder, told};
+use crate::processes;
 use crate::resume::{SMALL, checkpoints, files, record, refused, text, train};
 use std::fs;
 use std::path::Path;
@@ -93,6 +94,29 @@ fn a_damaged_newest_checkpoint_is_reported_and_an_older_one_resumed_from() {
             assert!(found == expected, "{name}: the model is that of a run without damage");
         }
     }
+}
+
+#[test]
+fn processes_resume_from_the_same_sound_checkpoint() {
+    let folder = Folder::new("damage-processes");
+    let (data, out) = (text(&folder), folder.path("out"));
+    let common = ["--data", &data, "--out", &out, "--mesh", "dp=2", "--save-every", "2"];
+    train(&[&common[..], &["--steps", "4"]].concat());
+    flip(&Path::new(&out).join("checkpoint-4/optimizer.safetensors"));
+    let args = [&["train"], &SMALL[..], &common, &["--steps", "6"]].concat();
+    for output in processes::run(2, &[&args[..], &["--resume-exact"]].concat()) {
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains("optimizer.safetensors: tensor `"), "{said}");
+    }
+    let outputs = processes::run(2, &[&args[..], &["--resume"]].concat());
+    for (rank, output) in outputs.iter().enumerate() {
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{said}");
+        assert_eq!(said.matches("checkpoint-4 is damaged: ").count(), usize::from(rank == 0), "{said}");
+    }
+    assert_eq!(record(Path::new(&out)).len(), 6);
+    assert!(checkpoints(Path::new(&out)).contains(&"checkpoint-4.damaged".to_string()));
 }
 
 #[test]

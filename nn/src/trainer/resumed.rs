@@ -28,7 +28,8 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// Goes on with the step of a state, which says the data and the learning rate, and, where losses are scaled (in f16) and the
     /// state has one, with its loss scale. Every rank does so alike.
     pub fn set_state(&mut self, state: &RunState) {
-        (self.step, self.first_step) = (state.step, state.step);
+        self.step = state.step;
+        self.first_step = state.step;
         self.loss_scale = self.loss_scale.map(|own| state.loss_scale.unwrap_or(own));
     }
 }
