@@ -8,6 +8,9 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+/// Does something bad to a file.
+type Damage<'a> = &'a dyn Fn(&Path);
+
 /// Copies a folder.
 fn copy(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
@@ -47,7 +50,7 @@ fn a_damaged_newest_checkpoint_is_reported_and_an_older_one_resumed_from() {
         let other = path.with_file_name("../checkpoint-2").join(path.file_name().unwrap());
         assert!(fs::copy(other, path).is_ok());
     };
-    let damages: [(&str, &dyn Fn(&Path), &str, &str); 9] = [
+    let damages: [(&str, Damage<'_>, &str, &str); 9] = [
         ("trainer_state.json", &cut, "cannot be read", "dp=1"),
         ("config.json", &cut, "EOF", "dp=1"),
         ("optimizer.safetensors", &cut, "bytes follow the header", "dp=2"),
