@@ -1,15 +1,17 @@
 //! The record of a run: `metrics.jsonl`, one JSON object a step.
 
 mod earlier;
+mod unwritten;
 
 pub(crate) use earlier::Earlier;
+use unwritten::Unwritten;
 
 use crate::behind::Behind;
 use crate::outputs::{cannot, place};
 use serde::{Deserialize, Deserializer, Serialize};
 use shardgrad::Result;
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -53,11 +55,13 @@ fn number<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<f64, D::Err
 const END: &[u8] = b"}\n";
 
 /// The steps of a run, and their file. What is known goes to the system at once, on a thread of its own, so that a run that is
-/// killed leaves whole lines, but for the last one at most, and a disk that stalls holds up nothing else.
+/// killed leaves whole lines, but for the last one at most, and a disk that stalls holds up nothing else. Lines that the disk refuses
+/// are kept and written when it takes them, at the latest by [`Metrics::end`].
 #[derive(Debug)]
 pub(crate) struct Metrics {
     path: PathBuf,
     file: Arc<Mutex<Option<File>>>,
+    unwritten: Arc<Mutex<Unwritten>>,
     disk: Behind,
     steps: Vec<StepMetrics>,
     /// The lines with which the file begins, where the run goes on, and how many of the steps are theirs.
@@ -70,10 +74,10 @@ impl Metrics {
     /// Goes on with a record, which may be empty. An older file of this name stays as it is until there is a step to write; then
     /// the earlier lines take its place.
     pub(crate) fn new(path: &Path, earlier: Earlier) -> Metrics {
-        let (file, disk) = (Arc::default(), Behind::start());
+        let (file, unwritten, disk) = (Arc::default(), Arc::default(), Behind::start());
         let (count, Earlier { lines, steps, .. }) = (earlier.steps.len(), earlier);
         let earlier = (lines.into(), count);
-        Metrics { path: path.to_path_buf(), file, disk, steps, earlier, begun: 0 }
+        Metrics { path: path.to_path_buf(), file, unwritten, disk, steps, earlier, begun: 0 }
     }
 
     /// Begins one step whose held-out loss, its last field, is about to be measured.
@@ -91,8 +95,7 @@ impl Metrics {
     /// Adds one step, or ends the one that was begun.
     ///
     /// # Errors
-    /// `Kind::Io` naming the file if the system refused something before (a full disk): what it does now is told by the next
-    /// call, or by [`Metrics::end`].
+    /// What was handed over with [`Metrics::then`] and has failed since. A disk that refuses the line is a warning.
     pub(crate) fn add(&mut self, step: &StepMetrics) -> Result<()> {
         if self.steps.last().is_some_and(|last| last.step == step.step) {
             self.steps.pop();
@@ -112,20 +115,26 @@ impl Metrics {
     /// since, with its folder perhaps, all steps are written anew.
     ///
     /// # Errors
-    /// As [`Metrics::add`], of all that nobody was told of.
+    /// As [`Metrics::add`], of all that nobody was told of; `Kind::Io` naming the file if the system refuses lines still.
     pub(crate) fn end(&mut self) -> Result<()> {
         let ended = if std::mem::take(&mut self.begun) > 0 { self.write(END) } else { Ok(()) };
         let lines = self.steps.iter().map(|step| self.line(step)).collect::<Result<Vec<_>>>();
         let (path, file) = (self.path.clone(), Arc::clone(&self.file));
+        let (earlier, unwritten) = (Arc::clone(&self.earlier.0), Arc::clone(&self.unwritten));
         self.disk.hand(move || {
             let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
-            if file.is_none() || path.exists() {
+            let mut unwritten = unwritten.lock().unwrap_or_else(PoisonError::into_inner);
+            if file.is_none() && unwritten.bytes.is_empty() {
                 return Ok(());
+            }
+            if file.is_none() || path.exists() {
+                return append(&path, &mut file, (&earlier, &mut unwritten));
             }
             *file = None;
             let folder = path.parent().map_or(Ok(()), fs::create_dir_all);
             folder.map_err(|e| cannot("write", &path, &e))?;
-            append(&path, &mut file, (&[], &lines?.concat()))
+            unwritten.bytes = lines?.concat();
+            append(&path, &mut file, (&[], &mut unwritten))
         });
         ended.and(self.disk.wait())
     }
@@ -139,20 +148,31 @@ impl Metrics {
     /// Has bytes written; what went wrong before is told.
     fn write(&self, bytes: &[u8]) -> Result<()> {
         let (path, file, bytes) = (self.path.clone(), Arc::clone(&self.file), bytes.to_vec());
-        let earlier = Arc::clone(&self.earlier.0);
+        let (earlier, unwritten) = (Arc::clone(&self.earlier.0), Arc::clone(&self.unwritten));
         self.disk.hand(move || {
-            append(&path, &mut file.lock().unwrap_or_else(PoisonError::into_inner), (&earlier, &bytes))
+            let mut unwritten = unwritten.lock().unwrap_or_else(PoisonError::into_inner);
+            unwritten.bytes.extend(bytes);
+            let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
+            let done = append(&path, &mut file, (&earlier, &mut unwritten));
+            unwritten.report(done);
+            Ok(())
         });
         self.disk.told()
     }
 
-    /// Waits until what is written so far is on the disk itself. What the system refuses is told by the next call of
-    /// [`Metrics::add`].
+    /// Waits until what is written so far is on the disk itself. What the system refuses is a warning.
     pub(crate) fn sync(&self) {
-        let (path, file) = (self.path.clone(), Arc::clone(&self.file));
-        self.disk.hand(move || match &*file.lock().unwrap_or_else(PoisonError::into_inner) {
-            Some(file) => file.sync_data().map_err(|e| cannot("write", &path, &e)),
-            None => Ok(()),
+        let (path, file, unwritten) =
+            (self.path.clone(), Arc::clone(&self.file), Arc::clone(&self.unwritten));
+        self.disk.hand(move || {
+            let file = file.lock().unwrap_or_else(PoisonError::into_inner);
+            let synced = file.as_ref().map_or(Ok(()), File::sync_data);
+            let mut unwritten = unwritten.lock().unwrap_or_else(PoisonError::into_inner);
+            // Lines that are not written yet were reported, and a sync says nothing of them.
+            if unwritten.bytes.is_empty() {
+                unwritten.report(synced.map_err(|e| cannot("write", &path, &e)));
+            }
+            Ok(())
         });
         self.disk.settle();
     }
@@ -171,14 +191,14 @@ impl Metrics {
 }
 
 /// Appends to a file, which is made anew at first; where it has earlier lines, another takes its place that holds them.
-fn append(path: &Path, file: &mut Option<File>, (earlier, bytes): (&[u8], &[u8])) -> Result<()> {
+fn append(path: &Path, file: &mut Option<File>, (earlier, bytes): (&[u8], &mut Unwritten)) -> Result<()> {
     let failed = |e| cannot("write", path, &e);
     let file = match file {
         Some(file) => file,
         none if earlier.is_empty() => none.insert(File::create(path).map_err(failed)?),
         none => none.insert(beginning(path, earlier).map_err(failed)?),
     };
-    file.write_all(bytes).map_err(failed)
+    bytes.write_to(file).map_err(failed)
 }
 
 /// A file of some lines in the place of another: until it is whole, that one stays. A link stays too; what it leads to is replaced.
@@ -200,7 +220,7 @@ mod tests {
     use super::*;
     use crate::data::scratch::Scratch;
     use shardgrad::Kind;
-    use std::time::{Duration, Instant};
+    use std::time::Duration;
 
     fn step(step: u64, val_loss: Option<f64>) -> StepMetrics {
         let loss = 5.5 / step as f64;
@@ -348,21 +368,33 @@ mod tests {
     }
 
     #[test]
-    fn a_full_disk_is_an_error_and_the_step_is_kept() {
-        for ends in [true, false] {
-            let mut full = Metrics::new(Path::new("/dev/full"), Earlier::default());
-            // Nobody waits for the disk, so what it says may be heard later: at the end, or by one of the next calls.
-            let until = Instant::now() + Duration::from_secs(60);
-            let error = loop {
-                let added = full.add(&step(1, None));
-                let told = if ends { added.and(full.end()) } else { added };
-                assert!(told.is_err() || !ends && Instant::now() < until, "nobody is told");
-                if let Err(error) = told {
-                    break error;
-                }
-            };
-            assert_eq!((error.kind(), full.steps().len()), (Kind::Io, 1));
-            assert!(error.message().starts_with("cannot write /dev/full: No space left"), "{error}");
+    fn lines_that_a_full_disk_refuses_are_written_when_it_takes_them() {
+        let dir = Scratch::new();
+        let path = dir.file("metrics.jsonl", "");
+        let full = || Some(File::options().write(true).open("/dev/full").unwrap());
+        let mut metrics = Metrics::new(&path, Earlier::default());
+        *metrics.file.lock().unwrap() = full();
+        for number in 1..=2 {
+            metrics.add(&step(number, None)).unwrap();
+            metrics.sync();
         }
+        metrics.begin(&StepMetrics { val_loss: None, ..step(3, Some(2.5)) }).unwrap();
+        metrics.disk.wait().unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "");
+        *metrics.file.lock().unwrap() = Some(File::options().append(true).open(&path).unwrap());
+        metrics.add(&step(3, Some(2.5))).unwrap();
+        metrics.end().unwrap();
+        let lines = [step(1, None), step(2, None), step(3, Some(2.5))];
+        let lines = lines.map(|step| serde_json::to_string(&step).unwrap() + "\n");
+        assert_eq!(fs::read_to_string(&path).unwrap(), lines.concat());
+    }
+
+    #[test]
+    fn a_disk_that_is_full_to_the_end_is_an_error_and_the_steps_are_kept() {
+        let mut full = Metrics::new(Path::new("/dev/full"), Earlier::default());
+        (1..=2).for_each(|number| full.add(&step(number, None)).unwrap());
+        let error = full.end().unwrap_err();
+        assert_eq!((error.kind(), full.steps().len()), (Kind::Io, 2));
+        assert!(error.message().starts_with("cannot write /dev/full: No space left"), "{error}");
     }
 }

@@ -28,6 +28,8 @@ mod packaging;
 mod refusals;
 mod rendezvous;
 mod resume;
+mod damage;
+mod inspect;
 mod reuse;
 mod steps;
 mod sums;

@@ -29,7 +29,7 @@ pub(crate) fn start(rank: usize, count: usize, port: u16, args: &[&str]) -> Chil
 }
 
 /// Runs a command on so many processes, to the end of all.
-fn run(count: usize, args: &[&str]) -> Vec<Output> {
+pub(crate) fn run(count: usize, args: &[&str]) -> Vec<Output> {
     let port = free_port();
     let started: Vec<Child> = (0..count).map(|rank| start(rank, count, port, args)).collect();
     started.into_iter().map(|child| child.wait_with_output().unwrap()).collect()

@@ -111,8 +111,10 @@ impl<M: Family> Model<M> {
     ///
     /// # Errors
     /// `Kind::Checkpoint` listing tensors that are missing, of another shape, of a dtype that `cast` does not let become the
-    /// parameter's, or unknown, at most twenty of each; parameters are untouched then. Where a file becomes shorter while it
-    /// is read (`Kind::Checkpoint`), or the system refuses (`Kind::Io`), some of them are filled already.
+    /// parameter's, or unknown, at most twenty of each; parameters are untouched then. Where a tensor has not the checksum that
+    /// its file tells, or a file becomes shorter while it is read (`Kind::Checkpoint`), or the system refuses (`Kind::Io`), some
+    /// of them are filled already. A tensor of which each rank reads a part is verified by one rank: the error of its damage is
+    /// that rank's alone.
     pub fn load_as(&self, dir: &Path, cast: Cast) -> Result<Casts> {
         self.load_opened(&Weights::open(dir)?, cast)
     }
@@ -167,6 +169,16 @@ impl<M: Module> Model<M> {
         let suspect = !local_sum_squares_once(self.rank(), &here)?.is_finite();
         let is_odd = |x: &f64| !x.is_finite();
         let found = |p: &Param| Ok(suspect && p.tensor().to_local_f64()?.iter().any(is_odd));
+        names_of(self, found, Location::caller())
+    }
+
+    /// The names of the parameters that hold NaN, the same on every rank. Every rank calls this together.
+    ///
+    /// # Errors
+    /// What the device and the collective report.
+    #[track_caller]
+    pub(crate) fn nan_params(&self) -> Result<Vec<String>> {
+        let found = |p: &Param| Ok(p.tensor().to_local_f64()?.iter().any(|x| x.is_nan()));
         names_of(self, found, Location::caller())
     }
 }
@@ -373,6 +385,9 @@ fn fill<M: Module>(
         let bytes = weights.read_part(&tensor.name, &layout.shape(), &ranges)?;
         param.set_from_files(Tensor::from_own_bytes(model.rank(), &layout, tensor.dtype, &bytes)?)?;
     }
+    // Tensors of which no rank reads more than its shard are verified too, each by one rank.
+    let world = model.rank().world();
+    weights.verify_share(world.index(), world.mesh().num_ranks())?;
     Ok(casts)
 }
 

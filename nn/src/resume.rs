@@ -22,11 +22,16 @@
 //! What a program draws by itself, and where it is in its data, is its own to note ([`RunState::notes`]); a
 //! [`Trainer`](crate::Trainer) draws and reads by the number of the step.
 
+mod verify;
+
 pub use crate::hf::{Checkpoints, OPTIMIZER_FILE, RunState, STATE_FILE};
+pub use verify::Checkpoint;
 
 use crate::cast::Cast;
 use crate::checkpoint::{PATIENCE, bring, load_weights as fill_weights, tell};
-use crate::hf::{Companion, Save, TensorFile, TensorInfo, TensorWriter, Told, Weights, WholeFolder};
+use crate::hf::{
+    Companion, Save, TensorFile, TensorInfo, TensorWriter, Told, Weights, WholeFolder, check_space,
+};
 use crate::model::Family;
 use crate::module::Module;
 use crate::optim::{Kept, Optimizer};
@@ -116,9 +121,11 @@ fn save_as<M: Module>(
     let (site, rank) = (Location::caller(), model.rank());
     let keeps = keeps(optim).map_err(|e| e.at(site))?;
     let held = held(model, optim, keeps, site)?;
+    let bytes = num_bytes(model, &held);
     rank.patiently(PATIENCE, || {
         let leads = rank.world().index() == 0;
-        let begun = leads.then(|| WholeFolder::create(dir)).transpose();
+        let begin = || check_space(dir, bytes).and_then(|()| WholeFolder::create(dir));
+        let begun = leads.then(begin).transpose();
         let (folder, begun) = begun.map_or_else(|e| (None, Err(e)), |folder| (folder, Ok(())));
         tell(rank, begun, site)?;
         // Only the first rank writes.
@@ -138,6 +145,16 @@ fn save_as<M: Module>(
         });
         tell(rank, done, site)
     })
+}
+
+/// The bytes of the tensors of a checkpoint.
+fn num_bytes<M: Module>(model: &Model<M>, held: &[Option<Held>]) -> u64 {
+    let weights = model.precision().param_dtype.size();
+    let of_optimizer =
+        |held: &Option<Held>| held.iter().flat_map(|held| &held.dtypes).map(|d| d.size()).sum::<usize>();
+    let bytes =
+        |(param, held): (&Param, &Option<Held>)| (param.numel() * (weights + of_optimizer(held))) as u64;
+    model.params().iter().zip(held).map(bytes).sum()
 }
 
 /// What an optimizer keeps of a parameter, by name.
@@ -293,6 +310,8 @@ fn load_kept<M: Module>(
         let text = format!("{path}: {strange} tensor(s) are of no parameter of the model");
         return Err(Error::new(Kind::Checkpoint, text));
     }
+    let world = model.rank().world();
+    file.verify_share(world.index(), world.mesh().num_ranks())?;
     let weights = Weights::open(dir)?;
     check_save((file.path(), &file.save()), state.step, told.digest)?;
     check_save((weights.path(), &weights.save()), state.step, weights_digest)?;

@@ -1,6 +1,7 @@
 //! The training loop's body: microbatches, stages, gradient norm, update.
 
 mod loss;
+mod not_finite;
 mod resumed;
 
 use crate::captured::{Capture, Passes};
@@ -16,7 +17,6 @@ use loss::wide;
 use shardgrad_autograd::pipeline::{self, Action, Passed};
 use shardgrad_autograd::{Gradients, Noise, OpRecord, Program, Var};
 use shardgrad_tensor::agreement::{check_alike, check_copies};
-use shardgrad_tensor::control::first_not_finite;
 use shardgrad_tensor::{DType, Error, Kind, Layout, Rank, Result, Tensor, Value};
 use std::cell::RefCell;
 use std::fmt;
@@ -110,6 +110,8 @@ pub struct Trainer<'t, M> {
     capture: Capture,
     loss_scale: Option<LossScale>,
     step: u64,
+    /// The step before the first update of this trainer: no update has changed the parameters as long as `step` is this.
+    first_step: u64,
     /// Whether an update has begun and not ended: parameters may be of no step.
     is_updating: bool,
     passes: RefCell<Vec<Passed>>,
@@ -175,6 +177,7 @@ impl<'t, M: Module> Trainer<'t, M> {
             capture,
             loss_scale,
             step: 0,
+            first_step: 0,
             is_updating: false,
             passes,
             site: Location::caller(),
@@ -440,27 +443,6 @@ impl<'t, M: Module> Trainer<'t, M> {
     fn rows(&self, microbatch: usize) -> Range<usize> {
         let rows = self.settings.rows / self.settings.microbatches;
         microbatch * rows..(microbatch + 1) * rows
-    }
-
-    /// Runs the step again with every op watched, to name the one that made the first number that is not finite.
-    fn explain_not_finite(&self, loss: f64, grad_norm: f64) -> Error {
-        self.capture.forget();
-        let found = first_not_finite(self.model.rank(), || self.gradients().map(drop));
-        let step = self.step + 1;
-        let text = format!(
-            "step {step}: the loss is {loss} and the gradient norm {grad_norm}; the step was not taken"
-        );
-        let error = match self.loss_scale {
-            Some(scale) => Error::new(Kind::NotFinite, text).detail("loss scale", scale.factor().to_string()),
-            None => Error::new(Kind::NotFinite, text),
-        };
-        match found {
-            Ok(Some(lines)) => lines.into_iter().fold(error, |e, (label, text)| e.detail(label, text)),
-            Ok(None) => error
-                .detail("first", "no op made it: the gradients are finite, but their squares add up to more than f64 holds")
-                .detail("help", "a smaller learning rate is the usual cure"),
-            Err(cause) => error.detail("replay", cause.message()),
-        }
     }
 }
 

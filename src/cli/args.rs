@@ -20,7 +20,7 @@ pub(crate) use defaults::CHECK_EVERY;
 pub(crate) use generate::{GenerateArgs, SamplingArgs};
 pub(crate) use pipeline::PipelineArgs;
 pub(crate) use plan::PlanArgs;
-pub(crate) use tools::{BenchArgs, BenchChoice, DoctorArgs, OpsArgs};
+pub(crate) use tools::{BenchArgs, BenchChoice, DoctorArgs, InspectArgs, OpsArgs};
 pub(crate) use train::TrainArgs;
 
 use super::ranks::{Ranks, process};
@@ -61,6 +61,8 @@ pub(crate) enum Command {
     Explain(Box<ExplainArgs>),
     /// Prove, time and draw a pipeline schedule
     Plan(PlanArgs),
+    /// Show and verify what a model, checkpoint or run folder holds; exits with 1 if it is damaged
+    Inspect(InspectArgs),
     /// Print the table of ops: signatures, dtypes, costs, layouts
     Ops(OpsArgs),
     /// Show what this machine has: cores, SIMD, memory, GPU libraries

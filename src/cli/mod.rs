@@ -9,6 +9,7 @@ mod consistency;
 mod doctor;
 mod eval;
 mod generate;
+mod inspect;
 mod ops;
 mod plan;
 mod train;
@@ -16,6 +17,7 @@ mod train;
 use crate::data::{Corpus, How, TokenFile, Vocabulary};
 use ranks::Startup;
 use shardgrad::dist::{Rank, Rendezvous};
+use shardgrad::nn::hf::Weights;
 use shardgrad::nn::{Cast, LanguageModel, Model, ModelConfig};
 use shardgrad::tensor::control::world_sum;
 use shardgrad::{Error, Kind, Result};
@@ -96,6 +98,7 @@ impl From<Error> for Failure {
 fn run(command: &args::Command, startup: &Startup) -> Result<(), Failure> {
     let done = match command {
         args::Command::Train(args) => return train::run(args, startup),
+        args::Command::Inspect(args) => return inspect::run(args),
         args::Command::Eval(args) => eval::run(args, startup),
         args::Command::Generate(args) => generate::run(args, startup),
         args::Command::Explain(args) => explain::run(args),
@@ -175,11 +178,22 @@ fn together<T>(rank: &Rank, f: impl FnOnce() -> Result<T>) -> Result<T> {
 fn load(model: &Model<LanguageModel>, dir: &Path, cast: Cast) -> Result<()> {
     together(model.rank(), || {
         let casts = model.load_as(dir, cast)?;
-        if !casts.is_empty() && model.rank().world().index() == 0 {
+        let is_rank_zero = model.rank().world().index() == 0;
+        if !casts.is_empty() && is_rank_zero {
             eprintln!("{}: {casts}", dir.display());
+        }
+        if is_rank_zero {
+            report_unverified(dir);
         }
         Ok(())
     })
+}
+
+/// Reports that the files of a model folder hold no checksums, as those of other programs and older releases.
+fn report_unverified(dir: &Path) {
+    if Weights::open(dir).is_ok_and(|weights| weights.num_without_checksum() > 0) {
+        eprintln!("{}: its files hold no checksums, so that they could not be verified", dir.display());
+    }
 }
 
 /// The documents that are named, or the sources of the working directory.

@@ -2,6 +2,7 @@
 
 mod progress;
 mod checkpoints;
+mod newest;
 mod resume;
 mod steps;
 mod rescue;

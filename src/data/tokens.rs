@@ -158,7 +158,7 @@ impl TokenFile {
             self.numbers(column, at, &mut chunk[..n as usize], &mut each)?;
             at += n;
         }
-        Ok(())
+        self.file.verify(name).map(drop).map_err(as_data)
     }
 
     fn labels(&self) -> Column {

@@ -72,43 +72,51 @@ pub fn pass_bytes(
     Ok(Some(download(&**rank.backend(), &received, len)?))
 }
 
-/// Runs a piece of the program, such as a step again that went wrong, with every op watched. Gives the labelled lines of
-/// an error that name the op that made the first number that is not finite, where in the model, and on which rank: the
-/// same on every rank, and `None` if no op made one. Two all_reduces over all axes after `replay`; every rank calls this
-/// together and applies the same ops in it.
+/// The op at which the first number that is not finite appeared.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FirstNotFinite {
+    /// Labelled lines of an error: the op, its place in the model, the line that asked for it, the rank.
+    pub lines: Vec<(&'static str, String)>,
+    /// Whether the op was given a NaN that no op had made: a parameter or an input holds it.
+    pub is_given_nan: bool,
+}
+
+/// Runs a piece of the program, such as a step again that went wrong, with every op watched. Returns the op that made the
+/// first number that is not finite: the same on every rank, and `None` if no op made one. Two all_reduces over all axes after
+/// `replay`; every rank calls this together and applies the same ops in it.
 ///
 /// # Errors
 /// What `replay` and the collectives report.
 #[track_caller]
-pub fn first_not_finite(
-    rank: &Rank,
-    replay: impl FnOnce() -> Result<()>,
-) -> Result<Option<Vec<(&'static str, String)>>> {
+pub fn first_not_finite(rank: &Rank, replay: impl FnOnce() -> Result<()>) -> Result<Option<FirstNotFinite>> {
     let site = Location::caller();
     Watch::begin(rank);
     let done = replay();
     let found = Watch::end(rank);
     done?;
     let text = found.as_ref().map(|f| f.lines.join("\n")).unwrap_or_default();
-    // Of each rank of the whole world: which op it was, counted from 1, where what is not a number came from, and the length of
-    // what there is to say.
+    // Of each rank of the whole world: which op it was, counted from 1, where what is not a number came from, the length of the
+    // text, and whether the op was given a NaN.
     let world = rank.world();
     let (num_ranks, me) = (world.mesh().num_ranks(), world.index());
-    let mut word = vec![0.0; 3 * num_ranks];
+    let mut word = vec![0.0; 4 * num_ranks];
     if let Some(found) = &found {
         let source = f64::from(found.source as u8);
-        word[3 * me..3 * me + 3].copy_from_slice(&[(found.number + 1) as f64, source, text.len() as f64]);
+        let is_given_nan = f64::from(u8::from(found.is_given_nan));
+        let own = [(found.number + 1) as f64, source, text.len() as f64, is_given_nan];
+        word[4 * me..4 * me + 4].copy_from_slice(&own);
     }
     let word = world_sum(world, &word, site)?;
     // An op that made one comes before all that were given one: those may stand behind it in a pipeline.
-    let key = |r: &usize| (word[3 * r + 1] as u64, word[3 * r] as u64, *r);
-    let Some(first) = (0..num_ranks).filter(|r| word[3 * r] > 0.0).min_by_key(key) else { return Ok(None) };
+    let key = |r: &usize| (word[4 * r + 1] as u64, word[4 * r] as u64, *r);
+    let Some(first) = (0..num_ranks).filter(|r| word[4 * r] > 0.0).min_by_key(key) else { return Ok(None) };
     let byte = |i: usize| if me == first { f64::from(text.as_bytes()[i]) } else { 0.0 };
-    let bytes: Vec<f64> = (0..word[3 * first + 2] as usize).map(byte).collect();
+    let bytes: Vec<f64> = (0..word[4 * first + 2] as usize).map(byte).collect();
     let bytes = world_sum(world, &bytes, site)?.into_iter().map(|b| b as u8).collect();
     let text = String::from_utf8(bytes).map_err(|e| Error::new(Kind::Collective, e.to_string()))?;
     let lines = ["first", "at", "asked for", "rank"].into_iter().zip(text.lines().map(String::from));
-    Ok(Some(lines.filter(|(_, text)| !text.is_empty()).collect()))
+    let lines = lines.filter(|(_, text)| !text.is_empty()).collect();
+    Ok(Some(FirstNotFinite { lines, is_given_nan: word[4 * first + 3] > 0.0 }))
 }
 
 /// Tells the watch of [`first_not_finite`] what another stage has sent, so that who was given it is not blamed for it.

@@ -26,6 +26,8 @@ pub(crate) struct Finding {
     pub(crate) number: u64,
     /// Where what is not a number comes from.
     pub(crate) source: Source,
+    /// Whether an argument of the op is NaN although no op made it so: a parameter or an input is.
+    pub(crate) is_given_nan: bool,
     /// The op and what it made; where in the model; the line that asked for it, if any; the rank.
     pub(crate) lines: [String; 4],
 }
@@ -103,10 +105,11 @@ impl Watch {
             (Some(_), false) => Source::Given,
             (Some(_), true) => Source::Sent,
         };
+        let is_given_nan = given.is_some_and(|(_, (_, x))| x.is_nan());
         let what = match given {
             _ if op == CARRIER && value.is_nan() => return Ok(()),
             Some((i, (at, x))) if x.is_nan() => {
-                format!("{op}: argument {i} is {x} at local element {at}, and no op made it so")
+                format!("{op}: argument {i} already is {x}, at local element {at}: no op made it")
             }
             Some(_) if value.is_infinite() => return Ok(()),
             Some((i, (_, x))) => {
@@ -122,7 +125,7 @@ impl Watch {
         };
         let place = format!("{}{pass}", context.path());
         let lines = [what, place, line, rank.describe()];
-        *watch.found.borrow_mut() = Some(Finding { number, source, lines });
+        *watch.found.borrow_mut() = Some(Finding { number, source, is_given_nan, lines });
         Ok(())
     }
 }

@@ -19,10 +19,43 @@ pub(super) fn failed(path: &Path, doing: &str, e: &std::io::Error) -> Error {
         ErrorKind::NotFound => refuse(path, "there is no such file"),
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
             let text = format!("cannot {doing} {}: {e}", path.display());
-            Error::new(Kind::Io, text).detail("help", "make room on the disk, or save to another folder")
+            Error::new(Kind::Io, text).detail("help", MAKE_ROOM)
         }
         _ => Error::new(Kind::Io, format!("cannot {doing} {}: {e}", path.display())),
     }
+}
+
+/// What to do about a full disk.
+const MAKE_ROOM: &str = "make room on the disk, or save to another folder";
+
+/// Checks that the file system of a path has room for more bytes. What a save replaces goes only when the new files are whole,
+/// so its bytes are not counted as free. A file system that does not tell passes.
+///
+/// # Errors
+/// `Kind::Io` naming the path, the bytes that are needed, and those that are free.
+pub(crate) fn check_space(path: &Path, needed: u64) -> Result<()> {
+    match path.ancestors().find_map(free_bytes) {
+        Some(free) if free < needed => {
+            let text =
+                format!("cannot write {}: it takes {needed} bytes, of which {free} are free", path.display());
+            Err(Error::new(Kind::Io, text).detail("help", MAKE_ROOM))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The bytes that the file system of an existing file or folder has left for this user.
+#[cfg(target_os = "linux")]
+fn free_bytes(path: &Path) -> Option<u64> {
+    let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
+    // Some file systems of networks tell no size at all.
+    let found = rustix::fs::statvfs(path).ok().filter(|found| found.f_blocks > 0)?;
+    Some(found.f_bavail.saturating_mul(found.f_frsize))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn free_bytes(_: &Path) -> Option<u64> {
+    None
 }
 
 /// Opens a regular file and tells its length. Anything else (a folder, a pipe that would block for ever, a
@@ -323,6 +356,19 @@ mod tests {
         assert_eq!(error.kind(), Kind::Io);
         assert!(error.message().starts_with("cannot write model.safetensors: No space left"), "{error}");
         assert!(error.details()[0].1.starts_with("make room on the disk"), "{error}");
+    }
+
+    #[test]
+    fn more_bytes_than_the_file_system_has_left_are_refused_before_they_are_written() {
+        let dir = Scratch::new();
+        for path in [dir.path(""), dir.path("not/there/yet")] {
+            check_space(&path, 1).unwrap();
+            let error = check_space(&path, u64::MAX).unwrap_err();
+            let text = format!("cannot write {}: it takes {} bytes, of which ", path.display(), u64::MAX);
+            assert!(error.kind() == Kind::Io && error.message().starts_with(&text), "{error}");
+            assert_eq!(error.details()[0].1, "make room on the disk, or save to another folder");
+        }
+        check_space(Path::new("x"), 1).unwrap();
     }
 
     #[test]

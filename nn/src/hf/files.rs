@@ -1,5 +1,6 @@
 //! Safetensors files on disk: read by position, written in one pass.
 
+use super::checksum::{self, Checksum};
 use super::digest::Digest;
 use super::disk::{Pending, failed, open_regular, open_within, refuse, zeros};
 use super::header::{DIGEST, HEADER_BYTES_MAX, Header, STEP, TensorInfo, parse, render_with};
@@ -8,6 +9,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// How many bytes of a tensor are in memory while its checksum is computed.
+const CHUNK_BYTES: u64 = 1 << 20;
 
 /// By what files of two saves are told apart.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -27,6 +32,8 @@ pub struct TensorFile {
     header: Header,
     by_name: HashMap<String, usize>,
     payload_start: u64,
+    /// Which tensors were found to have the checksum of the header.
+    verified: Vec<AtomicBool>,
 }
 
 impl TensorFile {
@@ -34,7 +41,8 @@ impl TensorFile {
     ///
     /// # Errors
     /// `Kind::Checkpoint` for a missing file, a folder, a header length that exceeds the file or
-    /// [`HEADER_BYTES_MAX`], and all that [`parse`] refuses; `Kind::Io` if the system refuses.
+    /// [`HEADER_BYTES_MAX`], all that [`parse`] refuses, and checksums of some tensors but not of all; `Kind::Io` if the system
+    /// refuses.
     pub fn open(path: &Path) -> Result<TensorFile> {
         TensorFile::of(path, open_regular(path)?)
     }
@@ -65,8 +73,10 @@ impl TensorFile {
         file.read_exact_at(&mut text, 8).map_err(|e| failed(path, "read", &e))?;
         let payload_start = 8 + claimed;
         let header = parse(path, &text, length - payload_start)?;
+        checksum::check_header(path, &header)?;
         let by_name = header.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
-        Ok(TensorFile { path: path.to_path_buf(), file, header, by_name, payload_start })
+        let verified = header.tensors.iter().map(|_| AtomicBool::new(false)).collect();
+        Ok(TensorFile { path: path.to_path_buf(), file, header, by_name, payload_start, verified })
     }
 
     /// The file's name.
@@ -114,15 +124,60 @@ impl TensorFile {
         })
     }
 
-    /// The bytes of a whole tensor, little endian, row major.
+    /// The bytes of a whole tensor, little endian, row major, compared with the checksum of the header, if there is one.
     ///
     /// # Errors
-    /// As [`TensorFile::find`] and [`TensorFile::read_at`]; `Kind::OutOfMemory` if the bytes cannot be had.
+    /// As [`TensorFile::find`], [`TensorFile::read_at`] and [`TensorFile::verify`]; `Kind::OutOfMemory` if the bytes cannot be
+    /// had.
     pub fn read(&self, name: &str) -> Result<Vec<u8>> {
         let range = &self.find(name)?.bytes;
         let mut bytes = zeros(&self.path, range.end - range.start)?;
         self.read_at(name, 0, &mut bytes)?;
+        self.verify_bytes(name, &bytes)?;
         Ok(bytes)
+    }
+
+    /// The checksum that the header has of a tensor: XXH3-64 of its bytes, as 16 hexadecimal digits.
+    #[must_use]
+    pub fn checksum(&self, name: &str) -> Option<&str> {
+        self.metadata().get(&checksum::key(name)).map(String::as_str)
+    }
+
+    /// Compares the bytes of a whole tensor with the checksum of the header.
+    pub(super) fn verify_bytes(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        match self.checksum(name) {
+            Some(expected) => self.compare(name, expected, &Checksum::of(bytes)),
+            None => Ok(()),
+        }
+    }
+
+    fn compare(&self, name: &str, expected: &str, found: &str) -> Result<()> {
+        checksum::compare(&self.path, name, expected, found)?;
+        if let Some(&i) = self.by_name.get(name) {
+            self.verified[i].store(true, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Reads a tensor piece by piece and compares it with the checksum of the header, unless that was done since the file was
+    /// opened. Returns whether the header has a checksum of the tensor.
+    ///
+    /// # Errors
+    /// `Kind::Checkpoint` naming file, tensor and both checksums where they differ; as [`TensorFile::read_at`].
+    pub fn verify(&self, name: &str) -> Result<bool> {
+        let range = self.find(name)?.bytes.clone();
+        let Some(expected) = self.checksum(name) else { return Ok(false) };
+        if self.by_name.get(name).is_some_and(|&i| self.verified[i].load(Ordering::Relaxed)) {
+            return Ok(true);
+        }
+        let (length, mut checksum) = (range.end - range.start, Checksum::default());
+        let mut chunk = zeros(&self.path, length.min(CHUNK_BYTES))?;
+        for start in (0..length).step_by(CHUNK_BYTES as usize) {
+            let bytes = &mut chunk[..(length - start).min(CHUNK_BYTES) as usize];
+            self.read_at(name, start, bytes)?;
+            checksum.add(bytes);
+        }
+        self.compare(name, expected, &checksum.hex()).map(|()| true)
     }
 
     /// Fills `into` with the bytes of a tensor from byte `start` of it on (so that a rank reads its rows
@@ -141,11 +196,22 @@ impl TensorFile {
         let at = self.payload_start + range.start + start;
         self.file.read_exact_at(into, at).map_err(|e| failed(&self.path, "read", &e))
     }
+
+    /// How many tensors have no checksum: all, or none.
+    pub(crate) fn num_without_checksum(&self) -> usize {
+        self.tensors().iter().filter(|t| self.checksum(&t.name).is_none()).count()
+    }
+
+    /// [`TensorFile::verify`] of each tensor whose number in the file leaves the remainder `share` when divided by `of`.
+    pub(crate) fn verify_share(&self, share: usize, of: usize) -> Result<()> {
+        let own = self.tensors().iter().skip(share).step_by(of);
+        own.into_iter().try_for_each(|t| self.verify(&t.name).map(drop))
+    }
 }
 
 /// Writes a safetensors file in one pass: header first, then each tensor's bytes in the order of the list, in
-/// pieces of any size, so that no more than one piece is ever in memory. The file appears under its name when
-/// it is whole.
+/// pieces of any size, so that no more than one piece is ever in memory. The header is written again at the end, with the
+/// checksums of the tensors. The file appears under its name when it is whole.
 #[derive(Debug)]
 pub struct TensorWriter {
     pending: Pending,
@@ -153,12 +219,12 @@ pub struct TensorWriter {
     /// The tensor whose bytes come next, and how many of them are written.
     at: usize,
     written: u64,
-    /// The digest of what is written, and where in the file it is to stand, if it is.
-    digest: Option<(Digest, u64)>,
+    /// The checksum of the written bytes of that tensor.
+    checksum: Checksum,
 }
 
-/// What stands in the place of a digest that is not known yet, and in the bytes that it is made of.
-const NO_DIGEST: &str = "0000000000000000";
+/// Stands in the place of a checksum or digest that is not known yet.
+const UNKNOWN: &str = "0000000000000000";
 
 impl TensorWriter {
     /// Begins a file of these tensors (name, dtype, global shape).
@@ -172,7 +238,7 @@ impl TensorWriter {
 
     /// [`TensorWriter::create`] of a file that tells its digest in its header.
     pub(super) fn with_digest(path: &Path, tensors: &[(String, DType, Vec<usize>)]) -> Result<TensorWriter> {
-        TensorWriter::begin(path, tensors, &[(DIGEST, NO_DIGEST)])
+        TensorWriter::begin(path, tensors, &[(DIGEST, UNKNOWN)])
     }
 
     /// [`TensorWriter::create`] of a file that tells its digest, and the step of the run after which it is saved.
@@ -181,7 +247,7 @@ impl TensorWriter {
         tensors: &[(String, DType, Vec<usize>)],
         step: u64,
     ) -> Result<TensorWriter> {
-        TensorWriter::begin(path, tensors, &[(DIGEST, NO_DIGEST), (STEP, &step.to_string())])
+        TensorWriter::begin(path, tensors, &[(DIGEST, UNKNOWN), (STEP, &step.to_string())])
     }
 
     fn begin(
@@ -189,28 +255,27 @@ impl TensorWriter {
         tensors: &[(String, DType, Vec<usize>)],
         more: &[(&str, &str)],
     ) -> Result<TensorWriter> {
-        let (text, header) = render_with(path, tensors, more)?;
-        let tells = more.iter().any(|(name, _)| *name == DIGEST);
-        let place = text.find(NO_DIGEST).filter(|_| tells).map(|at| 8 + at as u64);
-        let digest = place.map(|at| (Digest::default(), at));
-        let pending = Pending::create(path)?;
-        let mut writer = TensorWriter { pending, header, at: 0, written: 0, digest };
-        writer.write(&(text.len() as u64).to_le_bytes())?;
-        writer.write(text.as_bytes())?;
+        let more = more.iter().map(|(name, text)| (name.to_string(), text.to_string()));
+        let checksums = tensors.iter().map(|(name, ..)| (checksum::key(name), UNKNOWN.to_string()));
+        let (text, header) = render_with(path, tensors, &more.chain(checksums).collect())?;
+        let mut pending = Pending::create(path)?;
+        pending.write(&(text.len() as u64).to_le_bytes())?;
+        pending.write(text.as_bytes())?;
+        let mut writer = TensorWriter { pending, header, at: 0, written: 0, checksum: Checksum::default() };
         writer.pass_empty();
         Ok(writer)
     }
 
-    fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        if let Some((digest, _)) = &mut self.digest {
-            digest.add(bytes);
-        }
-        self.pending.write(bytes)
+    /// Notes the checksum of the expected tensor, and expects the next one.
+    fn end_tensor(&mut self) {
+        let checksum = std::mem::take(&mut self.checksum).hex();
+        self.header.metadata.insert(checksum::key(&self.header.tensors[self.at].name), checksum);
+        (self.at, self.written) = (self.at + 1, 0);
     }
 
     fn pass_empty(&mut self) {
         while self.expected().is_some_and(|t| t.bytes.is_empty()) {
-            self.at += 1;
+            self.end_tensor();
         }
     }
 
@@ -239,11 +304,11 @@ impl TensorWriter {
                 format_args!("got {given} bytes of `{name}`, expected {wanted}"),
             ));
         }
-        self.write(bytes)?;
+        self.pending.write(bytes)?;
+        self.checksum.add(bytes);
         self.written += given;
         if given == left {
-            self.at += 1;
-            self.written = 0;
+            self.end_tensor();
             self.pass_empty();
         }
         Ok(())
@@ -271,174 +336,32 @@ impl TensorWriter {
             let left = t.bytes.end - t.bytes.start - self.written;
             return Err(refuse(&self.pending.path, format_args!("{left} bytes of `{}` are missing", t.name)));
         }
-        let digest = self.digest.take().map(|(digest, at)| (digest.hex(), at));
-        if let Some((digest, at)) = &digest {
-            self.pending.rewrite(*at, digest.as_bytes())?;
-        }
+        let digest = self.write_header()?;
         self.pending.seal()?;
-        Ok((self.pending, digest.map(|(digest, _)| digest)))
+        Ok((self.pending, digest))
+    }
+
+    /// Writes the header again, as long as before, with the checksums of all tensors and the digest of the file, if it is to
+    /// have one: a digest of the header, and so, through the checksums, of the tensors.
+    fn write_header(&mut self) -> Result<Option<String>> {
+        let Header { tensors, metadata } = &self.header;
+        let entries: Vec<_> = tensors.iter().map(|t| (t.name.clone(), t.dtype, t.shape.clone())).collect();
+        let render = |metadata| render_with(&self.pending.path, &entries, metadata).map(|(text, _)| text);
+        let mut text = render(metadata)?;
+        let digest = metadata.contains_key(DIGEST).then(|| {
+            let mut digest = Digest::default();
+            digest.add(text.as_bytes());
+            digest.hex()
+        });
+        if let Some(digest) = &digest {
+            let mut metadata = metadata.clone();
+            metadata.insert(DIGEST.to_string(), digest.clone());
+            text = render(&metadata)?;
+        }
+        self.pending.rewrite(8, text.as_bytes())?;
+        Ok(digest)
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::hf::disk::scratch::Scratch;
-    use safetensors::tensor::{Dtype, TensorView};
-    use shardgrad_tensor::Kind;
-    use std::fs;
-
-    fn refused(path: &Path) -> String {
-        let error = TensorFile::open(path).unwrap_err();
-        assert_eq!(error.kind(), Kind::Checkpoint);
-        error.message().replace(&format!("{}: ", path.display()), "")
-    }
-
-    fn two() -> Vec<(String, DType, Vec<usize>)> {
-        vec![
-            ("none".to_string(), DType::F32, vec![0, 3]),
-            ("w".to_string(), DType::F32, vec![2, 2]),
-            ("void".to_string(), DType::F32, vec![0]),
-            ("ids".to_string(), DType::I64, vec![1]),
-        ]
-    }
-
-    fn write_two(path: &Path) {
-        let mut writer = TensorWriter::create(path, &two()).unwrap();
-        for x in [1.0f32, 2.0, 3.0, 4.0] {
-            assert_eq!(writer.expected().unwrap().name, "w");
-            writer.append("w", &x.to_le_bytes()).unwrap();
-        }
-        writer.append("ids", &7i64.to_le_bytes()).unwrap();
-        assert_eq!(writer.expected(), None);
-        writer.finish().unwrap();
-    }
-
-    #[test]
-    fn what_is_written_is_read_back_here_and_by_the_reference_library() {
-        let dir = Scratch::new();
-        let path = dir.path("model.safetensors");
-        write_two(&path);
-        let file = TensorFile::open(&path).unwrap();
-        assert_eq!(file.tensors().len(), 4);
-        assert_eq!(file.metadata()["format"], "pt");
-        assert_eq!(file.read("ids").unwrap(), 7i64.to_le_bytes());
-        assert_eq!(file.read("none").unwrap(), [0u8; 0]);
-        let mut row = [0; 8];
-        file.read_at("w", 8, &mut row).unwrap();
-        assert_eq!(row, [0, 0, 64, 64, 0, 0, 128, 64]);
-        let bytes = fs::read(&path).unwrap();
-        let theirs = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-        assert_eq!(theirs.tensor("w").unwrap().shape(), [2, 2]);
-        assert_eq!(theirs.tensor("w").unwrap().data(), file.read("w").unwrap());
-        assert_eq!(dir.names(), ["model.safetensors"]);
-    }
-
-    #[test]
-    fn what_the_reference_library_writes_is_read() {
-        let dir = Scratch::new();
-        let path = dir.path("theirs.safetensors");
-        let data: Vec<u8> = (0..24).collect();
-        let view = |dtype, shape: &[usize], n| TensorView::new(dtype, shape.to_vec(), &data[..n]).unwrap();
-        let tensors = [
-            ("a", view(Dtype::F32, &[2, 3], 24)),
-            ("b", view(Dtype::BF16, &[5], 10)),
-            ("c", view(Dtype::BOOL, &[3], 3)),
-            ("d", view(Dtype::F64, &[], 8)),
-            ("e", view(Dtype::F16, &[2, 0], 0)),
-        ];
-        safetensors::serialize_to_file(tensors, None, &path).unwrap();
-        let file = TensorFile::open(&path).unwrap();
-        let dtypes = [DType::F32, DType::BF16, DType::Bool, DType::F64, DType::F16];
-        for ((name, n), dtype) in [("a", 24), ("b", 10), ("c", 3), ("d", 8), ("e", 0)].into_iter().zip(dtypes)
-        {
-            assert_eq!(file.find(name).unwrap().dtype, dtype);
-            assert_eq!(file.read(name).unwrap(), data[..n]);
-        }
-    }
-
-    #[test]
-    fn bad_files_are_refused_with_a_reason() {
-        let dir = Scratch::new();
-        assert_eq!(refused(&dir.path("absent")), "there is no such file");
-        assert_eq!(refused(&dir.path("")), "is a folder, not a file");
-        assert_eq!(refused(Path::new("/dev/zero")), "is a pipe or a device, not a file");
-        assert_eq!(refused(&dir.file("empty", b"")), "has 0 bytes, too few for a safetensors file");
-        let long = dir.file("long", &[&u64::MAX.to_le_bytes()[..], b"{}"].concat());
-        assert_eq!(refused(&long), format!("the header is said to have {} bytes, in a file of 10", u64::MAX));
-        let long = dir.file("long", &[&3u64.to_le_bytes()[..], b"{}"].concat());
-        assert_eq!(refused(&long), "the header is said to have 3 bytes, in a file of 10");
-        let huge = dir.path("huge");
-        let sparse = File::create(&huge).unwrap();
-        sparse.set_len(1 << 40).unwrap();
-        sparse.write_all_at(&(HEADER_BYTES_MAX + 1).to_le_bytes(), 0).unwrap();
-        assert!(refused(&huge).starts_with("the header is said to have 100000001 bytes"));
-        let text = dir.file("text", b"{\"model_type\": \"gpt2\"}");
-        assert!(refused(&text).ends_with("bytes, in a file of 22"));
-    }
-
-    #[test]
-    fn a_file_cut_anywhere_is_refused() {
-        let dir = Scratch::new();
-        let path = dir.path("model.safetensors");
-        write_two(&path);
-        let bytes = fs::read(&path).unwrap();
-        for n in 0..bytes.len() {
-            refused(&dir.file("cut", &bytes[..n]));
-        }
-        refused(&dir.file("more", &[&bytes[..], &[0]].concat()));
-    }
-
-    #[test]
-    fn a_file_that_shrinks_while_open_is_an_error() {
-        let dir = Scratch::new();
-        let path = dir.path("model.safetensors");
-        write_two(&path);
-        let file = TensorFile::open(&path).unwrap();
-        File::options().write(true).open(&path).unwrap().set_len(100).unwrap();
-        let error = file.read("ids").unwrap_err();
-        assert!(error.message().ends_with("the file became shorter while it was read"), "{error}");
-    }
-
-    #[test]
-    fn reading_outside_of_a_tensor_is_refused() {
-        let dir = Scratch::new();
-        let path = dir.path("m");
-        write_two(&path);
-        let file = TensorFile::open(&path).unwrap();
-        let error = file.read_at("w", 12, &mut [0; 8]).unwrap_err();
-        assert!(error.message().ends_with("tensor `w` has 16 bytes, asked are 8 from byte 12 on"), "{error}");
-        assert!(file.read_at("w", u64::MAX, &mut [0; 8]).is_err());
-        let error = file.read("v").unwrap_err();
-        assert!(error.message().ends_with("there is no tensor `v`"));
-        assert_eq!(error.details()[0].1, "it holds 4 tensors: none, w, void, ...");
-    }
-
-    #[test]
-    fn bytes_out_of_order_too_many_or_missing_are_refused_and_leave_the_old_file() {
-        let dir = Scratch::new();
-        let path = dir.file("m", b"old");
-        let told = |error: shardgrad_tensor::Error| error.message().rsplit_once(": ").unwrap().1.to_string();
-        let mut writer = TensorWriter::create(&path, &two()).unwrap();
-        assert_eq!(
-            told(writer.append("ids", &[0; 8]).unwrap_err()),
-            "got 8 bytes of `ids`, expected 16 bytes of `w`"
-        );
-        assert_eq!(
-            told(writer.append("w", &[0; 17]).unwrap_err()),
-            "got 17 bytes of `w`, expected 16 bytes of `w`"
-        );
-        writer.append("w", &[0; 10]).unwrap();
-        assert_eq!(told(writer.finish().unwrap_err()), "6 bytes of `w` are missing");
-        assert_eq!(fs::read(&path).unwrap(), b"old");
-        let mut writer = TensorWriter::create(&path, &[]).unwrap();
-        assert_eq!(told(writer.append("w", &[0]).unwrap_err()), "got 1 bytes of `w`, expected no more");
-        writer.finish().unwrap();
-        assert!(TensorFile::open(&path).unwrap().tensors().is_empty());
-        drop(TensorWriter::create(&path, &two()).unwrap());
-        assert_eq!(dir.names(), ["m"]);
-        let error = TensorWriter::create(&dir.path("no/where"), &two()).unwrap_err();
-        assert_eq!(error.kind(), Kind::Io);
-        assert!(error.message().ends_with("its folder does not exist"), "{error}");
-    }
-}
+mod tests;

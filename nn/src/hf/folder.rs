@@ -206,6 +206,28 @@ impl Weights {
         }
     }
 
+    /// The open files.
+    #[must_use]
+    pub fn files(&self) -> &[TensorFile] {
+        &self.files
+    }
+
+    /// How many tensors have no checksum, so that damage of them is not found: of files that other programs wrote, and releases
+    /// before there were checksums.
+    #[must_use]
+    pub fn num_without_checksum(&self) -> usize {
+        self.files.iter().map(TensorFile::num_without_checksum).sum()
+    }
+
+    /// Compares one of `of` shares of the tensors with their checksums: those that are not verified yet, since only parts of
+    /// them were read. Ranks that take a share each verify all tensors together.
+    ///
+    /// # Errors
+    /// As [`TensorFile::verify`].
+    pub fn verify_share(&self, share: usize, of: usize) -> Result<()> {
+        self.files.iter().try_for_each(|file| file.verify_share(share, of))
+    }
+
     fn file_of(&self, name: &str) -> Result<&TensorFile> {
         let missing = || refuse(&self.path, format_args!("there is no tensor `{name}`"));
         self.by_name.get(name).map(|&i| &self.files[i]).ok_or_else(missing)

@@ -123,17 +123,17 @@ pub fn parse(path: &Path, text: &[u8], payload_bytes: u64) -> Result<Header> {
 /// # Errors
 /// `Kind::Checkpoint` for what [`parse`] would refuse: a bad or doubled name, too many dims, too many bytes.
 pub fn render(path: &Path, tensors: &[(String, DType, Vec<usize>)]) -> Result<(String, Header)> {
-    render_with(path, tensors, &[])
+    render_with(path, tensors, &BTreeMap::new())
 }
 
 /// [`render`], with more free text entries, which stand before all tensors.
 pub(super) fn render_with(
     path: &Path,
     tensors: &[(String, DType, Vec<usize>)],
-    more: &[(&str, &str)],
+    more: &BTreeMap<String, String>,
 ) -> Result<(String, Header)> {
     let mut metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
-    metadata.extend(more.iter().map(|(name, text)| (name.to_string(), text.to_string())));
+    metadata.extend(more.clone());
     let mut header = Header { tensors: Vec::with_capacity(tensors.len()), metadata };
     let mut text = format!("{{\"__metadata__\":{}", serde_json::json!(header.metadata));
     let (mut names, mut end) = (HashSet::new(), 0u64);

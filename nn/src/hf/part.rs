@@ -11,7 +11,8 @@ const SPAN_BYTES_MAX: usize = 1 << 20;
 impl TensorFile {
     /// The bytes of the elements of a tensor whose index in each dim lies in a range, row major. `shape` are the dims that
     /// are counted: those of the file, or others with as many elements in all. Little more is read than is wanted: nothing
-    /// before the first element or behind the last, and where elements lie apart, the gaps between them of at most 1 MiB.
+    /// before the first element or behind the last, and where elements lie apart, the gaps between them of at most 1 MiB. A part
+    /// that is the whole tensor is compared with its checksum, as [`TensorFile::verify`] does.
     ///
     /// # Errors
     /// As [`TensorFile::read`]; `Kind::Checkpoint` for a shape of another number of elements.
@@ -36,6 +37,9 @@ impl TensorFile {
         let mut out = zeros(self.path(), (numel * size) as u64)?;
         if numel > 0 {
             self.fill(name, Part { shape, ranges, size }, 0, &mut out)?;
+        }
+        if out.len() as u64 == tensor.bytes.end - tensor.bytes.start {
+            self.verify_bytes(name, &out)?;
         }
         Ok(out)
     }

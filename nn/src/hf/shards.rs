@@ -4,7 +4,7 @@
 use super::commit::{clear_unfinished, commit, shard_name};
 use super::companion::{Beside, Companion};
 use super::digest::Digest;
-use super::disk::{Pending, is_taken, read_text, refuse, sealed_text};
+use super::disk::{Pending, check_space, is_taken, read_text, refuse, sealed_text};
 use super::fields::{CONFIG_BYTES_MAX, CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE};
 use super::files::TensorWriter;
 use super::header::DIGEST;
@@ -103,6 +103,7 @@ impl WeightsWriter {
         check_names(dir, entries)?;
         let turn = Turn::wait(dir)?;
         let bytes = |e: &Entry| (e.2.iter().product::<usize>() * e.1.size()) as u64;
+        check_space(dir, entries.iter().map(bytes).sum())?;
         let mut groups: Vec<Vec<Entry>> = vec![Vec::new()];
         let mut sum = 0;
         for entry in entries {

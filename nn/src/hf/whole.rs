@@ -144,6 +144,26 @@ impl Checkpoints {
         dir.join(format!("{PREFIX}{step}"))
     }
 
+    /// The step of a checkpoint by its name, if that is one of a checkpoint that is not being written.
+    #[must_use]
+    pub fn step(path: &Path) -> Option<u64> {
+        step(&name(path))
+    }
+
+    /// Renames a damaged checkpoint (`checkpoint-STEP.damaged`), so that it counts as none and no save replaces it. Returns the
+    /// new name.
+    ///
+    /// # Errors
+    /// `Kind::Io` if the system refuses.
+    pub fn set_aside(path: &Path) -> Result<PathBuf> {
+        let mark = |i: usize| if i == 1 { ".damaged".to_string() } else { format!(".damaged-{i}") };
+        let to = |i: usize| path.with_file_name(name(path) + &mark(i));
+        let free = (1..).map(to).find(|to| to.symlink_metadata().is_err()).expect("some number is free");
+        fs::rename(path, &free).map_err(|e| failed(path, "rename", &e))?;
+        sync_folder(above(path))?;
+        Ok(free)
+    }
+
     /// Looks for the checkpoints of a folder; in one that is not there, none are.
     ///
     /// # Errors

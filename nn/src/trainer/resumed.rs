@@ -29,6 +29,7 @@ impl<'t, M: Module> Trainer<'t, M> {
     /// state has one, with its loss scale. Every rank does so alike.
     pub fn set_state(&mut self, state: &RunState) {
         self.step = state.step;
+        self.first_step = state.step;
         self.loss_scale = self.loss_scale.map(|own| state.loss_scale.unwrap_or(own));
     }
 }

@@ -222,6 +222,8 @@ fn all_tensors_that_do_not_fit_the_model_are_told_at_once() {
     let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     let text = String::from_utf8(bytes[8..8 + length].to_vec()).unwrap();
     let mut entries: serde_json::Map<String, serde_json::Value> = serde_json::from_str(&text).unwrap();
+    // A program that changes tensors writes a file without their checksums.
+    entries["__metadata__"].as_object_mut().unwrap().retain(|key, _| !key.starts_with("xxh3."));
     let mut names: Vec<String> = entries.keys().filter(|n| *n != "__metadata__").cloned().collect();
     names.sort();
     let [turned, integers, renamed] = ["mlp.c_fc.weight", "wpe.weight", "ln_f.bias"]

@@ -24,4 +24,5 @@ mod folders;
 mod saves;
 mod resumed;
 mod bad_files;
+mod checksums;
 mod fuzz;

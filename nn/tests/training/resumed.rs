@@ -18,7 +18,7 @@ use std::path::Path;
 
 /// What is run.
 #[derive(Clone, Copy)]
-struct Case {
+pub(crate) struct Case {
     mesh: &'static str,
     dtype: DType,
     param_dtype: DType,
@@ -26,14 +26,14 @@ struct Case {
 }
 
 impl Case {
-    fn new(mesh: &'static str) -> Case {
+    pub(crate) fn new(mesh: &'static str) -> Case {
         Case { mesh, dtype: DType::F32, param_dtype: DType::F32, microbatches: 2 }
     }
 }
 
 /// What a rank has at the end: losses, what is written down of each, where the run stands, and the bytes of its parameters and
 /// of what is kept of them.
-type End = (Vec<f64>, RunState, Vec<Vec<u8>>);
+pub(crate) type End = (Vec<f64>, RunState, Vec<Vec<u8>>);
 
 fn shape() -> ModelConfig {
     ModelConfig::Gpt2(config()).with_dropout(0.2)
@@ -85,7 +85,7 @@ fn rank_end<O: Optimizer + Clone>(
     Ok((losses, trainer.state(), bytes))
 }
 
-fn ends<O: Optimizer + Clone + Sync>(
+pub(crate) fn ends<O: Optimizer + Clone + Sync>(
     case: Case,
     optim: &O,
     how: (Option<&Path>, usize, Option<&Path>),
@@ -93,7 +93,7 @@ fn ends<O: Optimizer + Clone + Sync>(
     run(case.mesh, |rank| rank_end(rank, case, optim, how))
 }
 
-fn adamw() -> AdamW {
+pub(crate) fn adamw() -> AdamW {
     let group = Group { lr_scale: Some(0.5), weight_decay: None };
     AdamW::new(0.02).weight_decay(0.1).group("*.ln_1.*", group)
 }
@@ -174,7 +174,7 @@ fn other_meshes_go_on_with_the_same_numbers_to_rounding() {
 }
 
 /// Why a checkpoint is refused.
-fn refused(dir: &Path, mesh: &str, optim: impl Optimizer + Clone + Sync, case: Case) -> Error {
+pub(crate) fn refused(dir: &Path, mesh: &str, optim: impl Optimizer + Clone + Sync, case: Case) -> Error {
     World::run(Mesh::parse(mesh).unwrap(), |rank| rank_end(rank, case, &optim, (Some(dir), 1, None)))
         .unwrap_err()
 }

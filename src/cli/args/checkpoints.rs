@@ -17,10 +17,13 @@ pub(crate) struct CheckpointArgs {
     /// Newest checkpoints that stay [default: as many as the run from which --resume goes on kept, else 2]
     #[arg(long, value_name = "N", value_parser = values::count)]
     keep: Option<usize>,
-    /// Go on from the newest checkpoint of --out, or begin where there is none yet; with DIR, from that checkpoint or the newest of
-    /// that folder; the other options are those of that run, and where its steps are done nothing is
+    /// Resume from the newest sound checkpoint of --out, or begin where there is none yet; with DIR, from that checkpoint or the
+    /// newest sound one of that folder; the other options are those of that run, and where its steps are done nothing is
     #[arg(long, value_name = "DIR", num_args = 0..=1)]
     resume: Option<Option<PathBuf>>,
+    /// Resume as --resume does, but refuse if the newest checkpoint is damaged, instead of resuming from an older one
+    #[arg(long)]
+    resume_exact: bool,
 }
 
 impl CheckpointArgs {
@@ -31,7 +34,12 @@ impl CheckpointArgs {
 
     /// Whether the run is to go on, and from which folder, if one is named.
     pub(crate) fn resume(&self) -> Option<Option<&Path>> {
-        self.resume.as_ref().map(|named| named.as_deref())
+        self.resume.as_ref().map(|named| named.as_deref()).or(self.resume_exact.then_some(None))
+    }
+
+    /// Whether a damaged newest checkpoint is an error.
+    pub(crate) fn is_exact(&self) -> bool {
+        self.resume_exact
     }
 
     /// What is wrong.

@@ -86,6 +86,9 @@ fn a_run_goes_on_from_the_newest_checkpoint_or_from_one_that_is_named() {
         of("--resume a/checkpoint-5 --save-every 5"),
         (Some(5), 2, 7, Some(Some("a/checkpoint-5".into())))
     );
+    assert_eq!(of("--resume-exact").3, Some(None));
+    assert_eq!(of("--resume a --resume-exact").3, Some(Some("a".into())));
+    assert!(train("--resume-exact").checkpoints.is_exact() && !train("--resume").checkpoints.is_exact());
     let said = train("--keep 1").check().unwrap_err().to_string();
     assert!(said.contains("--keep has no meaning without --save-every"), "{said}");
     assert!(told("train --save-every 0").contains("at least 1"));

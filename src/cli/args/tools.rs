@@ -14,6 +14,17 @@ pub(crate) struct OpsArgs {
     pub(crate) markdown: bool,
 }
 
+/// Options of `inspect`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct InspectArgs {
+    /// Folder of a model, of a checkpoint, or of a run (its --out)
+    #[arg(value_name = "DIR")]
+    pub(crate) dir: std::path::PathBuf,
+    /// Print one JSON object and nothing else on stdout
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
 /// Options of `doctor`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct DoctorArgs {

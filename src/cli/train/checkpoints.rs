@@ -24,7 +24,7 @@ pub(super) struct Keeping {
 }
 
 /// Leaves a checkpoint of the last step, if the run is to leave any. Every rank calls this together. What the disk refuses, or weights
-/// that are not finite, is given back, on every rank alike: it ends the run, and the checkpoints of before stay.
+/// that are not finite, is given back, on every rank alike; the checkpoints of before stay.
 ///
 /// # Errors
 /// What the collectives report.
@@ -52,6 +52,28 @@ pub(super) fn leave(trainer: &Trainer<'_, LanguageModel>, job: &Job) -> Result<O
             Ok(Some(e.detail("kept", "the checkpoints of before stay")))
         }
         Err(e) => Err(e),
+    }
+}
+
+/// Leaves a checkpoint between two steps. One that cannot be written is a warning: training goes on, and the next one is tried.
+/// Every rank calls this together; the result is the same on all.
+///
+/// # Errors
+/// As [`leave`], which also says what is given back.
+pub(super) fn leave_between(trainer: &Trainer<'_, LanguageModel>, job: &Job) -> Result<Option<Error>> {
+    match (leave(trainer, job)?, &job.checkpoints) {
+        (Some(refused), Some(keeping)) if refused.kind() == Kind::Io => {
+            let step = trainer.state().step;
+            let next = keeping.every.min(job.recipe.steps - step as usize);
+            if trainer.rank().world().index() == 0 {
+                let (why, steps) = (refused.message(), if next == 1 { "step" } else { "steps" });
+                eprintln!(
+                    "warning: checkpoint-{step} is not saved: {why}; training goes on, the next save is in {next} {steps}"
+                );
+            }
+            Ok(None)
+        }
+        (refused, _) => Ok(refused),
     }
 }
 

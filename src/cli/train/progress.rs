@@ -41,7 +41,7 @@ pub(super) fn record(
 /// Says what was chosen by measured times, and keeps it, so that a run can be repeated.
 fn tell_measured(trainer: &Trainer<'_, LanguageModel>, schedule: &Schedule, job: &Job) {
     if job.from.is_some() {
-        eprintln!("going on otherwise: passes and cuts are chosen anew, by times measured now");
+        eprintln!("resuming with another pipeline schedule: chosen anew, by times measured now");
     }
     let path = job.out.join(SCHEDULE);
     let (text, to) = (schedule.passes_only().to_text(), path.clone());

@@ -2,7 +2,10 @@
 
 use super::Rows;
 use super::checkpoints::{KEEP, MODEL_SAVED};
+use super::newest::Newest;
 use crate::cli::args::TrainArgs;
+use crate::cli::ranks::leads;
+use crate::cli::report_unverified;
 use crate::metrics::Earlier;
 use crate::outputs::{OutFolder, place};
 use shardgrad::nn::ModelConfig;
@@ -62,21 +65,24 @@ pub(super) fn begin(
     out: &OutFolder,
 ) -> Result<Begin> {
     let Some(named) = args.checkpoints.resume() else {
-        return check_free(out, None).map(|()| Begin::Anew);
+        return check_free(out, None, &[]).map(|()| Begin::Anew);
     };
-    let dir = match named {
-        Some(dir) if is_one(dir)? => dir.to_path_buf(),
-        Some(dir) => newest(dir)?.ok_or_else(|| none_in(dir))?,
-        None => match newest(&args.out)? {
-            Some(dir) => dir,
+    let is_exact = args.checkpoints.is_exact();
+    let Newest { dir, damaged } = match named {
+        Some(dir) if is_one(dir)? => Newest::named(dir).map_err(|e| with_older(e, dir))?,
+        Some(dir) => newest(dir, is_exact)?.ok_or_else(|| none_in(dir))?,
+        None => match newest(&args.out, is_exact)? {
+            Some(newest) => newest,
             None => {
-                check_free(out, None)?;
-                eprintln!("there is no checkpoint in {} yet: the run begins anew", args.out.display());
+                check_free(out, None, &[])?;
+                if leads() {
+                    eprintln!("there is no checkpoint in {} yet: the run begins anew", args.out.display());
+                }
                 return Ok(Begin::Anew);
             }
         },
     };
-    let RunState { step, notes: of_run, .. } = RunState::read(&dir).map_err(|e| with_older(e, &dir))?;
+    let RunState { step, notes: of_run, .. } = RunState::read(&dir)?;
     check_same(args, (config, notes), (&dir, &of_run))?;
     let keep = of_run.get(KEEP).and_then(|keep| keep.parse().ok());
     let from = From { step: step as usize, dir, keep };
@@ -89,7 +95,11 @@ pub(super) fn begin(
             return Ok(Begin::Over);
         }
     }
-    check_free(out, Some(&from))?;
+    check_free(out, Some(&from), &damaged)?;
+    if leads() {
+        set_aside(out, &damaged)?;
+        report_unverified(&from.dir);
+    }
     let record = from.dir.parent().unwrap_or(Path::new("")).join("metrics.jsonl");
     let earlier = Earlier::read(&record, step)?;
     if earlier.count() < step {
@@ -105,7 +115,8 @@ pub(super) fn begin(
 /// Whether there is a model, unless a checkpoint notes that the one of its step was not saved: what is there is an earlier one.
 fn has_model(dir: &Path, of_run: &BTreeMap<String, String>) -> bool {
     let is_earlier = of_run.get(MODEL_SAVED).is_some_and(|saved| saved == "false");
-    !is_earlier && ModelConfig::read(dir).is_ok() && Weights::open(dir).is_ok()
+    let is_sound = |weights: Weights| weights.verify_share(0, 1).is_ok();
+    !is_earlier && ModelConfig::read(dir).is_ok() && Weights::open(dir).is_ok_and(is_sound)
 }
 
 /// Whether a folder is a checkpoint, or is to be one that lies whole under another name, and is one now.
@@ -124,14 +135,19 @@ fn tell_completed(dir: &Path) {
     eprintln!("{} lay whole under another name, as a killed save leaves it", dir.display());
 }
 
-/// The newest checkpoint of a folder, if there is one; what was not finished is passed over with a word.
-fn newest(dir: &Path) -> Result<Option<PathBuf>> {
+/// The newest sound checkpoint of a folder, if it holds any checkpoint.
+fn newest(dir: &Path, is_exact: bool) -> Result<Option<Newest>> {
     Checkpoints::complete_all(dir)?.iter().for_each(|path| tell_completed(path));
-    let Checkpoints { mut whole, unfinished } = Checkpoints::find(dir)?;
-    for path in unfinished {
-        eprintln!("passing over {}, which was not finished", path.display());
+    Newest::find(dir, is_exact)
+}
+
+/// Renames damaged checkpoints in the folder of the run, so that they do not count among those that stay.
+fn set_aside(out: &OutFolder, damaged: &[PathBuf]) -> Result<()> {
+    let here = place(&out.join("x"));
+    for path in damaged.iter().filter(|path| place(&path.with_file_name("x")) == here) {
+        eprintln!("{} is renamed to {}", path.display(), Checkpoints::set_aside(path)?.display());
     }
-    Ok(whole.pop().map(|(_, path)| path))
+    Ok(())
 }
 
 /// For a folder that is named and holds no checkpoint.
@@ -148,14 +164,15 @@ fn with_older(e: Error, dir: &Path) -> Error {
     let older = found.whole.iter().rev().find(|(_, path)| path.file_name() != dir.file_name());
     match older {
         Some((_, path)) => {
-            e.detail("help", format!("remove it, and --resume goes on from {}", path.display()))
+            e.detail("help", format!("resume from another checkpoint: --resume {}", path.display()))
         }
         None => e,
     }
 }
 
 /// Refuses checkpoints in the folder of a run that are of another one, or of later steps than that from which it goes on.
-fn check_free(out: &OutFolder, from: Option<&From>) -> Result<()> {
+/// Those that are damaged count as none.
+fn check_free(out: &OutFolder, from: Option<&From>, damaged: &[PathBuf]) -> Result<()> {
     let here = place(&out.join("x")).parent().map(Path::to_path_buf);
     let above = |dir: &Path| dir.parent().map(Path::to_path_buf);
     // The checkpoint may be a link to one elsewhere.
@@ -170,9 +187,11 @@ fn check_free(out: &OutFolder, from: Option<&From>) -> Result<()> {
         let help = "remove it, or give another folder with --out DIR";
         return Err(Error::new(Kind::Io, text).detail("help", help));
     }
-    let Some((_, path)) =
-        found.whole.into_iter().rev().find(|(other, _)| step.is_none_or(|step| *other > step))
-    else {
+    let is_later = |(other, path): &(u64, PathBuf)| {
+        step.is_none_or(|step| *other > step)
+            && !damaged.iter().any(|one| one.file_name() == path.file_name())
+    };
+    let Some((_, path)) = found.whole.into_iter().rev().find(is_later) else {
         return Ok(());
     };
     let (what, help) = match step {
@@ -191,11 +210,11 @@ fn check_same(
     (dir, of_run): (&Path, &BTreeMap<String, String>),
 ) -> Result<()> {
     let told = |notes: &BTreeMap<String, String>, name: &str| {
-        notes.get(name).map_or("not told".to_string(), Clone::clone)
+        notes.get(name).map_or("not recorded".to_string(), Clone::clone)
     };
     let differs = |name: &str| {
         let (here, there) = (told(notes, name), told(of_run, name));
-        (here != there).then(|| format!("--{name} is {here}, of the checkpoint {there}"))
+        (here != there).then(|| format!("--{name} {here} (checkpoint: {there})"))
     };
     let [fixed, free] = args.told(0).map(|told| told.into_iter().map(|(name, _)| name).collect::<Vec<_>>());
     let [mut faults, dropped] = unlike(dir, config)?;
@@ -209,8 +228,8 @@ fn check_same(
         let help = "give the model, data and options of that run with --resume; steps, rates, mesh and --dtype may change";
         return Err(error.detail("help", help));
     }
-    for change in free.into_iter().filter_map(differs).chain(dropped) {
-        eprintln!("going on otherwise: {change}");
+    for change in free.into_iter().filter_map(differs).chain(dropped).filter(|_| leads()) {
+        eprintln!("resuming with a changed option: {change}");
     }
     Ok(())
 }
@@ -232,6 +251,6 @@ fn differing(here: &str, there: &str) -> Vec<String> {
     let line = |line: &str| line.trim().trim_end_matches(',').to_string();
     let lines = here.lines().zip(there.lines()).filter(|(here, there)| here != there);
     let lines =
-        lines.map(|(here, there)| format!("the model has {}, of the checkpoint {}", line(here), line(there)));
+        lines.map(|(here, there)| format!("config.json {} (checkpoint: {})", line(here), line(there)));
     lines.take(LINES_MAX).collect()
 }

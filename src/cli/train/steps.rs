@@ -1,7 +1,7 @@
 //! The steps of one rank, and what ends them.
 
 use super::Job;
-use super::checkpoints::leave;
+use super::checkpoints::leave_between;
 use super::progress::{Progress, record};
 use crate::metrics::StepMetrics;
 use crate::train::{Ahead, Measured, mean_loss, word};
@@ -100,7 +100,7 @@ pub(super) fn take_steps(
             && step + 1 < recipe.steps
             && job.checkpoints.as_ref().is_some_and(|c| (step + 1) % c.every == 0)
         {
-            ended.note(leave(trainer, job)?);
+            ended.note(leave_between(trainer, job)?);
             over = ended.unsaved;
         }
         if over {
