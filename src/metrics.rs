@@ -5,9 +5,9 @@ mod earlier;
 pub(crate) use earlier::Earlier;
 
 use crate::behind::Behind;
-use crate::outputs::{cannot, place};
+use crate::outputs::{OutFolder, cannot, place};
 use serde::{Deserialize, Deserializer, Serialize};
-use shardgrad::Result;
+use shardgrad::{Error, Result};
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -56,7 +56,7 @@ const END: &[u8] = b"}\n";
 /// killed leaves whole lines, but for the last one at most, and a disk that stalls holds up nothing else.
 #[derive(Debug)]
 pub(crate) struct Metrics {
-    path: PathBuf,
+    record: Record,
     file: Arc<Mutex<Option<File>>>,
     disk: Behind,
     steps: Vec<StepMetrics>,
@@ -66,14 +66,47 @@ pub(crate) struct Metrics {
     begun: usize,
 }
 
+/// Where the file is.
+#[derive(Clone, Debug)]
+enum Record {
+    /// In the folder of a run, which may be moved.
+    InFolder(OutFolder),
+    /// At a path of its own.
+    #[cfg(test)]
+    At(PathBuf),
+}
+
+impl Record {
+    fn path(&self) -> PathBuf {
+        match self {
+            Record::InFolder(out) => out.join("metrics.jsonl"),
+            #[cfg(test)]
+            Record::At(path) => path.clone(),
+        }
+    }
+
+    /// As [`OutFolder::verify`].
+    fn verify(&self) -> Result<Option<Error>> {
+        match self {
+            Record::InFolder(out) => out.verify(),
+            #[cfg(test)]
+            Record::At(_) => Ok(None),
+        }
+    }
+}
+
 impl Metrics {
     /// Goes on with a record, which may be empty. An older file of this name stays as it is until there is a step to write; then
     /// the earlier lines take its place.
-    pub(crate) fn new(path: &Path, earlier: Earlier) -> Metrics {
+    pub(crate) fn new(out: &OutFolder, earlier: Earlier) -> Metrics {
+        Metrics::of(Record::InFolder(out.clone()), earlier)
+    }
+
+    fn of(record: Record, earlier: Earlier) -> Metrics {
         let (file, disk) = (Arc::default(), Behind::start());
         let (count, Earlier { lines, steps, .. }) = (earlier.steps.len(), earlier);
         let earlier = (lines.into(), count);
-        Metrics { path: path.to_path_buf(), file, disk, steps, earlier, begun: 0 }
+        Metrics { record, file, disk, steps, earlier, begun: 0 }
     }
 
     /// Begins one step whose held-out loss, its last field, is about to be measured.
@@ -109,39 +142,49 @@ impl Metrics {
     }
 
     /// Ends the step that was begun, if its held-out loss was never known, and waits until all is written. Where the file has gone
-    /// since, with its folder perhaps, all steps are written anew.
+    /// since, with its folder perhaps, or could not be made, all steps are written anew.
     ///
     /// # Errors
     /// As [`Metrics::add`], of all that nobody was told of.
     pub(crate) fn end(&mut self) -> Result<()> {
         let ended = if std::mem::take(&mut self.begun) > 0 { self.write(END) } else { Ok(()) };
         let lines = self.steps.iter().map(|step| self.line(step)).collect::<Result<Vec<_>>>();
-        let (path, file) = (self.path.clone(), Arc::clone(&self.file));
+        let (record, file, is_empty) = (self.record.clone(), Arc::clone(&self.file), self.taken() == 0);
         self.disk.hand(move || {
             let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
-            if file.is_none() || path.exists() {
-                return Ok(());
+            let moved = record.verify()?;
+            let path = record.path();
+            if file.is_none() && is_empty || file.is_some() && path.exists() {
+                return moved.map_or(Ok(()), Err);
             }
             *file = None;
             let folder = path.parent().map_or(Ok(()), fs::create_dir_all);
             folder.map_err(|e| cannot("write", &path, &e))?;
-            append(&path, &mut file, (&[], &lines?.concat()))
+            append(&path, &mut file, (&[], &lines?.concat()))?;
+            moved.map_or(Ok(()), Err)
         });
         ended.and(self.disk.wait())
     }
 
     fn line(&self, step: &StepMetrics) -> Result<Vec<u8>> {
-        let mut line = serde_json::to_vec(step).map_err(|e| cannot("write", &self.path, &e.into()))?;
+        let mut line =
+            serde_json::to_vec(step).map_err(|e| cannot("write", &self.record.path(), &e.into()))?;
         line.push(b'\n');
         Ok(line)
     }
 
     /// Has bytes written; what went wrong before is told.
     fn write(&self, bytes: &[u8]) -> Result<()> {
-        let (path, file, bytes) = (self.path.clone(), Arc::clone(&self.file), bytes.to_vec());
+        let (record, file, bytes) = (self.record.clone(), Arc::clone(&self.file), bytes.to_vec());
         let earlier = Arc::clone(&self.earlier.0);
         self.disk.hand(move || {
-            append(&path, &mut file.lock().unwrap_or_else(PoisonError::into_inner), (&earlier, &bytes))
+            let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
+            let moved = record.verify()?;
+            // An open file has moved with its folder; one that is not open yet would be begun without the lines before.
+            if file.is_some() || moved.is_none() {
+                append(&record.path(), &mut file, (&earlier, &bytes))?;
+            }
+            moved.map_or(Ok(()), Err)
         });
         self.disk.told()
     }
@@ -149,9 +192,9 @@ impl Metrics {
     /// Waits until what is written so far is on the disk itself. What the system refuses is told by the next call of
     /// [`Metrics::add`].
     pub(crate) fn sync(&self) {
-        let (path, file) = (self.path.clone(), Arc::clone(&self.file));
+        let (record, file) = (self.record.clone(), Arc::clone(&self.file));
         self.disk.hand(move || match &*file.lock().unwrap_or_else(PoisonError::into_inner) {
-            Some(file) => file.sync_data().map_err(|e| cannot("write", &path, &e)),
+            Some(file) => file.sync_data().map_err(|e| cannot("write", &record.path(), &e)),
             None => Ok(()),
         });
         self.disk.settle();
@@ -175,10 +218,16 @@ fn append(path: &Path, file: &mut Option<File>, (earlier, bytes): (&[u8], &[u8])
     let failed = |e| cannot("write", path, &e);
     let file = match file {
         Some(file) => file,
-        none if earlier.is_empty() => none.insert(File::create(path).map_err(failed)?),
+        none if earlier.is_empty() => none.insert(create(path).map_err(failed)?),
         none => none.insert(beginning(path, earlier).map_err(failed)?),
     };
     file.write_all(bytes).map_err(failed)
+}
+
+/// Makes an empty file, or empties one, and opens it to append: what somebody else cuts off leaves no gap.
+fn create(path: &Path) -> io::Result<File> {
+    File::create(path)?;
+    File::options().append(true).open(path)
 }
 
 /// A file of some lines in the place of another: until it is whole, that one stays. A link stays too; what it leads to is replaced.
@@ -189,7 +238,7 @@ fn beginning(path: &Path, lines: &[u8]) -> io::Result<File> {
     }
     let path = &place(path);
     let temporary = path.with_extension(format!("jsonl.tmp-{}", std::process::id()));
-    let mut file = File::create(&temporary)?;
+    let mut file = create(&temporary)?;
     let begun = file.write_all(lines).and_then(|()| file.sync_all());
     begun.and_then(|()| fs::rename(&temporary, path)).inspect_err(|_| drop(fs::remove_file(&temporary)))?;
     Ok(file)
@@ -222,7 +271,7 @@ mod tests {
     fn an_older_file_stays_until_there_is_a_step_and_lines_are_whole_at_once() {
         let dir = Scratch::new();
         let path = dir.file("metrics.jsonl", "of an earlier run");
-        let mut metrics = Metrics::new(&path, Earlier::default());
+        let mut metrics = Metrics::of(Record::At(path.clone()), Earlier::default());
         assert_eq!(fs::read_to_string(&path).unwrap(), "of an earlier run");
         metrics.add(&step(1, None)).unwrap();
         metrics.disk.wait().unwrap();
@@ -249,7 +298,7 @@ mod tests {
         let path = dir.file("metrics.jsonl", &before);
         let earlier = Earlier::read(&path, 3).unwrap();
         assert_eq!((earlier.count(), earlier.left_out(), earlier.seconds()), (3, 2, 0.5));
-        let mut metrics = Metrics::new(&path, earlier);
+        let mut metrics = Metrics::of(Record::At(path.clone()), earlier);
         metrics.end().unwrap();
         assert_eq!((fs::read_to_string(&path).unwrap(), metrics.taken()), (before, 0));
         metrics.add(&step(4, None)).unwrap();
@@ -272,7 +321,7 @@ mod tests {
         for target in [target, dir.path("elsewhere/none")] {
             let path = dir.path("metrics.jsonl");
             std::os::unix::fs::symlink(&target, &path).unwrap();
-            let mut metrics = Metrics::new(&path, Earlier::read(&record, 1).unwrap());
+            let mut metrics = Metrics::of(Record::At(path.clone()), Earlier::read(&record, 1).unwrap());
             metrics.add(&step(2, None)).unwrap();
             metrics.end().unwrap();
             let second = serde_json::to_string(&step(2, None)).unwrap() + "\n";
@@ -287,7 +336,7 @@ mod tests {
     fn who_syncs_waits_for_a_slow_disk_and_leaves_what_it_refuses_to_the_next_call() {
         let dir = Scratch::new();
         let path = dir.path("metrics.jsonl");
-        let mut metrics = Metrics::new(&path, Earlier::default());
+        let mut metrics = Metrics::of(Record::At(path.clone()), Earlier::default());
         metrics.then(|| {
             std::thread::sleep(Duration::from_millis(300));
             Ok(())
@@ -295,7 +344,7 @@ mod tests {
         metrics.add(&step(1, None)).unwrap();
         metrics.sync();
         assert!(fs::read_to_string(&path).is_ok_and(|text| text.ends_with("}\n")), "it is there");
-        metrics.then(|| Err(shardgrad::Error::new(Kind::Io, "no disk")));
+        metrics.then(|| Err(Error::new(Kind::Io, "no disk")));
         metrics.sync();
         assert_eq!(metrics.add(&step(2, None)).unwrap_err().message(), "no disk");
     }
@@ -306,7 +355,7 @@ mod tests {
         let path = dir.path("metrics.jsonl");
         let (known, whole) = (StepMetrics { val_loss: None, ..step(1, Some(0.0)) }, step(1, Some(2.5)));
         let text = || fs::read_to_string(&path).unwrap();
-        let mut metrics = Metrics::new(&path, Earlier::default());
+        let mut metrics = Metrics::of(Record::At(path.clone()), Earlier::default());
         metrics.begin(&known).unwrap();
         metrics.disk.wait().unwrap();
         assert!(text().ends_with("\"skipped\":false"), "{}", text());
@@ -329,7 +378,7 @@ mod tests {
         let dir = Scratch::new();
         let path = dir.path("out/metrics.jsonl");
         fs::create_dir(dir.path("out")).unwrap();
-        let mut metrics = Metrics::new(&path, Earlier::default());
+        let mut metrics = Metrics::of(Record::At(path.clone()), Earlier::default());
         metrics.add(&step(1, None)).unwrap();
         metrics.begin(&step(2, None)).unwrap();
         metrics.disk.wait().unwrap();
@@ -343,14 +392,68 @@ mod tests {
         metrics.end().unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "of another run");
         fs::remove_dir_all(dir.path("out")).unwrap();
-        Metrics::new(&path, Earlier::default()).end().unwrap();
+        Metrics::of(Record::At(path.clone()), Earlier::default()).end().unwrap();
         assert!(!dir.path("out").exists());
+    }
+
+    #[test]
+    fn a_file_that_is_cut_off_by_somebody_else_has_no_gap() {
+        let dir = Scratch::new();
+        let first = serde_json::to_string(&step(1, None)).unwrap() + "\n";
+        for earlier in ["", &first] {
+            let record = dir.file("record", earlier);
+            let path = dir.path("metrics.jsonl");
+            let mut metrics = Metrics::of(Record::At(path.clone()), Earlier::read(&record, 1).unwrap());
+            metrics.add(&step(2, None)).unwrap();
+            metrics.disk.wait().unwrap();
+            File::create(&path).unwrap();
+            metrics.add(&step(3, None)).unwrap();
+            metrics.end().unwrap();
+            let third = serde_json::to_string(&step(3, None)).unwrap() + "\n";
+            assert_eq!(fs::read_to_string(&path).unwrap(), third);
+        }
+    }
+
+    #[test]
+    fn the_record_of_a_folder_that_is_moved_is_whole_at_its_new_place() {
+        let lines = |steps: &[u64]| -> String {
+            steps.iter().map(|i| serde_json::to_string(&step(*i, None)).unwrap() + "\n").collect()
+        };
+        for begun in [true, false] {
+            let dir = Scratch::new();
+            let (old, new) = (dir.path("old"), dir.path("new"));
+            let out = OutFolder::open(&old).unwrap();
+            let mut metrics = Metrics::new(&out, Earlier::default());
+            if begun {
+                metrics.add(&step(1, None)).unwrap();
+                metrics.disk.wait().unwrap();
+            } else {
+                dir.file("old/metrics.jsonl", "of an earlier run");
+            }
+            fs::rename(&old, &new).unwrap();
+            let other = dir.file("old/metrics.jsonl", "of another run");
+            let added = metrics.add(&step(2, None));
+            let error = added.and(metrics.end()).unwrap_err();
+            assert!(error.message().contains("was moved to"), "{error}");
+            let steps: &[u64] = if begun { &[1, 2] } else { &[2] };
+            assert_eq!(fs::read_to_string(new.join("metrics.jsonl")).unwrap(), lines(steps));
+            assert_eq!(fs::read_to_string(&other).unwrap(), "of another run");
+        }
+        // Where another run has the name, nothing is written.
+        let dir = Scratch::new();
+        let out = OutFolder::open(&dir.path("out")).unwrap();
+        fs::remove_dir_all(dir.path("out")).unwrap();
+        let other = dir.file("out/metrics.jsonl", "of another run");
+        let mut metrics = Metrics::new(&out, Earlier::default());
+        let added = metrics.add(&step(1, None));
+        assert!(added.and(metrics.end()).is_err());
+        assert_eq!(fs::read_to_string(&other).unwrap(), "of another run");
     }
 
     #[test]
     fn a_full_disk_is_an_error_and_the_step_is_kept() {
         for ends in [true, false] {
-            let mut full = Metrics::new(Path::new("/dev/full"), Earlier::default());
+            let mut full = Metrics::of(Record::At("/dev/full".into()), Earlier::default());
             // Nobody waits for the disk, so what it says may be heard later: at the end, or by one of the next calls.
             let until = Instant::now() + Duration::from_secs(60);
             let error = loop {

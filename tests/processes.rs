@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// A port that nobody listens at, below those that the system gives out by itself.
-fn free_port() -> u16 {
+pub(crate) fn free_port() -> u16 {
     loop {
         let port = 10_000 + (RandomState::new().hash_one(0) % 20_000) as u16;
         if TcpListener::bind(("127.0.0.1", port)).is_ok() {
@@ -20,7 +20,7 @@ fn free_port() -> u16 {
 }
 
 /// Starts one rank.
-fn start(rank: usize, count: usize, port: u16, args: &[&str]) -> Child {
+pub(crate) fn start(rank: usize, count: usize, port: u16, args: &[&str]) -> Child {
     let mut command = Command::new(env!("CARGO_BIN_EXE_shardgrad"));
     let told = [("RANK", rank), ("WORLD_SIZE", count), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", count)];
     command.envs(told.map(|(name, n)| (name, n.to_string())));

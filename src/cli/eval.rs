@@ -2,7 +2,7 @@
 
 use super::args::{EvalArgs, check_experts, check_tokens, config_of};
 use super::memory::check_model;
-use super::ranks::leads;
+use super::ranks::{has_launcher, leads};
 use crate::data::{Order, Sampler};
 use crate::interrupt::end_at_signals;
 use crate::outputs::check_target;
@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 /// Runs the command.
 pub(crate) fn run(args: &EvalArgs) -> Result<()> {
-    end_at_signals("eval")?;
+    end_at_signals("eval", has_launcher())?;
     let config = config_of(&args.model)?;
     let seq = args.seq(&config)?;
     let ranks = args.run.world()?;

@@ -8,7 +8,7 @@ use text::Text;
 
 use super::args::{GenerateArgs, SamplingArgs, check_experts, config_of};
 use super::memory::check_model;
-use super::ranks::leads;
+use super::ranks::{has_launcher, leads};
 use crate::behind::Behind;
 use crate::interrupt::end_at_signals;
 use crate::tokenizer::Tokenizer;
@@ -19,7 +19,7 @@ use shardgrad::prelude::*;
 
 /// Runs the command.
 pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
-    end_at_signals("generate")?;
+    end_at_signals("generate", has_launcher())?;
     let config = config_of(&args.model)?;
     refuse_encoders(&config)?;
     let ranks = args.run.reading_world()?;

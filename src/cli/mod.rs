@@ -13,6 +13,7 @@ mod plan;
 mod train;
 
 use crate::data::{Corpus, How, TokenFile, Vocabulary};
+use crate::interrupt::{StopReason, catch_file_size_limit};
 use shardgrad::dist::Rank;
 use shardgrad::nn::{Cast, LanguageModel, Model, ModelConfig};
 use shardgrad::tensor::control::world_sum;
@@ -25,7 +26,10 @@ use std::time::Duration;
 /// Parses the command line, runs the command, reports the error.
 pub(crate) fn main() -> ExitCode {
     let parsed = args::config::parse(std::env::args_os().collect());
-    let done = parsed.map_err(Failure::from).and_then(|cli| run(&cli.command));
+    let done = parsed.map_err(Failure::from).and_then(|cli| {
+        catch_file_size_limit()?;
+        run(&cli.command)
+    });
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(Failure { error, code }) => {
@@ -45,6 +49,11 @@ impl Failure {
     /// For a run that had begun well: no misuse, whatever went wrong.
     fn of_run(error: Error) -> Failure {
         Failure { error, code: RUN_FAILED }
+    }
+
+    /// For a run that was stopped, with its state saved.
+    fn stopped(error: Error, reason: StopReason) -> Failure {
+        Failure { error, code: reason.exit_code() }
     }
 }
 
@@ -71,10 +80,10 @@ fn run(command: &args::Command) -> Result<(), Failure> {
 /// The exit code of a run that failed.
 const RUN_FAILED: u8 = 1;
 
-/// 2 for misuse or bad input, 130 after SIGINT, 1 for a run that failed.
+/// 2 for misuse or bad input, 1 for a run that failed. A run that was stopped with its state saved has a code of its own
+/// ([`Failure::stopped`]).
 fn exit_code(error: &Error) -> u8 {
     match error.kind() {
-        Kind::Interrupted => 130,
         Kind::Shape
         | Kind::DType
         | Kind::Layout
