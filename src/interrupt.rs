@@ -1,90 +1,231 @@
-//! SIGINT, SIGTERM and SIGHUP: the first asks a training to stop after the step it is in; a second SIGINT or SIGTERM ends the
-//! process, unless the run has begun to save. Other commands end at the first one.
+//! What stops a run from outside: signals, and the end of its launcher.
+//!
+//! | event | `train` | other commands |
+//! |---|---|---|
+//! | SIGTERM, SIGXCPU, end of the launcher | saves and stops after the step in progress, however often it comes | end |
+//! | SIGHUP, SIGUSR1 | the same | as the system does by default |
+//! | SIGINT | the same; a second one at least two seconds later ends the process at once | end |
+//! | SIGXFSZ | the write fails with "File too large" | the same |
 
 use shardgrad::{Error, Kind, Result};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use signal_hook::{SigId, flag, low_level};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXCPU, SIGXFSZ};
+use signal_hook::flag;
+use signal_hook::iterator::Signals;
+use std::fmt;
+use std::os::unix::process::parent_id;
+use std::process::exit;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-/// The exit code of a run that was stopped by a signal.
-pub(crate) const EXIT_CODE: i32 = 130;
+/// A second SIGINT ends the process if at least this much time has passed since the first one.
+const SECOND_INTERRUPT: Duration = Duration::from_secs(2);
+/// The interval at which a process looks whether its launcher still runs.
+const LAUNCHER_INTERVAL: Duration = Duration::from_millis(500);
+/// The exit code of a run that was stopped before its state was saved.
+const NOT_SAVED: i32 = 1;
 
-/// How often a command that ends at the first signal looks for one.
-const WATCH: Duration = Duration::from_millis(20);
+/// Why a run stops before its last step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StopReason {
+    /// SIGINT.
+    Interrupt,
+    /// SIGTERM.
+    Terminate,
+    /// SIGHUP.
+    HangUp,
+    /// SIGUSR1, which job scripts of SLURM ask for before the time limit (`--signal=USR1@60`).
+    User,
+    /// SIGXCPU: the soft limit of processor time is reached.
+    CpuLimit,
+    /// The process that started this one has ended.
+    LauncherEnded,
+}
 
-/// Whether somebody has asked the process to stop. Clones share the answer, so each rank may hold one; ranks
-/// must agree on the step at which they act on it.
+impl StopReason {
+    /// All reasons. Where ranks have different ones, the first in this list counts.
+    pub(crate) const ALL: [StopReason; 6] = [
+        StopReason::Interrupt,
+        StopReason::Terminate,
+        StopReason::HangUp,
+        StopReason::User,
+        StopReason::CpuLimit,
+        StopReason::LauncherEnded,
+    ];
+
+    fn of_signal(signal: i32) -> Option<StopReason> {
+        StopReason::ALL.into_iter().find(|reason| reason.signal() == signal)
+    }
+
+    /// The number of the signal; the end of the launcher counts as SIGTERM.
+    fn signal(self) -> i32 {
+        match self {
+            StopReason::Interrupt => SIGINT,
+            StopReason::Terminate | StopReason::LauncherEnded => SIGTERM,
+            StopReason::HangUp => SIGHUP,
+            StopReason::User => SIGUSR1,
+            StopReason::CpuLimit => SIGXCPU,
+        }
+    }
+
+    /// The exit code of a run whose state was saved, and of a command that has nothing to save: 128 and the number of the signal.
+    pub(crate) fn exit_code(self) -> u8 {
+        128 + self.signal() as u8
+    }
+}
+
+impl fmt::Display for StopReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            StopReason::Interrupt => "SIGINT",
+            StopReason::Terminate => "SIGTERM",
+            StopReason::HangUp => "SIGHUP",
+            StopReason::User => "SIGUSR1",
+            StopReason::CpuLimit => "SIGXCPU",
+            StopReason::LauncherEnded => "the end of its launcher",
+        })
+    }
+}
+
+/// The request to stop a run. Clones share it, so each rank may hold one; ranks must agree on the step after which they stop.
 #[derive(Clone, Debug)]
-pub(crate) struct Interrupt {
-    asked: Arc<AtomicBool>,
-    /// What ends the process at the second signal.
-    ends: Arc<[SigId]>,
+pub(crate) struct Interrupt(Arc<Mutex<StopRequest>>);
+
+#[derive(Debug, Default)]
+struct StopRequest {
+    /// Whether the run has begun its first step.
+    is_running: bool,
+    /// The first reason.
+    reason: Option<StopReason>,
+    /// When the first SIGINT came.
+    interrupted: Option<Instant>,
+    /// The step after which the state was saved at the end of the run.
+    saved: Option<usize>,
+}
+
+impl StopRequest {
+    /// Notes a reason to stop. Returns exit code and message where the process is to end at once.
+    fn add(&mut self, reason: StopReason, now: Instant) -> Option<(i32, String)> {
+        if !self.is_running {
+            let text = format!("error: stopped by {reason} before the first step; nothing is saved");
+            return Some((NOT_SAVED, text));
+        }
+        self.reason.get_or_insert(reason);
+        if reason != StopReason::Interrupt
+            || now.duration_since(*self.interrupted.get_or_insert(now)) < SECOND_INTERRUPT
+        {
+            return None;
+        }
+        Some(match self.saved {
+            Some(step) => {
+                let text = format!("error: ended by a second SIGINT; the model after step {step} is saved");
+                (reason.exit_code().into(), text)
+            }
+            None => (NOT_SAVED, "error: ended by a second SIGINT before the model was saved".to_string()),
+        })
+    }
 }
 
 impl Interrupt {
-    /// Catches the signals from now on. A SIGHUP that the caller has the process ignore, as `nohup` does, stays ignored;
-    /// one alone never ends the process, since a terminal that closes may send several.
+    /// Handles signals from now on, and the end of the parent process where that is a launcher. Until [`Interrupt::begin_steps`] each
+    /// of them ends the process. A SIGHUP that the parent has the process ignore, as `nohup` does, stays ignored.
     ///
     /// # Errors
     /// `Kind::Io` if the system refuses.
-    pub(crate) fn install() -> Result<Interrupt> {
-        let asked = Arc::new(AtomicBool::new(false));
-        let mut ends = Vec::new();
-        for signal in [SIGINT, SIGTERM] {
-            // In this order: the first signal finds the flag down and raises it, the next finds it up.
-            let end = flag::register_conditional_shutdown(signal, EXIT_CODE, Arc::clone(&asked));
-            ends.push(end.map_err(failed(signal))?);
-            flag::register(signal, Arc::clone(&asked)).map_err(failed(signal))?;
+    pub(crate) fn install(has_launcher: bool) -> Result<Interrupt> {
+        let interrupt = Interrupt(Arc::default());
+        let here = interrupt.clone();
+        let hang_up = (!is_ignored(SIGHUP)).then_some(SIGHUP);
+        let signals: Vec<i32> = [SIGINT, SIGTERM, SIGUSR1, SIGXCPU].into_iter().chain(hang_up).collect();
+        listen(&signals, move |reason| here.receive(reason))?;
+        if has_launcher {
+            let here = interrupt.clone();
+            watch_parent(move || here.receive(StopReason::LauncherEnded))?;
         }
-        if !is_ignored(SIGHUP) {
-            flag::register(SIGHUP, Arc::clone(&asked)).map_err(failed(SIGHUP))?;
-        }
-        Ok(Interrupt { asked, ends: ends.into() })
+        Ok(interrupt)
     }
 
-    /// Whether a signal has come.
+    fn request(&self) -> MutexGuard<'_, StopRequest> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn receive(&self, reason: StopReason) {
+        // Locked until the process has ended, so that no rank begins its first step meanwhile.
+        let mut request = self.request();
+        if let Some((code, text)) = request.add(reason, Instant::now()) {
+            eprintln!("{text}");
+            exit(code);
+        }
+    }
+
+    /// Why the run is to stop, if it is.
     #[must_use]
-    pub(crate) fn requested(&self) -> bool {
-        self.asked.load(Ordering::SeqCst)
+    pub(crate) fn reason(&self) -> Option<StopReason> {
+        self.request().reason
     }
 
-    /// From now on no number of signals ends the process: it is about to save what it has.
-    pub(crate) fn hold(&self) {
-        for end in self.ends.iter() {
-            low_level::unregister(*end);
-        }
+    /// From now on the run stops after a step, since there will be something to save.
+    pub(crate) fn begin_steps(&self) {
+        self.request().is_running = true;
+    }
+
+    /// Notes that the state at the end of the run is saved.
+    pub(crate) fn set_saved(&self, step: usize) {
+        self.request().saved = Some(step);
     }
 }
 
-/// Ends the process at the first SIGINT or SIGTERM from now on, with a word: for commands that have nothing to save. The exit code
-/// is that of a shell for a process that the signal ends.
+/// Ends the process at the first SIGINT, SIGTERM or SIGXCPU, or when its launcher ends, with a message: for commands that have
+/// nothing to save. The exit code is that of a shell for a process that the signal ends.
 ///
 /// # Errors
 /// `Kind::Io` if the system refuses.
-pub(crate) fn end_at_signals(command: &'static str) -> Result<()> {
-    let came = Arc::new(AtomicUsize::new(0));
-    for signal in [SIGINT, SIGTERM].into_iter().filter(|signal| !is_ignored(*signal)) {
-        flag::register_usize(signal, Arc::clone(&came), signal as usize).map_err(failed(signal))?;
-    }
-    let watch = move || loop {
-        thread::sleep(WATCH);
-        let name = match came.load(Ordering::SeqCst) as i32 {
-            0 => continue,
-            SIGINT => "SIGINT",
-            _ => "SIGTERM",
-        };
-        eprintln!("{command}: stopped by {name}");
-        std::process::exit(128 + came.load(Ordering::SeqCst) as i32);
+pub(crate) fn end_at_signals(command: &'static str, has_launcher: bool) -> Result<()> {
+    let end = move |reason: StopReason| {
+        eprintln!("{command}: stopped by {reason}");
+        exit(reason.exit_code().into());
     };
-    let watcher = thread::Builder::new().name("signals".to_string()).spawn(watch);
-    watcher.map(drop).map_err(|e| Error::new(Kind::Io, format!("no thread that waits for signals: {e}")))
+    let signals: Vec<i32> =
+        [SIGINT, SIGTERM, SIGXCPU].into_iter().filter(|signal| !is_ignored(*signal)).collect();
+    listen(&signals, end)?;
+    if has_launcher { watch_parent(move || end(StopReason::LauncherEnded)) } else { Ok(()) }
 }
 
-fn failed(signal: i32) -> impl Fn(std::io::Error) -> Error {
-    move |e| Error::new(Kind::Io, format!("cannot catch signal {signal}: {e}"))
+/// Makes a write beyond the limit of file sizes (`ulimit -f`) an error instead of the end of the process.
+///
+/// # Errors
+/// `Kind::Io` if the system refuses.
+pub(crate) fn catch_file_size_limit() -> Result<()> {
+    // Any handler will do: the system call fails with EFBIG then.
+    flag::register(SIGXFSZ, Arc::default()).map(drop).map_err(|e| refused("handle SIGXFSZ", &e))
+}
+
+/// Calls a function with each of some signals that arrives, on a thread of its own.
+fn listen(signals: &[i32], mut act: impl FnMut(StopReason) + Send + 'static) -> Result<()> {
+    let mut signals = Signals::new(signals).map_err(|e| refused("handle signals", &e))?;
+    let each = move || signals.forever().filter_map(StopReason::of_signal).for_each(&mut act);
+    spawn("signals", each)
+}
+
+/// Calls a function when the parent process has ended. A thread looks for it: a signal at the parent's death, which Linux offers, comes
+/// when the parent's *thread* ends that started this process.
+fn watch_parent(act: impl FnOnce() + Send + 'static) -> Result<()> {
+    let parent = parent_id();
+    spawn("launcher", move || {
+        while parent_id() == parent {
+            thread::sleep(LAUNCHER_INTERVAL);
+        }
+        act();
+    })
+}
+
+fn spawn(name: &str, f: impl FnOnce() + Send + 'static) -> Result<()> {
+    let thread = thread::Builder::new().name(name.to_string()).spawn(f);
+    thread.map(drop).map_err(|e| refused(&format!("start the thread `{name}`"), &e))
+}
+
+fn refused(doing: &str, e: &std::io::Error) -> Error {
+    Error::new(Kind::Io, format!("cannot {doing}: {e}"))
 }
 
 /// Whether the process was started with a signal ignored, where the system tells (Linux).
@@ -98,45 +239,40 @@ fn is_ignored(signal: i32) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use signal_hook::low_level::raise;
-    use std::process::Command;
 
-    /// Set in the process that `signals_in_a_process_of_its_own` starts: the signals it shall send itself; 0 is the
-    /// beginning of the save.
-    const SIGNALS: &str = "SHARDGRAD_TEST_SIGNALS";
-
-    /// Signals reach the whole process, so they are tried in a child: this test binary, asked for this test
-    /// alone.
-    fn child(signals: &[i32]) -> Option<i32> {
-        let mut child = Command::new(std::env::current_exe().unwrap());
-        let signals: Vec<String> = signals.iter().map(i32::to_string).collect();
-        child.args(["--exact", "interrupt::tests::signals_in_a_process_of_its_own"]);
-        child.env(SIGNALS, signals.join(",")).output().unwrap().status.code()
+    #[test]
+    fn only_a_second_sigint_two_seconds_after_the_first_ends_a_run() {
+        let start = Instant::now();
+        let after = |seconds: f64| start + Duration::from_secs_f64(seconds);
+        let (interrupt, terminate) = (StopReason::Interrupt, StopReason::Terminate);
+        let mut request = StopRequest { is_running: true, ..StopRequest::default() };
+        for reason in StopReason::ALL.into_iter().skip(1).cycle().take(50) {
+            assert_eq!(request.add(reason, start), None);
+        }
+        assert_eq!(request.reason, Some(terminate), "the first one counts");
+        assert_eq!(request.add(interrupt, after(10.0)), None, "the first SIGINT");
+        assert_eq!(request.add(interrupt, after(11.9)), None, "too early");
+        assert_eq!(request.add(terminate, after(20.0)), None);
+        let ended = request.add(interrupt, after(12.0)).unwrap();
+        assert_eq!(ended, (1, "error: ended by a second SIGINT before the model was saved".to_string()));
+        request.saved = Some(7);
+        let (code, text) = request.add(interrupt, after(12.0)).unwrap();
+        assert!(code == 130 && text.ends_with("the model after step 7 is saved"), "{text}");
     }
 
     #[test]
-    fn signals_in_a_process_of_its_own() {
-        if let Ok(signals) = std::env::var(SIGNALS) {
-            let interrupt = Interrupt::install().unwrap();
-            let held_by_a_rank = interrupt.clone();
-            assert!(!held_by_a_rank.requested());
-            for signal in signals.split(',') {
-                match signal.parse().unwrap() {
-                    0 => interrupt.hold(),
-                    signal => raise(signal).unwrap(),
-                }
-                assert!(held_by_a_rank.requested());
-            }
-            std::process::exit(7);
+    fn whatever_comes_before_the_first_step_ends_the_process() {
+        for reason in StopReason::ALL {
+            let (code, text) = StopRequest::default().add(reason, Instant::now()).unwrap();
+            assert_eq!(code, 1);
+            assert_eq!(text, format!("error: stopped by {reason} before the first step; nothing is saved"));
         }
-        assert_eq!(child(&[SIGINT]), Some(7), "the first signal only raises the flag");
-        assert_eq!(child(&[SIGTERM]), Some(7));
-        assert_eq!(child(&[SIGINT, SIGINT]), Some(EXIT_CODE));
-        assert_eq!(child(&[SIGTERM, SIGINT]), Some(EXIT_CODE));
-        if !is_ignored(SIGHUP) {
-            assert_eq!(child(&[SIGHUP, SIGHUP]), Some(7), "a terminal that closes says so twice");
-            assert_eq!(child(&[SIGHUP, SIGTERM]), Some(EXIT_CODE));
-        }
-        assert_eq!(child(&[SIGINT, 0, SIGINT, SIGTERM, SIGINT]), Some(7), "nothing ends a save");
+    }
+
+    #[test]
+    fn exit_codes_are_those_of_a_shell() {
+        let codes = StopReason::ALL.map(StopReason::exit_code);
+        assert_eq!(codes, [130, 143, 129, 138, 152, 143]);
+        assert_eq!(StopReason::of_signal(SIGTERM), Some(StopReason::Terminate));
     }
 }

@@ -7,9 +7,9 @@ pub(crate) use earlier::Earlier;
 use unwritten::Unwritten;
 
 use crate::behind::Behind;
-use crate::outputs::{cannot, place};
+use crate::outputs::{OutFolder, cannot, place};
 use serde::{Deserialize, Deserializer, Serialize};
-use shardgrad::Result;
+use shardgrad::{Error, Result};
 use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
@@ -59,7 +59,7 @@ const END: &[u8] = b"}\n";
 /// are kept and written when it takes them, at the latest by [`Metrics::end`].
 #[derive(Debug)]
 pub(crate) struct Metrics {
-    path: PathBuf,
+    record: Record,
     file: Arc<Mutex<Option<File>>>,
     unwritten: Arc<Mutex<Unwritten>>,
     disk: Behind,
@@ -70,14 +70,47 @@ pub(crate) struct Metrics {
     begun: usize,
 }
 
+/// Where the file is.
+#[derive(Clone, Debug)]
+enum Record {
+    /// In the folder of a run, which may be moved.
+    InFolder(OutFolder),
+    /// At a path of its own.
+    #[cfg(test)]
+    At(PathBuf),
+}
+
+impl Record {
+    fn path(&self) -> PathBuf {
+        match self {
+            Record::InFolder(out) => out.join("metrics.jsonl"),
+            #[cfg(test)]
+            Record::At(path) => path.clone(),
+        }
+    }
+
+    /// As [`OutFolder::verify`].
+    fn verify(&self) -> Result<Option<Error>> {
+        match self {
+            Record::InFolder(out) => out.verify(),
+            #[cfg(test)]
+            Record::At(_) => Ok(None),
+        }
+    }
+}
+
 impl Metrics {
     /// Goes on with a record, which may be empty. An older file of this name stays as it is until there is a step to write; then
     /// the earlier lines take its place.
-    pub(crate) fn new(path: &Path, earlier: Earlier) -> Metrics {
+    pub(crate) fn new(out: &OutFolder, earlier: Earlier) -> Metrics {
+        Metrics::of(Record::InFolder(out.clone()), earlier)
+    }
+
+    fn of(record: Record, earlier: Earlier) -> Metrics {
         let (file, unwritten, disk) = (Arc::default(), Arc::default(), Behind::start());
         let (count, Earlier { lines, steps, .. }) = (earlier.steps.len(), earlier);
         let earlier = (lines.into(), count);
-        Metrics { path: path.to_path_buf(), file, unwritten, disk, steps, earlier, begun: 0 }
+        Metrics { record, file, unwritten, disk, steps, earlier, begun: 0 }
     }
 
     /// Begins one step whose held-out loss, its last field, is about to be measured.
@@ -112,65 +145,73 @@ impl Metrics {
     }
 
     /// Ends the step that was begun, if its held-out loss was never known, and waits until all is written. Where the file has gone
-    /// since, with its folder perhaps, all steps are written anew.
+    /// since, with its folder perhaps, or could not be made, all steps are written anew.
     ///
     /// # Errors
     /// As [`Metrics::add`], of all that nobody was told of; `Kind::Io` naming the file if the system refuses lines still.
     pub(crate) fn end(&mut self) -> Result<()> {
         let ended = if std::mem::take(&mut self.begun) > 0 { self.write(END) } else { Ok(()) };
         let lines = self.steps.iter().map(|step| self.line(step)).collect::<Result<Vec<_>>>();
-        let (path, file) = (self.path.clone(), Arc::clone(&self.file));
+        let (record, file) = (self.record.clone(), Arc::clone(&self.file));
         let (earlier, unwritten) = (Arc::clone(&self.earlier.0), Arc::clone(&self.unwritten));
         self.disk.hand(move || {
             let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
             let mut unwritten = unwritten.lock().unwrap_or_else(PoisonError::into_inner);
+            let moved = record.verify()?;
+            let path = record.path();
             if file.is_none() && unwritten.bytes.is_empty() {
-                return Ok(());
+                return moved.map_or(Ok(()), Err);
             }
-            if file.is_none() || path.exists() {
-                return append(&path, &mut file, (&earlier, &mut unwritten));
+            let mut before: &[u8] = &earlier;
+            if file.is_some() && !path.exists() {
+                *file = None;
+                (before, unwritten.bytes) = (&[], lines?.concat());
             }
-            *file = None;
             let folder = path.parent().map_or(Ok(()), fs::create_dir_all);
             folder.map_err(|e| cannot("write", &path, &e))?;
-            unwritten.bytes = lines?.concat();
-            append(&path, &mut file, (&[], &mut unwritten))
+            append(&path, &mut file, (before, &mut unwritten))?;
+            moved.map_or(Ok(()), Err)
         });
         ended.and(self.disk.wait())
     }
 
     fn line(&self, step: &StepMetrics) -> Result<Vec<u8>> {
-        let mut line = serde_json::to_vec(step).map_err(|e| cannot("write", &self.path, &e.into()))?;
+        let mut line =
+            serde_json::to_vec(step).map_err(|e| cannot("write", &self.record.path(), &e.into()))?;
         line.push(b'\n');
         Ok(line)
     }
 
     /// Has bytes written; what went wrong before is told.
     fn write(&self, bytes: &[u8]) -> Result<()> {
-        let (path, file, bytes) = (self.path.clone(), Arc::clone(&self.file), bytes.to_vec());
+        let (record, file, bytes) = (self.record.clone(), Arc::clone(&self.file), bytes.to_vec());
         let (earlier, unwritten) = (Arc::clone(&self.earlier.0), Arc::clone(&self.unwritten));
         self.disk.hand(move || {
             let mut unwritten = unwritten.lock().unwrap_or_else(PoisonError::into_inner);
             unwritten.bytes.extend(bytes);
             let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
-            let done = append(&path, &mut file, (&earlier, &mut unwritten));
-            unwritten.report(done);
-            Ok(())
+            let moved = record.verify()?;
+            // An open file has moved with its folder; one that is not open yet would be begun without the lines before.
+            if file.is_some() || moved.is_none() {
+                let done = append(&record.path(), &mut file, (&earlier, &mut unwritten));
+                unwritten.report(done);
+            }
+            moved.map_or(Ok(()), Err)
         });
         self.disk.told()
     }
 
     /// Waits until what is written so far is on the disk itself. What the system refuses is a warning.
     pub(crate) fn sync(&self) {
-        let (path, file, unwritten) =
-            (self.path.clone(), Arc::clone(&self.file), Arc::clone(&self.unwritten));
+        let (record, file, unwritten) =
+            (self.record.clone(), Arc::clone(&self.file), Arc::clone(&self.unwritten));
         self.disk.hand(move || {
             let file = file.lock().unwrap_or_else(PoisonError::into_inner);
             let synced = file.as_ref().map_or(Ok(()), File::sync_data);
             let mut unwritten = unwritten.lock().unwrap_or_else(PoisonError::into_inner);
             // Lines that are not written yet were reported, and a sync says nothing of them.
             if unwritten.bytes.is_empty() {
-                unwritten.report(synced.map_err(|e| cannot("write", &path, &e)));
+                unwritten.report(synced.map_err(|e| cannot("write", &record.path(), &e)));
             }
             Ok(())
         });
@@ -195,10 +236,16 @@ fn append(path: &Path, file: &mut Option<File>, (earlier, bytes): (&[u8], &mut U
     let failed = |e| cannot("write", path, &e);
     let file = match file {
         Some(file) => file,
-        none if earlier.is_empty() => none.insert(File::create(path).map_err(failed)?),
+        none if earlier.is_empty() => none.insert(create(path).map_err(failed)?),
         none => none.insert(beginning(path, earlier).map_err(failed)?),
     };
     bytes.write_to(file).map_err(failed)
+}
+
+/// Makes an empty file, or empties one, and opens it to append: what somebody else cuts off leaves no gap.
+fn create(path: &Path) -> io::Result<File> {
+    File::create(path)?;
+    File::options().append(true).open(path)
 }
 
 /// A file of some lines in the place of another: until it is whole, that one stays. A link stays too; what it leads to is replaced.
@@ -209,7 +256,7 @@ fn beginning(path: &Path, lines: &[u8]) -> io::Result<File> {
     }
     let path = &place(path);
     let temporary = path.with_extension(format!("jsonl.tmp-{}", std::process::id()));
-    let mut file = File::create(&temporary)?;
+    let mut file = create(&temporary)?;
     let begun = file.write_all(lines).and_then(|()| file.sync_all());
     begun.and_then(|()| fs::rename(&temporary, path)).inspect_err(|_| drop(fs::remove_file(&temporary)))?;
     Ok(file)
@@ -242,7 +289,7 @@ mod tests {
     fn an_older_file_stays_until_there_is_a_step_and_lines_are_whole_at_once() {
         let dir = Scratch::new();
         let path = dir.file("metrics.jsonl", "of an earlier run");
-        let mut metrics = Metrics::new(&path, Earlier::default());
+        let mut metrics = Metrics::of(Record::At(path.clone()), Earlier::default());
         assert_eq!(fs::read_to_string(&path).unwrap(), "of an earlier run");
         metrics.add(&step(1, None)).unwrap();
         metrics.disk.wait().unwrap();
@@ -269,7 +316,7 @@ mod tests {
         let path = dir.file("metrics.jsonl", &before);
         let earlier = Earlier::read(&path, 3).unwrap();
         assert_eq!((earlier.count(), earlier.left_out(), earlier.seconds()), (3, 2, 0.5));
-        let mut metrics = Metrics::new(&path, earlier);
+        let mut metrics = Metrics::of(Record::At(path.clone()), earlier);
         metrics.end().unwrap();
         assert_eq!((fs::read_to_string(&path).unwrap(), metrics.taken()), (before, 0));
         metrics.add(&step(4, None)).unwrap();
@@ -292,7 +339,7 @@ mod tests {
         for target in [target, dir.path("elsewhere/none")] {
             let path = dir.path("metrics.jsonl");
             std::os::unix::fs::symlink(&target, &path).unwrap();
-            let mut metrics = Metrics::new(&path, Earlier::read(&record, 1).unwrap());
+            let mut metrics = Metrics::of(Record::At(path.clone()), Earlier::read(&record, 1).unwrap());
             metrics.add(&step(2, None)).unwrap();
             metrics.end().unwrap();
             let second = serde_json::to_string(&step(2, None)).unwrap() + "\n";
@@ -307,7 +354,7 @@ mod tests {
     fn who_syncs_waits_for_a_slow_disk_and_leaves_what_it_refuses_to_the_next_call() {
         let dir = Scratch::new();
         let path = dir.path("metrics.jsonl");
-        let mut metrics = Metrics::new(&path, Earlier::default());
+        let mut metrics = Metrics::of(Record::At(path.clone()), Earlier::default());
         metrics.then(|| {
             std::thread::sleep(Duration::from_millis(300));
             Ok(())
@@ -315,7 +362,7 @@ mod tests {
         metrics.add(&step(1, None)).unwrap();
         metrics.sync();
         assert!(fs::read_to_string(&path).is_ok_and(|text| text.ends_with("}\n")), "it is there");
-        metrics.then(|| Err(shardgrad::Error::new(Kind::Io, "no disk")));
+        metrics.then(|| Err(Error::new(Kind::Io, "no disk")));
         metrics.sync();
         assert_eq!(metrics.add(&step(2, None)).unwrap_err().message(), "no disk");
     }
@@ -326,7 +373,7 @@ mod tests {
         let path = dir.path("metrics.jsonl");
         let (known, whole) = (StepMetrics { val_loss: None, ..step(1, Some(0.0)) }, step(1, Some(2.5)));
         let text = || fs::read_to_string(&path).unwrap();
-        let mut metrics = Metrics::new(&path, Earlier::default());
+        let mut metrics = Metrics::of(Record::At(path.clone()), Earlier::default());
         metrics.begin(&known).unwrap();
         metrics.disk.wait().unwrap();
         assert!(text().ends_with("\"skipped\":false"), "{}", text());
@@ -349,7 +396,7 @@ mod tests {
         let dir = Scratch::new();
         let path = dir.path("out/metrics.jsonl");
         fs::create_dir(dir.path("out")).unwrap();
-        let mut metrics = Metrics::new(&path, Earlier::default());
+        let mut metrics = Metrics::of(Record::At(path.clone()), Earlier::default());
         metrics.add(&step(1, None)).unwrap();
         metrics.begin(&step(2, None)).unwrap();
         metrics.disk.wait().unwrap();
@@ -363,8 +410,62 @@ mod tests {
         metrics.end().unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "of another run");
         fs::remove_dir_all(dir.path("out")).unwrap();
-        Metrics::new(&path, Earlier::default()).end().unwrap();
+        Metrics::of(Record::At(path.clone()), Earlier::default()).end().unwrap();
         assert!(!dir.path("out").exists());
+    }
+
+    #[test]
+    fn a_file_that_is_cut_off_by_somebody_else_has_no_gap() {
+        let dir = Scratch::new();
+        let first = serde_json::to_string(&step(1, None)).unwrap() + "\n";
+        for earlier in ["", &first] {
+            let record = dir.file("record", earlier);
+            let path = dir.path("metrics.jsonl");
+            let mut metrics = Metrics::of(Record::At(path.clone()), Earlier::read(&record, 1).unwrap());
+            metrics.add(&step(2, None)).unwrap();
+            metrics.disk.wait().unwrap();
+            File::create(&path).unwrap();
+            metrics.add(&step(3, None)).unwrap();
+            metrics.end().unwrap();
+            let third = serde_json::to_string(&step(3, None)).unwrap() + "\n";
+            assert_eq!(fs::read_to_string(&path).unwrap(), third);
+        }
+    }
+
+    #[test]
+    fn the_record_of_a_folder_that_is_moved_is_whole_at_its_new_place() {
+        let lines = |steps: &[u64]| -> String {
+            steps.iter().map(|i| serde_json::to_string(&step(*i, None)).unwrap() + "\n").collect()
+        };
+        for begun in [true, false] {
+            let dir = Scratch::new();
+            let (old, new) = (dir.path("old"), dir.path("new"));
+            let out = OutFolder::open(&old).unwrap();
+            let mut metrics = Metrics::new(&out, Earlier::default());
+            if begun {
+                metrics.add(&step(1, None)).unwrap();
+                metrics.disk.wait().unwrap();
+            } else {
+                dir.file("old/metrics.jsonl", "of an earlier run");
+            }
+            fs::rename(&old, &new).unwrap();
+            let other = dir.file("old/metrics.jsonl", "of another run");
+            let added = metrics.add(&step(2, None));
+            let error = added.and(metrics.end()).unwrap_err();
+            assert!(error.message().contains("was moved to"), "{error}");
+            let steps: &[u64] = if begun { &[1, 2] } else { &[2] };
+            assert_eq!(fs::read_to_string(new.join("metrics.jsonl")).unwrap(), lines(steps));
+            assert_eq!(fs::read_to_string(&other).unwrap(), "of another run");
+        }
+        // Where another run has the name, nothing is written.
+        let dir = Scratch::new();
+        let out = OutFolder::open(&dir.path("out")).unwrap();
+        fs::remove_dir_all(dir.path("out")).unwrap();
+        let other = dir.file("out/metrics.jsonl", "of another run");
+        let mut metrics = Metrics::new(&out, Earlier::default());
+        let added = metrics.add(&step(1, None));
+        assert!(added.and(metrics.end()).is_err());
+        assert_eq!(fs::read_to_string(&other).unwrap(), "of another run");
     }
 
     #[test]
@@ -372,7 +473,7 @@ mod tests {
         let dir = Scratch::new();
         let path = dir.file("metrics.jsonl", "");
         let full = || Some(File::options().write(true).open("/dev/full").unwrap());
-        let mut metrics = Metrics::new(&path, Earlier::default());
+        let mut metrics = Metrics::of(Record::At(path.clone()), Earlier::default());
         *metrics.file.lock().unwrap() = full();
         for number in 1..=2 {
             metrics.add(&step(number, None)).unwrap();
@@ -391,7 +492,7 @@ mod tests {
 
     #[test]
     fn a_disk_that_is_full_to_the_end_is_an_error_and_the_steps_are_kept() {
-        let mut full = Metrics::new(Path::new("/dev/full"), Earlier::default());
+        let mut full = Metrics::of(Record::At("/dev/full".into()), Earlier::default());
         (1..=2).for_each(|number| full.add(&step(number, None)).unwrap());
         let error = full.end().unwrap_err();
         assert_eq!((error.kind(), full.steps().len()), (Kind::Io, 2));

@@ -1,12 +1,17 @@
 //! Where programs write. It is looked at before anything is computed, so that no result is lost at the end of a run, and
 //! nothing that an earlier run left, or that is read, is destroyed by a slip.
 
+mod lock;
+mod folder;
+
+pub(crate) use folder::OutFolder;
+
 use crate::behind::Behind;
 use crate::tokenizer::TOKENIZER_FILE;
 use shardgrad::nn::hf::{Checkpoints, Companion, check_replaceable, open_within};
 use shardgrad::{Error, Kind, Result};
 use std::fmt::Display;
-use std::fs::{self, File, TryLockError};
+use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -62,57 +67,6 @@ fn write_line(line: &str, over: &AtomicBool) {
     let Err(e) = writeln!(out, "{line}").and_then(|()| out.flush()) else { return };
     if !over.swap(true, Ordering::Relaxed) && e.kind() != ErrorKind::BrokenPipe {
         eprintln!("cannot write to stdout: {e}; the run goes on without it");
-    }
-}
-
-/// The folder of a run, which no other run writes into until this is dropped or the process ends.
-#[derive(Debug)]
-pub(crate) struct OutFolder {
-    path: PathBuf,
-    /// None where the first process of a run holds it.
-    _lock: Option<File>,
-}
-
-impl OutFolder {
-    /// Makes the folder if need be and locks it. What is in it stays as it is.
-    ///
-    /// # Errors
-    /// `Kind::Io` with a repair: for a folder that cannot be written, for a file or folder in the place of the other, for
-    /// what a save would not replace, and while another run writes there.
-    pub(crate) fn open(path: &Path) -> Result<OutFolder> {
-        let refuse = |path: &Path, e: &io::Error| cannot("write", path, e).detail("help", ELSEWHERE);
-        fs::create_dir_all(path).map_err(|e| refuse(path, &e))?;
-        // The file stays: whoever removed it would let two runs lock two files of one name.
-        let lock = path.join(".lock");
-        let lock = File::options().write(true).create(true).truncate(false).open(lock);
-        let lock = lock.map_err(|e| refuse(path, &e))?;
-        if let Err(TryLockError::WouldBlock) = lock.try_lock() {
-            let text = format!("another run is writing to {}", path.display());
-            return Err(
-                Error::new(Kind::Io, text).detail("help", format!("wait until it has ended, or {ELSEWHERE}"))
-            );
-        }
-        // A file system without locks is no reason to refuse.
-        for name in FILES {
-            let file = path.join(name);
-            check_plain(&file).map_err(|e| e.detail("help", ELSEWHERE))?;
-            if file.exists() {
-                try_to_write(&file).map_err(|e| refuse(&file, &e))?;
-            }
-        }
-        check_model(&path.join("model"))?;
-        Ok(OutFolder { path: path.to_path_buf(), _lock: Some(lock) })
-    }
-
-    /// The folder that another process of the same run has opened, and alone writes into.
-    pub(crate) fn of_leader(path: &Path) -> OutFolder {
-        OutFolder { path: path.to_path_buf(), _lock: None }
-    }
-
-    /// A path in the folder.
-    #[must_use]
-    pub(crate) fn join(&self, name: &str) -> PathBuf {
-        self.path.join(name)
     }
 }
 
@@ -291,7 +245,8 @@ mod tests {
         dir.file("b/metrics.jsonl/x", "");
         assert!(told("b").contains("b/metrics.jsonl: a folder, a pipe or a device"));
         dir.file("c", "");
-        assert!(told("c").starts_with("cannot write "));
+        assert_eq!(told("c"), format!("--out {} is a file", dir.path("c").display()));
+        assert!(told("c/under").starts_with("cannot write "));
     }
 
     #[test]

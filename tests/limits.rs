@@ -72,7 +72,7 @@ fn memory_and_folder_are_looked_at_before_the_data_are_read() {
         let said = with(&["--out", &out, "--memory-limit", "100KB"]);
         assert!(said.contains("and --memory-limit allows 97.7 KiB") && !Path::new(&out).exists(), "{said}");
         let said = with(&["--out", &taken]);
-        assert!(said.contains(&format!("cannot write {taken}")) && said.contains("--out DIR"), "{said}");
+        assert!(said.contains(&format!("--out {taken} is a file")) && said.contains("--out DIR"), "{said}");
         let said = with(&["--out", &folder.path("read")]);
         assert!(said.contains(why), "{said}");
     }

@@ -26,7 +26,7 @@ pub(crate) use train::TrainArgs;
 use super::ranks::{Ranks, process};
 use crate::data::{How, Split, Width, is_source};
 pub(crate) use axes::check_experts;
-use axes::{MEASURING, READING, TRAINING, check_axes};
+use axes::{EVALUATION, GENERATION, TRAINING, check_axes};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 use shardgrad::dist::{Mesh, World};
@@ -40,7 +40,7 @@ use std::time::Duration;
 #[derive(Debug, Parser)]
 #[command(name = "shardgrad", version, max_term_width = 100, disable_help_subcommand = true)]
 #[command(
-    after_help = "Exit codes: 0 done, 1 the run failed, 2 misuse or bad input, 130 `train` was stopped by a signal, 128 + N another command was by signal N."
+    after_help = "Exit codes: 0 done, 1 the run failed or was stopped with nothing saved, 2 misuse or bad input, 128 + N stopped by signal N (`train`: with its state saved)."
 )]
 pub(crate) struct Cli {
     #[command(subcommand)]
@@ -314,7 +314,7 @@ impl RunArgs {
     /// `Kind::Config` for more ranks than one process should have; `Kind::Unsupported` for axes over which the command splits
     /// nothing, and for a device that this machine or this build does not have.
     pub(crate) fn world(&self) -> Result<Ranks> {
-        check_axes(&self.mesh, &MEASURING)?;
+        check_axes(&self.mesh, &EVALUATION)?;
         self.launched()
     }
 
@@ -323,7 +323,7 @@ impl RunArgs {
     /// # Errors
     /// As [`RunArgs::world`].
     pub(crate) fn reading_world(&self) -> Result<Ranks> {
-        check_axes(&self.mesh, &READING)?;
+        check_axes(&self.mesh, &GENERATION)?;
         self.launched()
     }
 

@@ -3,7 +3,7 @@
 use super::args::{EvalArgs, check_experts, check_tokens, config_of};
 use super::consistency;
 use super::memory::check_model;
-use super::ranks::{Startup, leads};
+use super::ranks::{Startup, has_launcher, leads};
 use crate::data::{Order, Sampler};
 use crate::interrupt::end_at_signals;
 use crate::outputs::check_target;
@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 /// Runs the command.
 pub(crate) fn run(args: &EvalArgs, startup: &Startup) -> Result<()> {
-    end_at_signals("eval")?;
+    end_at_signals("eval", has_launcher())?;
     let config = config_of(&args.model)?;
     let seq = args.seq(&config)?;
     let ranks = args.run.world()?.started_by(startup);

@@ -2,7 +2,7 @@
 
 use super::args::{CHECK_EVERY, ExplainArgs, check_experts, check_tokens};
 use crate::data::Batch;
-use crate::train::{batch, word};
+use crate::train::{ControlFlags, batch};
 use serde_json::json;
 use shardgrad::dist::{Phase, Record};
 use shardgrad::kernels::Cost;
@@ -63,8 +63,8 @@ impl Outline<'_> {
 /// Takes two steps: the first makes what the optimizer keeps, when activations are gone; later ones hold both. The most bytes that
 /// the rank holds.
 pub(super) fn peak_bytes(rank: &Rank, trainer: &mut Trainer<'_, LanguageModel>) -> Result<u64> {
-    trainer.step(&word(false, false))?;
-    trainer.step(&word(false, false))?;
+    trainer.step(&ControlFlags::default().to_numbers())?;
+    trainer.step(&ControlFlags::default().to_numbers())?;
     Ok(rank.backend().memory().peak_bytes as u64)
 }
 
@@ -134,11 +134,11 @@ fn account(rank: &Rank, trainer: &mut Trainer<'_, LanguageModel>) -> Result<Step
     trainer.check_alike()?;
     let checks = rank.trace().take();
     let before = rank.backend().cost();
-    trainer.step(&word(false, false))?;
+    trainer.step(&ControlFlags::default().to_numbers())?;
     let (records, after) = (rank.trace().take(), rank.backend().cost());
     let cost = Cost { flops: after.flops - before.flops, bytes: after.bytes - before.bytes };
     // The first step makes what the optimizer keeps, when activations are gone; later ones hold both.
-    trainer.step(&word(false, false))?;
+    trainer.step(&ControlFlags::default().to_numbers())?;
     let peak_bytes = rank.backend().memory().peak_bytes as u64;
     Ok(Step { rank: rank.index(), parameters, activations, records, checks, cost, peak_bytes })
 }

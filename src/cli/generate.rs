@@ -9,7 +9,7 @@ use text::Text;
 use super::args::{GenerateArgs, SamplingArgs, check_experts, config_of};
 use super::consistency;
 use super::memory::check_model;
-use super::ranks::{Startup, leads};
+use super::ranks::{Startup, has_launcher, leads};
 use crate::behind::Behind;
 use crate::interrupt::end_at_signals;
 use crate::tokenizer::Tokenizer;
@@ -20,7 +20,7 @@ use shardgrad::prelude::*;
 
 /// Runs the command.
 pub(crate) fn run(args: &GenerateArgs, startup: &Startup) -> Result<()> {
-    end_at_signals("generate")?;
+    end_at_signals("generate", has_launcher())?;
     let config = config_of(&args.model)?;
     refuse_encoders(&config)?;
     let ranks = args.run.reading_world()?.started_by(startup);

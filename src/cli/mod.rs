@@ -15,6 +15,7 @@ mod plan;
 mod train;
 
 use crate::data::{Corpus, How, TokenFile, Vocabulary};
+use crate::interrupt::{StopReason, catch_file_size_limit};
 use ranks::Startup;
 use shardgrad::dist::{Rank, Rendezvous};
 use shardgrad::nn::hf::Weights;
@@ -42,7 +43,9 @@ pub(crate) fn main() -> ExitCode {
     let (done, rendezvous) = match (parsed, opened) {
         (Ok(line), Ok(rendezvous)) => {
             let startup = Startup { rendezvous: rendezvous.clone(), options: line.options };
-            (run(&line.command, &startup), rendezvous)
+            let done =
+                catch_file_size_limit().map_err(Failure::from).and_then(|()| run(&line.command, &startup));
+            (done, rendezvous)
         }
         (Ok(_), Err(e)) => (Err(e.into()), None),
         (Err(e), opened) => (Err(e.into()), opened.ok().flatten()),
@@ -87,6 +90,11 @@ impl Failure {
     fn of_run(error: Error) -> Failure {
         Failure { error, code: RUN_FAILED }
     }
+
+    /// For a run that was stopped, with its state saved.
+    fn stopped(error: Error, reason: StopReason) -> Failure {
+        Failure { error, code: reason.exit_code() }
+    }
 }
 
 impl From<Error> for Failure {
@@ -113,10 +121,10 @@ fn run(command: &args::Command, startup: &Startup) -> Result<(), Failure> {
 /// The exit code of a run that failed.
 const RUN_FAILED: u8 = 1;
 
-/// 2 for misuse or bad input, 130 after SIGINT, 1 for a run that failed.
+/// 2 for misuse or bad input, 1 for a run that failed. A run that was stopped with its state saved has a code of its own
+/// ([`Failure::stopped`]).
 fn exit_code(error: &Error) -> u8 {
     match error.kind() {
-        Kind::Interrupted => 130,
         Kind::Shape
         | Kind::DType
         | Kind::Layout

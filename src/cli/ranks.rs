@@ -39,6 +39,16 @@ pub(crate) fn leads() -> bool {
     process().ok().flatten().is_none_or(|process| process.rank() == 0)
 }
 
+/// Variables of launchers that start processes and wait for them. By hand, a shell may start them and end.
+const LAUNCHER_VARIABLES: [&str; 4] =
+    ["TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"];
+
+/// Whether a launcher has started this process as one of several, and waits for it: where it ends, nobody else does.
+pub(crate) fn has_launcher() -> bool {
+    let is_set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+    LAUNCHER_VARIABLES.into_iter().any(is_set) && process().is_ok_and(|process| process.is_some())
+}
+
 /// How many of the ranks of a mesh are on this machine.
 pub(super) fn num_here(mesh: &Mesh) -> usize {
     process().ok().flatten().map_or(mesh.num_ranks(), |process| process.num_local())

@@ -6,9 +6,10 @@ mod newest;
 mod resume;
 mod steps;
 mod rescue;
+mod outcome;
 
 use checkpoints::{Keeping, leave};
-use progress::tell;
+use outcome::outcome;
 use rescue::{Kept, keeping, save_kept};
 use resume::Begin;
 use steps::{Ended, take_steps};
@@ -18,9 +19,9 @@ use super::args::{TrainArgs, check_experts, check_tokens};
 use super::consistency;
 use super::explain::Outline;
 use super::memory::check_training;
-use super::ranks::{Ranks, Startup, leads, process};
+use super::ranks::{Ranks, Startup, has_launcher, leads, process};
 use crate::data::{Corpus, Order, Sampler, Split, TokenFile, refuse_written};
-use crate::interrupt::Interrupt;
+use crate::interrupt::{Interrupt, StopReason};
 use crate::metrics::{Earlier, Metrics};
 use crate::outputs::{Companions, Lines, OutFolder, check_target, place, written};
 use crate::plot;
@@ -102,6 +103,17 @@ impl Job {
         self.out.join("model")
     }
 
+    /// Verifies the folder before a write. Where it was moved or removed, the run ends after a save.
+    ///
+    /// # Errors
+    /// As [`OutFolder::verify`].
+    fn verify_folder(&self, ended: &mut Ended) -> Result<()> {
+        // Nothing is saved where nothing may be written.
+        let moved = self.out.verify().inspect_err(|_| self.saving.store(true, Ordering::SeqCst))?;
+        ended.failed = ended.failed.take().or(moved);
+        Ok(())
+    }
+
     /// An error after which an earlier model is there as before, if there was one.
     fn keeping(&self, e: Error) -> Error {
         let model = self.model();
@@ -137,28 +149,7 @@ pub(super) fn run(args: &TrainArgs, startup: &Startup) -> Result<(), Failure> {
     let steps: &Steps = if job.is_over() { &|_, _, _, job| Ok(Ended::over(job)) } else { &take_steps };
     let (stopped, failed) = launch(&ranks, &job, steps);
     let written = write_down(&job, &text);
-    let (saved, taken) = (job.saved.load(Ordering::SeqCst), job.metrics().taken());
-    if let Some(e) = failed.or(written.err()) {
-        let model = format!("the model after step {saved}, in {}", job.model().display());
-        let e = if saved > 0 && leads() { e.detail("saved", model) } else { e };
-        return Err(if taken > 0 { Failure::of_run(e) } else { e.into() });
-    }
-    if stopped && saved == 0 {
-        let text = "stopped by a signal before the first step was done; nothing is saved";
-        return Err(job.keeping(Error::new(Kind::Interrupted, text)).into());
-    }
-    if !job.json && leads() {
-        tell(&job, job.metrics().steps());
-    }
-    if stopped && saved < job.recipe.steps {
-        let text = format!("stopped by a signal after step {saved}; the model is saved");
-        let error = Error::new(Kind::Interrupted, text);
-        return Err(match job.checkpoints {
-            Some(_) => error.detail("help", "go on with the same options and --resume").into(),
-            None => error.into(),
-        });
-    }
-    Ok(())
+    outcome(&job, stopped, failed.or(written.err()))
 }
 
 /// The ranks, which compare what they begin with and read when they are processes.
@@ -175,11 +166,11 @@ fn compare(ranks: Ranks, job: &Job) -> Result<Ranks> {
 /// The steps of one rank.
 type Steps = dyn Fn(&mut Trainer<'_, LanguageModel>, &Ahead<'_>, bool, &Job) -> Result<Ended> + Sync;
 
-/// Runs all ranks and saves what they trained, however that ends: whether a signal stopped them, and what went wrong.
-fn launch(ranks: &Ranks, job: &Job, steps: &Steps) -> (bool, Option<Error>) {
+/// Runs all ranks and saves what they trained, however that ends. Returns what stopped them, and what went wrong.
+fn launch(ranks: &Ranks, job: &Job, steps: &Steps) -> (Option<StopReason>, Option<Error>) {
     match ranks.launch(|rank| train(rank, job, steps)) {
         Ok(mut ended) => (ended[0].stopped, ended.iter_mut().find_map(|one| one.failed.take())),
-        Err(e) => (false, Some(save_kept(ranks, job, e))),
+        Err(e) => (None, Some(save_kept(ranks, job, e))),
     }
 }
 
@@ -188,12 +179,13 @@ fn launch(ranks: &Ranks, job: &Job, steps: &Steps) -> (bool, Option<Error>) {
 fn write_down(job: &Job, title: &str) -> Result<()> {
     let mut metrics = job.metrics();
     let ended = metrics.end();
+    let moved = job.out.verify()?;
     let drawn = match metrics.steps() {
         steps if !leads() || steps.is_empty() || metrics.taken() == 0 && !job.is_over() => Ok(()),
         steps => plot::write_loss_plot(&job.out.join("loss.svg"), title, job.unit, steps),
     };
     let traced = job.trace.as_ref().map_or(Ok(()), |trace| trace.write(job.num_ranks));
-    ended.and(drawn).and(traced)
+    ended.and(moved.map_or(Ok(()), Err)).and(drawn).and(traced)
 }
 
 /// Refuses a divisor that may be zero, or always is infinite.
@@ -241,7 +233,7 @@ fn prepare(args: &TrainArgs) -> Result<Option<Job>> {
         config = config.with_dropout(p);
     }
     check_experts(&args.mesh(), &config)?;
-    let lines = Lines::new();
+    let (lines, interrupt) = (Lines::new(), Interrupt::install(has_launcher())?);
     let found = find(args, &config)?;
     let recipe = recipe(args, found.seq);
     let Recipe { batch, seq, microbatches, precision, .. } = recipe;
@@ -277,7 +269,7 @@ fn prepare(args: &TrainArgs) -> Result<Option<Job>> {
         notes,
         from,
         seconds: earlier.seconds(),
-        metrics: Mutex::new(Metrics::new(&out.join("metrics.jsonl"), earlier)),
+        metrics: Mutex::new(Metrics::new(&out, earlier)),
         config,
         recipe,
         rows,
@@ -295,7 +287,7 @@ fn prepare(args: &TrainArgs) -> Result<Option<Job>> {
         num_ranks: args.mesh().num_ranks(),
         json: args.json,
         lines,
-        interrupt: Interrupt::install()?,
+        interrupt,
         saving: AtomicBool::new(false),
         kept: Kept::default(),
         trace: args.trace.as_deref().map(Trace::new),
@@ -399,20 +391,25 @@ fn train(rank: &Rank, job: &Job, steps: &Steps) -> Result<Ended> {
         (None, None) => {}
     }
     let leads = rank.index() == 0;
+    job.interrupt.begin_steps();
     keeping(&mut trainer, job, |trainer| {
         let ended = steps(trainer, &ahead, leads, job)?;
         if ended.steps == 0 { Ok(ended) } else { end(trainer, ended, leads, job) }
     })
 }
 
-/// Saves the model of a run whose steps have ended, and leaves a checkpoint, unless it was that which ended it. Every rank calls
-/// this together.
+/// Saves the model of a run whose steps have ended, unless that is done, and leaves a checkpoint, unless it was that which ended it.
+/// Every rank calls this together.
 fn end(trainer: &Trainer<'_, LanguageModel>, mut ended: Ended, leads: bool, job: &Job) -> Result<Ended> {
-    job.interrupt.hold();
+    if ended.is_saved {
+        return Ok(ended);
+    }
     job.saving.store(true, Ordering::SeqCst);
-    if leads && job.interrupt.requested() {
+    job.verify_folder(&mut ended)?;
+    if let Some(reason) = ended.stopped.or(job.interrupt.reason()).filter(|_| leads) {
         let (done, all) = (ended.steps, job.recipe.steps);
-        job.lines.then(move |_| eprintln!("stopping: step {done} of {all} is done; saving the model"));
+        let so = if reason == StopReason::Interrupt { "; a second SIGINT ends the run without" } else { "" };
+        job.lines.then(move |_| eprintln!("{reason}: step {done} of {all} is done; saving the model{so}"));
     }
     match save(trainer.model(), ended.steps, job) {
         Ok(refused) => ended.failed = ended.failed.or(refused),
@@ -432,6 +429,8 @@ fn end(trainer: &Trainer<'_, LanguageModel>, mut ended: Ended, leads: bool, job:
     if !ended.unsaved {
         ended.note(leave(trainer, job)?);
     }
+    ended.is_saved = true;
+    job.interrupt.set_saved(ended.steps);
     Ok(ended)
 }
 

@@ -119,7 +119,7 @@ impl Corpus {
     ///
     /// # Errors
     /// `Kind::Data` naming the file if it is missing, a pipe or a device, empty, not UTF-8 (with the offset of the first bad
-    /// byte), written by the program, or has a length that its numbers do not divide; `Kind::Config` for a width where no file
+    /// byte), written by the program, or has a length that is not a whole number of tokens; `Kind::Config` for a width where no file
     /// has numbers, and for a token between texts where there are no two; for a folder without files; what the tokenizer of the
     /// model reports; `Kind::Io` if the system refuses.
     pub(crate) fn open(paths: &[PathBuf], how: &How<'_>) -> Result<Corpus> {
@@ -264,7 +264,7 @@ fn numbers(path: &Path, width: Width, keep: bool) -> Result<Part> {
     let (file, bytes) = open(path)?;
     let size = width.bytes() as u64;
     if !bytes.is_multiple_of(size) {
-        let why = format!("has {bytes} bytes, which numbers of {size} bytes do not divide");
+        let why = format!("{bytes} bytes is not a whole number of {size}-byte tokens");
         return Err(refuse(path, &why, "the file is cut short, or its numbers have another width (--width)"));
     }
     Ok(Part { source: Source::File(path.to_path_buf(), keep.then_some(file)), width, len: bytes / size })
@@ -382,10 +382,7 @@ mod tests {
         let (kind, message, _) = told(&dir.file("file", "x").join("under"));
         assert_eq!(kind, Kind::Io);
         assert!(message.starts_with("cannot read "), "{message}");
-        assert_eq!(
-            told(&dir.file("odd.bin", "abc")).1,
-            "has 3 bytes, which numbers of 2 bytes do not divide"
-        );
+        assert_eq!(told(&dir.file("odd.bin", "abc")).1, "3 bytes is not a whole number of 2-byte tokens");
     }
 
     #[test]

@@ -1,11 +1,13 @@
 //! Training a language model: what a run is made of, apart from how it was asked for.
 
 mod ahead;
+mod control;
 mod validate;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use ahead::Ahead;
+pub(crate) use control::ControlFlags;
 pub(crate) use validate::{Measured, mean_loss};
 
 use crate::data::{Batch, Sampler};
@@ -68,11 +70,6 @@ fn tensors(rank: &Rank, layout: &Layout, own: &Batch, share: Option<f64>) -> Res
 pub(crate) fn share(sampler: &Sampler, rows: Range<u64>, part: usize) -> Result<Option<f64>> {
     let weight = part as f64 / (rows.end - rows.start) as f64;
     Ok(sampler.asked(rows)?.map(|asked| asked.max(1) as f64 * weight))
-}
-
-/// The numbers of a rank that ride along with a step: whether it was told to stop, and whether something went wrong on it.
-pub(crate) fn word(stops: bool, failed: bool) -> [f64; 2] {
-    [stops, failed].map(|told| f64::from(u8::from(told)))
 }
 
 impl Recipe {

@@ -21,7 +21,10 @@ impl World {
     #[must_use]
     pub fn consistent(mut self, subject: &str, values: impl IntoIterator<Item = (String, String)>) -> World {
         // As they arrive at rank 0.
-        let named = values.into_iter().map(|(name, value)| (printable(&name, usize::MAX), printable(&value, usize::MAX))).collect();
+        let named = values
+            .into_iter()
+            .map(|(name, value)| (printable(&name, usize::MAX), printable(&value, usize::MAX)))
+            .collect();
         self.consistent.push(Values { subject: printable(subject, usize::MAX), named });
         self
     }

@@ -4,29 +4,35 @@ use shardgrad::dist::{Axis, Mesh};
 use shardgrad::nn::ModelConfig;
 use shardgrad::{Error, Kind, Result};
 
-/// What training splits: layers, rows, experts, tokens of a row, parameters.
-pub(super) const TRAINING: [&str; 5] = ["pp", "dp", "ep", "cp", "tp"];
-/// What is split where a loss is measured; stages are of training alone.
-pub(super) const MEASURING: [&str; 4] = ["dp", "ep", "cp", "tp"];
-/// What is split where a text is read token by token.
-pub(super) const READING: [&str; 3] = ["dp", "ep", "tp"];
+/// The axes of a mesh that a kind of computation shards something over.
+#[derive(Debug)]
+pub(super) struct SupportedAxes {
+    computation: &'static str,
+    names: &'static [&'static str],
+}
 
-/// Refuses axes over which a command splits nothing: their ranks would all hold and do the same.
-pub(super) fn check_axes(mesh: &Mesh, split: &[&str]) -> Result<()> {
-    let idle = |axis: &Axis| mesh.size(*axis) > 1 && !split.contains(&mesh.name(*axis));
+/// Training shards layers, rows, experts, tokens of a row, and parameters.
+pub(super) const TRAINING: SupportedAxes =
+    SupportedAxes { computation: "training", names: &["dp", "pp", "ep", "cp", "tp"] };
+/// Only training has pipeline stages.
+pub(super) const EVALUATION: SupportedAxes =
+    SupportedAxes { computation: "evaluation", names: &["dp", "ep", "cp", "tp"] };
+/// A text that grows token by token is not sharded over its tokens.
+pub(super) const GENERATION: SupportedAxes =
+    SupportedAxes { computation: "generation", names: &["dp", "ep", "tp"] };
+
+/// Refuses axes that a computation does not support: their ranks would all hold and do the same.
+pub(super) fn check_axes(mesh: &Mesh, supported: &SupportedAxes) -> Result<()> {
+    let SupportedAxes { computation, names } = supported;
+    let idle = |axis: &Axis| mesh.size(*axis) > 1 && !names.contains(&mesh.name(*axis));
     let Some(axis) = mesh.axes().find(idle) else { return Ok(()) };
-    let (name, size) = (mesh.name(axis), mesh.size(axis));
-    let (last, first) = split.split_last().map_or(("", String::new()), |(l, f)| (*l, f.join(", ")));
-    let instead = format!("use the axes {first} and {last}");
-    let (why, help) = match name {
-        "cp" => (
-            format!("a text that grows token by token is not split over cp={size}"),
-            format!(
-                "{instead}; no weight is split over cp, so a model that was trained with it is read without"
-            ),
-        ),
-        _ => (format!("nothing is split over {name}={size} but in training"), instead),
-    };
+    let name = mesh.name(axis);
+    let (last, first) = names.split_last().map_or(("", String::new()), |(l, f)| (*l, f.join(", ")));
+    let mut help = format!("use {first} or {last}");
+    if name == "cp" {
+        help += "; no weight is sharded over cp, so a model that was trained with cp is read without it";
+    }
+    let why = format!("{computation} does not support {name}");
     Err(Error::new(Kind::Unsupported, why).detail("help", help))
 }
 
@@ -59,23 +65,19 @@ mod tests {
     }
 
     #[test]
-    fn an_axis_over_which_nothing_is_split_is_refused_by_its_name() {
-        let told = |mesh: &str, split: &[&str]| {
-            check_axes(&Mesh::parse(mesh).unwrap(), split)
+    fn an_axis_that_is_not_supported_is_refused_by_its_name() {
+        let told = |mesh: &str, supported: &SupportedAxes| {
+            check_axes(&Mesh::parse(mesh).unwrap(), supported)
                 .map_err(|e| e.to_string().replace("\n  help       ", "; "))
         };
         assert_eq!(told("pp=2,dp=3,cp=2,tp=2", &TRAINING), Ok(()));
-        assert_eq!(told("pp=1,dp=3,cp=2", &MEASURING), Ok(()));
+        assert_eq!(told("pp=1,dp=3,cp=2", &EVALUATION), Ok(()));
         assert_eq!(
-            told("pp=2,cp=2", &MEASURING).unwrap_err(),
-            "nothing is split over pp=2 but in training; use the axes dp, ep, cp and tp"
+            told("pp=2,cp=2", &EVALUATION).unwrap_err(),
+            "evaluation does not support pp; use dp, ep, cp or tp"
         );
-        let error = told("cp=2,tp=2", &READING).unwrap_err();
-        assert!(
-            error.starts_with(
-                "a text that grows token by token is not split over cp=2; use the axes dp, ep and tp; no weight"
-            ),
-            "{error}"
-        );
+        let of = |mesh: &str| told(mesh, &GENERATION).unwrap_err();
+        assert_eq!(of("pp=2,tp=2"), "generation does not support pp; use dp, ep or tp");
+        assert!(of("cp=2,tp=2").starts_with("generation does not support cp; use dp, ep or tp; no weight"));
     }
 }

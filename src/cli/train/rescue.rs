@@ -42,8 +42,8 @@ pub(super) fn save_kept(ranks: &Ranks, job: &Job, failed: Error) -> Error {
     if steps <= job.first() || job.saving.load(Ordering::SeqCst) && !may_go_well {
         return failed;
     }
-    job.interrupt.hold();
-    match whole(kept, steps, job.num_ranks).and_then(|parts| save_parts(ranks, job, steps, parts)) {
+    let parts = job.out.verify().and_then(|_| whole(kept, steps, job.num_ranks));
+    match parts.and_then(|parts| save_parts(ranks, job, steps, parts)) {
         Ok(None) => failed,
         Ok(Some(refused)) => failed.detail("saved otherwise", refused.message()),
         Err(why) => not_saved(failed, &why),

@@ -107,7 +107,8 @@ pub(super) fn begin(
     }
     if earlier.left_out() > 0 {
         let (record, lines) = (record.display(), earlier.left_out());
-        eprintln!("{record}: {lines} line(s) are left out, of steps after {step} or broken");
+        let lines = if lines == 1 { "1 line".to_string() } else { format!("{lines} lines") };
+        eprintln!("{record}: dropped {lines} of metrics: later than step {step}, or damaged");
     }
     Ok(Begin::After(from, earlier))
 }

@@ -140,7 +140,8 @@ impl Report {
                 let (mesh, program) = (printable(from.text()?, usize::MAX), from.number()?);
                 let values = (0..from.count()?).map(|_| {
                     let (subject, count) = (printable(from.text()?, usize::MAX), from.count()?);
-                    let mut pair = || Some((printable(from.text()?, usize::MAX), printable(from.text()?, usize::MAX)));
+                    let mut pair =
+                        || Some((printable(from.text()?, usize::MAX), printable(from.text()?, usize::MAX)));
                     Some(Values { subject, named: (0..count).map(|_| pair()).collect::<Option<_>>()? })
                 });
                 let values = values.collect::<Option<_>>()?;

@@ -1,0 +1,185 @@
+//! Signals and the end of a launcher: what `train` saves then, and its exit codes.
+
+use crate::cli::{Folder, told};
+use crate::endings::{SMALL, end_of, is_ignored, signal, spawned, text, wait_for, wait_for_file};
+use crate::processes::{free_port, start};
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+/// Steps without an end.
+const LONG: [&str; 4] = ["--steps", "1000000", "--eval-every", "0"];
+
+#[test]
+fn a_signal_stops_a_run_with_its_state_saved() {
+    let folder = Folder::new("stop-codes");
+    let data = text(&folder, 50);
+    let cases = [
+        ("-INT", "SIGINT", 130),
+        ("-TERM", "SIGTERM", 143),
+        ("-HUP", "SIGHUP", 129),
+        ("-USR1", "SIGUSR1", 138),
+    ];
+    let cases = cases.into_iter().chain([("-XCPU", "SIGXCPU", 152)]);
+    for (sent, name, code) in cases.filter(|case| case.0 != "-HUP" || !is_ignored("-HUP")) {
+        let out = folder.path(name);
+        let args = [&["--data", &data, "--out", &out, "--save-every", "100000"], &LONG[..]].concat();
+        let child = spawned(&args, Stdio::null(), Stdio::piped());
+        wait_for(&Path::new(&out).join("metrics.jsonl"), "\"step\":2,");
+        // SLURM sends its signal twice within milliseconds; no number of them cuts the save short.
+        for _ in 0..5 {
+            signal(&child, sent);
+        }
+        let (ended, said) = end_of(child);
+        assert_eq!(ended, Some(code), "{name}: {said}");
+        let steps = fs::read_to_string(format!("{out}/metrics.jsonl")).unwrap().lines().count();
+        let text = format!("stopped by {name} after step {steps}; the model and a checkpoint are saved");
+        assert!(said.contains(&text), "{text} in {said}");
+        assert!(Path::new(&out).join("model/model.safetensors").is_file(), "{name}");
+        assert!(Path::new(&out).join(format!("checkpoint-{steps}/trainer_state.json")).is_file(), "{name}");
+    }
+}
+
+#[test]
+fn a_signal_before_the_first_step_ends_the_process_with_a_message() {
+    let folder = Folder::new("stop-start");
+    let (data, out) = (text(&folder, 50), folder.path("out"));
+    // The second rank never comes.
+    let args = [&["train", "--data", &data, "--out", &out], &SMALL[..], &LONG].concat();
+    let child = start(0, 2, free_port(), &args);
+    wait_for_file(&Path::new(&out).join(".lock"));
+    signal(&child, "-TERM");
+    let (code, said) = end_of(child);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("error: stopped by SIGTERM before the first step; nothing is saved\n"), "{said}");
+}
+
+#[test]
+fn a_signal_to_one_rank_stops_all_with_its_exit_code() {
+    let folder = Folder::new("stop-ranks");
+    let (data, out) = (text(&folder, 50), folder.path("out"));
+    let args = [&["train", "--data", &data, "--out", &out], &SMALL[..], &LONG, &["--threads", "1"]].concat();
+    let port = free_port();
+    let ranks = [0, 1].map(|rank| start(rank, 2, port, &args));
+    wait_for(&Path::new(&out).join("metrics.jsonl"), "\"step\":2,");
+    signal(&ranks[1], "-USR1");
+    for child in ranks {
+        let (code, said) = end_of(child);
+        assert_eq!(code, Some(138), "{said}");
+        assert!(said.contains("stopped by SIGUSR1 after step"), "{said}");
+    }
+    assert!(Path::new(&out).join("model/model.safetensors").is_file());
+}
+
+#[test]
+fn a_signal_in_the_last_evaluation_loses_no_held_out_loss() {
+    let folder = Folder::new("stop-last");
+    // A held-out tenth that takes far longer than a step.
+    let data = text(&folder, 5_000);
+    for (sent, first) in [("-TERM", true), ("-INT", true), ("-TERM", false)] {
+        let out = folder.path(&format!("out{sent}{first}"));
+        // The whole run, or its last step after a checkpoint.
+        let args = ["--data", &data, "--out", &out, "--save-every", "100000", "--resume"];
+        if !first {
+            let before = [&["train"], &SMALL[..], &args, &["--steps", "2", "--eval-every", "0"]].concat();
+            let (code, said) = told(&before);
+            assert_eq!(code, 0, "{said}");
+        }
+        let args = [&args[..], &["--steps", "3", "--eval-every", "3"]].concat();
+        let child = spawned(&args, Stdio::null(), Stdio::piped());
+        let metrics = Path::new(&out).join("metrics.jsonl");
+        // A step is written before its measurement begins.
+        wait_for(&metrics, "\"step\":3,");
+        signal(&child, sent);
+        let (code, said) = end_of(child);
+        assert_eq!(code, Some(0), "{sent}: {said}");
+        assert!(said.contains("step 3 of 3 is done; saving the model"), "the signal came too late: {said}");
+        let metrics = fs::read_to_string(metrics).unwrap();
+        let last = metrics.lines().nth(2).unwrap();
+        assert!(metrics.lines().count() == 3 && last.contains("\"val_loss\":"), "{metrics}");
+        for saved in ["model/model.safetensors", "checkpoint-3/trainer_state.json"] {
+            assert!(Path::new(&out).join(saved).is_file(), "{saved}");
+        }
+    }
+}
+
+#[test]
+fn a_second_sigint_two_seconds_later_ends_a_run_at_once() {
+    let folder = Folder::new("stop-twice");
+    // The last evaluation takes many times two seconds.
+    let (data, out) = (text(&folder, 600_000), folder.path("out"));
+    let args = ["--data", &data, "--out", &out, "--steps", "2", "--eval-every", "2"];
+    let child = spawned(&args, Stdio::null(), Stdio::piped());
+    wait_for(&Path::new(&out).join("metrics.jsonl"), "\"step\":2,");
+    signal(&child, "-INT");
+    signal(&child, "-INT");
+    wait_for_file(&Path::new(&out).join("model/model.safetensors"));
+    thread::sleep(Duration::from_millis(2100));
+    signal(&child, "-INT");
+    let (code, said) = end_of(child);
+    assert_eq!(code, Some(130), "{said}");
+    assert!(said.ends_with("error: ended by a second SIGINT; the model after step 2 is saved\n"), "{said}");
+}
+
+#[test]
+fn a_write_beyond_the_limit_of_file_sizes_is_an_error() {
+    let folder = Folder::new("stop-size");
+    let (data, out) = (text(&folder, 50), folder.path("out"));
+    // 8 KiB at most: the metrics of a few steps, but not the model.
+    let run = "ulimit -f 8; exec \"$0\" \"$@\"";
+    let args = ["train", "--data", &data, "--out", &out, "--steps", "3", "--eval-every", "0"];
+    let output = Command::new("sh")
+        .args(["-c", run, env!("CARGO_BIN_EXE_shardgrad")])
+        .args(args)
+        .args(SMALL)
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("model.safetensors") && said.contains("File too large"), "{said}");
+}
+
+#[test]
+fn ranks_whose_launcher_is_killed_save_and_stop() {
+    let folder = Folder::new("stop-orphans");
+    let data = text(&folder, 50);
+    for launched in [true, false] {
+        let out = folder.path(&format!("out{launched}"));
+        let said = folder.path(&format!("said{launched}"));
+        let args =
+            [&["train", "--data", &data, "--out", &out], &SMALL[..], &LONG, &["--threads", "1"]].concat();
+        // A shell in the place of a launcher: it starts both ranks and waits.
+        let run = "ulimit -t 100; for rank in 0 1; do RANK=$rank LOCAL_RANK=$rank \"$0\" \"$@\" >/dev/null 2>\"$SAID-$rank\" & echo $!; done; wait";
+        let mut shell = Command::new("sh");
+        shell.args(["-c", run, env!("CARGO_BIN_EXE_shardgrad")]).args(args);
+        shell.envs([("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")]);
+        shell.env("MASTER_PORT", free_port().to_string()).env("SAID", &said);
+        if launched {
+            shell.env("TORCHELASTIC_RUN_ID", "run");
+        }
+        let mut shell = shell.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
+        wait_for(&Path::new(&out).join("metrics.jsonl"), "\"step\":2,");
+        shell.kill().unwrap();
+        shell.wait().unwrap();
+        if launched {
+            for rank in 0..2 {
+                let said = format!("{said}-{rank}");
+                wait_for(Path::new(&said), "stopped by the end of its launcher after step");
+            }
+            assert!(Path::new(&out).join("model/model.safetensors").is_file());
+            continue;
+        }
+        // Ranks that were started by hand go on without the shell.
+        thread::sleep(Duration::from_millis(1200));
+        let mut lines = std::io::BufRead::lines(std::io::BufReader::new(shell.stdout.take().unwrap()));
+        let ranks: Vec<String> = lines.by_ref().take(2).map(Result::unwrap).collect();
+        let kill = |with: &str| Command::new("kill").arg(with).args(&ranks).status().unwrap().success();
+        assert!(kill("-0"), "they run");
+        assert!(kill("-TERM"));
+        for rank in 0..2 {
+            wait_for(Path::new(&format!("{said}-{rank}")), "stopped by SIGTERM after step");
+        }
+    }
+}
