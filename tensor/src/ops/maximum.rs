@@ -54,7 +54,7 @@ impl Op for Maximum {
         let kernel = if self.largest { &MAXIMUM_GRAD } else { &MINIMUM_GRAD };
         cx.each(|i| {
             let cotangent = PairBackward::of(kernel, cx.input(i), cx.input(1 - i), &cx.grad(0));
-            self.shape.reduced(cotangent, i)
+            self.shape.reduced(cx, cotangent, i)
         })
     }
 }
