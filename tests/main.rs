@@ -26,6 +26,7 @@ mod schedules;
 mod not_finite;
 mod packaging;
 mod refusals;
+mod remainders;
 mod resume;
 mod reuse;
 mod steps;
