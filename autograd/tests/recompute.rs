@@ -101,10 +101,14 @@ fn text(x: &Var, w: [&Tensor; 2], recompute: bool) -> Result<Var> {
 }
 
 /// Losses and gradients, bit by bit. `ahead`: all microbatches go forward, each on a tape of its own, before the first goes back.
-fn outcome(rank: &Rank, dtype: DType, microbatches: usize, [recompute, ahead]: [bool; 2]) -> Result<Vec<u64>> {
-    let weight = |key| {
-        Tensor::normal(rank, &Layout::invariant(rank.mesh(), dtype, &[WIDTH, WIDTH]), key, 1, 0.3)
-    };
+fn outcome(
+    rank: &Rank,
+    dtype: DType,
+    microbatches: usize,
+    [recompute, ahead]: [bool; 2],
+) -> Result<Vec<u64>> {
+    let weight =
+        |key| Tensor::normal(rank, &Layout::invariant(rank.mesh(), dtype, &[WIDTH, WIDTH]), key, 1, 0.3);
     let w = [weight(1)?, weight(2)?];
     let one = Tape::new(rank);
     let (mut losses, mut tapes) = (Vec::new(), Vec::new());

@@ -142,7 +142,13 @@ const REPEATED: [Repeated; 10] = [
     Repeated { name: "the dividend", f: |x, y| y.div(x), x: Some(1.0), y: 1.0, gradient: -0.5 },
     Repeated { name: "pow", f: |x, y| y.pow(x), x: None, y: 1.0, gradient: -0.5 },
     Repeated { name: "maximum", f: |x, y| y.maximum(x), x: Some(1.0), y: 512.0, gradient: -0.5 },
-    Repeated { name: "choose", f: |x, y| x.gt_scalar(0.0).choose(y, x), x: Some(1.0), y: 1.0, gradient: -0.5 },
+    Repeated {
+        name: "choose",
+        f: |x, y| x.gt_scalar(0.0).choose(y, x),
+        x: Some(1.0),
+        y: 1.0,
+        gradient: -0.5,
+    },
     Repeated {
         name: "a bias",
         f: |x, y| {
@@ -195,6 +201,76 @@ fn the_gradient_of_what_is_repeated_is_rounded_after_the_sum_over_ranks() {
                 for rank in made.unwrap_or_else(|e| panic!("{what}: {e}")) {
                     assert_eq!(rank, (dtypes[0], vec![case.gradient]), "{what}");
                 }
+            }
+        }
+    }
+}
+
+/// A layer of two channels and the values of its parameters, whose gradients sum the cotangents of 12 rows times 1 or -1.
+struct Layer {
+    name: &'static str,
+    f: fn(&Var, &[Var]) -> Var,
+    parameters: &'static [&'static [f64]],
+    gradients: &'static [&'static [f64]],
+}
+
+/// Of rows 1, -1, which are normal; and of rows far on the side of gelu where it has the slope 1.
+const LAYERS: [Layer; 3] = [
+    Layer {
+        name: "layer norm",
+        f: |x, p| x.layer_norm(&p[0], &p[1], 0.0),
+        parameters: &[&[1.0, 1.0], &[0.0, 0.0]],
+        gradients: &[&[-0.5, 0.5], &[-0.5, -0.5]],
+    },
+    Layer {
+        name: "rms norm",
+        f: |x, p| x.rms_norm(&p[0], 0.0),
+        parameters: &[&[1.0, 1.0]],
+        gradients: &[&[-0.5, 0.5]],
+    },
+    Layer {
+        name: "the biases of an mlp",
+        f: |x, p| {
+            let one = [1.0, 0.0, 0.0, 1.0];
+            let w = x.constant(Tensor::from_host(x.rank(), &[2, 2], &one).unwrap()).cast(x.dtype());
+            x.mlp(&w, &p[0], &w, Some(&p[1]))
+        },
+        parameters: &[&[32.0, 32.0], &[0.0, 0.0]],
+        gradients: &[&[-0.5, -0.5], &[-0.5, -0.5]],
+    },
+];
+
+#[test]
+fn the_gradients_of_norms_and_biases_are_rounded_after_the_sum_over_ranks() {
+    for mesh in ["a=1", "a=4"] {
+        for (dtypes, layer) in [[DType::BF16; 2], [DType::F32, DType::BF16]]
+            .into_iter()
+            .flat_map(|d| LAYERS.iter().map(move |l| (d, l)))
+        {
+            let made = World::run(Mesh::parse(mesh).unwrap(), |rank| {
+                let (tape, mesh, [stored, dtype]) = (Tape::new(rank), rank.mesh(), dtypes);
+                let split =
+                    Layout::parse(if mesh.num_ranks() > 1 { "f64[12@a, 2]" } else { "f64[12, 2]" }, mesh)?;
+                let of = |f: &dyn Fn(usize) -> f64| -> Result<Var> {
+                    let data: Vec<f64> = (0..24).map(f).collect();
+                    Ok(tape.constant(Tensor::from_global(rank, &split, &data)?).cast(dtype))
+                };
+                let (x, weights) =
+                    (of(&|at| if at % 2 == 0 { 1.0 } else { -1.0 })?, of(&|at| CANCELLING[at / 2])?);
+                let leaf = |(key, data): (usize, &&[f64])| -> Result<Var> {
+                    let own = Tensor::from_host(rank, &[2], data)?.cast(stored);
+                    Ok(tape.leaf(key as u64, &own).to_layout(&Layout::invariant(mesh, dtype, &[2])))
+                };
+                let parameters: Vec<Var> =
+                    layer.parameters.iter().enumerate().map(leaf).collect::<Result<_>>()?;
+                (layer.f)(&x, &parameters).mul(&weights).sum().backward()?;
+                tape.gradients().values().map(|g| Ok((g.dtype(), g.to_f64()?))).collect::<Result<Vec<_>>>()
+            });
+            let want: Vec<(DType, Vec<f64>)> =
+                layer.gradients.iter().map(|g| (dtypes[0], g.to_vec())).collect();
+            let what = format!("{} on {mesh} in {dtypes:?}", layer.name);
+            for rank in made.unwrap_or_else(|e| panic!("{what}: {e}")) {
+                assert_eq!(rank, want, "{what}");
             }
         }
     }

@@ -142,16 +142,26 @@ pub(super) fn gradients(
     db: &mut Piece,
     num_out: usize,
 ) -> Result<()> {
-    let (x, shape) = (turned(x), db.view.clone());
-    db.view = Strides::contiguous(&[shape.numel()]).into();
+    let x = turned(x);
+    // The kernel for both adds nothing, and gives both in the dtype of g.
     if sum.is_some() || db.dtype != g.dtype {
         product(rank, [&x, g], [None, sum], dw, num_out)?;
-        let columns = g.viewed(g.view.permute(&[2, 0, 1]));
-        launch(rank, &SUM, &[&columns], &mut [&mut *db], &[Scalar::Int(2), Scalar::Real(1.0)])?;
-    } else {
-        as_matrix(dw, num_out, |dw| launch(rank, &PRODUCT_SUMS, &[&x, g], &mut [dw, &mut *db], &[]))?;
+        return row_sums(rank, g, db);
     }
+    let shape = db.view.clone();
+    db.view = Strides::contiguous(&[shape.numel()]).into();
+    as_matrix(dw, num_out, |dw| launch(rank, &PRODUCT_SUMS, &[&x, g], &mut [dw, &mut *db], &[]))?;
     db.view = shape;
+    Ok(())
+}
+
+/// The sums of a matrix over its rows, as new memory of its dtype or its accumulator.
+pub(super) fn row_sums(rank: &Rank, g: &Piece, sums: &mut Piece) -> Result<()> {
+    let line = Strides::contiguous(&[sums.numel()]).into();
+    let shape = std::mem::replace(&mut sums.view, line);
+    let columns = g.viewed(g.view.permute(&[2, 0, 1]));
+    launch(rank, &SUM, &[&columns], &mut [&mut *sums], &[Scalar::Int(2), Scalar::Real(1.0)])?;
+    sums.view = shape;
     Ok(())
 }
 
@@ -192,11 +202,10 @@ impl Op for Linear {
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let g = cx.grad(0);
-        let parameters = (self.has_bias && (cx.wanted[1] || cx.wanted[2]))
-            .then(|| {
-                let grads = self.grads(!cx.goal(2).partial().is_empty());
-                Tensor::results_onto(&grads, &[cx.input(0), &g], &[cx.sum(1)])
-            });
+        let parameters = (self.has_bias && (cx.wanted[1] || cx.wanted[2])).then(|| {
+            let grads = self.grads(!cx.input_layouts[2].replicate().is_empty());
+            Tensor::results_onto(&grads, &[cx.input(0), &g], &[cx.sum(1)])
+        });
         let onto = |i: usize, signature: String, args: &[&Tensor]| {
             Tensor::apply_onto(Einsum::of(signature), args, cx.goal(i), cx.sum(i))
         };

@@ -157,8 +157,10 @@ mod tests {
             case.input(&[6, 35], &values(3, 210)).output(&[6, 35]).strided().run();
         }
         for kernel in [&MAXIMUM_GRAD, &MINIMUM_GRAD] {
-            let number = |i: usize, nan: usize| if i % 4 == nan || i % 4 == 3 { f64::NAN } else { (i % 5) as f64 };
-            let [a, b] = [0, 1].map(|nan| (0..210).map(|i| number(i + i / 7 * nan, nan)).collect::<Vec<f64>>());
+            let number =
+                |i: usize, nan: usize| if i % 4 == nan || i % 4 == 3 { f64::NAN } else { (i % 5) as f64 };
+            let [a, b] =
+                [0, 1].map(|nan| (0..210).map(|i| number(i + i / 7 * nan, nan)).collect::<Vec<f64>>());
             let case = Case::new(kernel).input(&[6, 35], &a).input(&[6, 35], &b);
             case.input(&[6, 35], &values(3, 210)).output(&[6, 35]).strided().run();
         }

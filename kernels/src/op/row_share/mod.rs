@@ -204,7 +204,8 @@ mod tests {
         let inputs = [Value::real(&[1, 2], &[1.0, f64::NAN]), Value::real(&[1], &[f64::NAN])];
         let none = evaluate(&TIES, &inputs, &[&[1]], &[Scalar::Int(2)]).remove(0);
         assert_eq!(none, [0.0]);
-        let inputs = [inputs[0].clone(), inputs[1].clone(), Value::real(&[1], &none), Value::real(&[1], &[1.0])];
+        let inputs =
+            [inputs[0].clone(), inputs[1].clone(), Value::real(&[1], &none), Value::real(&[1], &[1.0])];
         let share = evaluate(&TIE_SHARE, &inputs, &[&[1, 2]], &[Scalar::Int(2)]).remove(0);
         assert!(share.iter().all(|dx| dx.is_nan()), "{share:?}");
         let sums = evaluate(&EXP_SUM, &[x.clone(), of(&[3.0, -inf])], &[&[2]], &n).remove(0);
