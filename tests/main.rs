@@ -29,6 +29,7 @@ mod not_finite;
 mod packaging;
 mod refusals;
 mod rendezvous;
+mod remainders;
 mod resume;
 mod damage;
 mod inspect;

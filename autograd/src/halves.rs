@@ -4,8 +4,8 @@
 //! can fill the time in which it would wait. Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241.
 
 use crate::id::{Id, Key};
-use crate::tape::sums::give;
-use crate::tape::{Node, Tape, Work, add, named};
+use crate::tape::sums::{add, give};
+use crate::tape::{Node, Tape, Work, named};
 use shardgrad_tensor::Tensor;
 use smallvec::SmallVec;
 

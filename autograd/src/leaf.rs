@@ -1,11 +1,13 @@
 //! Leaves: parameters as they are stored, and in the layouts in which they are computed.
 
 use crate::id::{Id, Key};
-use crate::tape::{Arena, Leaf, Node, Stand, Tape, add};
+use crate::program::SumDType;
+use crate::tape::sums::add;
+use crate::tape::{Arena, Leaf, Node, Stand, Tape};
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::op::Vjp;
 use shardgrad_tensor::ops::redistribute::Redistribute;
-use shardgrad_tensor::{DType, Layout, Tensor, op, unwind};
+use shardgrad_tensor::{Layout, Tensor, op, unwind};
 use smallvec::SmallVec;
 use std::cell::RefCell;
 use std::panic::Location;
@@ -16,7 +18,7 @@ impl Leaf {
     fn new(
         key: Key,
         tensor: &Tensor,
-        sums: DType,
+        sums: SumDType,
         (path, site): (Rc<str>, &'static Location<'static>),
     ) -> Leaf {
         Leaf {
@@ -107,8 +109,8 @@ impl Arena {
         let (family, old) = (self.family(at), &self.leaves[at]);
         let refused = |what: &str, help: &str| {
             let mut error = Error::new(Kind::Unsupported, format!("leaf: parameter {} {what}", new.key))
-                .detail("before", format!("{}, added up in {}", old.layout, old.sums))
-                .detail("now", format!("{}, added up in {}", new.layout, new.sums));
+                .detail("before", format!("{}, added up in {}", old.layout, old.sums.least))
+                .detail("now", format!("{}, added up in {}", new.layout, new.sums.least));
             if !old.path.is_empty() {
                 error = error.detail("at", old.path.to_string());
             }
@@ -147,7 +149,7 @@ impl Tape {
         &self,
         key: Key,
         tensor: &Tensor,
-        sums: DType,
+        sums: SumDType,
         site: &'static Location<'static>,
     ) -> (Option<Id>, Tensor) {
         if !self.keeps_leaves() {
@@ -224,7 +226,7 @@ impl Tape {
             }
         };
         let tensor = made.into_iter().next().expect("redistribute has one output");
-        let (key, sums) = (arena.leaves[origin_at].key, arena.leaves[origin_at].sums);
+        let (key, sums) = (arena.leaves[origin_at].key, arena.leaves[origin_at].sums.before_ranks());
         let path = arena.leaves[origin_at].path.clone();
         let reuse = arena.reuses.then(|| tensor.reuse());
         let form = Leaf { origin: Some((origin, op)), reuse, ..Leaf::new(key, &tensor, sums, (path, site)) };
@@ -273,11 +275,11 @@ impl Tape {
         }
     }
 
-    /// In which dtype cotangents of a value are added up.
-    pub(crate) fn sums_of(&self, id: Option<Id>, tensor: &Tensor) -> DType {
+    /// The dtypes in which cotangents of a value are added up.
+    pub(crate) fn sums_of(&self, id: Option<Id>, tensor: &Tensor) -> SumDType {
         match id {
             Some(Id::Leaf(at)) => self.arena().leaves[at as usize].sums,
-            _ => tensor.dtype(),
+            _ => SumDType::of(tensor.dtype()),
         }
     }
 }

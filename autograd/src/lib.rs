@@ -17,7 +17,7 @@ pub mod pipeline;
 pub mod fuzz;
 
 pub use id::{Draw, Gradients, Key, Noise};
-pub use program::{OpRecord, Outer, Program, Slot};
+pub use program::{OpRecord, Outer, Program, Slot, SumDType};
 pub use replay::Values;
 pub use tape::Tape;
 pub use var::Var;

@@ -4,6 +4,7 @@
 //! null back end or for real, and leaves this list; a slice of it can then be replayed on other values.
 
 use crate::id::{Id, Key};
+use shardgrad_dist::Result;
 use shardgrad_tensor::{DType, Layout, Op, Tensor, op};
 use smallvec::SmallVec;
 use std::collections::{BTreeSet, HashSet};
@@ -49,6 +50,43 @@ impl fmt::Debug for OpRecord {
     }
 }
 
+/// The dtypes in which cotangents of a value are added up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SumDType {
+    /// Narrower cotangents are widened to this dtype.
+    pub least: DType,
+    /// Wider cotangents are rounded to this dtype.
+    pub most: DType,
+}
+
+impl SumDType {
+    /// One dtype for all cotangents.
+    #[must_use]
+    pub fn of(dtype: DType) -> SumDType {
+        SumDType { least: dtype, most: dtype }
+    }
+
+    /// The same for a value whose cotangents the ranks still have to add up: a wider one is rounded after that.
+    #[must_use]
+    pub fn before_ranks(self) -> SumDType {
+        let accumulator = self.most.accumulator();
+        SumDType { most: if accumulator.size() > self.most.size() { accumulator } else { self.most }, ..self }
+    }
+
+    /// A cotangent in a dtype in which it can be added up.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub(crate) fn fit(self, cotangent: Tensor) -> Result<Tensor> {
+        let size = cotangent.dtype().size();
+        match self {
+            SumDType { least, .. } if size < least.size() => cotangent.converted(least),
+            SumDType { most, .. } if size > most.size() => cotangent.converted(most),
+            _ => Ok(cotangent),
+        }
+    }
+}
+
 /// Something that a program takes from outside.
 #[derive(Clone, Debug)]
 pub struct Outer {
@@ -56,8 +94,8 @@ pub struct Outer {
     pub key: Option<Key>,
     /// Its layout: of a parameter, the one in which it is computed with.
     pub layout: Layout,
-    /// In which dtype its cotangents are added up: of a parameter, the one in which it is stored.
-    pub sums: DType,
+    /// The dtypes in which its cotangents are added up: of a parameter, at least the one in which it is stored.
+    pub sums: SumDType,
     /// Its value, if it is neither an argument nor a parameter.
     pub constant: Option<Tensor>,
 }
@@ -96,7 +134,7 @@ impl Recorder {
         &mut self,
         (id, key): (Option<Id>, Option<Key>),
         tensor: &Tensor,
-        sums: DType,
+        sums: SumDType,
     ) -> Slot {
         Slot::Outer(self.known(id, tensor).unwrap_or_else(|| {
             let constant = key.is_none().then(|| tensor.clone());

@@ -10,10 +10,10 @@
 pub(crate) mod sums;
 
 use crate::id::{ByKey, Draws, Gradients, Id, Key, Noise};
-use crate::program::{Keeper, OpRecord, Recorder, Slot};
+use crate::program::{Keeper, OpRecord, Recorder, Slot, SumDType};
 use shardgrad_dist::{Error, Rank};
 use shardgrad_tensor::op::{Cotangents, Offer, Vjp, check_given, check_lawful};
-use shardgrad_tensor::{Context, DType, Inference, Layout, Op, Reuse, Tensor, unwind};
+use shardgrad_tensor::{Context, Inference, Layout, Op, Reuse, Tensor};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell, RefMut};
 use std::collections::HashSet;
@@ -21,6 +21,7 @@ use std::fmt;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 use std::rc::{Rc, Weak};
+use sums::add;
 
 pub(crate) struct Leaf {
     pub(crate) key: Key,
@@ -35,9 +36,9 @@ pub(crate) struct Leaf {
     /// The leaves derived of it, one for each layout.
     pub(crate) forms: SmallVec<[u32; 1]>,
     pub(crate) cotangent: Option<Tensor>,
-    /// In which dtype cotangents are added up: that of the stored parameter, which is wider than the one it is computed with in
-    /// mixed precision.
-    pub(crate) sums: DType,
+    /// The dtypes in which cotangents are added up: at least that of the stored parameter, which is wider than the one it is computed
+    /// with in mixed precision.
+    pub(crate) sums: SumDType,
     /// What the parameter is called in the model.
     pub(crate) path: Rc<str>,
     /// The line that asked for it.
@@ -469,27 +470,6 @@ pub(crate) fn named<T>(part: impl FnOnce(&Stand) -> T) -> T {
             (Err(cause), _) => resume_unwind(cause),
         }
     })
-}
-
-/// Where the cotangents of a value are added up.
-fn slot<'a>(leaves: &'a mut [Leaf], nodes: &'a mut [Node], id: Id) -> &'a mut Option<Tensor> {
-    match id {
-        Id::Leaf(at) => &mut leaves[at as usize].cotangent,
-        Id::Made { node, out, .. } => &mut nodes[node as usize].cotangents[out as usize],
-    }
-}
-
-/// Adds a cotangent where it belongs: partial to partial, no communication. Those of a leaf are widened first, if its sums are.
-pub(crate) fn add(leaves: &mut [Leaf], nodes: &mut [Node], id: Id, cotangent: Tensor) {
-    let cotangent = match id {
-        Id::Leaf(at) => unwind(cotangent.widened(leaves[at as usize].sums)),
-        Id::Made { .. } => cotangent,
-    };
-    let slot = slot(leaves, nodes, id);
-    *slot = Some(match slot.take() {
-        None => cotangent,
-        Some(sum) => unwind(sum.accumulate(&cotangent)),
-    });
 }
 
 impl fmt::Debug for Tape {

@@ -1,12 +1,12 @@
 //! A variable: a tensor whose making is on a tape.
 
 use crate::id::{Id, Key};
-use crate::program::{Keeper, OpRecord, Slot};
+use crate::program::{Keeper, OpRecord, Slot, SumDType};
 use crate::tape::{Node, Tape, Work};
 use shardgrad_dist::{Error, Kind, Result};
 use shardgrad_tensor::ops::redistribute::Redistribute;
 use shardgrad_tensor::piece::listed;
-use shardgrad_tensor::{DType, Inference, Layout, Op, Tensor, Value, op};
+use shardgrad_tensor::{Inference, Layout, Op, Tensor, Value, op};
 use smallvec::SmallVec;
 use std::cell::RefCell;
 use std::fmt;
@@ -244,12 +244,12 @@ impl Tape {
     #[track_caller]
     #[must_use]
     pub fn leaf(&self, key: Key, tensor: &Tensor) -> Var {
-        self.leaf_summed(key, tensor, tensor.dtype())
+        self.leaf_summed(key, tensor, SumDType::of(tensor.dtype()))
     }
 
-    /// The leaf of a parameter whose cotangents are added up in a dtype no narrower than its own.
+    /// The leaf of a parameter whose cotangents are added up in dtypes no narrower than its own.
     #[track_caller]
-    pub(crate) fn leaf_summed(&self, key: Key, tensor: &Tensor, sums: DType) -> Var {
+    pub(crate) fn leaf_summed(&self, key: Key, tensor: &Tensor, sums: SumDType) -> Var {
         let (id, tensor) = self.leaf_at(key, tensor, sums, Location::caller());
         let leaf = Var::new(self, tensor, id, None);
         if self.is_quiet() { leaf.detach() } else { leaf }

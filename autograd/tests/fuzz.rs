@@ -32,6 +32,7 @@ fn random_programs_are_those_of_one_rank() {
         all.narrow += report.narrow;
         all.empty += report.empty;
         all.whole += report.whole;
+        all.ties += report.ties;
     }
     std::io::stdout().write_all(format!("{count} programs: {all:?}\n").as_bytes()).unwrap();
     assert!(all.right as u64 * 10 >= count * 9, "nine in ten say something: {all:?}");
@@ -40,6 +41,7 @@ fn random_programs_are_those_of_one_rank() {
     assert!(all.narrow as u64 * 5 >= count, "one in five computes in f32: {all:?}");
     assert!(all.empty as u64 * 20 >= count, "one in twenty has empty tensors: {all:?}");
     assert!(all.whole as u64 * 3 >= count, "one in three has integers or truth values: {all:?}");
+    assert!(all.ties as u64 * 100 + 50 >= count, "one in a hundred has elements that tie: {all:?}");
 }
 
 #[test]

@@ -30,15 +30,13 @@ fn text(args: &[Var]) -> Result<Vec<Var>> {
     let mut y = first.clone();
     for layer in 0..LAYERS as u64 {
         let w = on(layer)?;
-        y = if layer == 2 {
-            tape.checkpoint(&[y, w], |a| Ok(vec![a[0].matmul(&a[1]).relu().scale(0.5)]))?.remove(0)
-        } else {
-            y.matmul(&w).relu().scale(0.25).dropout_of_step(
-                0.5,
-                layer,
-                tape.noise().unwrap().step,
-                tape.noise().unwrap().first_row,
-            )
+        let noise = tape.noise().unwrap();
+        let text = |y: &Var, w: &Var| {
+            y.matmul(w).relu().scale(0.25).dropout_of_step(0.5, layer, noise.step, noise.first_row)
+        };
+        y = match layer {
+            2 => tape.checkpoint(&[y, w], |a| Ok(vec![text(&a[0], &a[1])]))?.remove(0),
+            _ => text(&y, &w),
         };
     }
     let y = y.add(&first).mul(&y.constant(mask));

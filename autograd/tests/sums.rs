@@ -1,9 +1,10 @@
-//! Sums over rounds and microbatches have the bits of the gradients of each, added up in their order.
+//! Sums over rounds and microbatches have the bits of the gradients of each, added up in their order. Sums over ranks in 16-bit
+//! floats are rounded once.
 
 use shardgrad_autograd::pipeline::{Feed, Runner, Schedule, Stages};
 use shardgrad_autograd::{Draw, Gradients, Program, Tape, Var};
 use shardgrad_dist::{Mesh, Rank, Result, World};
-use shardgrad_tensor::{DType, Layout, Tensor, Value};
+use shardgrad_tensor::{DType, Elementwise, Layout, Tensor, Value};
 
 const WIDTH: usize = 12;
 const ROWS: usize = 5;
@@ -116,4 +117,161 @@ fn gradients_that_were_handed_out_stay_as_they_are() {
         Ok(())
     })
     .unwrap();
+}
+
+/// Numbers of bf16. On four ranks the parts of their sum, -0.5, are near 200 in absolute value, where numbers of bf16 are 1 apart.
+const CANCELLING: [f64; 12] =
+    [100.0, 60.5, 40.25, -99.5, -61.0, -40.0, 90.0, 70.5, 30.25, -91.0, -70.0, -30.5];
+
+/// From x, which is split, and a parameter: something whose gradient with respect to the parameter is a sum over x.
+struct Repeated {
+    name: &'static str,
+    f: fn(&Var, &Var) -> Var,
+    /// The elements of x, all equal, or the cancelling ones; then the cotangents of the result are all 1.
+    x: Option<f64>,
+    y: f64,
+    gradient: f64,
+}
+
+const REPEATED: [Repeated; 10] = [
+    Repeated { name: "add", f: |x, y| x.add(y), x: Some(1.0), y: 1.0, gradient: -0.5 },
+    Repeated { name: "sub", f: |x, y| x.sub(y), x: Some(1.0), y: 1.0, gradient: 0.5 },
+    Repeated { name: "mul", f: |x, y| x.mul(y), x: None, y: 1.0, gradient: -0.5 },
+    Repeated { name: "mul, turned round", f: |x, y| y.mul(x), x: Some(2.0), y: 1.0, gradient: -1.0 },
+    Repeated { name: "the divisor", f: |x, y| x.div(y), x: None, y: 2.0, gradient: 0.125 },
+    Repeated { name: "the dividend", f: |x, y| y.div(x), x: Some(1.0), y: 1.0, gradient: -0.5 },
+    Repeated { name: "pow", f: |x, y| y.pow(x), x: None, y: 1.0, gradient: -0.5 },
+    Repeated { name: "maximum", f: |x, y| y.maximum(x), x: Some(1.0), y: 512.0, gradient: -0.5 },
+    Repeated {
+        name: "choose",
+        f: |x, y| x.gt_scalar(0.0).choose(y, x),
+        x: Some(1.0),
+        y: 1.0,
+        gradient: -0.5,
+    },
+    Repeated {
+        name: "a bias",
+        f: |x, y| {
+            let w = x.constant(Tensor::from_host(x.rank(), &[1, 1], &[1.0]).unwrap()).cast(x.dtype());
+            x.reshape(&[12, 1]).linear(&w, y).reshape(&[12])
+        },
+        x: Some(1.0),
+        y: 1.0,
+        gradient: -0.5,
+    },
+];
+
+/// The gradient of a parameter that is stored and computed with in two dtypes.
+fn repeated(
+    rank: &Rank,
+    (case, shape): (&Repeated, &[usize]),
+    [stored, dtype]: [DType; 2],
+    in_block: bool,
+) -> Result<Tensor> {
+    let (tape, mesh) = (Tape::new(rank), rank.mesh());
+    let split = if mesh.num_ranks() > 1 { "f64[12@a]" } else { "f64[12]" };
+    let known = |data: &[f64]| Tensor::from_global(rank, &Layout::parse(split, mesh)?, data);
+    let of = |x: Option<f64>| -> Result<Var> {
+        Ok(tape.constant(known(&x.map_or(CANCELLING, |x| [x; 12]))?).cast(dtype))
+    };
+    let (x, weights) = (of(case.x)?, of(if case.x.is_some() { None } else { Some(1.0) })?);
+    let y = tape.leaf(0, &Tensor::full(rank, &Layout::invariant(mesh, stored, shape), case.y)?);
+    let y = y.to_layout(&Layout::invariant(mesh, dtype, shape));
+    let z = match in_block {
+        true => tape.checkpoint(&[x, y], |a| Ok(vec![(case.f)(&a[0], &a[1])]))?.remove(0),
+        false => (case.f)(&x, &y),
+    };
+    z.mul(&weights).sum().backward()?;
+    Ok(tape.gradients().remove(&0).expect("it is a parameter"))
+}
+
+#[test]
+fn the_gradient_of_what_is_repeated_is_rounded_after_the_sum_over_ranks() {
+    for (mesh, in_block) in [("a=1", false), ("a=4", false), ("a=4", true)] {
+        for dtypes in [[DType::BF16; 2], [DType::F16; 2], [DType::F32, DType::BF16]] {
+            let shapes: [&[usize]; 2] = [&[], &[1]];
+            let all = REPEATED.iter().flat_map(|case| shapes.map(|shape| (case, shape)));
+            for (case, shape) in all.filter(|(case, shape)| case.name != "a bias" || !shape.is_empty()) {
+                let made = World::run(Mesh::parse(mesh).unwrap(), |rank| {
+                    let gradient = repeated(rank, (case, shape), dtypes, in_block)?;
+                    Ok((gradient.dtype(), gradient.to_f64()?))
+                });
+                let what =
+                    format!("{} of {shape:?} on {mesh} in {dtypes:?}, in a block: {in_block}", case.name);
+                for rank in made.unwrap_or_else(|e| panic!("{what}: {e}")) {
+                    assert_eq!(rank, (dtypes[0], vec![case.gradient]), "{what}");
+                }
+            }
+        }
+    }
+}
+
+/// A layer of two channels and the values of its parameters, whose gradients sum the cotangents of 12 rows times 1 or -1.
+struct Layer {
+    name: &'static str,
+    f: fn(&Var, &[Var]) -> Var,
+    parameters: &'static [&'static [f64]],
+    gradients: &'static [&'static [f64]],
+}
+
+/// Of rows 1, -1, which are normal; and of rows far on the side of gelu where it has the slope 1.
+const LAYERS: [Layer; 3] = [
+    Layer {
+        name: "layer norm",
+        f: |x, p| x.layer_norm(&p[0], &p[1], 0.0),
+        parameters: &[&[1.0, 1.0], &[0.0, 0.0]],
+        gradients: &[&[-0.5, 0.5], &[-0.5, -0.5]],
+    },
+    Layer {
+        name: "rms norm",
+        f: |x, p| x.rms_norm(&p[0], 0.0),
+        parameters: &[&[1.0, 1.0]],
+        gradients: &[&[-0.5, 0.5]],
+    },
+    Layer {
+        name: "the biases of an mlp",
+        f: |x, p| {
+            let one = [1.0, 0.0, 0.0, 1.0];
+            let w = x.constant(Tensor::from_host(x.rank(), &[2, 2], &one).unwrap()).cast(x.dtype());
+            x.mlp(&w, &p[0], &w, Some(&p[1]))
+        },
+        parameters: &[&[32.0, 32.0], &[0.0, 0.0]],
+        gradients: &[&[-0.5, -0.5], &[-0.5, -0.5]],
+    },
+];
+
+#[test]
+fn the_gradients_of_norms_and_biases_are_rounded_after_the_sum_over_ranks() {
+    for mesh in ["a=1", "a=4"] {
+        for (dtypes, layer) in [[DType::BF16; 2], [DType::F32, DType::BF16]]
+            .into_iter()
+            .flat_map(|d| LAYERS.iter().map(move |l| (d, l)))
+        {
+            let made = World::run(Mesh::parse(mesh).unwrap(), |rank| {
+                let (tape, mesh, [stored, dtype]) = (Tape::new(rank), rank.mesh(), dtypes);
+                let split =
+                    Layout::parse(if mesh.num_ranks() > 1 { "f64[12@a, 2]" } else { "f64[12, 2]" }, mesh)?;
+                let of = |f: &dyn Fn(usize) -> f64| -> Result<Var> {
+                    let data: Vec<f64> = (0..24).map(f).collect();
+                    Ok(tape.constant(Tensor::from_global(rank, &split, &data)?).cast(dtype))
+                };
+                let (x, weights) =
+                    (of(&|at| if at % 2 == 0 { 1.0 } else { -1.0 })?, of(&|at| CANCELLING[at / 2])?);
+                let leaf = |(key, data): (usize, &&[f64])| -> Result<Var> {
+                    let own = Tensor::from_host(rank, &[2], data)?.cast(stored);
+                    Ok(tape.leaf(key as u64, &own).to_layout(&Layout::invariant(mesh, dtype, &[2])))
+                };
+                let parameters: Vec<Var> =
+                    layer.parameters.iter().enumerate().map(leaf).collect::<Result<_>>()?;
+                (layer.f)(&x, &parameters).mul(&weights).sum().backward()?;
+                tape.gradients().values().map(|g| Ok((g.dtype(), g.to_f64()?))).collect::<Result<Vec<_>>>()
+            });
+            let want: Vec<(DType, Vec<f64>)> =
+                layer.gradients.iter().map(|g| (dtypes[0], g.to_vec())).collect();
+            let what = format!("{} on {mesh} in {dtypes:?}", layer.name);
+            for rank in made.unwrap_or_else(|e| panic!("{what}: {e}")) {
+                assert_eq!(rank, want, "{what}");
+            }
+        }
+    }
 }

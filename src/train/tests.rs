@@ -110,6 +110,13 @@ fn a_token_that_is_asked_for_weighs_the_same_in_every_microbatch() {
         ("cp=2", 2, 1),
         ("dp=2,cp=4", 1, 3),
         ("pp=2,cp=2", 2, 2),
+        // The last piece of a measurement is smaller than the others.
+        ("dp=1", 1, 4),
+        ("dp=2", 2, 4),
+        ("dp=3", 4, 5),
+        ("cp=2", 2, 4),
+        ("pp=2", 2, 4),
+        ("dp=2,pp=2", 1, 5),
     ];
     for (masked, (mesh, microbatches, chunk)) in
         [false, true].into_iter().flat_map(|masked| cuts.map(|cut| (masked, cut)))
@@ -157,6 +164,34 @@ fn rows_that_were_read_are_those_of_their_step_whatever_becomes_of_the_file() {
         assert_eq!(taken(true), expected, "{mesh}");
         // In place: the file stays open.
         std::fs::write(dir.path("rows.safetensors"), &whole).unwrap();
+    }
+}
+
+#[test]
+fn a_smaller_last_piece_weighs_by_its_rows() {
+    // The loss of a row is the mean of its tokens: 1.5, 5.5, 9.5, ..
+    let numbers: Vec<u8> = (0..29).collect();
+    let corpus = Arc::new(Corpus::new("t".into(), numbers));
+    let windows = Sampler::of_text(corpus, Split::All, 4, Order::InFileOrder).unwrap();
+    assert_eq!(windows.num_windows(), 7);
+    let mean = (0..7).map(|row| 4.0 * f64::from(row) + 1.5).sum::<f64>() / 7.0;
+    for mesh in ["", "dp=2", "dp=3", "dp=5", "dp=2,tp=2", "dp=2,cp=2"] {
+        for rows_max in [1, 2, 3, 4, 5, 6, 7, 100] {
+            let measured = World::run(Mesh::parse(mesh).unwrap(), |rank| {
+                let part = |x: &[Tensor]| {
+                    let tokens = x[0].shape().iter().product::<usize>() as f64;
+                    Ok(x[0].cast(DType::F64).sum().local_part_once()? / tokens)
+                };
+                let plan = Plan::llama();
+                match mean_loss(rank, &plan, &windows, rows_max, || false, part)? {
+                    Measured::Loss(loss) => Ok(loss),
+                    other => panic!("{other:?}"),
+                }
+            });
+            let near = |loss: &f64| (loss - mean).abs() < 1e-12;
+            let measured = measured.unwrap_or_else(|e| panic!("{mesh}: {e}"));
+            assert!(measured.iter().all(near), "{mesh}, {rows_max} rows at a time: {measured:?}, not {mean}");
+        }
     }
 }
 

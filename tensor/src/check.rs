@@ -95,6 +95,7 @@ impl Global {
         let (dtype, data) = match input {
             Input::Real(_) => (DType::F64, places.map(|i| fraction(seed, i)).collect()),
             Input::Positive(_) => (DType::F64, places.map(|i| 1.5 + fraction(seed, i) / 2.0).collect()),
+            Input::Offset(_, centre) => (DType::F64, places.map(|i| centre + fraction(seed, i)).collect()),
             Input::Distinct(_) => {
                 let mut order: Vec<u64> = places.clone().collect();
                 order.sort_unstable_by_key(|i| mixed(seed, *i));

@@ -180,14 +180,15 @@ pub trait Elementwise: Value {
         Self::apply_one(unwind(Clamp::between(low, high)), &[self])
     }
 
-    /// The larger of x and y; two that tie share the gradient.
+    /// The larger of x and y; two that tie share the gradient. Where one is not a number, the result is none, and both have the
+    /// whole gradient.
     #[track_caller]
     #[must_use]
     fn maximum(&self, other: &Self) -> Self {
         Self::apply_one(Maximum::between(&self.shape(), &other.shape()), &[self, other])
     }
 
-    /// The smaller of x and y; two that tie share the gradient.
+    /// The smaller of x and y; gradients as of [`Elementwise::maximum`].
     #[track_caller]
     #[must_use]
     fn minimum(&self, other: &Self) -> Self {

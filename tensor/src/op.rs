@@ -138,7 +138,8 @@ pub trait Op: fmt::Debug + 'static {
         self.keeps()
     }
 
-    /// Cotangents of the wanted arguments, in the dual layouts of the arguments. No step may be needed.
+    /// Cotangents of the wanted arguments, in the dual layouts of the arguments; a pending one of a 16-bit argument may be in the
+    /// accumulator ([`check_lawful`]). No step may be needed.
     ///
     /// # Panics
     /// The default unwinds with `Kind::Unsupported`: an op without differentiable arguments is never asked.
@@ -289,8 +290,9 @@ impl Vjp<'_> {
     /// cotangent took over from a neighbour of its argument, and that cuts at the same places, is named as there.
     pub fn each(&self, mut cotangent: impl FnMut(usize) -> Tensor) -> Cotangents {
         let named = |i: usize, t: Tensor| {
-            let (lies, of) = (t.layout(), &self.input_layouts[i]);
-            if lies.is_dual_of(of) || !lies.agrees(&of.dual()) {
+            let lies = t.layout();
+            let of = self.input_layouts[i].with_dtype(lies.dtype());
+            if lies.is_dual_of(&of) || !lies.agrees(&of.dual()) {
                 return t;
             }
             Tensor::assemble(self.rank, of.dual(), t.piece().clone())

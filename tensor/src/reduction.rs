@@ -14,14 +14,15 @@ use shardgrad_kernels::{DType, Dims};
 /// then a split one is refused with repairs. Where a method is made of several ops, it computes in the accumulator (f32 for
 /// the 16-bit floats) and rounds once. Misuse unwinds with the error that names op, layouts and line.
 pub trait Reduction: Value {
-    /// The largest element over some dims; negative infinity over nothing. Those who tie share the gradient.
+    /// The largest element over some dims; negative infinity over nothing. Elements that tie share the gradient; where the
+    /// largest is not a number, the gradient is none either.
     #[track_caller]
     #[must_use]
     fn amax(&self, dims: &[usize]) -> Self {
         Self::apply_one(unwind(Amax::over(self.layout().ndim(), dims, true)), &[self])
     }
 
-    /// The smallest element over some dims; infinity over nothing. Those who tie share the gradient.
+    /// The smallest element over some dims; infinity over nothing. Gradients as of [`Reduction::amax`].
     #[track_caller]
     #[must_use]
     fn amin(&self, dims: &[usize]) -> Self {
@@ -64,11 +65,11 @@ pub trait Reduction: Value {
         variance(&wide(self), dims, correction).cast(self.dtype())
     }
 
-    /// The square root of the variance; its gradient is not finite where the variance is 0.
+    /// The square root of the variance. Its gradient is 0 where the variance is 0.
     #[track_caller]
     #[must_use]
     fn std(&self, dims: &[usize], correction: f64) -> Self {
-        variance(&wide(self), dims, correction).sqrt().cast(self.dtype())
+        root(&variance(&wide(self), dims, correction)).cast(self.dtype())
     }
 
     /// (sum of |x|^p)^(1/p) over some dims; the largest |x| for an infinite p. For p = 2 the gradient at 0 is 0.
@@ -79,9 +80,7 @@ pub trait Reduction: Value {
         let norm = if p == 1.0 {
             x.abs().sum_dims(dims)
         } else if p == 2.0 {
-            let sum = x.square().sum_dims(dims);
-            let zero = sum.eq_scalar(0.0);
-            sum.masked_fill(&zero, 1.0).sqrt().masked_fill(&zero, 0.0)
+            root(&x.square().sum_dims(dims))
         } else if p == f64::INFINITY {
             x.abs().amax(dims)
         } else {
@@ -159,6 +158,13 @@ impl<V: Value> Reduction for V {}
 #[track_caller]
 fn wide<V: Value>(x: &V) -> V {
     x.cast(x.dtype().accumulator())
+}
+
+/// The square root, with the gradient 0 at 0, where the slope of the root is infinite.
+#[track_caller]
+fn root<V: Value>(x: &V) -> V {
+    let zero = x.eq_scalar(0.0);
+    x.masked_fill(&zero, 1.0).sqrt().masked_fill(&zero, 0.0)
 }
 
 /// What is left of x without some dims, with an extent of 1 for each of these.

@@ -246,6 +246,17 @@ impl Tensor {
             return Ok(self);
         }
         debug_assert!(self.dtype().size() < dtype.size(), "{} is no wider than {}", dtype, self.dtype());
+        self.converted(dtype)
+    }
+
+    /// The same tensor in another float dtype. Each rank rounds what it holds, of a pending sum its own part.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`.
+    pub fn converted(self, dtype: DType) -> Result<Tensor> {
+        if self.dtype() == dtype {
+            return Ok(self);
+        }
         let piece = self.piece().converted(self.rank(), dtype)?;
         Ok(Tensor::assemble(self.rank(), self.layout().with_dtype(dtype), piece))
     }

@@ -39,6 +39,8 @@ pub struct Report {
     pub empty: usize,
     /// Of those that are right: with integers or truth values that go in.
     pub whole: usize,
+    /// Of those that are right: with elements that tie and share a gradient.
+    pub ties: usize,
 }
 
 impl Report {
@@ -64,7 +66,10 @@ pub fn programs(ops: &[Entry], first: u64, count: u64) -> Result<Report> {
         report.steps += program.steps.len();
         let verdict = program.check(ops)?;
         match &verdict {
-            Verdict::Right => report.count(program.dtype, &program.inputs),
+            Verdict::Right => {
+                report.count(program.dtype, &program.inputs);
+                report.ties += usize::from(program.has_ties(ops)?);
+            }
             Verdict::IllPosed => report.ill_posed += 1,
             Verdict::Wrong(_) | Verdict::Refused(_) => return Err(told(ops, seed, &program, &verdict)),
         }

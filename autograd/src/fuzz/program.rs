@@ -196,6 +196,21 @@ impl Program {
         self.with_trial(ops, |trial| trial.on_one_rank())
     }
 
+    /// Whether an op whose equal elements share a gradient has such elements.
+    pub(super) fn has_ties(&self, ops: &[Entry]) -> Result<bool> {
+        let shares = |op: &str, number| case(ops, op, number).is_ok_and(|c| c.shares_gradients);
+        let pair = |(at, step): (usize, &Step)| match step {
+            Step::Apply { op, case, args, .. } if shares(op, *case) => Some([args[0], Place::Made(at, 0)]),
+            _ => None,
+        };
+        let outputs: Vec<Place> = self.steps.iter().enumerate().filter_map(pair).flatten().collect();
+        if outputs.is_empty() {
+            return Ok(false);
+        }
+        let made = Program { outputs, ..self.clone() }.on_one_rank(ops)?.outputs;
+        Ok(made.chunks(2).any(|pair| tie(&pair[0].data, &pair[1].data)))
+    }
+
     /// Runs the program on one rank in f64 and on its mesh, and compares values and gradients. `ops` is the list that its steps name.
     ///
     /// # Errors
@@ -204,6 +219,16 @@ impl Program {
         let mesh = Mesh::parse(&self.mesh)?;
         self.with_trial(ops, |trial| trial.on_mesh(&mesh, &trial.on_one_rank()?))
     }
+}
+
+/// Whether several of some elements are the largest, or the smallest, of their row, from the extremes of the rows.
+fn tie(x: &[f64], extremes: &[f64]) -> bool {
+    let largest = |x: &[f64]| x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let smallest = |x: &[f64]| x.iter().copied().fold(f64::INFINITY, f64::min);
+    // All elements that equal the extreme of all rows are extremes of their own rows.
+    let most = if largest(x) == largest(extremes) { largest(x) } else { smallest(x) };
+    let count = |x: &[f64]| x.iter().filter(|x| **x == most).count();
+    count(x) > count(extremes)
 }
 
 /// An input as Rust.

@@ -119,14 +119,17 @@ impl fmt::Debug for Trial<'_> {
 }
 
 impl Trial<'_> {
-    /// Numbers that go in, in f64. For f32 they are whole, so that most sums and products are exact in it.
+    /// Numbers that go in, in f64. For f32 they are whole, so that most sums and products are exact in it. So they are for every
+    /// third seed in f64: of few whole numbers many are equal, and tie for the largest.
     fn draw(&self, input: &Input, seed: u64) -> Global {
         let mut drawn = Global::draw(input, seed);
-        if self.dtype != DType::F64 && drawn.dtype.is_float() {
+        let is_whole = self.dtype != DType::F64 || self.seed.is_multiple_of(3);
+        if is_whole && drawn.dtype.is_float() {
             drawn.data.iter_mut().for_each(|x| {
                 *x = match input {
                     Input::Positive(_) => x.ceil(),
                     Input::Distinct(_) => *x * 8.0,
+                    Input::Offset(_, centre) => centre + ((*x - centre) * 1.5).round(),
                     _ => (*x * 1.5).round(),
                 }
             });
@@ -231,7 +234,10 @@ impl Trial<'_> {
     pub(super) fn on_mesh(&self, mesh: &Mesh, made: &Made) -> Result<Verdict> {
         let Bound { tolerance, unit, .. } = bound(self.dtype);
         let is_short = |x: &f64| x.abs() < unit && (x * unit).fract() == 0.0;
-        let mut is_exact = self.is_exact && made.all().all(|g| g.data.iter().all(is_short));
+        let are_short = |g: &Global| g.data.iter().all(is_short);
+        // Without rounding on the way forward a mesh has the same ties as one rank, and elements that tie share a gradient alike.
+        let mut has_exact_values = self.is_exact && made.outputs.iter().all(are_short);
+        let is_exact = has_exact_values && made.gradients.iter().flatten().all(are_short);
         let want = made.in_dtype(self.dtype);
         let found = |tolerance| -> Result<Option<String>> {
             let world = World::new(mesh.clone()).threads(1).timeout(Duration::from_secs(20));
@@ -240,12 +246,12 @@ impl Trial<'_> {
         };
         let mut finding = found(if is_exact { 0.0 } else { tolerance });
         if matches!(finding, Ok(Some(_))) && is_exact && self.is_rounded(made).unwrap_or(true) {
-            is_exact = false;
+            has_exact_values = false;
             finding = found(tolerance);
         }
         Ok(match finding {
             Ok(None) => Verdict::Right,
-            Ok(Some(_)) if !is_exact && self.is_ill_posed(made).unwrap_or(true) => Verdict::IllPosed,
+            Ok(Some(_)) if !has_exact_values && self.is_ill_posed(made).unwrap_or(true) => Verdict::IllPosed,
             Ok(Some(what)) => Verdict::Wrong(what),
             Err(e) if e.kind() == Kind::Config => return Err(e),
             Err(e) if [Kind::Layout, Kind::Shape, Kind::DType].contains(&e.kind()) => Verdict::Refused(e),

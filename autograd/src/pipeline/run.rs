@@ -10,6 +10,7 @@ use crate::id::{Draw, Gradients, Id, Key};
 use crate::program::Slot;
 use crate::replay::Values;
 use crate::tape::Tape;
+use crate::tape::sums::sum_of;
 use crate::var::Var;
 use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Origin, Phase, Rank, Result};
 use shardgrad_tensor::control::note_sent;
@@ -374,7 +375,7 @@ impl Step<'_> {
             let outer = outer as u32;
             let sum = match self.sums.remove(&outer) {
                 None => gradient,
-                Some(sum) => sum.accumulate(&gradient)?,
+                Some(sum) => sum_of(sum, gradient)?,
             };
             self.sums.insert(outer, sum);
         }

@@ -1,9 +1,11 @@
 //! Sums of cotangents, and nodes that add to them themselves.
 
-use super::{Leaf, Node, Stand, Tape, add, slot};
+use super::{Leaf, Node, Stand, Tape, Work};
 use crate::id::{Id, Key};
-use shardgrad_tensor::Tensor;
+use crate::program::SumDType;
+use shardgrad_dist::Result;
 use shardgrad_tensor::op::Offer;
+use shardgrad_tensor::{Tensor, unwind};
 use smallvec::SmallVec;
 
 /// Per argument of a node, what its value has got so far.
@@ -31,9 +33,15 @@ impl Tape {
                 *slot(leaves, earlier, id) = Some(sum);
             }
         }
-        for (input, cotangent) in node.inputs.iter().zip(cotangents) {
-            if let (Some(id), Some(cotangent)) = (*input, cotangent) {
-                add(leaves, earlier, id, cotangent);
+        for (i, (input, cotangent)) in node.inputs.iter().zip(cotangents).enumerate() {
+            match (*input, cotangent, &node.work) {
+                // The op that made the value reads cotangents of its own dtype.
+                (Some(id @ Id::Made { .. }), Some(cotangent), Work::Op(_, inference)) => {
+                    let sums = SumDType::of(inference.inputs()[i].dtype());
+                    add(leaves, earlier, id, unwind(sums.fit(cotangent)));
+                }
+                (Some(id), Some(cotangent), _) => add(leaves, earlier, id, cotangent),
+                _ => {}
             }
         }
     }
@@ -46,6 +54,36 @@ impl Tape {
             give(&mut arena.leaves, inputs.chain(seeds.iter().map(|(id, _)| *id)), sum);
         }
     }
+}
+
+/// Where the cotangents of a value are added up.
+fn slot<'a>(leaves: &'a mut [Leaf], nodes: &'a mut [Node], id: Id) -> &'a mut Option<Tensor> {
+    match id {
+        Id::Leaf(at) => &mut leaves[at as usize].cotangent,
+        Id::Made { node, out, .. } => &mut nodes[node as usize].cotangents[out as usize],
+    }
+}
+
+/// Adds a cotangent where it belongs: partial to partial, no communication. A leaf says in which dtypes.
+pub(crate) fn add(leaves: &mut [Leaf], nodes: &mut [Node], id: Id, cotangent: Tensor) {
+    let cotangent = match id {
+        Id::Leaf(at) => unwind(leaves[at as usize].sums.fit(cotangent)),
+        Id::Made { .. } => cotangent,
+    };
+    let slot = slot(leaves, nodes, id);
+    *slot = Some(match slot.take() {
+        None => cotangent,
+        Some(sum) => unwind(sum_of(sum, cotangent)),
+    });
+}
+
+/// The sum of two cotangents of one value, in the wider of their dtypes.
+///
+/// # Errors
+/// `Kind::OutOfMemory`.
+pub(crate) fn sum_of(sum: Tensor, cotangent: Tensor) -> Result<Tensor> {
+    let wide = if sum.dtype().size() < cotangent.dtype().size() { cotangent.dtype() } else { sum.dtype() };
+    sum.converted(wide)?.accumulate(&cotangent.converted(wide)?)
 }
 
 /// Gives leaves what was added up for them elsewhere, if one cotangent alone will be added to it: several ones are added to each

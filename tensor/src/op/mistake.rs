@@ -133,13 +133,14 @@ pub fn check_given(op: &dyn Op, cotangents: &[Option<Tensor>], wanted: &[bool]) 
         .detail("help", "give one for each argument that is wanted, zeros where nothing flows, or declare it not differentiable"))
 }
 
-/// Looks whether the cotangents that the vjp of an op gave are those of its arguments, in the dual layouts.
+/// Checks that the vjp of an op gave each cotangent in the dual layout of its argument. A pending cotangent of a 16-bit argument may
+/// be in the accumulator: its parts, which may be far larger than their sum, are then rounded after the ranks have added them.
 ///
 /// # Errors
 /// `Kind::Layout` with op and argument.
 pub fn check_lawful(op: &dyn Op, cotangents: &[Option<Tensor>], args: &[Layout]) -> Result<()> {
     let strays = |(i, (given, layout)): (usize, (&Option<Tensor>, &Layout))| {
-        let given = given.as_ref().filter(|given| !given.layout().is_dual_of(layout))?;
+        let given = given.as_ref().filter(|given| !is_lawful(given.layout(), layout))?;
         Some((i, given.layout().clone(), layout.clone()))
     };
     let Some((i, given, layout)) = cotangents.iter().zip(args).enumerate().find_map(strays) else {
@@ -150,6 +151,16 @@ pub fn check_lawful(op: &dyn Op, cotangents: &[Option<Tensor>], args: &[Layout])
         .detail("argument", layout.to_string())
         .detail("expected", layout.dual().to_string())
         .detail("help", "Vjp::goal(i) is the layout that the cotangent of argument i must have"))
+}
+
+/// Whether a layout is that of a cotangent of an argument.
+fn is_lawful(given: &Layout, argument: &Layout) -> bool {
+    let (dtype, own) = (given.dtype(), argument.dtype());
+    if dtype == own {
+        return given.is_dual_of(argument);
+    }
+    let is_wide = dtype == own.accumulator() && !given.partial().is_empty();
+    is_wide && given.is_dual_of(&argument.with_dtype(dtype))
 }
 
 #[cfg(test)]

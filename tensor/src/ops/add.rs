@@ -52,7 +52,7 @@ impl Op for Add {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|i| self.shape.reduced(cx.grad(0), i))
+        cx.each(|i| self.shape.reduced(cx, cx.grad(0), i))
     }
 }
 

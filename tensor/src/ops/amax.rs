@@ -19,11 +19,11 @@ use smallvec::SmallVec;
 use std::rc::Rc;
 
 /// `a b c -> a c, a c`: any float; the largest (smallest) over some dims, and how many elements equal it, which is kept for
-/// the vjp. Negative infinity (infinity) over nothing; not-a-number wins, and has no gradient.
+/// the vjp. Negative infinity (infinity) over nothing; not-a-number wins.
 ///
 /// Max has no pending form. So the op states its own rule: axes that split the reduced dims end as `=`, by all-reduces over
-/// all of them inside the op. A pending x is completed before. dx = g / count where x equals y, else 0: those who tie share
-/// the cotangent equally.
+/// all of them inside the op. A pending x is completed before. dx = g / count where x equals y, else 0: elements that tie share
+/// the cotangent equally. Where y is not a number, so is dx, as in PyTorch.
 #[derive(Debug)]
 pub struct Amax {
     over: Reduced,

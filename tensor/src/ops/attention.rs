@@ -267,6 +267,11 @@ pub(super) fn cases() -> Vec<Case> {
         let inputs = vec![Input::real(q), Input::real(k), Input::real(k)];
         Case::new(Attention::of(q.len(), mask), inputs)
     };
+    // Scores of one query are near each other and above 1000.
+    let far = |mask, q: &[usize], k: &[usize]| {
+        let inputs = vec![Input::offset(q, 8.0), Input::offset(k, 100.0), Input::real(k)];
+        Case::new(Attention::of(q.len(), mask), inputs)
+    };
     vec![
         case(Mask::Causal, &[2, 5, 3, 2], &[2, 5, 3, 2]),
         case(Mask::None, &[2, 3, 2, 3], &[2, 5, 2, 3]),
@@ -274,6 +279,8 @@ pub(super) fn cases() -> Vec<Case> {
         case(Mask::Window(2), &[2, 4, 2, 1, 2], &[2, 5, 2, 2]),
         joined(true, &[2, 4, 3, 3, 2]),
         joined(false, &[3, 3, 3, 2, 2]),
+        far(Mask::None, &[2, 3, 2, 3], &[2, 5, 2, 3]),
+        far(Mask::Causal, &[2, 3, 2, 3, 2], &[2, 4, 2, 2]),
     ]
 }
 

@@ -3,12 +3,13 @@
 
 use super::labels::{DIMS_MAX, letter};
 use super::sum::Sum;
-use crate::op::{Fixed, Local, Op, Pieces};
+use crate::op::{DTypes, Fixed, Local, Op, Pieces, Vjp, common_float, unwind};
 use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
 use shardgrad_kernels::op::reduce::SUM;
-use shardgrad_kernels::{Dims, Kernel, Scalar};
+use shardgrad_kernels::{DType, Dims, Kernel, Scalar};
+use smallvec::SmallVec;
 use std::borrow::Cow;
 use std::rc::Rc;
 
@@ -145,35 +146,64 @@ impl Broadcast {
         Ok(made)
     }
 
-    /// The cotangent of argument `i` from what it would be without repetition: summed over the dims along which it was
-    /// repeated.
-    pub(super) fn reduced(&self, cotangent: Tensor, i: usize) -> Tensor {
-        let ndim = cotangent.layout().ndim();
+    /// Whether argument `i` is repeated.
+    fn repeats(&self, i: usize) -> bool {
         match self {
-            Broadcast::Second(n) if i == 1 => Tensor::result(Sum::leading(ndim, ndim - n), &[&cotangent]),
-            Broadcast::First(n) if i == 0 => Tensor::result(Sum::leading(ndim, ndim - n), &[&cotangent]),
-            Broadcast::Any(any) => reduced_to(cotangent, &any.shapes[i]),
-            _ => cotangent,
+            Broadcast::Same => false,
+            Broadcast::Second(_) => i == 1,
+            Broadcast::First(_) => i == 0,
+            Broadcast::Any(any) => {
+                let shapes: SmallVec<[&[usize]; 3]> = any.shapes.iter().map(|s| &s[..]).collect();
+                joined(&shapes) != any.shapes[i]
+            }
         }
+    }
+
+    /// An operand of the terms whose sum is the cotangent of argument `i`: in the accumulator, so that 16-bit floats are rounded
+    /// after the sum and not before it.
+    pub(super) fn of_terms(&self, x: &Tensor, i: usize) -> Tensor {
+        if !self.repeats(i) {
+            return x.clone();
+        }
+        unwind(x.clone().converted(x.dtype().accumulator()))
+    }
+
+    /// The cotangent of argument `i` from its terms: summed over the dims along which the argument is repeated. In 16-bit floats a
+    /// sum that is pending stays in the accumulator (see [`check_lawful`](crate::op::check_lawful)), otherwise it is rounded once.
+    pub(super) fn reduced(&self, cx: &Vjp<'_>, terms: Tensor, i: usize) -> Tensor {
+        self.sum(terms, i, cx.input_layouts[i].dtype())
+    }
+
+    fn sum(&self, terms: Tensor, i: usize, dtype: DType) -> Tensor {
+        let (ndim, accumulator) = (terms.layout().ndim(), dtype.accumulator());
+        let sum = match self {
+            _ if !self.repeats(i) => return terms,
+            Broadcast::Second(n) | Broadcast::First(n) if dtype == accumulator => {
+                return Tensor::result(Sum::leading(ndim, ndim - n), &[&terms]);
+            }
+            Broadcast::Second(n) | Broadcast::First(n) => sum_to(&terms, &terms.shape()[ndim - n..]),
+            Broadcast::Any(any) => sum_to(&terms, &any.shapes[i]),
+            Broadcast::Same => return terms,
+        };
+        let is_complete = sum.layout().partial().is_empty();
+        if is_complete { unwind(sum.converted(dtype)) } else { sum }
     }
 }
 
-/// Summed over the dims that a shape lacks or has an extent of 1 for.
-fn reduced_to(cotangent: Tensor, shape: &[usize]) -> Tensor {
-    let whole = cotangent.shape();
+/// The sum over the dims that a shape lacks or has an extent of 1 for, in the accumulator.
+fn sum_to(terms: &Tensor, shape: &[usize]) -> Tensor {
+    let whole = terms.shape();
     let lead = whole.len() - shape.len();
     let repeated = |d: usize| d < lead || shape[d - lead] == 1 && whole[d] != 1;
     let dims: Dims = (0..whole.len()).filter(|&d| repeated(d)).collect();
-    if dims.is_empty() {
-        return cotangent;
-    }
     let left = (lead..whole.len()).map(|d| if repeated(d) { "1".into() } else { label(d) });
     let [full, left] = [(0..whole.len()).map(label).collect::<Vec<_>>(), left.collect()].map(|t| t.join(" "));
     let signature = format!("{full} -> {left}");
-    Tensor::result(Rc::new(SumTo { signature, dims }), &[&cotangent])
+    Tensor::result(Rc::new(SumTo { signature, dims }), &[terms])
 }
 
-/// `a b c -> 1 c`: the sum over some dims, of which leading ones disappear and others are left with an extent of 1.
+/// `a b c -> 1 c`: the sum over some dims, of which leading ones disappear and others are left with an extent of 1. Any float; the
+/// result is in the accumulator.
 #[derive(Debug)]
 struct SumTo {
     signature: String,
@@ -187,6 +217,10 @@ impl Op for SumTo {
 
     fn signature(&self) -> &str {
         &self.signature
+    }
+
+    fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
+        Ok(SmallVec::from_slice(&[common_float(inputs)?.accumulator()]))
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {
@@ -270,7 +304,7 @@ mod tests {
             ] {
                 let z = x.add(&y);
                 assert_eq!(z.to_host::<f64>()?, [11.0, 21.0, 12.0, 22.0]);
-                let dy = Broadcast::between(&x.shape(), &y.shape()).reduced(z, 1);
+                let dy = Broadcast::between(&x.shape(), &y.shape()).sum(z, 1, DType::F64);
                 assert_eq!((dy.shape(), dy.to_host::<f64>()?), (y.shape(), vec![23.0, 43.0]));
             }
             Ok(())

@@ -61,7 +61,7 @@ impl Op for Choose {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|i| self.shape.reduced(zeroed(&cx.grad(0), cx.input(0), i == 2), i))
+        cx.each(|i| self.shape.reduced(cx, zeroed(&cx.grad(0), cx.input(0), i == 2), i))
     }
 }
 

@@ -10,7 +10,8 @@ use shardgrad_kernels::Scalar;
 use shardgrad_kernels::op::elementary::{CLAMP, CLAMP_GRAD};
 use std::rc::Rc;
 
-/// `..m -> ..m`, any float. dx = g where a <= x <= b, the edges included, else 0. Not-a-number stays.
+/// `..m -> ..m`, any float. dx = g where a <= x <= b, the edges included, else 0. Not-a-number stays, with
+/// dx = 0.
 #[derive(Debug)]
 pub struct Clamp {
     /// a, rounded to the accumulator of the dtype; negative infinity for no limit.

@@ -172,11 +172,11 @@ impl Op for CrossEntropyBackward {
 
 pub(super) fn cases() -> Vec<Case> {
     let op = Rc::new(CrossEntropyTerms);
-    let case = |rows: &[usize], v: usize| {
+    let case = |rows: &[usize], v: usize, centre: f64| {
         let logits: Vec<usize> = rows.iter().copied().chain([v]).collect();
-        Case::new(op.clone(), vec![Input::real(&logits), Input::index(rows, v)])
+        Case::new(op.clone(), vec![Input::offset(&logits, centre), Input::index(rows, v)])
     };
-    vec![case(&[5], 7), case(&[2, 3], 4)]
+    vec![case(&[5], 7, 0.0), case(&[2, 3], 4, 0.0), case(&[5], 7, 1000.0), case(&[5], 7, -1000.0)]
 }
 
 #[cfg(test)]

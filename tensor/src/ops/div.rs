@@ -65,12 +65,14 @@ impl Op for Div {
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         cx.each(|i| {
+            let of = |x: &Tensor| self.shape.of_terms(x, i);
+            let share = div(&of(&cx.grad(0)), &of(cx.input(1)));
             let cotangent = match i {
-                0 => div(&cx.grad(0), cx.input(1)),
+                0 => share,
                 // (g / y) z, since g z may be more than 16 bits hold.
-                _ => neg(&mul(&div(&cx.grad(0), cx.input(1)), cx.output(0))),
+                _ => neg(&mul(&share, &of(cx.output(0)))),
             };
-            self.shape.reduced(cotangent, i)
+            self.shape.reduced(cx, cotangent, i)
         })
     }
 }

@@ -14,8 +14,8 @@ use std::rc::Rc;
 /// One float dtype. The last dim must be whole. With a residual x itself, the same memory, is the second result.
 ///
 /// With h = (x - mean) rstd and u = g w: dx = rstd (u - mean(u) - h mean(u h)), dw = sum of g h, db = sum of g over the
-/// rows: both pending over what splits the rows. The backward is one kernel for all three, so a pending w or b is
-/// completed, although y is linear in the two. It adds the cotangent of the residual to dx.
+/// rows: both pending over what splits the rows, and then in the accumulator. The backward is one kernel for all three, so a
+/// pending w or b is completed, although y is linear in the two. It adds the cotangent of the residual to dx.
 #[derive(Debug)]
 pub struct LayerNorm {
     /// Added to the variance.
@@ -28,6 +28,8 @@ pub struct LayerNorm {
 #[derive(Debug)]
 struct LayerNormBackward {
     has_residual: bool,
+    /// Whether dw and db are in the accumulator.
+    is_wide: bool,
 }
 
 /// Where the residual is among the results of a norm that has one: behind y.
@@ -55,6 +57,12 @@ pub(super) fn normalized(
         outputs.insert(RESIDUAL, x[0].clone());
     }
     Ok(outputs)
+}
+
+/// The dtypes of dx and of sums over rows.
+pub(super) fn backward_dtypes(dtype: DType, num_outputs: usize, is_wide: bool) -> DTypes {
+    let sums = if is_wide { dtype.accumulator() } else { dtype };
+    (0..num_outputs).map(|i| if i == 0 { dtype } else { sums }).collect()
 }
 
 /// The cotangent of the residual, if there is one that somebody asks for.
@@ -97,7 +105,8 @@ impl Op for LayerNorm {
         let [mean, rstd] = self.keeps().outputs else { unreachable!("two outputs are kept") };
         let mut args = vec![cx.input(0), cx.input(1), cx.output(*mean), cx.output(*rstd), &g];
         args.extend(residual);
-        let op = LayerNormBackward { has_residual: residual.is_some() };
+        let is_wide = !cx.input_layouts[1].replicate().is_empty();
+        let op = LayerNormBackward { has_residual: residual.is_some(), is_wide };
         let grads = Tensor::results(Rc::new(op), &args);
         cx.each(|i| grads[i].clone())
     }
@@ -120,7 +129,7 @@ impl Op for LayerNormBackward {
     }
 
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
-        Ok(SmallVec::from_elem(inputs[0], num_outputs))
+        Ok(backward_dtypes(inputs[0], num_outputs, self.is_wide))
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {

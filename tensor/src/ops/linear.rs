@@ -2,7 +2,7 @@
 
 use super::{Case, Input};
 use crate::layout::Layout;
-use crate::op::{Cotangents, Keeps, Local, Op, Pieces, Vjp};
+use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float};
 use crate::ops::einsum::Einsum;
 use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
@@ -10,8 +10,8 @@ use shardgrad_dist::{Rank, Result};
 use shardgrad_kernels::op::contract::CONTRACT;
 use shardgrad_kernels::op::linear::{LINEAR, LINEAR_ADD, PRODUCT_ADD, PRODUCT_SUMS};
 use shardgrad_kernels::op::reduce::SUM;
-use shardgrad_kernels::{Scalar, Strides};
-use smallvec::smallvec;
+use shardgrad_kernels::{DType, Scalar, Strides};
+use smallvec::{SmallVec, smallvec};
 use std::rc::Rc;
 
 /// `..m k!, k! n, n -> ..m n` on x, w and b of one float dtype, where k may be several dims, and n too. The dims that are summed must
@@ -19,7 +19,7 @@ use std::rc::Rc;
 /// residual r, a last argument `..m n`, that is added after the bias: y = (x w + b) + r. With it there may be no bias.
 ///
 /// dx = g w^T, dw = x^T g and db = the sum of g over all rows; the latter two in one pass over g, pending over what splits the rows.
-/// dr = g.
+/// A pending db of 16-bit floats is in the accumulator. dr = g.
 #[derive(Debug)]
 pub struct Linear {
     signature: String,
@@ -34,6 +34,8 @@ struct LinearGrads {
     signature: String,
     num_in: usize,
     num_out: usize,
+    /// Whether that of the bias is in the accumulator.
+    is_wide: bool,
 }
 
 impl Linear {
@@ -66,11 +68,11 @@ impl Linear {
         format!("..m{k}, ..m{n} ->{k}{n}")
     }
 
-    /// The op that gives dw and db.
-    fn grads(&self) -> LinearGrads {
+    /// The op that gives dw and db, for a bias that has a pending cotangent or not.
+    fn grads(&self, is_wide: bool) -> LinearGrads {
         let &Linear { num_in, num_out, .. } = self;
         let (k, n) = (labels("k", num_in, "!"), labels("n", num_out, ""));
-        LinearGrads { signature: format!("..m{k}, ..m{n} ->{k}{n},{n}"), num_in, num_out }
+        LinearGrads { signature: format!("..m{k}, ..m{n} ->{k}{n},{n}"), num_in, num_out, is_wide }
     }
 }
 
@@ -131,7 +133,7 @@ pub(super) fn product(
     })
 }
 
-/// dw and db as new memory: x^T g as a matrix, to which a sum is added, and the sums of g.
+/// dw and db as new memory: x^T g as a matrix, to which a sum is added, and the sums of g, in its dtype or its accumulator.
 pub(super) fn gradients(
     rank: &Rank,
     [x, g]: [&Piece; 2],
@@ -140,16 +142,26 @@ pub(super) fn gradients(
     db: &mut Piece,
     num_out: usize,
 ) -> Result<()> {
-    let (x, shape) = (turned(x), db.view.clone());
-    db.view = Strides::contiguous(&[shape.numel()]).into();
-    if sum.is_some() {
+    let x = turned(x);
+    // The kernel for both adds nothing, and gives both in the dtype of g.
+    if sum.is_some() || db.dtype != g.dtype {
         product(rank, [&x, g], [None, sum], dw, num_out)?;
-        let columns = g.viewed(g.view.permute(&[2, 0, 1]));
-        launch(rank, &SUM, &[&columns], &mut [&mut *db], &[Scalar::Int(2), Scalar::Real(1.0)])?;
-    } else {
-        as_matrix(dw, num_out, |dw| launch(rank, &PRODUCT_SUMS, &[&x, g], &mut [dw, &mut *db], &[]))?;
+        return row_sums(rank, g, db);
     }
+    let shape = db.view.clone();
+    db.view = Strides::contiguous(&[shape.numel()]).into();
+    as_matrix(dw, num_out, |dw| launch(rank, &PRODUCT_SUMS, &[&x, g], &mut [dw, &mut *db], &[]))?;
     db.view = shape;
+    Ok(())
+}
+
+/// The sums of a matrix over its rows, as new memory of its dtype or its accumulator.
+pub(super) fn row_sums(rank: &Rank, g: &Piece, sums: &mut Piece) -> Result<()> {
+    let line = Strides::contiguous(&[sums.numel()]).into();
+    let shape = std::mem::replace(&mut sums.view, line);
+    let columns = g.viewed(g.view.permute(&[2, 0, 1]));
+    launch(rank, &SUM, &[&columns], &mut [&mut *sums], &[Scalar::Int(2), Scalar::Real(1.0)])?;
+    sums.view = shape;
     Ok(())
 }
 
@@ -190,8 +202,10 @@ impl Op for Linear {
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         let g = cx.grad(0);
-        let parameters = (self.has_bias && (cx.wanted[1] || cx.wanted[2]))
-            .then(|| Tensor::results_onto(&self.grads(), &[cx.input(0), &g], &[cx.sum(1)]));
+        let parameters = (self.has_bias && (cx.wanted[1] || cx.wanted[2])).then(|| {
+            let grads = self.grads(!cx.input_layouts[2].replicate().is_empty());
+            Tensor::results_onto(&grads, &[cx.input(0), &g], &[cx.sum(1)])
+        });
         let onto = |i: usize, signature: String, args: &[&Tensor]| {
             Tensor::apply_onto(Einsum::of(signature), args, cx.goal(i), cx.sum(i))
         };
@@ -211,6 +225,11 @@ impl Op for LinearGrads {
 
     fn signature(&self) -> &str {
         &self.signature
+    }
+
+    fn dtypes(&self, inputs: &[DType], _: usize) -> Result<DTypes> {
+        let dtype = common_float(inputs)?;
+        Ok(SmallVec::from_slice(&[dtype, if self.is_wide { dtype.accumulator() } else { dtype }]))
     }
 
     fn linear_in(&self) -> &'static [&'static [usize]] {

@@ -133,11 +133,18 @@ impl Op for LogSumExpBackward {
 }
 
 pub(super) fn cases() -> Vec<Case> {
-    let case = |shape: &[usize], dims: &[usize]| {
+    let case = |shape: &[usize], dims: &[usize], centre: f64| {
         let op = LogSumExp::over(shape.len(), dims).expect("dims of the case");
-        Case::new(op, vec![Input::real(shape)])
+        Case::new(op, vec![Input::offset(shape, centre)])
     };
-    vec![case(&[5, 7], &[1]), case(&[5, 4], &[0]), case(&[2, 5, 3], &[1]), case(&[5, 3], &[0, 1])]
+    vec![
+        case(&[5, 7], &[1], 0.0),
+        case(&[5, 4], &[0], 0.0),
+        case(&[2, 5, 3], &[1], 0.0),
+        case(&[5, 3], &[0, 1], 0.0),
+        case(&[5, 7], &[1], 1000.0),
+        case(&[5, 3], &[0, 1], -1000.0),
+    ]
 }
 
 #[cfg(test)]

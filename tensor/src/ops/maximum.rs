@@ -11,8 +11,8 @@ use std::rc::Rc;
 
 /// Shapes and dtypes as [`Add`](super::add::Add). Not-a-number wins.
 ///
-/// The cotangent goes to the one that was taken; two that tie get half of it each. It is summed over the dims along which
-/// an argument was repeated.
+/// dx = g where x is taken, g / 2 where x and y tie, else 0; dy likewise. Where x or y is not a number, dx = dy = g, as in
+/// PyTorch. Summed over the dims along which an argument is repeated.
 #[derive(Debug)]
 pub struct Maximum {
     shape: Broadcast,
@@ -54,7 +54,7 @@ impl Op for Maximum {
         let kernel = if self.largest { &MAXIMUM_GRAD } else { &MINIMUM_GRAD };
         cx.each(|i| {
             let cotangent = PairBackward::of(kernel, cx.input(i), cx.input(1 - i), &cx.grad(0));
-            self.shape.reduced(cotangent, i)
+            self.shape.reduced(cx, cotangent, i)
         })
     }
 }
@@ -89,7 +89,7 @@ mod tests {
                 x.maximum(&y).to_host::<f64>()?[3].is_nan() && y.minimum(&x).to_host::<f64>()?[3].is_nan()
             );
             let share = PairBackward::of(&MAXIMUM_GRAD, &x, &y, &Tensor::full(rank, x.layout(), 1.0)?);
-            assert_eq!(share.to_host::<f64>()?[..3], [0.0, 1.0, 0.5]);
+            assert_eq!(share.to_host::<f64>()?, [0.0, 1.0, 0.5, 1.0]);
             Ok(())
         })
         .unwrap();

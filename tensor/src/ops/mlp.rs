@@ -1,14 +1,14 @@
 //! y = gelu(x w1 + b1) w2, and with b2 and the residual where the hidden units are whole: two products with what stands around them.
 
-use super::linear::{as_matrix, gradients, line, matrix, product, turned};
+use super::linear::{as_matrix, gradients, line, matrix, product, row_sums, turned};
 use super::{Case, Input};
 use crate::layout::Layout;
-use crate::op::{Cotangents, Keeps, Local, Offer, Op, Pieces, Vjp};
+use crate::op::{Cotangents, DTypes, Keeps, Local, Offer, Op, Pieces, Vjp, common_float};
 use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
-use shardgrad_kernels::Strides;
 use shardgrad_kernels::op::linear::{LINEAR_GELU, PRODUCT_GELU_GRAD};
+use shardgrad_kernels::{DType, Strides};
 use smallvec::smallvec;
 use std::rc::Rc;
 
@@ -18,7 +18,7 @@ use std::rc::Rc;
 /// kept is not.
 ///
 /// With u = (g w2^T) gelu'(z): dx = u w1^T, dw1 = x^T u, db1 = the sum of u over all rows, dw2 = gelu(z)^T g and db2 = the sum of g.
-/// One op gives all of them. dr = g.
+/// One op gives all of them; those of the biases are in the accumulator where they are pending. dr = g.
 #[derive(Debug)]
 pub struct Mlp {
     /// Whether there is a b2.
@@ -33,6 +33,8 @@ pub struct Mlp {
 struct MlpBackward {
     has_last_bias: bool,
     part: Part,
+    /// Whether db1 and db2 are in the accumulator.
+    is_wide: bool,
 }
 
 /// Whose cotangents are formed.
@@ -112,7 +114,8 @@ impl Op for Mlp {
         let args: Vec<&Tensor> = kept.chain([&g]).collect();
         let first = usize::from(part == Part::Parameters);
         let sums: Vec<Option<&Offer>> = (first..self.num_layer_args()).map(|i| cx.sum(i)).collect();
-        let backward = MlpBackward { has_last_bias: self.has_last_bias, part };
+        let is_wide = !cx.input_layouts[2].replicate().is_empty();
+        let backward = MlpBackward { has_last_bias: self.has_last_bias, part, is_wide };
         let grads = Tensor::results_onto(&backward, &args, &sums);
         cx.each(|i| match i < self.num_layer_args() {
             true => grads[i - first].clone(),
@@ -164,6 +167,15 @@ impl Op for MlpBackward {
         }
     }
 
+    fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
+        let dtype = common_float(inputs)?;
+        // dx, if there is one, then weights and biases in turn.
+        let first = usize::from(self.part != Part::Parameters);
+        let is_bias = |i: usize| i > first && (i - first) % 2 == 1;
+        let of = |i| if self.is_wide && is_bias(i) { dtype.accumulator() } else { dtype };
+        Ok((0..num_outputs).map(of).collect())
+    }
+
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let rank = local.rank;
         let matrices = x.iter().map(|x| matrix(rank, x, 1)).collect::<Result<Vec<_>>>()?;
@@ -179,16 +191,19 @@ impl Op for MlpBackward {
         let mut u = Piece::alloc(rank, g.dtype, &z.view.shape)?;
         let num_before = usize::from(w1.is_some());
         let (dx, params) = outputs.split_at_mut(num_before);
-        // Of x alone the sums of u are of no use, and small.
+        // Of x alone the sums of u are of no use, and small. The product gives them in its own dtype only.
         let num_hidden = z.view.shape[2];
         let mut unused = None;
-        let db1 = match params.get_mut(1) {
-            Some(db1) => db1,
-            None => unused.insert(Piece::alloc(rank, g.dtype, &[num_hidden])?),
+        let sums = match params.get_mut(1) {
+            Some(db1) if db1.dtype == g.dtype => db1,
+            _ => unused.insert(Piece::alloc(rank, g.dtype, &[num_hidden])?),
         };
-        let shape = std::mem::replace(&mut db1.view, Strides::contiguous(&[num_hidden]).into());
-        launch(rank, &PRODUCT_GELU_GRAD, &[g, &turned(w2), &z], &mut [&mut u, &mut *db1], &[])?;
-        db1.view = shape;
+        let shape = std::mem::replace(&mut sums.view, Strides::contiguous(&[num_hidden]).into());
+        launch(rank, &PRODUCT_GELU_GRAD, &[g, &turned(w2), &z], &mut [&mut u, &mut *sums], &[])?;
+        sums.view = shape;
+        if let Some(db1) = params.get_mut(1).filter(|db1| db1.dtype != g.dtype) {
+            row_sums(rank, &u, db1)?;
+        }
         if let (Some(w1), [dx]) = (w1, dx) {
             product(rank, [&u, &turned(w1)], [None, local.take_sum(0).as_ref()], dx, 1)?;
         }

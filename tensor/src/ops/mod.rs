@@ -93,6 +93,8 @@ pub enum Input {
     Positive(Vec<usize>),
     /// Real numbers of a shape, all different and 1/8 or more apart (orders).
     Distinct(Vec<usize>),
+    /// Real numbers of a shape, less than 2 from a number (exponentials, which overflow above 709).
+    Offset(Vec<usize>, f64),
     /// Integers of a shape in 0..bound.
     Index(Vec<usize>, usize),
     /// Truth values of a shape.
@@ -118,6 +120,12 @@ impl Input {
         Input::Distinct(shape.to_vec())
     }
 
+    /// Real numbers around a number.
+    #[must_use]
+    pub fn offset(shape: &[usize], centre: f64) -> Input {
+        Input::Offset(shape.to_vec(), centre)
+    }
+
     /// Integers in 0..bound.
     #[must_use]
     pub fn index(shape: &[usize], bound: usize) -> Input {
@@ -138,6 +146,7 @@ impl Input {
             Input::Real(_) => Input::Real(shape),
             Input::Positive(_) => Input::Positive(shape),
             Input::Distinct(_) => Input::Distinct(shape),
+            Input::Offset(_, centre) => Input::Offset(shape, *centre),
             Input::Index(_, bound) => Input::Index(shape, *bound),
             Input::Bool(_) => Input::Bool(shape),
         }
@@ -147,7 +156,7 @@ impl Input {
     #[must_use]
     pub fn dtype(&self) -> DType {
         match self {
-            Input::Real(_) | Input::Positive(_) | Input::Distinct(_) => DType::F64,
+            Input::Real(_) | Input::Positive(_) | Input::Distinct(_) | Input::Offset(..) => DType::F64,
             Input::Index(..) => DType::I64,
             Input::Bool(_) => DType::Bool,
         }
@@ -160,6 +169,7 @@ impl Input {
             Input::Real(s)
             | Input::Positive(s)
             | Input::Distinct(s)
+            | Input::Offset(s, _)
             | Input::Index(s, _)
             | Input::Bool(s) => s,
         }

@@ -66,7 +66,10 @@ impl Op for Mul {
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
-        cx.each(|i| self.shape.reduced(mul(&cx.grad(0), cx.input(1 - i)), i))
+        cx.each(|i| {
+            let of = |x: &Tensor| self.shape.of_terms(x, i);
+            self.shape.reduced(cx, mul(&of(&cx.grad(0)), &of(cx.input(1 - i))), i)
+        })
     }
 }
 

@@ -46,7 +46,8 @@ impl Op for Pow {
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         cx.each(|i| {
             let kernel = if i == 0 { &POW_BASE_GRAD } else { &POW_EXPONENT_GRAD };
-            self.shape.reduced(PairBackward::of(kernel, cx.input(0), cx.input(1), &cx.grad(0)), i)
+            let [x, y, g] = [cx.input(0), cx.input(1), &cx.grad(0)].map(|x| self.shape.of_terms(x, i));
+            self.shape.reduced(cx, PairBackward::of(kernel, &x, &y, &g), i)
         })
     }
 }

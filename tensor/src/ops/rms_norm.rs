@@ -1,6 +1,6 @@
 //! y = x rstd w over the last dim, with rstd = 1 / sqrt(mean(x^2) + eps).
 
-use super::layer_norm::{beside, normalized};
+use super::layer_norm::{backward_dtypes, beside, normalized};
 use super::{Case, Input};
 use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float};
 use crate::piece::Piece;
@@ -15,8 +15,8 @@ use std::rc::Rc;
 /// last dim must be whole. With a residual x itself, the same memory, is the second result.
 ///
 /// With h = x rstd and u = g w: dx = rstd (u - h mean(u h)), dw = sum of g h over the rows: pending over what splits
-/// them. A pending w is completed, since the one backward kernel serves both cotangents. It adds the cotangent of the residual to
-/// dx.
+/// them, and then in the accumulator. A pending w is completed, since the one backward kernel serves both cotangents. It adds the
+/// cotangent of the residual to dx.
 #[derive(Debug)]
 pub struct RmsNorm {
     /// Added to the mean square.
@@ -29,6 +29,8 @@ pub struct RmsNorm {
 #[derive(Debug)]
 struct RmsNormBackward {
     has_residual: bool,
+    /// Whether dw is in the accumulator.
+    is_wide: bool,
 }
 
 impl Op for RmsNorm {
@@ -66,7 +68,8 @@ impl Op for RmsNorm {
         let [rstd] = self.keeps().outputs else { unreachable!("one output is kept") };
         let mut args = vec![cx.input(0), cx.input(1), cx.output(*rstd), &g];
         args.extend(residual);
-        let op = RmsNormBackward { has_residual: residual.is_some() };
+        let is_wide = !cx.input_layouts[1].replicate().is_empty();
+        let op = RmsNormBackward { has_residual: residual.is_some(), is_wide };
         let grads = Tensor::results(Rc::new(op), &args);
         cx.each(|i| grads[i].clone())
     }
@@ -89,7 +92,7 @@ impl Op for RmsNormBackward {
     }
 
     fn dtypes(&self, inputs: &[DType], num_outputs: usize) -> Result<DTypes> {
-        Ok(SmallVec::from_elem(inputs[0], num_outputs))
+        Ok(backward_dtypes(inputs[0], num_outputs, self.is_wide))
     }
 
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {

@@ -59,7 +59,13 @@ impl Op for SoftmaxBackward {
 
 pub(super) fn cases() -> Vec<Case> {
     let op = Rc::new(Softmax);
-    vec![Case::new(op.clone(), vec![Input::real(&[5, 8])]), Case::new(op, vec![Input::real(&[2, 3, 4])])]
+    let case = |input| Case::new(op.clone(), vec![input]);
+    vec![
+        case(Input::real(&[5, 8])),
+        case(Input::real(&[2, 3, 4])),
+        case(Input::offset(&[5, 8], 1000.0)),
+        case(Input::offset(&[5, 8], -1000.0)),
+    ]
 }
 
 #[cfg(test)]

@@ -54,7 +54,7 @@ impl Op for Sub {
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {
         cx.each(|i| {
-            let cotangent = self.shape.reduced(cx.grad(0), i);
+            let cotangent = self.shape.reduced(cx, cx.grad(0), i);
             if i == 0 { cotangent } else { neg(&cotangent) }
         })
     }

@@ -5,7 +5,7 @@ use shardgrad_dist::{Mesh, Result, World};
 use shardgrad_kernels::DType;
 use shardgrad_tensor::check::Global;
 use shardgrad_tensor::op::DTypes;
-use shardgrad_tensor::ops::OPS;
+use shardgrad_tensor::ops::{Input, OPS};
 use shardgrad_tensor::{Layout, Tensor, op};
 use std::panic::Location;
 
@@ -17,6 +17,13 @@ fn narrower_floats_agree_to_rounding() {
             // A cast is made for one dtype.
             for (entry, standards) in OPS.iter().zip(&standards).filter(|(e, _)| e.name != "cast") {
                 for (case, standard) in cases(entry).iter().zip(standards) {
+                    let is_far = |input: &Input| matches!(input, Input::Offset(_, x) if *x != 0.0);
+                    let is_far = case.inputs.iter().any(is_far);
+                    if is_far && dtype.size() == 2 {
+                        // 16-bit floats hold no fractions beside numbers so large.
+                        continue;
+                    }
+                    let tolerance = if is_far { 1e-3 } else { tolerance };
                     let narrow = |g: &Global| Global {
                         dtype: if g.dtype.is_float() { dtype } else { g.dtype },
                         ..g.clone()

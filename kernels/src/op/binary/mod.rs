@@ -39,10 +39,12 @@ pointwise! {
     POW_BASE_GRAD "pow_base_grad" 3 8.0 |[a, b, dy], _| pow_slope(a, b) * dy;
     /// db = dy a^b ln a, 0 where a is 0 and b is not negative. In: a, b, dy, floats.
     POW_EXPONENT_GRAD "pow_exponent_grad" 4 8.0 |[a, b, dy], _| dy * pow_exponent_slope(a, b);
-    /// da = dy where a > b, dy / 2 where a = b, else 0; that of b is the same with a and b exchanged. In: a, b, dy.
-    MAXIMUM_GRAD "maximum_grad" 2 0.0 |[a, b, dy], _| choose(a == b, R::lit(0.5) * dy, choose(a > b, dy, R::ZERO));
-    /// da = dy where a < b, dy / 2 where a = b, else 0; that of b is the same with a and b exchanged. In: a, b, dy.
-    MINIMUM_GRAD "minimum_grad" 2 0.0 |[a, b, dy], _| choose(a == b, R::lit(0.5) * dy, choose(a < b, dy, R::ZERO));
+    /// da = 0 where a < b, dy / 2 where a = b, else dy, so also where a or b is not a number; that of b is the same with a and
+    /// b exchanged. In: a, b, dy.
+    MAXIMUM_GRAD "maximum_grad" 2 0.0 |[a, b, dy], _| choose(a == b, R::lit(0.5) * dy, choose(a < b, R::ZERO, dy));
+    /// da = 0 where a > b, dy / 2 where a = b, else dy, so also where a or b is not a number; that of b is the same with a and
+    /// b exchanged. In: a, b, dy.
+    MINIMUM_GRAD "minimum_grad" 2 0.0 |[a, b, dy], _| choose(a == b, R::lit(0.5) * dy, choose(a > b, R::ZERO, dy));
 }
 
 /// y + x.
@@ -143,12 +145,23 @@ mod tests {
             [at(&MINIMUM_GRAD, 1.0, 0.0), at(&MINIMUM_GRAD, 1.0, 1.0), at(&MINIMUM_GRAD, 0.0, 1.0)],
             [0.0, 1.0, 2.0]
         );
+        for (a, b) in [(f64::NAN, 1.0), (1.0, f64::NAN), (f64::NAN, f64::NAN)] {
+            assert_eq!([at(&MAXIMUM_GRAD, a, b), at(&MINIMUM_GRAD, a, b)], [2.0, 2.0], "of {a} beside {b}");
+        }
         assert_eq!([at(&POW_BASE_GRAD, 3.0, 2.0), at(&POW_BASE_GRAD, 0.0, 0.0)], [12.0, 0.0]);
         assert_eq!([at(&POW_EXPONENT_GRAD, 1.0, 5.0), at(&POW_EXPONENT_GRAD, 0.0, 0.0)], [0.0, 0.0]);
         assert!((at(&POW_EXPONENT_GRAD, 2.0, 3.0) - 16.0 * std::f64::consts::LN_2).abs() < 1e-14);
         for kernel in [&POW_BASE_GRAD, &POW_EXPONENT_GRAD, &MAXIMUM_GRAD, &MINIMUM_GRAD] {
             let a: Vec<f64> = values(1, 210).iter().map(|x| x.abs() + 0.1).collect();
             let case = Case::new(kernel).input(&[6, 35], &a).input(&[6, 35], &values(2, 210));
+            case.input(&[6, 35], &values(3, 210)).output(&[6, 35]).strided().run();
+        }
+        for kernel in [&MAXIMUM_GRAD, &MINIMUM_GRAD] {
+            let number =
+                |i: usize, nan: usize| if i % 4 == nan || i % 4 == 3 { f64::NAN } else { (i % 5) as f64 };
+            let [a, b] =
+                [0, 1].map(|nan| (0..210).map(|i| number(i + i / 7 * nan, nan)).collect::<Vec<f64>>());
+            let case = Case::new(kernel).input(&[6, 35], &a).input(&[6, 35], &b);
             case.input(&[6, 35], &values(3, 210)).output(&[6, 35]).strided().run();
         }
         let a: Vec<f64> = values(1, 210).iter().map(|x| x.abs() + 0.1).collect();

@@ -68,8 +68,8 @@ pointwise! {
     LEAKY_RELU_GRAD "leaky_relu_grad" 1 2.0 |[x, dy], [c, _]| choose(x > R::ZERO, dy, c * dy);
     /// dx = dy c x^(c - 1), 0 for c = 0. In: x, dy; scalars: \[Real c\].
     POW_SCALAR_GRAD "pow_scalar_grad" 3 8.0 |[x, dy], [c, _]| pow_slope(x, c) * dy;
-    /// dx = dy where a <= x <= b, else 0. In: x, dy; scalars: \[Real a, Real b\].
-    CLAMP_GRAD "clamp_grad" 2 0.0 |[x, dy], [a, b]| choose(x < a || x > b, R::ZERO, dy);
+    /// dx = dy where a <= x <= b, else 0, so also where x is not a number. In: x, dy; scalars: \[Real a, Real b\].
+    CLAMP_GRAD "clamp_grad" 2 0.0 |[x, dy], [a, b]| choose(x >= a && x <= b, dy, R::ZERO);
 }
 
 #[cfg(test)]
@@ -215,6 +215,6 @@ mod tests {
             [grad(&ABS_GRAD, 0.0), grad(&LEAKY_RELU_GRAD, 0.0), grad(&ELU_GRAD, 0.0)],
             [0.0, 0.5, 0.5]
         );
-        assert_eq!([0.25, 0.75, 0.8, 0.2].map(|x| grad(&CLAMP_GRAD, x)), [2.0, 2.0, 0.0, 0.0]);
+        assert_eq!([0.25, 0.75, 0.8, 0.2, f64::NAN].map(|x| grad(&CLAMP_GRAD, x)), [2.0, 2.0, 0.0, 0.0, 0.0]);
     }
 }

@@ -3,7 +3,7 @@
 use super::{BACKWARD, FORWARD};
 use crate::cpu::simd::{expect, expect_after};
 use crate::cpu::{Pool, vectorized};
-use crate::dtype::{Float, Real};
+use crate::dtype::{Element, Float, Real};
 use crate::error::KernelError;
 use crate::kernel::Launch;
 use crate::match_float;
@@ -78,8 +78,12 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
                 }
             });
         });
-        add_blocks(pool, &dw_blocks, write::<T>(dw));
-        add_blocks(pool, &db_blocks, write::<T>(db));
+        for (out, blocks) in [(dw, dw_blocks), (db, db_blocks)] {
+            match out.dtype {
+                T::DTYPE => add_blocks::<T>(pool, &blocks, write(out)),
+                _ => add_blocks::<Acc>(pool, &blocks, write(out)),
+            }
+        }
         Ok(())
     }, else Err(KernelError::DType { kernel: BACKWARD.name, dtype: x.dtype }))
 }

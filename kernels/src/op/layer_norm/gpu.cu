@@ -1,6 +1,7 @@
 // Layer normalisation (CENTRED) and root-mean-square normalisation. Sums over rows: a block (each of its warps, for short rows)
 // adds up a run of rows, each thread its own columns; `add_parts` adds up what the blocks found. BLOCKS of those of the gradient
-// fit a multiprocessor; it adds (ADDS) what x has from elsewhere to the gradient of x.
+// fit a multiprocessor; it adds (ADDS) what x has from elsewhere to the gradient of x. Sums over rows are written in ACC (WIDE)
+// or in T.
 
 #if CENTRED
 #define CENTRE(...) __VA_ARGS__
@@ -172,9 +173,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK, BLOCKS)
 #endif
 }
 
+#if WIDE
+typedef ACC Out;
+#else
+typedef T Out;
+#endif
+
 // The sum of `count` parts for each of 32 columns a block: 32 warps take equal runs of parts in order, then the first one
 // adds up theirs. Blocks of the second row of the grid do the same for the second operand.
-extern "C" __global__ void __launch_bounds__(1024) add_parts(const ACC *parts, T *out, CENTRE(const ACC *more_parts, T *more_out, ) int n, int count) {
+extern "C" __global__ void __launch_bounds__(1024) add_parts(const ACC *parts, Out *out, CENTRE(const ACC *more_parts, Out *more_out, ) int n, int count) {
     __shared__ ACC sums[32][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
     int each = (count + 31) / 32, end = min((warp + 1) * each, count);
@@ -195,6 +202,6 @@ extern "C" __global__ void __launch_bounds__(1024) add_parts(const ACC *parts, T
         sum = 0;
 #pragma unroll
         for (int i = 0; i < 32; i++) sum += sums[i][lane];
-        out[column] = narrow<T>(sum);
+        out[column] = narrow<Out>(sum);
     }
 }

@@ -79,7 +79,9 @@ pub(in crate::op) fn backward_of(
         _ => WARPS_OF_MOST,
     };
     let at_once = (warps * 32 / split.block()).max(1);
+    let is_wide = launch.outputs[1].dtype != dtype;
     let split = split.define("CENTRED", outputs - 2).define("BLOCKS", at_once).define("ADDS", adds);
+    let split = split.define("WIDE", usize::from(is_wide));
     let blocks = MULTIPROCESSORS * at_once;
     let run = rows.div_ceil(blocks * split.of_block()).clamp(1, LONGEST_RUN);
     let parts = rows.div_ceil(run * split.of_block());

@@ -34,7 +34,7 @@ pub static FORWARD: Kernel = Kernel {
 ///
 /// - in: x `(rows.., d)`, w `(d)`, mean `(rows..)`, rstd `(rows..)` as the forward gave them, dy like x; and r like x, the cotangent
 ///   that x has from elsewhere, which may be missing
-/// - out: dx like x, dw `(d)`, db `(d)` in the dtype of x
+/// - out: dx like x, dw `(d)`, db `(d)`, both in the dtype of x or both in its accumulator
 ///
 /// dx is rounded once. Rows are summed in blocks of 32, 64 blocks in order, then these; on a GPU in blocks that the shape,
 /// the dtype, where operands begin and whether there is an r determine. Counted: 14 operations an element, and one more with r.
@@ -94,8 +94,12 @@ fn backward(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
                 db_sum[i] += dy[at + i].to_f64();
             }
         }
-        write::<T>(dw).iter_mut().zip(dw_sum).for_each(|(o, s)| *o = T::from_f64(s));
-        write::<T>(db).iter_mut().zip(db_sum).for_each(|(o, s)| *o = T::from_f64(s));
+        for (out, sums) in [(dw, dw_sum), (db, db_sum)] {
+            match out.dtype {
+                T::DTYPE => write::<T>(out).iter_mut().zip(sums).for_each(|(o, s)| *o = T::from_f64(s)),
+                _ => write::<Acc>(out).iter_mut().zip(sums).for_each(|(o, s)| *o = Acc::from_f64(s)),
+            }
+        }
         Ok(())
     }, else Err(KernelError::DType { kernel: BACKWARD.name, dtype: x.dtype }))
 }
@@ -160,18 +164,20 @@ mod tests {
             .output_as(Kind::Accumulator, &[rows])
             .scalars(&EPS)
             .run_for(dtypes);
-        let backward = Case::new(&BACKWARD)
-            .input(&shape, &values(4, rows * d))
-            .input(&[d], &values(5, d))
-            .input_as(Kind::Accumulator, &[rows], &values(6, rows))
-            .input_as(Kind::Accumulator, &[rows], &values(7, rows))
-            .input(&shape, &values(8, rows * d))
-            .output(&shape)
-            .output(&[d])
-            .output(&[d])
-            .scale(4.0);
-        backward.run_for(dtypes);
-        backward.input(&shape, &values(9, rows * d)).run_for(dtypes);
+        for kind in [Kind::Tested, Kind::Accumulator] {
+            let backward = Case::new(&BACKWARD)
+                .input(&shape, &values(4, rows * d))
+                .input(&[d], &values(5, d))
+                .input_as(Kind::Accumulator, &[rows], &values(6, rows))
+                .input_as(Kind::Accumulator, &[rows], &values(7, rows))
+                .input(&shape, &values(8, rows * d))
+                .output(&shape)
+                .output_as(kind, &[d])
+                .output_as(kind, &[d])
+                .scale(4.0);
+            backward.run_for(dtypes);
+            backward.input(&shape, &values(9, rows * d)).run_for(dtypes);
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use super::{BACKWARD, FORWARD};
 use crate::cpu::{Pool, vectorized};
-use crate::dtype::{Float, Real};
+use crate::dtype::{Element, Float, Real};
 use crate::error::KernelError;
 use crate::kernel::Launch;
 use crate::match_float;
@@ -65,7 +65,10 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
                 }
             });
         });
-        add_blocks(pool, &dw_blocks, write::<T>(dw));
+        match dw.dtype {
+            T::DTYPE => add_blocks::<T>(pool, &dw_blocks, write(dw)),
+            _ => add_blocks::<Acc>(pool, &dw_blocks, write(dw)),
+        }
         Ok(())
     }, else Err(KernelError::DType { kernel: BACKWARD.name, dtype: x.dtype }))
 }

@@ -54,8 +54,9 @@ pub(super) fn tie_share(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kern
             for (j, dx) in dx.chunks_exact_mut(n).enumerate() {
                 let row = task * rows + j;
                 let (y, share) = (y[row], T::narrow(dy[row].widen() / c[row]));
+                let other = T::narrow(<Acc as Real>::ZERO / c[row]);
                 let pairs = dx.iter_mut().zip(&x[row * n..][..n]);
-                pairs.for_each(|(dx, x)| *dx = if *x == y { share } else { T::default() });
+                pairs.for_each(|(dx, x)| *dx = if *x == y { share } else { other });
             }
         });
         Ok(())

@@ -38,7 +38,8 @@ pub static TIES: Kernel = Kernel {
     bound: Bound { ulps: 0.0 },
 };
 
-/// dx = dy / c where x equals y, else 0: a cotangent shared equally by those who tie.
+/// dx = dy / c where x equals y, else 0 / c: the cotangent of an extreme, shared equally by the elements that tie. Where y is not
+/// a number, no element equals it, c is 0, and dx is not a number either.
 ///
 /// - in: x (r n), any float; y (r), same dtype; c (r), the accumulator of x; dy (r), the dtype of x
 /// - out: dx (r n), the dtype of x
@@ -50,8 +51,8 @@ pub static TIE_SHARE: Kernel = Kernel {
             let (x, y, n) = (read::<T>(x), read::<T>(y), scalars[0].int() as usize);
             let (c, dy) = (read::<<T as Float>::Acc>(c), read::<T>(dy));
             for (i, dx) in write::<T>(dx).iter_mut().enumerate() {
-                let share = dy[i / n].to_f64() / c[i / n].to_f64();
-                *dx = if x[i] == y[i / n] { T::from_f64(share) } else { T::default() };
+                let dy = if x[i] == y[i / n] { dy[i / n].to_f64() } else { 0.0 };
+                *dx = T::from_f64(dy / c[i / n].to_f64());
             }
             Ok(())
         }, else no_float(TIE_SHARE.name, x.dtype))
@@ -60,7 +61,7 @@ pub static TIE_SHARE: Kernel = Kernel {
     gpu: Some(Gpu {
         source: gpu::FORMULA_SOURCE,
         plan: |launch, plan| {
-            gpu::shares(TIE_SHARE.name, launch, plan, "[x, y, c, dy]", "choose(x == y, dy / c, R::ZERO)")
+            gpu::shares(TIE_SHARE.name, launch, plan, "[x, y, c, dy]", "choose(x == y, dy / c, R::ZERO / c)")
         },
     }),
     flops: |launch| 2 * launch.inputs[0].view.numel() as u64,
@@ -200,6 +201,13 @@ mod tests {
         let inputs = [x.clone(), of(&[3.0, -inf]), of(&ties), of(&[4.0, 6.0])];
         let share = evaluate(&TIE_SHARE, &inputs, &[&[2, 3]], &n).remove(0);
         assert_eq!(share, [0.0, 2.0, 2.0, 2.0, 2.0, 2.0]);
+        let inputs = [Value::real(&[1, 2], &[1.0, f64::NAN]), Value::real(&[1], &[f64::NAN])];
+        let none = evaluate(&TIES, &inputs, &[&[1]], &[Scalar::Int(2)]).remove(0);
+        assert_eq!(none, [0.0]);
+        let inputs =
+            [inputs[0].clone(), inputs[1].clone(), Value::real(&[1], &none), Value::real(&[1], &[1.0])];
+        let share = evaluate(&TIE_SHARE, &inputs, &[&[1, 2]], &[Scalar::Int(2)]).remove(0);
+        assert!(share.iter().all(|dx| dx.is_nan()), "{share:?}");
         let sums = evaluate(&EXP_SUM, &[x.clone(), of(&[3.0, -inf])], &[&[2]], &n).remove(0);
         assert_eq!(sums, [2.0 + (-2f64).exp(), 0.0]);
         let joined = evaluate(&JOIN, &[of(&[3.0, -inf]), of(&sums)], &[&[2]], &[]).remove(0);
@@ -218,7 +226,7 @@ mod tests {
             let scalars = [Scalar::Int(n as i64)];
             let case = Case::new(&TIES).input(&[r, n], &x).input(&[r], &y).scalars(&scalars);
             case.output_as(Kind::Accumulator, &[r]).run();
-            let c: Vec<f64> = (0..r).map(|i| 1.0 + (i % 3) as f64).collect();
+            let c: Vec<f64> = (0..r).map(|i| (i % 4) as f64).collect();
             let case = Case::new(&TIE_SHARE).input(&[r, n], &x).input(&[r], &y).scalars(&scalars);
             case.input_as(Kind::Accumulator, &[r], &c).input(&[r], &dy).output(&[r, n]).run();
             let case = Case::new(&EXP_SUM).input(&[r, n], &x).input_as(Kind::Accumulator, &[r], &y);
