@@ -180,9 +180,11 @@ fn a_process_that_ends_while_ranks_meet_ends_the_start_on_all() {
         let others = [0, 2].map(|rank| {
             thread::spawn(move || world("tp=3").join(&process(rank, 3, port), barrier).unwrap_err())
         });
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut gone = hello(port, 1, 3, "");
         if is_ready {
-            ready(&mut gone, 1, &mesh("tp=3"));
+            // Rank 2 may connect to rank 1 before that ends.
+            ready(&mut gone, listener.local_addr().unwrap().port().into(), &mesh("tp=3"));
         }
         receive(&mut gone);
         drop(gone);
