@@ -5,6 +5,8 @@ mod checkpoints;
 mod resume;
 mod steps;
 mod rescue;
+#[cfg(test)]
+mod peak;
 
 use checkpoints::{Keeping, leave};
 use progress::tell;

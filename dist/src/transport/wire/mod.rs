@@ -30,6 +30,7 @@ use crate::table::{Failure, State};
 use board::Arrived;
 use frame::{Frame, Probe};
 use parts::{combined, form, others, sent, uploaded};
+use shardgrad_kernels::host_vec::{try_copied, try_filled};
 use shardgrad_kernels::{Backend, Buffer};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
@@ -234,7 +235,12 @@ impl Wire {
     fn hold(&self, backend: &dyn Backend, request: &Request<'_>) -> Result<()> {
         let bytes = request.shown_numel(request.seat.place) * request.call.dtype.size();
         let held = &mut *self.held.borrow_mut();
-        held.resize(if request.x.is_some() { bytes } else { 0 }, 0);
+        let len = if request.x.is_some() { bytes } else { 0 };
+        if len > held.capacity() {
+            *held = Vec::new();
+            *held = try_filled(0, len, "a message to other ranks")?;
+        }
+        held.resize(len, 0);
         Ok(request.x.map_or(Ok(()), |x| backend.download(x, held))?)
     }
 
@@ -289,7 +295,7 @@ impl Wire {
         let (seat, dtype, axes) = (request.seat, request.call.dtype, request.call.axes);
         let range = |place: usize| chunk(request.counts[0], seat.size(), place);
         let mine = combined(backend, request, brought, &range(seat.place))?;
-        let mut own = vec![0; range(seat.place).len() * dtype.size()];
+        let mut own = try_filled(0, range(seat.place).len() * dtype.size(), "a message to other ranks")?;
         backend.download(&mine, &mut own)?;
         let mut head = Frame::Part(axes.bits()).head();
         for place in others(request) {
@@ -310,7 +316,7 @@ impl Wire {
         self.hold(backend, request)?;
         let issued = self.issue(request);
         if to == self.rank() {
-            self.joint.board.keep(issued, self.held.borrow().clone());
+            self.joint.board.keep(issued, try_copied(&self.held.borrow(), "a message to this rank itself")?);
             return Ok(());
         }
         self.write(to, &mut Frame::Call(issued.clone()).head(), &self.held.borrow(), &issued)
