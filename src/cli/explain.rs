@@ -95,8 +95,17 @@ impl Peak {
             host = host.max((whole.numel() * whole.dtype().size()) as u64);
             part.to_layout_at(&whole, Location::caller())?;
         }
-        Ok(Peak { buffers: rank.backend().memory().peak_bytes as u64, host })
+        let peak = rank.backend().memory().peak_bytes as u64;
+        Ok(Peak { buffers: peak + in_flight_bytes(rank), host })
     }
+}
+
+/// Messages to other stages of a pipeline that wait to be received: their memory is the sender's. At most as many as there are stages
+/// in the usual schedules.
+fn in_flight_bytes(rank: &Rank) -> u64 {
+    let sends = rank.trace().take().into_iter().filter(|record| record.op == "send");
+    let num_stages = rank.mesh().axis("pp").map_or(0, |pp| rank.mesh().size(pp)) as u64;
+    sends.map(|record| record.bytes).max().unwrap_or(0) * num_stages
 }
 
 /// One rank's view of a step.

@@ -50,34 +50,25 @@ impl Need {
     }
 }
 
-/// Refuses what needs more than there is: than `limit` for a rank where that is given, and than this process can have.
+/// Refuses what needs more than there is: than `limit` for a rank where that is given, else than this process can have.
 fn check(what: &str, need: Need, limit: Option<u64>, rooms: &[Room]) -> Result<()> {
     let help = "take a smaller model, --batch or --seq, more --microbatches, a narrower --dtype, or tp in place of dp, which \
                 holds the weights once; `explain` shows what is held";
     let refuse = |text: String| Error::new(Kind::Config, text).detail("help", help);
-    if let Some(limit) = limit.filter(|limit| need.one > *limit) {
-        let (one, limit) = (size(need.one), size(limit));
-        return Err(refuse(format!("{what} needs about {one} on a rank, and --memory-limit allows {limit}")));
+    if let Some(limit) = limit {
+        let (one, most) = (size(need.one), size(limit));
+        let text = format!("{what} needs about {one} on a rank, and --memory-limit allows {most}");
+        return if need.one > limit { Err(refuse(text)) } else { Ok(()) };
     }
     for Room { source, left_bytes, .. } in rooms {
-        let is_estimate = matches!(source, Source::Machine | Source::ControlGroup);
-        // A limit that is given by hand takes the place of what the system estimates.
-        let left = if is_estimate { left_bytes.saturating_add(left_bytes / 16) } else { *left_bytes };
+        // What a machine has left is an estimate of the system.
+        let slack = if *source == Source::Machine { left_bytes / 16 } else { 0 };
         let need = need.against(*source);
-        if need > left && !(is_estimate && limit.is_some()) {
+        if need > left_bytes.saturating_add(slack) {
             let (need, left) = (size(need), size(*left_bytes));
             let error = refuse(format!("{what} needs about {need} of memory, and {source} has {left} left"));
-            return Err(if is_estimate {
-                error.detail(
-                    "limit",
-                    "--memory-limit BYTES, for each rank, takes the place of this look at the machine",
-                )
-            } else {
-                error.detail(
-                    "counted",
-                    "tensors, and stacks and arenas of the threads; raise the limit of the shell",
-                )
-            });
+            let by_hand = "--memory-limit BYTES, for each rank, takes the place of this look at the machine";
+            return Err(error.detail("limit", by_hand));
         }
     }
     Ok(())
@@ -187,11 +178,10 @@ mod tests {
         for (source, bytes) in
             [(Source::AddressSpace, tensors + (4 * 72 << 20)), (Source::DataSize, tensors + (4 * 8 << 20))]
         {
-            for limit in [None, Some(2 << 30)] {
-                assert!(check("a run", need, limit, &room(source, bytes)).is_ok());
-                let error = check("a run", need, limit, &room(source, bytes - 1)).unwrap_err();
-                assert!(error.message().contains(&format!(" of memory, and {source} has ")), "{error}");
-            }
+            assert!(check("a run", need, None, &room(source, bytes)).is_ok());
+            let error = check("a run", need, None, &room(source, bytes - 1)).unwrap_err();
+            assert!(error.message().contains(&format!(" of memory, and {source} has ")), "{error}");
+            assert!(check("a run", need, Some(2 << 30), &room(source, 0)).is_ok(), "a limit by hand");
         }
     }
 
