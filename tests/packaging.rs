@@ -39,7 +39,8 @@ fn resolved_features(selection: &[&str]) -> BTreeMap<String, BTreeSet<String>> {
     let mut packages: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for line in String::from_utf8(output.stdout).unwrap().lines() {
         let mut parts = line.split('|');
-        let (package, features) = (parts.next().unwrap(), parts.next().unwrap());
+        // An empty line stands between the trees of two packages.
+        let (Some(package), Some(features)) = (parts.next(), parts.next()) else { continue };
         packages.entry(package.to_string()).or_default().insert(features.to_string());
     }
     packages

@@ -78,11 +78,18 @@ impl Outline<'_> {
 pub(super) struct Peak {
     /// In buffers.
     pub(super) buffers: u64,
+    /// In messages to other stages that are not received yet.
+    pub(super) in_flight: u64,
     /// Beside them on the host: the bytes of a whole tensor that is saved.
     pub(super) host: u64,
 }
 
 impl Peak {
+    /// All of them together.
+    pub(super) fn all(&self) -> u64 {
+        self.buffers.saturating_add(self.in_flight).saturating_add(self.host)
+    }
+
     /// Takes two steps: the first makes what the optimizer keeps, when activations are gone; later ones hold both. Then gathers each
     /// parameter as a save does.
     pub(super) fn of(rank: &Rank, trainer: &mut Trainer<'_, LanguageModel>) -> Result<Peak> {
@@ -95,8 +102,8 @@ impl Peak {
             host = host.max((whole.numel() * whole.dtype().size()) as u64);
             part.to_layout_at(&whole, Location::caller())?;
         }
-        let peak = rank.backend().memory().peak_bytes as u64;
-        Ok(Peak { buffers: peak + in_flight_bytes(rank), host })
+        let buffers = rank.backend().memory().peak_bytes as u64;
+        Ok(Peak { buffers, in_flight: in_flight_bytes(rank), host })
     }
 }
 

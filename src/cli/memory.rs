@@ -84,7 +84,7 @@ fn peaks(mesh: &Mesh, step: &Outline<'_>, limit: u64) -> Result<Vec<Peak>> {
     largest_ranks(mesh).into_iter().map(|rank| step.limited(mesh, rank, limit, Peak::of)).collect()
 }
 
-/// The limit that a rank needs at least, if it is given this one.
+/// The limit that a rank needs at least, if it is given this one. Messages find room in the gaps.
 pub(super) fn need_under(mesh: &Mesh, step: &Outline<'_>, limit: u64) -> Result<u64> {
     let peaks = peaks(mesh, step, without_gaps(limit).max(1))?;
     Ok(peaks.iter().map(|peak| with_gaps(peak.buffers)).max().unwrap_or(0))
@@ -100,7 +100,7 @@ pub(super) fn check_training(run: &RunArgs, mesh: &Mesh, name: &str, step: &Outl
     }
     let peaks = peaks(mesh, step, 0)?;
     let num_alike = (mesh.num_ranks() / peaks.len()) as u64;
-    let all = peaks.iter().map(|peak| peak.buffers.saturating_add(peak.host)).sum::<u64>();
+    let all = peaks.iter().map(Peak::all).sum::<u64>();
     let one = run.memory_limit().map_or(Ok(0), |limit| need_under(mesh, step, limit))?;
     let need = of_ranks(run, mesh, all.saturating_mul(num_alike), one);
     check(&format!("training {name} on {mesh}"), need, run.memory_limit(), &rooms(&file))

@@ -266,9 +266,8 @@ pub(crate) fn prepacked_bytes<T: Float>([m, n, k]: [usize; 3], strides: [[usize;
     let [a, b] = [strides[0], strides[1]].map(|[row, col]| Source::new::<T>(&[], row, col));
     let c: Target<T::Acc> = Target { start: std::ptr::null_mut(), row: strides[2][0], col: strides[2][1] };
     // SAFETY: it is asked and not run, so that nothing is touched, as k is not 0.
-    kept::packed_bytes::<T>([m, n, k], || {
-        unsafe { Blocked::new(&tiles, [m, n, k], a, b, false, c) }.packs_b()
-    })
+    let packs = || unsafe { Blocked::new(&tiles, [m, n, k], a, b, false, c) }.packs_b();
+    kept::packed_bytes::<T>([m, n, k], packs)
 }
 
 /// [`products`] whose reaches were checked, in dot products; R is T by a name that says that its sums are f32.
