@@ -51,6 +51,61 @@ fn what_cannot_fit_is_refused_before_it_begins() {
     }
 }
 
+/// A training under a limit of the address space, in MiB: its exit code, what it prints as an error, how many steps are in its record,
+/// and whether it leaves a model.
+fn train_within(folder: &Folder, mesh: &str, mib: usize, more: &str) -> (Option<i32>, String, usize, bool) {
+    let (data, out) = (folder.file("text", "The quick brown fox. ".repeat(500)), folder.path("out"));
+    let _ = fs::remove_dir_all(&out);
+    let script = format!(
+        "ulimit -v {} && exec \"$0\" train --data {data} --out {out} --mesh {mesh} --threads 1 --steps 4 --batch 16 {more}",
+        mib << 10
+    );
+    let mut command = Command::new("bash");
+    // Without arenas of their own the threads fail at limits that are the same in every run.
+    command.env("MALLOC_ARENA_MAX", "1").args(["-c", &script, env!("CARGO_BIN_EXE_shardgrad")]);
+    let output = command.output().unwrap();
+    let steps = fs::read_to_string(format!("{out}/metrics.jsonl")).unwrap_or_default().lines().count();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    (output.status.code(), said, steps, Path::new(&format!("{out}/model/model.safetensors")).exists())
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn memory_that_the_system_refuses_is_an_error_and_the_model_is_saved() {
+    let folder = Folder::new("refused");
+    let (mut refused, mut after_steps) = (0, 0);
+    for mesh in ["dp=1", "dp=2", "tp=2", "pp=2"] {
+        for mib in (70..=190).step_by(10) {
+            // The limit of a rank takes the place of the check, so that the run begins.
+            let (code, said, steps, is_saved) = train_within(&folder, mesh, mib, "--memory-limit 1GB");
+            let told = format!("{mesh} within {mib} MiB: {code:?} after {steps} steps, {said}");
+            if code == Some(0) {
+                assert!(is_saved && steps == 4, "{told}");
+                continue;
+            }
+            assert!(code == Some(1) && said.contains("out of memory: "), "{told}");
+            refused += 1;
+            after_steps += usize::from(steps > 0);
+            assert!(is_saved == (steps > 0), "{told}");
+        }
+    }
+    assert!(refused >= 8, "{refused} runs of 52 were refused memory");
+    println!("{refused} refused, {after_steps} of them after a step");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_limit_of_the_address_space_counts_before_the_run() {
+    let folder = Folder::new("space");
+    let (code, said, steps, _) = train_within(&folder, "dp=2", 100, "");
+    assert!(code == Some(2) && steps == 0, "{said}");
+    for part in
+        ["training tiny on mesh(dp=2) needs about ", "address space of this process (`ulimit -v`) has "]
+    {
+        assert!(said.contains(part), "{said}");
+    }
+}
+
 #[test]
 fn memory_and_folder_are_looked_at_before_the_data_are_read() {
     let folder = Folder::new("early");

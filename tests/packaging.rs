@@ -1,4 +1,4 @@
-//! What a package must say of itself: the Rust version that it needs, and whose code is in it.
+//! What a package must say of itself: the Rust version that it needs, whose code is in it, and which features it asks for.
 
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,6 +26,55 @@ fn the_rust_version_is_stated_everywhere_and_this_compiler_has_it() {
     }
     let contributing = fs::read_to_string(Path::new(ROOT).join("CONTRIBUTING.md")).unwrap();
     assert!(contributing.contains(&format!("Rust 1.{stated} or newer")), "CONTRIBUTING.md says otherwise");
+}
+
+/// The packages that cargo would compile to test a selection of our crates, each with the sets of features it is compiled with.
+fn resolved_features(selection: &[&str]) -> BTreeMap<String, BTreeSet<String>> {
+    let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".into());
+    let mut command = Command::new(cargo);
+    command.args(["tree", "--offline", "--locked", "--edges", "normal,build,dev", "--prefix", "none"]);
+    command.args(["--format", "{p}|{f}|"]).args(selection);
+    let output = command.current_dir(ROOT).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let mut packages: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for line in String::from_utf8(output.stdout).unwrap().lines() {
+        let mut parts = line.split('|');
+        // An empty line stands between the trees of two packages.
+        let (Some(package), Some(features)) = (parts.next(), parts.next()) else { continue };
+        packages.entry(package.to_string()).or_default().insert(features.to_string());
+    }
+    packages
+}
+
+/// `cargo test -p CRATE` compiles a dependency a second time if it resolves other features than a build of the workspace.
+#[test]
+fn each_crate_resolves_the_features_of_the_workspace() {
+    let workspace = resolved_features(&["--workspace"]);
+    let mut different = String::new();
+    for krate in [
+        "shardgrad",
+        "shardgrad-kernels",
+        "shardgrad-dist",
+        "shardgrad-tensor",
+        "shardgrad-autograd",
+        "shardgrad-nn",
+    ] {
+        let packages = resolved_features(&["-p", krate]);
+        assert!(packages.len() > 2, "cargo lists the dependencies of {krate}");
+        for (package, sets) in packages {
+            for features in sets.difference(&workspace[&package]) {
+                let shared = &workspace[&package];
+                let _ = writeln!(
+                    different,
+                    "-p {krate}: {package} has [{features}], in the workspace {shared:?}"
+                );
+            }
+        }
+    }
+    assert!(
+        different.is_empty(),
+        "cargo compiles these packages twice; ask for the same features (see the end of [workspace.dependencies]):\n{different}"
+    );
 }
 
 /// What a build may add.

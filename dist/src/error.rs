@@ -150,7 +150,8 @@ impl From<std::io::Error> for Error {
 impl From<shardgrad_kernels::KernelError> for Error {
     fn from(e: shardgrad_kernels::KernelError) -> Error {
         let kind = match e {
-            shardgrad_kernels::KernelError::OutOfMemory { .. } => Kind::OutOfMemory,
+            shardgrad_kernels::KernelError::OutOfMemory { .. }
+            | shardgrad_kernels::KernelError::HostMemory { .. } => Kind::OutOfMemory,
             shardgrad_kernels::KernelError::DType { .. } => Kind::DType,
             shardgrad_kernels::KernelError::Index { .. } => Kind::Data,
             shardgrad_kernels::KernelError::Library { .. }

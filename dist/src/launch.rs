@@ -181,7 +181,8 @@ impl World {
     }
 
     /// Calls `f` on one rank of the mesh, on this thread, without memory, arithmetic or waiting: the null
-    /// back end counts, the trace records (it starts enabled), collectives return buffers of the right size.
+    /// back end counts, the trace records (it starts enabled), collectives return buffers of the right size. Prepacked operands count
+    /// only within [`World::memory_limit`], as they give way on the CPU.
     ///
     /// # Errors
     /// What `f` returns or unwinds with, `Kind::Panic` if it panics, `Kind::Mesh` for an index outside of the
@@ -190,7 +191,8 @@ impl World {
         if index >= self.mesh.num_ranks() {
             return Err(Error::new(Kind::Mesh, format!("there is no rank {index} in {}", self.mesh)));
         }
-        let rank = Rank::new(self.mesh.clone(), index, Null::backend(), Box::new(Recording));
+        let rank =
+            Rank::new(self.mesh.clone(), index, Null::with_limit(self.memory_bytes_max), Box::new(Recording));
         rank.trace().enable();
         caught(&self.mesh, index, || f(&rank))
     }

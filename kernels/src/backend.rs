@@ -5,6 +5,7 @@ use crate::cpu::Pool;
 use crate::cpu::recurring::Recurring;
 use crate::dtype::Element;
 use crate::error::{KernelError, MemoryStats};
+use crate::host_vec::{caught, try_filled};
 use crate::kernel::{Cost, Kernel, Launch};
 use crate::precision::MatmulPrecision;
 use crate::tally::Tally;
@@ -290,7 +291,7 @@ impl Machine for Host {
     fn backend(&self, settings: Settings) -> Result<Arc<dyn Backend>, KernelError> {
         let allocator = Allocator::with_limit(settings.memory_bytes_max);
         let Settings { num_threads, may_spin, precision, ref cores, .. } = settings;
-        let pool = Pool::placed(num_threads, may_spin, cores).with_precision(precision);
+        let pool = Pool::placed(num_threads, may_spin, cores)?.with_precision(precision);
         Ok(Cpu::on(pool, allocator))
     }
 }
@@ -325,7 +326,7 @@ pub fn download<T: Element>(
     if !buffer.has_memory() {
         return Ok(Vec::new());
     }
-    let mut data = vec![T::default(); numel];
+    let mut data = try_filled(T::default(), numel, "a copy of a tensor on the host")?;
     backend.download(buffer, bytes_of_mut(&mut data))?;
     Ok(data)
 }
@@ -347,7 +348,6 @@ impl Cpu {
     }
 
     /// The same on memory of a given allocator.
-    #[must_use]
     pub fn with_allocator(num_threads: usize, allocator: Allocator) -> Arc<dyn Backend> {
         Cpu::on(Pool::new(num_threads), allocator)
     }
@@ -389,7 +389,7 @@ impl Backend for Cpu {
             kernel.name
         );
         self.cost.add(kernel.cost(launch));
-        kernel.cpu.unwrap_or(kernel.reference)(&self.pool, launch)
+        caught(|| kernel.cpu.unwrap_or(kernel.reference)(&self.pool, launch))
     }
 
     fn memory(&self) -> MemoryStats {

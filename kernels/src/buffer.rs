@@ -13,6 +13,7 @@ use crate::error::{KernelError, MemoryStats};
 use crate::latch::Latch;
 pub(crate) use cuts::Cuts;
 pub use raw::ALIGNMENT;
+pub(crate) use raw::has_margin;
 use raw::{Chunk, Class, Raw};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -45,6 +46,14 @@ struct Shared {
 /// No chunk is smaller, unless there is not so much. A page of it is memory once it was touched.
 const CHUNK_MIN: usize = 64 << 20;
 
+/// After so many bytes of small blocks the system is asked whether it has a margin left.
+const CHECK_BYTES: usize = 1 << 20;
+
+/// The bytes of the block for so many bytes; as they are where no memory is so large.
+fn block_bytes(bytes: usize) -> usize {
+    Class::of(bytes).map_or(bytes, |class| class.bytes)
+}
+
 /// What goes back to the system, after the release of the latch.
 struct Useless {
     block: Arc<Block>,
@@ -62,6 +71,8 @@ struct State {
     stats: MemoryStats,
     /// Nobody allocates any more.
     is_closed: bool,
+    /// Bytes of small blocks taken from the system since it was last asked for a margin.
+    unchecked_bytes: usize,
 }
 
 impl State {
@@ -142,10 +153,10 @@ impl Allocator {
         Ok(Buffer(ManuallyDrop::new(block)))
     }
 
-    /// A buffer that only has a size, which is counted as if it were memory.
+    /// A buffer that only has a size, which is counted as if it were memory: as the block that it would get.
     #[must_use]
     pub fn outline(&self, bytes: usize) -> Buffer {
-        self.0.0.state.with(|state| state.count(bytes));
+        self.0.0.state.with(|state| state.count(block_bytes(bytes)));
         Buffer::of(Memory::Outline { home: Some(self.0.0.clone()) }, bytes)
     }
 
@@ -181,13 +192,22 @@ impl Shared {
 
     /// A small block from the system.
     fn small(&self, class: Class) -> Option<Raw> {
-        let raw = if self.fits(class.bytes) { Raw::new(class) } else { None };
-        raw.inspect(|_| {
-            self.state.with(|state| {
-                state.count_reserved(class.bytes);
-                state.count(class.bytes);
-            });
-        })
+        let raw = if self.fits(class.bytes) { Raw::new(class)? } else { return None };
+        let is_due = self.state.with(|state| {
+            state.unchecked_bytes += class.bytes;
+            state.unchecked_bytes >= CHECK_BYTES
+        });
+        if is_due && !has_margin() {
+            return None;
+        }
+        self.state.with(|state| {
+            if is_due {
+                state.unchecked_bytes = 0;
+            }
+            state.count_reserved(class.bytes);
+            state.count(class.bytes);
+        });
+        Some(raw)
     }
 
     /// A block of a chunk; of a new one, if need be.
@@ -204,7 +224,8 @@ impl Shared {
                 limit => limit.saturating_sub(reserved),
             };
             let sizes = [usual.max(class.bytes), class.bytes].into_iter().filter(|bytes| self.fits(*bytes));
-            let chunk = sizes.filter_map(Chunk::new).next()?;
+            // The chunk is held while the margin is asked for.
+            let chunk = sizes.filter_map(Chunk::new).find(|_chunk| has_margin())?;
             // Another thread may take it before this one comes to cut it.
             self.state.with(|state| {
                 state.count_reserved(chunk.bytes());
@@ -304,11 +325,10 @@ impl Drop for Block {
             }
             Memory::Device { address, home } => home.give_back(address),
             Memory::Outline { home: Some(home) } => {
-                let bytes = *self.bytes.get_mut();
+                let bytes = block_bytes(*self.bytes.get_mut());
                 // The sum may have come to its end before ([`State::count`]).
-                home.state.with(|state| {
-                    state.stats.in_use_bytes = state.stats.in_use_bytes.saturating_sub(bytes);
-                });
+                let less = |in_use: usize| in_use.saturating_sub(bytes);
+                home.state.with(|state| state.stats.in_use_bytes = less(state.stats.in_use_bytes));
             }
             Memory::Outline { home: None } => {}
         }

@@ -27,6 +27,13 @@ pub enum KernelError {
         /// What the allocator held then.
         stats: MemoryStats,
     },
+    /// The system has no host memory for something beside buffers.
+    HostMemory {
+        /// What was asked for.
+        asked_bytes: usize,
+        /// What it is for.
+        what: &'static str,
+    },
     /// A kernel has no code for a dtype.
     DType {
         /// The kernel.
@@ -97,6 +104,9 @@ impl fmt::Display for KernelError {
                 "out of memory: {asked_bytes} bytes asked for; in use {}, peak {}, reserved {} bytes",
                 stats.in_use_bytes, stats.peak_bytes, stats.reserved_bytes
             ),
+            KernelError::HostMemory { asked_bytes, what } => {
+                write!(f, "out of memory: the system has no {asked_bytes} bytes for {what}")
+            }
             KernelError::DType { kernel, dtype } => write!(f, "{kernel}: no kernel for dtype {dtype}"),
             KernelError::Index { kernel, index, position, rows } => {
                 write!(f, "{kernel}: index {index} at position {position} is outside of 0..{rows}")

@@ -14,6 +14,7 @@ pub mod strides;
 pub mod error;
 mod latch;
 pub mod buffer;
+pub mod host_vec;
 pub mod precision;
 pub mod cpu;
 pub mod gpu;

@@ -6,9 +6,10 @@ use crate::placed::Model;
 use crate::plan::Plan;
 use crate::precision::Precision;
 use crate::staged;
-use shardgrad_tensor::{Error, Kind, Rank, Result, Tensor};
+use shardgrad_tensor::{DetachedBytes, Error, Kind, Rank, Result, Tensor};
 
-/// What one rank held of the weights after a step: bytes that belong to no rank, and so outlive its world. See
+/// What one rank held of the weights after a step: bytes that belong to no rank, and so outlive its world. On the host they are the
+/// memory of the parameters itself, so that they are kept even where there is no memory for a copy. See
 /// [`Trainer::rescue`](crate::Trainer::rescue).
 #[derive(Clone, Debug)]
 pub struct Rescued {
@@ -23,7 +24,7 @@ struct Held {
     name: String,
     home: Option<Home>,
     /// Where it lives on this rank.
-    bytes: Option<Vec<u8>>,
+    bytes: Option<DetachedBytes>,
 }
 
 impl Rescued {
@@ -33,7 +34,7 @@ impl Rescued {
     /// What the device reports.
     pub(crate) fn of<M: Module>(model: &Model<M>, step: u64) -> Result<Rescued> {
         let held = |param: &Param| {
-            let bytes = param.is_here().then(|| param.tensor().own_bytes()).transpose()?;
+            let bytes = param.is_here().then(|| param.tensor().detach_bytes()).transpose()?;
             Ok(Held { name: param.name(), home: param.home(), bytes })
         };
         let params = model.params().iter().map(held).collect::<Result<_>>()?;
@@ -65,7 +66,7 @@ impl Rescued {
             param.settle(home);
             if let Some(bytes) = bytes {
                 let layout = param.layout();
-                let tensor = Tensor::from_own_bytes(model.rank(), &layout, layout.dtype(), &bytes);
+                let tensor = Tensor::from_detached_bytes(model.rank(), &layout, &bytes);
                 param.set_tensor(tensor.map_err(|e| e.detail("parameter", name))?)?;
             }
         }
@@ -146,8 +147,14 @@ mod tests {
     #[test]
     fn weights_are_left_unless_their_update_had_begun() {
         let both: Vec<Rescued> = left(false).into_iter().collect::<Result<_>>().unwrap();
-        assert!(both.iter().all(|one| one.step() == 1 && one.params[0].bytes == both[0].params[0].bytes));
-        assert!(both[0].params[0].bytes.as_ref().is_some_and(|bytes| bytes.len() == 4 * 3 * 4));
+        let num_bytes = |one: &Rescued| one.params[0].bytes.as_ref().map(DetachedBytes::num_bytes);
+        assert!(both.iter().all(|one| one.step() == 1 && num_bytes(one) == Some(4 * 3 * 4)));
+        let values = World::run(Mesh::parse("dp=2").unwrap(), |rank| {
+            let own = both[rank.index()].clone();
+            own.model(rank, Linear::new(3, 4), &Plan::data("dp"))?.params()[0].tensor().to_local_f64()
+        });
+        let values = values.unwrap();
+        assert_eq!((values[0].len(), &values[0]), (12, &values[1]));
         let found = left(true);
         let error = found[1].as_ref().unwrap_err();
         assert!(error.message().contains("the update of step 2 had begun"), "{error}");

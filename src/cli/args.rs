@@ -276,6 +276,12 @@ impl RunArgs {
         self.memory_limit.map(|limit| limit.0)
     }
 
+    /// Threads of each rank, where so many ranks share this machine.
+    pub(crate) fn threads_of_a_rank(&self, num_here: usize) -> usize {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        self.threads.unwrap_or((cores / num_here.max(1)).max(1))
+    }
+
     /// Whether tensors live in the memory of the processor.
     pub(crate) fn is_on_host(&self) -> bool {
         self.device == Device::Cpu

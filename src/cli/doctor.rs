@@ -2,7 +2,8 @@
 //! libraries that the back end would use. It never fails.
 
 use super::args::DoctorArgs;
-use super::memory::{field, kib};
+use super::memory::file;
+use super::memory::room::{Room, Source, field, kib, rooms};
 use serde_json::json;
 #[cfg(feature = "cuda")]
 use shardgrad::Error;
@@ -31,6 +32,8 @@ struct Findings {
     processor: String,
     cores: usize,
     memory_bytes: Option<[u64; 2]>,
+    /// Limits of this process and of its control groups.
+    limits: Vec<Room>,
     driver: Option<String>,
     /// For each of [`LIBRARIES`], the files.
     libraries: Vec<Vec<PathBuf>>,
@@ -57,6 +60,7 @@ fn look() -> Findings {
         memory_bytes: kib(&about_memory, "MemTotal")
             .zip(kib(&about_memory, "MemAvailable"))
             .map(|(a, b)| [a, b]),
+        limits: rooms(&file).into_iter().filter(|room| room.source != Source::Machine).collect(),
         driver: read("/proc/driver/nvidia/version").lines().next().map(str::to_string),
         libraries: LIBRARIES.map(|(_, file)| files(&folders, file)).into(),
     }
@@ -139,6 +143,17 @@ fn cuda_as_json() -> serde_json::Value {
     lines.collect::<serde_json::Map<String, serde_json::Value>>().into()
 }
 
+/// A limit of the memory of this process.
+fn limit_as_json(room: &Room) -> serde_json::Value {
+    let by = match room.source {
+        Source::Machine => "machine",
+        Source::ControlGroup => "control group",
+        Source::AddressSpace => "ulimit -v",
+        Source::DataSize => "ulimit -d",
+    };
+    json!({"by": by, "bytes": room.max_bytes, "bytes_left": room.left_bytes})
+}
+
 fn as_json(found: &Findings) -> serde_json::Value {
     let libraries = LIBRARIES.iter().zip(&found.libraries);
     let libraries: serde_json::Map<String, serde_json::Value> =
@@ -151,6 +166,7 @@ fn as_json(found: &Findings) -> serde_json::Value {
         "processor": found.processor, "cores": found.cores, "simd": simd(),
         "matmul_precision": ways,
         "memory_bytes": found.memory_bytes.map(|m| m[0]), "memory_bytes_free": found.memory_bytes.map(|m| m[1]),
+        "memory_limits": found.limits.iter().map(limit_as_json).collect::<Vec<_>>(),
         "back_ends": ["cpu", "null"], "cuda": cuda_as_json(), "driver": found.driver, "libraries": libraries,
     })
 }
@@ -176,6 +192,13 @@ fn text(found: &Findings) -> String {
     let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
     let memory = found.memory_bytes.map(|[all, free]| format!("{:.1} GiB, {:.1} free", gib(all), gib(free)));
     row("memory", memory.unwrap_or_else(|| "unknown".into()));
+    for Room { source, max_bytes, left_bytes } in &found.limits {
+        let (max, left) = (gib(*max_bytes), gib(*left_bytes));
+        row("  limit", format!("{max:.2} GiB for {source}, {left:.2} left"));
+    }
+    if found.limits.is_empty() {
+        row("  limit", "none by `ulimit` or a control group".into());
+    }
     let each = [1, 2, 4].map(|n: usize| format!("{n} x {}", (found.cores / n).max(1)));
     row("ranks x threads", format!("{}, unless --threads says otherwise", each.join(", ")));
     row("back ends", "cpu, null (shapes, bytes and costs only)".into());
@@ -206,12 +229,5 @@ mod tests {
         let found = files(&[scratch.path(""), scratch.path("no such folder")], "libnccl.so");
         let names: Vec<_> = found.iter().map(|p| p.file_name().unwrap().to_str().unwrap()).collect();
         assert_eq!(names, ["libnccl.so.2.20.5", "libnccl.so.2.20.5.txt"]);
-    }
-
-    #[test]
-    fn fields_of_proc_are_read() {
-        let text = "processor\t: 0\nmodel name\t: A B: C\nMemTotal:       16 kB\nMemFree: x kB\n";
-        assert_eq!((field(text, "model name"), field(text, "name")), (Some("A B: C"), None));
-        assert_eq!((kib(text, "MemTotal"), kib(text, "MemFree")), (Some(16 << 10), None));
     }
 }

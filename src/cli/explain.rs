@@ -11,6 +11,7 @@ use shardgrad::prelude::*;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::ops::Range;
+use std::panic::Location;
 use std::rc::Rc;
 
 /// What is said where a run would measure times.
@@ -36,8 +37,20 @@ impl Outline<'_> {
         rank: usize,
         told: impl FnOnce(&Rank, &mut Trainer<'_, LanguageModel>) -> Result<T>,
     ) -> Result<T> {
+        self.limited(mesh, rank, 0, told)
+    }
+
+    /// [`Outline::on`] a rank whose prepacked operands give way to a limit of its memory (0: none).
+    pub(super) fn limited<T>(
+        &self,
+        mesh: &Mesh,
+        rank: usize,
+        limit: u64,
+        told: impl FnOnce(&Rank, &mut Trainer<'_, LanguageModel>) -> Result<T>,
+    ) -> Result<T> {
         let Outline { config, plan, seq, microbatches, precision, .. } = *self;
-        World::new(mesh.clone()).dry_run(rank, |rank| {
+        let limit = usize::try_from(limit).unwrap_or(0);
+        World::new(mesh.clone()).memory_limit(limit).dry_run(rank, |rank| {
             let blank = |own: Range<usize>| vec![0; own.len() * seq];
             let read = |rank: &Rank, _: u64, rows: Range<usize>| {
                 let read = |own: Range<usize>| {
@@ -60,12 +73,46 @@ impl Outline<'_> {
     }
 }
 
-/// Takes two steps: the first makes what the optimizer keeps, when activations are gone; later ones hold both. The most bytes that
-/// the rank holds.
-pub(super) fn peak_bytes(rank: &Rank, trainer: &mut Trainer<'_, LanguageModel>) -> Result<u64> {
-    trainer.step(&ControlFlags::default().to_numbers())?;
-    trainer.step(&ControlFlags::default().to_numbers())?;
-    Ok(rank.backend().memory().peak_bytes as u64)
+/// The most bytes that a rank holds in a training.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Peak {
+    /// In buffers.
+    pub(super) buffers: u64,
+    /// In messages to other stages that are not received yet.
+    pub(super) in_flight: u64,
+    /// Beside them on the host: the bytes of a whole tensor that is saved.
+    pub(super) host: u64,
+}
+
+impl Peak {
+    /// All of them together.
+    pub(super) fn all(&self) -> u64 {
+        self.buffers.saturating_add(self.in_flight).saturating_add(self.host)
+    }
+
+    /// Takes two steps: the first makes what the optimizer keeps, when activations are gone; later ones hold both. Then gathers each
+    /// parameter as a save does.
+    pub(super) fn of(rank: &Rank, trainer: &mut Trainer<'_, LanguageModel>) -> Result<Peak> {
+        trainer.step(&ControlFlags::default().to_numbers())?;
+        trainer.step(&ControlFlags::default().to_numbers())?;
+        let mut host = 0;
+        for param in trainer.model().params().iter().filter(|param| param.is_here()) {
+            let part = param.tensor();
+            let whole = Layout::invariant(part.layout().mesh(), part.dtype(), &part.shape());
+            host = host.max((whole.numel() * whole.dtype().size()) as u64);
+            part.to_layout_at(&whole, Location::caller())?;
+        }
+        let buffers = rank.backend().memory().peak_bytes as u64;
+        Ok(Peak { buffers, in_flight: in_flight_bytes(rank), host })
+    }
+}
+
+/// Messages to other stages of a pipeline that wait to be received: their memory is the sender's. At most as many as there are stages
+/// in the usual schedules.
+fn in_flight_bytes(rank: &Rank) -> u64 {
+    let sends = rank.trace().take().into_iter().filter(|record| record.op == "send");
+    let num_stages = rank.mesh().axis("pp").map_or(0, |pp| rank.mesh().size(pp)) as u64;
+    sends.map(|record| record.bytes).max().unwrap_or(0) * num_stages
 }
 
 /// One rank's view of a step.
@@ -156,7 +203,7 @@ fn last_of_each(ops: Vec<(Rc<str>, Layout)>) -> Vec<(String, Layout)> {
 }
 
 /// The last rank of each stage of a pipeline, or of the mesh: of uneven shares the last is the largest.
-fn largest_ranks(mesh: &Mesh) -> Vec<usize> {
+pub(super) fn largest_ranks(mesh: &Mesh) -> Vec<usize> {
     let at = |stage: Option<usize>| {
         let place = |a| stage.filter(|_| mesh.axis("pp") == Some(a)).unwrap_or(mesh.size(a) - 1);
         let here: Vec<usize> = mesh.axes().map(place).collect();

@@ -7,6 +7,8 @@ mod resume;
 mod steps;
 mod rescue;
 mod outcome;
+#[cfg(test)]
+mod peak;
 
 use checkpoints::{Keeping, leave};
 use outcome::outcome;

@@ -4,13 +4,80 @@ use crate::layout::Layout;
 use crate::piece::Piece;
 use crate::tensor::{Tensor, check_mesh};
 use shardgrad_dist::{Error, Kind, Rank, Result};
-use shardgrad_kernels::{DType, Strides, upload};
+use shardgrad_kernels::{Buffer, DType, Device, Strides, upload};
 use std::panic::Location;
 
 #[cfg(target_endian = "big")]
 compile_error!("tensors are held as their files hold them, little endian");
 
+/// The bytes of a local tensor, row-major, detached from its rank: they outlive the rank's world. On the host they share the memory
+/// of the tensor; from another device they are a copy.
+#[derive(Clone, Debug)]
+pub struct DetachedBytes(Contents);
+
+#[derive(Clone, Debug)]
+enum Contents {
+    Shared { buffer: Buffer, len: usize },
+    Copied(Vec<u8>),
+}
+
+impl DetachedBytes {
+    /// How many bytes there are.
+    #[must_use]
+    pub fn num_bytes(&self) -> usize {
+        match &self.0 {
+            Contents::Shared { len, .. } => *len,
+            Contents::Copied(bytes) => bytes.len(),
+        }
+    }
+}
+
 impl Tensor {
+    /// The bytes of this rank's part, for another world. No communication; allocates nothing for a tensor on the host that is
+    /// row-major from the start of its memory, as parameters are.
+    ///
+    /// # Errors
+    /// `Kind::OutOfMemory`; `Kind::Unsupported` on the null back end.
+    pub fn detach_bytes(&self) -> Result<DetachedBytes> {
+        if !self.has_values() {
+            return Err(Error::new(Kind::Unsupported, "a tensor on the null back end has no bytes"));
+        }
+        let flat = self.piece().flat(self.rank())?;
+        let len = flat.numel() * self.dtype().size();
+        Ok(DetachedBytes(match flat.buffer.device_address() {
+            None => Contents::Shared { buffer: flat.buffer.clone(), len },
+            Some(_) => Contents::Copied(flat.front(self.rank(), len)?),
+        }))
+    }
+
+    /// A tensor of a layout of which this rank's part has these bytes, of the layout's dtype. On the host it shares their memory.
+    /// No communication.
+    ///
+    /// # Errors
+    /// As [`Tensor::from_own_bytes`]; `Kind::Unsupported` for bytes of the host on another device.
+    #[track_caller]
+    pub fn from_detached_bytes(rank: &Rank, layout: &Layout, bytes: &DetachedBytes) -> Result<Tensor> {
+        check_mesh(rank, layout, Location::caller())?;
+        let (buffer, len) = match &bytes.0 {
+            Contents::Shared { buffer, len } => (buffer, *len),
+            Contents::Copied(bytes) => {
+                return Tensor::from_own_bytes(rank, layout, layout.dtype(), bytes);
+            }
+        };
+        layout.check_storable()?;
+        if rank.backend().device() != Device::Cpu {
+            let text = format!("memory of the host for a tensor on {}", rank.backend().device());
+            return Err(Error::new(Kind::Unsupported, text));
+        }
+        let shape = layout.local_shape(rank.coordinates());
+        if len != shape.iter().product::<usize>() * layout.dtype().size() {
+            let text = format!("{len} bytes for a local tensor of {} {:?}", layout.dtype(), shape.as_slice());
+            return Err(Error::new(Kind::Shape, text).detail("layout", layout.to_string()));
+        }
+        let part = Piece::received(buffer.clone(), layout.dtype(), &shape);
+        Ok(Tensor::assemble(rank, layout.clone(), part))
+    }
+
     /// A tensor of which this rank's part has these bytes, of dtype `from`, rounded to the dtype of the layout; of truth values
     /// all but 0 is true. No communication.
     ///
@@ -81,6 +148,33 @@ mod tests {
             })
             .unwrap();
         }
+    }
+
+    #[test]
+    fn detached_bytes_carry_a_tensor_into_another_world_without_a_copy() {
+        let mesh = || Mesh::parse("tp=2").unwrap();
+        let values: Vec<f32> = (0..15).map(|i| i as f32 - 7.25).collect();
+        let detached = World::run(mesh(), |rank| {
+            let layout = Layout::parse("f32[5@tp, 3]", rank.mesh())?;
+            let tensor = Tensor::from_global(rank, &layout, &values)?;
+            let in_use = rank.backend().memory().in_use_bytes;
+            let detached = tensor.detach_bytes()?;
+            assert_eq!(rank.backend().memory().in_use_bytes, in_use);
+            Ok(detached)
+        });
+        let detached = detached.unwrap();
+        World::run(mesh(), |rank| {
+            let own = &detached[rank.index()];
+            let layout = Layout::parse("f32[5@tp, 3]", rank.mesh())?;
+            let tensor = Tensor::from_detached_bytes(rank, &layout, own)?;
+            assert_eq!(rank.backend().memory().peak_bytes, 0);
+            assert_eq!(tensor.to_host::<f32>()?, values);
+            let unlike = Layout::parse("f32[7@tp, 3]", rank.mesh())?;
+            let error = Tensor::from_detached_bytes(rank, &unlike, own).map(drop).unwrap_err();
+            assert_eq!(error.kind(), Kind::Shape, "{error}");
+            Ok(())
+        })
+        .unwrap();
     }
 
     #[test]

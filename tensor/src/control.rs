@@ -6,6 +6,7 @@ use crate::state::State;
 use crate::tensor::Tensor;
 use crate::watch::Watch;
 use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Origin, Phase, Rank, ReduceOp, Result};
+use shardgrad_kernels::host_vec::try_copied;
 use shardgrad_kernels::op::reduce::SUM_SQUARES_MANY;
 use shardgrad_kernels::{DType, Strides, download};
 use std::panic::Location;
@@ -57,7 +58,8 @@ pub fn pass_bytes(
 ) -> Result<Option<Vec<u8>>> {
     let here = rank.coordinate(axis);
     if from == to {
-        return Ok((here == to).then(|| bytes.to_vec()));
+        let copy = || try_copied(bytes, "a message to this rank itself");
+        return Ok((here == to).then(copy).transpose()?);
     }
     let axes = AxisSet::one(axis);
     let call =

@@ -5,6 +5,7 @@ use crate::layout::Layout;
 use crate::piece::Piece;
 use crate::tensor::{Tensor, adds_zeros, check_host, check_host_dtype, check_mesh};
 use shardgrad_dist::{Error, Kind, Rank, Result};
+use shardgrad_kernels::host_vec::try_with_capacity;
 use shardgrad_kernels::{DType, Element, Strides};
 use std::panic::Location;
 
@@ -45,7 +46,7 @@ impl Tensor {
         let piece = if view.numel() == layout.numel() {
             Piece::upload(rank, &view.shape, data)?
         } else {
-            Piece::upload(rank, &view.shape, &gather_rows(data, &view))?
+            Piece::upload(rank, &view.shape, &gather_rows(data, &view)?)?
         };
         Ok(Tensor::assemble(rank, layout.clone(), as_stated(piece, layout, rank)?))
     }
@@ -166,10 +167,10 @@ fn as_stated(piece: Piece, layout: &Layout, rank: &Rank) -> Result<Piece> {
 }
 
 /// The elements of a view of host data, row-major.
-fn gather_rows<T: Element>(data: &[T], view: &Strides) -> Vec<T> {
-    let mut out = Vec::with_capacity(view.numel());
+fn gather_rows<T: Element>(data: &[T], view: &Strides) -> Result<Vec<T>> {
+    let mut out = try_with_capacity(view.numel(), "this rank's part of a tensor")?;
     if view.numel() == 0 {
-        return out;
+        return Ok(out);
     }
     let inner = view.shape.last().copied().unwrap_or(1);
     let outer: usize = view.numel() / inner.max(1);
@@ -185,7 +186,7 @@ fn gather_rows<T: Element>(data: &[T], view: &Strides) -> Vec<T> {
             index[d] = 0;
         }
     }
-    out
+    Ok(out)
 }
 
 #[cfg(test)]

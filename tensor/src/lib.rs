@@ -55,6 +55,7 @@ pub mod catalog;
 pub mod quotient;
 pub mod check;
 
+pub use bytes::DetachedBytes;
 pub use capture::{Captured, capture};
 pub use context::Context;
 pub use contraction::Contraction;

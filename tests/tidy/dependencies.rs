@@ -11,6 +11,8 @@ const DIRECT_MAX: usize = 15;
 const PEERS: &str = "benches/peers/";
 /// Where the reasons stand.
 const REASONS: &str = "docs/adr/0013-dependencies.md";
+/// How the line of a dev-dependency ends that only sets features of a package.
+const FOR_FEATURES: &str = "# for its features";
 
 /// One line of a manifest that asks for a crate from outside.
 struct Wish {
@@ -20,6 +22,8 @@ struct Wish {
     /// The table that it stands in, without brackets.
     table: String,
     optional: bool,
+    /// A dev-dependency that no code names, and that only sets features of a package.
+    for_features: bool,
 }
 
 impl Wish {
@@ -44,7 +48,9 @@ fn wishes(path: &str, text: &str) -> Vec<Wish> {
             table.ends_with("dependencies") && row.contains('=') && !row.starts_with(['#', '[', ' ']);
         if is_entry && !name.starts_with("shardgrad-") {
             let (path, name, table) = (path.to_string(), name.to_string(), table.clone());
-            found.push(Wish { path, line: at + 1, name, table, optional: row.contains("optional = true") });
+            let for_features = table.ends_with("dev-dependencies") && row.ends_with(FOR_FEATURES);
+            let optional = row.contains("optional = true");
+            found.push(Wish { path, line: at + 1, name, table, optional, for_features });
         }
     }
     found
@@ -80,7 +86,7 @@ fn unexplained(wishes: &[Wish], reasons: &str) -> Vec<Finding> {
 fn unused(wishes: &[Wish], named: &dyn Fn(&str, &str, bool) -> bool) -> Vec<Finding> {
     let asked: BTreeSet<&str> =
         wishes.iter().filter(|w| w.table != "workspace.dependencies").map(|w| w.name.as_str()).collect();
-    let idle = wishes.iter().filter(|w| match w.table.as_str() {
+    let idle = wishes.iter().filter(|w| !w.for_features).filter(|w| match w.table.as_str() {
         "workspace.dependencies" => !asked.contains(w.name.as_str()),
         table => {
             let package = w.path.trim_end_matches("Cargo.toml").trim_end_matches('/');
@@ -156,6 +162,13 @@ fn a_dependency_without_a_reason_or_a_use_is_found() {
     assert_eq!(lines(unused(&wishes, &|package, name, _| package == "k" && name != "insta")), [5, 12]);
     assert_eq!(lines(unused(&wishes, &|_, name, _| name != "serde_x")), [5, 10]);
     assert_eq!(lines(unused(&wishes, &|_, name, in_tests| in_tests || name != "half")), [5, 8]);
+}
+
+#[test]
+fn only_dev_dependencies_may_be_for_features_alone() {
+    let manifest = |table: &str| format!("[{table}]\nlibc.workspace = true {FOR_FEATURES}\n");
+    let found = |table| unused(&wishes("k/Cargo.toml", &manifest(table)), &|_, _, _| false).len();
+    assert_eq!((found("dev-dependencies"), found("dependencies")), (0, 1));
 }
 
 #[test]

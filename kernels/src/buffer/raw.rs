@@ -148,6 +148,27 @@ fn ask_for_huge_pages(start: NonNull<u8>, capacity: usize) {
     let _ = (start, capacity);
 }
 
+/// The address space that large allocations leave for the rest of the program: stacks of threads, messages, small vectors. These
+/// abort the process where they fail.
+const MARGIN: usize = 16 << 20;
+
+/// Whether the system would give [`MARGIN`] bytes yet. It refuses under a limit of the address space (`ulimit -v`), and where it
+/// promises no more memory than it has.
+pub(crate) fn has_margin() -> bool {
+    #[cfg(target_os = "linux")]
+    {
+        use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address that the system chooses; nothing uses it before it is taken back, whole.
+        unsafe {
+            let start = mmap_anonymous(std::ptr::null_mut(), MARGIN, access, MapFlags::PRIVATE);
+            start.is_ok_and(|start| munmap(start, MARGIN).is_ok())
+        }
+    }
+    #[cfg(not(target_os = "linux"))]
+    true
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

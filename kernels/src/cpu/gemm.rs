@@ -27,6 +27,7 @@ use crate::cpu::simd::tile::Tiles;
 use crate::cpu::simd::turned;
 use crate::cpu::simd::{Level, level, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
+use crate::host_vec::filled;
 use crate::precision::MatmulPrecision;
 use ended::Ended;
 use split::{COLS_MIN, OPERATIONS_MIN, Reading, Split};
@@ -255,6 +256,20 @@ fn tiled_products<T: Float>(
     });
 }
 
+/// The bytes of the packed form of b that a product of one matrix keeps where b recurs ([`Backend::reuse`](crate::Backend::reuse)),
+/// from extents (m, n, k) and the strides of a, b and c; `None` where it keeps none. At the highest precision.
+pub(crate) fn prepacked_bytes<T: Float>([m, n, k]: [usize; 3], strides: [[usize; 2]; 3]) -> Option<usize> {
+    if m * n * k == 0 || m == 1 && n > 1 || means(T::DTYPE, MatmulPrecision::Highest).is_some() {
+        return None;
+    }
+    let tiles = Tiles::at(level());
+    let [a, b] = [strides[0], strides[1]].map(|[row, col]| Source::new::<T>(&[], row, col));
+    let c: Target<T::Acc> = Target { start: std::ptr::null_mut(), row: strides[2][0], col: strides[2][1] };
+    // SAFETY: it is asked and not run, so that nothing is touched, as k is not 0.
+    let packs = || unsafe { Blocked::new(&tiles, [m, n, k], a, b, false, c) }.packs_b();
+    kept::packed_bytes::<T>([m, n, k], packs)
+}
+
 /// [`products`] whose reaches were checked, in dot products; R is T by a name that says that its sums are f32.
 fn short_products<T: Float, R: Float<Acc = f32>>(
     means: Means,
@@ -294,7 +309,7 @@ fn one_row<T: Float>(pool: &Pool, [n, k]: [usize; 2], a: Stack<'_, T>, b: Stack<
     let cols = n.div_ceil(parts).next_multiple_of(COLS_MIN);
     let x: Vec<T::Acc> = (0..k).map(|i| a.data[i * a.strides[2]].widen()).collect();
     pool.chunks(c, cols, |part, c| {
-        let mut y = vec![T::Acc::ZERO; c.len()];
+        let mut y = filled(T::Acc::ZERO, c.len());
         let b = &b.data[part * cols * col..];
         if turned {
             turned::by_columns(level(), &x, b, col, &mut y)

@@ -4,9 +4,10 @@
 //! tasks of their own. A worker that comes too late for a task asks nobody.
 
 use super::seat::Seat;
-use super::sync::{AtomicBool, AtomicUsize, JoinHandle};
-use std::sync::Arc;
+use super::sync::{AtomicUsize, JoinHandle};
+use std::any::Any;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// What is done for each index, by a thread that is told its number: the caller's is 0.
 pub(super) type TaskOfThread<'a> = dyn Fn(usize, usize) + Sync + 'a;
@@ -32,25 +33,29 @@ pub(super) struct Job<'a> {
     /// How many of the crew, from the first on, have been asked or were passed over because they were at work. More than
     /// there are, where two found the last one asked.
     asked: AtomicUsize,
-    panicked: AtomicBool,
+    /// What the first task that panicked did so with.
+    panicked: Mutex<Option<Panicked>>,
 }
+
+/// The payload of a panic.
+pub(super) type Panicked = Box<dyn Any + Send>;
 
 impl Job<'_> {
     /// Calls `task(thread, i)` for every i below `count`, which is 2 or more, on this thread and on free ones of these workers.
-    /// Returns whether a task panicked, when all are done.
-    pub(super) fn run(workers: &[Worker], count: usize, task: &TaskOfThread<'_>) -> bool {
+    /// Returns the payload of the first task that panicked, when all are done. To drop it may panic again.
+    pub(super) fn run(workers: &[Worker], count: usize, task: &TaskOfThread<'_>) -> Option<Panicked> {
         let crew = &workers[..workers.len().min(count - 1)];
         // The first are asked before anyone else can ask.
         let first = &crew[..crew.len().min(ASKED)];
         let (next, asked) = (AtomicUsize::new(1), AtomicUsize::new(first.len()));
-        let job = Job { task, count, crew, next, asked, panicked: AtomicBool::new(false) };
+        let job = Job { task, count, crew, next, asked, panicked: Mutex::default() };
         // Nothing unwinds from here until no worker has the job.
         let found = first.iter().filter(|worker| job.is_offered_to(worker)).count();
         job.ask(first.len() - found);
         job.one(0, 0);
         job.work(0);
         job.recall();
-        job.panicked.into_inner()
+        job.panicked.into_inner().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Does tasks until there are none; asks for help before each but the last.
@@ -70,9 +75,13 @@ impl Job<'_> {
     fn one(&self, thread: usize, i: usize) {
         let task = std::panic::AssertUnwindSafe(|| (self.task)(thread, i));
         if let Err(cause) = std::panic::catch_unwind(task) {
-            // To drop it may panic again, outside of what is caught.
-            std::mem::forget(cause);
-            self.panicked.store(true, Ordering::Relaxed);
+            let mut first = self.panicked.lock().unwrap_or_else(PoisonError::into_inner);
+            if first.is_none() {
+                *first = Some(cause);
+            } else {
+                // To drop it may panic again, outside of what is caught.
+                std::mem::forget(cause);
+            }
         }
     }
 
@@ -131,7 +140,7 @@ mod tests {
 
     fn job<'a>(crew: &'a [Worker], count: usize, task: &'a TaskOfThread<'a>) -> Job<'a> {
         let (next, asked) = (AtomicUsize::new(1), AtomicUsize::new(0));
-        Job { task, count, crew, next, asked, panicked: AtomicBool::new(false) }
+        Job { task, count, crew, next, asked, panicked: Mutex::default() }
     }
 
     fn offered(crew: &[Worker]) -> Vec<bool> {
@@ -175,9 +184,12 @@ mod tests {
         crew[0].seat.offer(other, crew[0].handle.thread());
         assert_eq!(crew[0].seat.take(), Some(other));
         let first = std::sync::OnceLock::new();
-        assert!(!Job::run(&crew, 5, &|_, _| {
-            first.get_or_init(|| offered(&crew));
-        }));
+        assert!(
+            Job::run(&crew, 5, &|_, _| {
+                first.get_or_init(|| offered(&crew));
+            })
+            .is_none()
+        );
         assert_eq!(first.into_inner(), Some(vec![false, true, true, false]));
         assert_eq!(offered(&crew), [false; 4]);
     }
@@ -189,7 +201,7 @@ mod tests {
         let count = |_, _| {
             most.fetch_max(offered(&crew).iter().filter(|&&is| is).count(), Ordering::Relaxed);
         };
-        assert!(!Job::run(&crew, 5, &count));
+        assert!(Job::run(&crew, 5, &count).is_none());
         assert_eq!(most.into_inner(), 4, "the caller does one of them itself");
         assert_eq!(offered(&crew), [false; 8]);
     }

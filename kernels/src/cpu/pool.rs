@@ -10,9 +10,11 @@ use crate::cpu::pace::Pace;
 use crate::cpu::recurring::Recurring;
 use crate::cpu::seat::Seat;
 use crate::cpu::simd::scratch::Scratch;
+use crate::error::KernelError;
 use crate::precision::MatmulPrecision;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
+use std::panic::resume_unwind;
 use std::sync::{Arc, Mutex, PoisonError};
 
 type Task<'a> = dyn Fn(usize) + Sync + 'a;
@@ -61,16 +63,25 @@ impl Drop for Loan<'_> {
 
 impl Pool {
     /// A pool of `num_threads` threads, the caller's among them (0 counts as 1), which has a core for each.
+    ///
+    /// # Panics
+    /// As [`Pool::placed`] fails.
     #[must_use]
     pub fn new(num_threads: usize) -> Pool {
-        Pool::placed(num_threads, true, &[])
+        Pool::placed(num_threads, true, &[]).expect("the system starts a thread for the kernel pool")
     }
 
     /// The same, whose threads spin for a while where they wait, or leave their cores to others at once. They stay on these cores,
     /// of which the first is for the caller, who has to see to that; on any if there are none.
-    #[must_use]
-    pub fn placed(num_threads: usize, may_spin: bool, cores: &[usize]) -> Pool {
-        let workers = (1..num_threads.max(1)).map(|thread| {
+    ///
+    /// # Errors
+    /// [`KernelError::Device`] where the system starts no thread more.
+    pub fn placed(num_threads: usize, may_spin: bool, cores: &[usize]) -> Result<Pool, KernelError> {
+        let num_threads = num_threads.max(1);
+        let shelves = (0..num_threads).map(|_| Shelf::default()).collect();
+        let (precision, pace) = (MatmulPrecision::default(), Pace::default());
+        let mut pool = Pool { workers: Vec::new(), shelves, precision, pace, recurring: None };
+        for thread in 1..num_threads {
             let seat = Arc::new(Seat::new(may_spin));
             let (own, core) = (seat.clone(), cores.get(thread).copied());
             let handle = std::thread::Builder::new()
@@ -79,13 +90,14 @@ impl Pool {
                     core.into_iter().for_each(cores::stay_on);
                     serve(&own, thread);
                 })
-                .expect("the system starts a thread for the kernel pool");
-            Worker { seat, handle }
-        });
-        let workers: Vec<_> = workers.collect();
-        let shelves = (0..=workers.len()).map(|_| Shelf::default()).collect();
-        let precision = MatmulPrecision::default();
-        Pool { workers, shelves, precision, pace: Pace::default(), recurring: None }
+                .map_err(|e| KernelError::Device {
+                    call: "starting a thread of the kernel pool",
+                    why: e.to_string(),
+                    lasting: false,
+                })?;
+            pool.workers.push(Worker { seat, handle });
+        }
+        Ok(pool)
     }
 
     /// The same for kernels that form products of f32 in another way. Default: the most exact.
@@ -152,14 +164,22 @@ impl Pool {
     /// that a second thread, if it comes in time, finds in its caches what it left there in a call like this one.
     ///
     /// # Panics
-    /// If a task panics, after all are done.
+    /// If a task panics, after all are done; with the [`KernelError`] with which a task unwound, if one did.
     pub(crate) fn run_on_threads(&self, count: usize, task: &TaskOfThread<'_>) {
         if count <= 1 || self.workers.is_empty() {
             (0..count).for_each(|i| task(0, i));
             return;
         }
-        let has_panicked = Job::run(&self.workers, count, task);
-        assert!(!has_panicked, "a kernel task panicked (its own message stands above)");
+        if let Some(payload) = Job::run(&self.workers, count, task) {
+            match payload.downcast::<KernelError>() {
+                Ok(error) => resume_unwind(error),
+                Err(payload) => {
+                    // To drop it may panic again.
+                    std::mem::forget(payload);
+                    panic!("a kernel task panicked (its own message stands above)");
+                }
+            }
+        }
     }
 
     /// Cuts `out` into chunks of `chunk` elements (the last may be shorter) and calls `task(i, chunk i)` for each.
@@ -274,7 +294,7 @@ mod tests {
         let all = cores::allowed();
         // Where there is one core only, it is that one twice.
         let (first, last) = (all[0], all[all.len() - 1]);
-        let pool = Pool::placed(2, true, &[first, last]);
+        let pool = Pool::placed(2, true, &[first, last]).unwrap();
         let both = std::sync::Barrier::new(2);
         let seen = Mutex::new(vec![]);
         pool.run_on_threads(2, &|thread, _| {
@@ -284,6 +304,25 @@ mod tests {
         let mut seen = seen.into_inner().unwrap();
         seen.sort();
         assert_eq!(seen, [(0, all), (1, vec![last])]);
+    }
+
+    #[test]
+    fn an_error_with_which_a_task_unwinds_comes_out_as_it_is() {
+        for threads in [1, 3] {
+            let pool = Pool::new(threads);
+            let task = |i| {
+                if i == 5 {
+                    drop(crate::host_vec::filled(0u8, usize::MAX / 2));
+                }
+            };
+            let error = crate::host_vec::caught(|| {
+                pool.run(9, &task);
+                Ok(())
+            });
+            let asked_bytes = usize::MAX / 2;
+            assert_eq!(error, Err(KernelError::HostMemory { asked_bytes, what: crate::host_vec::SCRATCH }));
+            pool.run(9, &|_| ());
+        }
     }
 
     #[test]

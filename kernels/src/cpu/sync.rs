@@ -3,11 +3,11 @@
 
 #[cfg(all(loom, test))]
 pub(super) use loom::{
-    sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize},
+    sync::atomic::{AtomicPtr, AtomicUsize},
     thread::{JoinHandle, Thread, park, yield_now},
 };
 #[cfg(not(all(loom, test)))]
 pub(super) use std::{
-    sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize},
+    sync::atomic::{AtomicPtr, AtomicUsize},
     thread::{JoinHandle, Thread, park, yield_now},
 };

@@ -32,6 +32,7 @@ use crate::table::{Failure, State};
 use board::Arrived;
 use frame::{Frame, Probe};
 use parts::{combined, form, others, uploaded};
+use shardgrad_kernels::host_vec::{try_copied, try_filled};
 use shardgrad_kernels::{Backend, Buffer};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
@@ -242,7 +243,12 @@ impl Wire {
     fn hold(&self, backend: &dyn Backend, request: &Request<'_>) -> Result<()> {
         let bytes = request.shown_numel(request.seat.place) * request.call.dtype.size();
         let held = &mut *self.held.borrow_mut();
-        held.resize(if request.x.is_some() { bytes } else { 0 }, 0);
+        let len = if request.x.is_some() { bytes } else { 0 };
+        if len > held.capacity() {
+            *held = Vec::new();
+            *held = try_filled(0, len, "a message to other ranks")?;
+        }
+        held.resize(len, 0);
         Ok(request.x.map_or(Ok(()), |x| backend.download(x, held))?)
     }
 
@@ -295,7 +301,7 @@ impl Wire {
             (request.seat, request.call.dtype, request.call.axes, request.payload());
         let range = |place: usize| payload.chunk(place);
         let mine = combined(backend, request, brought, &range(seat.place))?;
-        let mut own = vec![0; payload.chunk_bytes(seat.place)];
+        let mut own = try_filled(0, payload.chunk_bytes(seat.place), "a message to other ranks")?;
         backend.download(&mine, &mut own)?;
         let mut head = Frame::Part(axes.bits()).head();
         for place in others(request) {
@@ -316,7 +322,7 @@ impl Wire {
         self.hold(backend, request)?;
         let issued = self.issue(request);
         if to == self.rank() {
-            self.joint.board.keep(issued, self.held.borrow().clone());
+            self.joint.board.keep(issued, try_copied(&self.held.borrow(), "a message to this rank itself")?);
             return Ok(());
         }
         self.write(to, &mut Frame::Call(issued.clone()).head(), &self.held.borrow(), &issued)

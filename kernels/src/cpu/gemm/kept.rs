@@ -21,18 +21,23 @@ pub(super) fn packed<T: Float>(
     packs: impl FnOnce() -> bool,
 ) -> Option<Buffer> {
     let recurring = pool.recurring()?;
-    if k == 0 || m > ROWS_MAX && T::DTYPE == T::Acc::DTYPE || !packs() {
-        return None;
-    }
+    let bytes = packed_bytes::<T>([m, n, k], packs)?;
     let (strides, width) = ([b.strides[1], b.strides[2]], Packed::<T::Acc>::width(n));
     let reading = Reading { extents: [k, n], strides, dtype: T::DTYPE };
-    let bytes = width.checked_mul(k)?.checked_mul(size_of::<T::Acc>())?;
     recurring.form(bytes_of(b.data), reading, bytes, |kept| {
         let kept = kept.as_mut::<T::Acc>().expect("what was just taken has one handle");
         pool.chunks(&mut kept[..width * k], DEPTH_MAX * width, |block, to| {
             pack_block((b.data, strides), [n, k], block, to);
         });
     })
+}
+
+/// The bytes of the packed form for a product of these extents (m, n, k); `None` where it would hardly be faster.
+pub(super) fn packed_bytes<T: Float>([m, n, k]: [usize; 3], packs: impl FnOnce() -> bool) -> Option<usize> {
+    if k == 0 || m > ROWS_MAX && T::DTYPE == T::Acc::DTYPE || !packs() {
+        return None;
+    }
+    Packed::<T::Acc>::width(n).checked_mul(k)?.checked_mul(size_of::<T::Acc>())
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! Memory for the time of a task, kept from task to task: a step takes none from the system.
 
 use crate::dtype::Float;
+use crate::host_vec::filled;
 use std::fmt;
 
 /// One cache line, so that packed vectors are aligned.
@@ -13,12 +14,12 @@ struct Line([u8; 64]);
 pub struct Scratch(Vec<Line>);
 
 impl Scratch {
-    /// Room for `len` elements, from the start of a cache line on, until the next request.
+    /// Room for `len` elements, from the start of a cache line on, until the next request. Unwinds where there is no memory.
     pub(crate) fn room<R: Float>(&mut self, len: usize) -> *mut R {
         let lines = (len * size_of::<R>()).div_ceil(size_of::<Line>());
         if self.0.len() < lines {
-            self.0.clear();
-            self.0.resize(lines, Line([0; 64]));
+            self.0 = Vec::new();
+            self.0 = filled(Line([0; 64]), lines);
         }
         self.0.as_mut_ptr().cast()
     }

@@ -4,6 +4,7 @@ use super::{BLOCK, Problem, ROTATE, joined};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Float, Real};
 use crate::error::KernelError;
+use crate::host_vec::filled;
 use crate::kernel::Launch;
 use crate::match_float;
 use crate::op::rows::{operands, read, rows_per_task, write};
@@ -22,7 +23,7 @@ fn table<R: Real>(p: &Problem<'_>) -> Vec<R> {
     };
     let coarse = turns(&mut blocks.clone().map(|block| block * BLOCK));
     let fine = turns(&mut rest.clone());
-    let mut table = vec![R::ZERO; p.t * p.c];
+    let mut table = filled(R::ZERO, p.t * p.c);
     for (n, row) in table.chunks_exact_mut(p.c).enumerate() {
         let position = p.first + n as i64;
         let a = &coarse[(position.div_euclid(BLOCK) - blocks.start) as usize * half..][..half];

@@ -1,0 +1,78 @@
+//! Vectors of host memory whose allocation may fail: for lengths that grow with tensors, where `vec!` would abort the process.
+
+use crate::buffer::has_margin;
+use crate::error::KernelError;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+/// From this size on an allocation has to leave the margin that the rest of the program lives on.
+const LARGE: usize = 1 << 20;
+
+/// Returns an empty vector with room for `len` elements.
+///
+/// # Errors
+/// [`KernelError::HostMemory`] with the bytes and `what` they are for, where the system refuses.
+pub fn try_with_capacity<T>(len: usize, what: &'static str) -> Result<Vec<T>, KernelError> {
+    let asked_bytes = len.saturating_mul(size_of::<T>());
+    let refused = || KernelError::HostMemory { asked_bytes, what };
+    let mut vec = Vec::new();
+    vec.try_reserve_exact(len).map_err(|_| refused())?;
+    if asked_bytes >= LARGE && !has_margin() { Err(refused()) } else { Ok(vec) }
+}
+
+/// Returns a vector of `len` copies of `value`.
+///
+/// # Errors
+/// As [`try_with_capacity`].
+pub fn try_filled<T: Clone>(value: T, len: usize, what: &'static str) -> Result<Vec<T>, KernelError> {
+    let mut vec = try_with_capacity(len, what)?;
+    vec.resize(len, value);
+    Ok(vec)
+}
+
+/// Returns a vector of the elements of a slice.
+///
+/// # Errors
+/// As [`try_with_capacity`].
+pub fn try_copied<T: Copy>(from: &[T], what: &'static str) -> Result<Vec<T>, KernelError> {
+    let mut vec = try_with_capacity(from.len(), what)?;
+    vec.extend_from_slice(from);
+    Ok(vec)
+}
+
+/// Runs a kernel, and returns the error with which a task of it unwound ([`filled`]).
+pub(crate) fn caught(work: impl FnOnce() -> Result<(), KernelError>) -> Result<(), KernelError> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|payload| match payload.downcast::<KernelError>() {
+        Ok(error) => Err(*error),
+        Err(payload) => resume_unwind(payload),
+    })
+}
+
+/// [`try_filled`] inside of a kernel task: unwinds with the error.
+pub(crate) fn filled<T: Clone>(value: T, len: usize) -> Vec<T> {
+    try_filled(value, len, SCRATCH).unwrap_or_else(|error| resume_unwind(Box::new(error)))
+}
+
+/// What the memory of kernels beside their operands is for.
+pub(crate) const SCRATCH: &str = "the scratch memory of a kernel";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_length_beyond_all_memory_is_an_error_with_its_bytes() {
+        let error = try_filled(0u32, usize::MAX / 8, "a test").unwrap_err();
+        let bytes = usize::MAX / 8 * 4;
+        assert_eq!(error, KernelError::HostMemory { asked_bytes: bytes, what: "a test" });
+        assert_eq!(error.to_string(), format!("out of memory: the system has no {bytes} bytes for a test"));
+        assert!(try_filled(0u64, usize::MAX, "a test").is_err(), "more than an address can say");
+        assert!(try_with_capacity::<u64>(usize::MAX, "a test").is_err());
+    }
+
+    #[test]
+    fn vectors_hold_what_they_are_made_of() {
+        assert_eq!(try_filled(7u8, 3, "a test").unwrap(), [7; 3]);
+        assert_eq!(try_copied(&[1, 2], "a test").unwrap(), [1, 2]);
+        assert_eq!(filled(1.5f32, 1 << 19), vec![1.5; 1 << 19]);
+    }
+}
