@@ -6,7 +6,7 @@ use crate::cli::memory::need_under;
 use crate::cli::train::{Job, launch, prepare, take_steps};
 use crate::data::scratch::Scratch;
 use shardgrad::dist::Mesh;
-use shardgrad::{Error, Result};
+use shardgrad::Result;
 use std::sync::{Arc, Mutex};
 
 /// Runs of the tiny preset, but for the last ones: along each axis, in 16 bits, with microbatches, whose products keep prepacked weights,
