@@ -124,7 +124,13 @@ fn explain_counts_narrow_activations_and_wide_gradients() {
     let (wide, mixed) =
         (moved(&["--dtype", "f32"], "dp", "backward"), moved(&["--dtype", "bf16"], "dp", "backward"));
     assert_eq!(wide, mixed, "gradients are reduced in f32");
-    assert_eq!(2 * bytes(&moved(&narrow, "dp", "backward")), bytes(&wide));
+    // Of biases and norms, whose parts a rank sums in f32, the sum is rounded after the reduction.
+    let narrow = moved(&narrow, "dp", "backward");
+    let is_sum = |moved: &[&(String, u64); 2]| moved[0] == moved[1];
+    let is_product = |moved: &[&(String, u64); 2]| moved[0].0 == "bf16" && 2 * moved[0].1 == moved[1].1;
+    let pairs: Vec<[&(String, u64); 2]> = narrow.iter().zip(&wide).map(|(a, b)| [a, b]).collect();
+    assert!(narrow.len() == wide.len() && pairs.iter().all(|p| is_sum(p) || is_product(p)), "{pairs:?}");
+    assert!(pairs.iter().any(is_sum) && pairs.iter().any(is_product), "{pairs:?}");
     let (wide, mixed) =
         (moved(&["--dtype", "f32"], "tp", "backward"), moved(&["--dtype", "bf16"], "tp", "backward"));
     assert!(!mixed.is_empty() && mixed.iter().all(|(dtype, _)| dtype == "bf16"), "{mixed:?}");
