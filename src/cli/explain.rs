@@ -30,17 +30,8 @@ pub(super) struct Outline<'a> {
 }
 
 impl Outline<'_> {
-    /// What is told of a trainer for the step on one rank of a mesh, without memory and arithmetic.
-    pub(super) fn on<T>(
-        &self,
-        mesh: &Mesh,
-        rank: usize,
-        told: impl FnOnce(&Rank, &mut Trainer<'_, LanguageModel>) -> Result<T>,
-    ) -> Result<T> {
-        self.limited(mesh, rank, 0, told)
-    }
-
-    /// [`Outline::on`] a rank whose prepacked operands give way to a limit of its memory (0: none).
+    /// What is told of a trainer for the step on one rank of a mesh, without memory and arithmetic. Prepacked operands of the rank
+    /// give way to a limit of its memory (0: none).
     pub(super) fn limited<T>(
         &self,
         mesh: &Mesh,
@@ -144,8 +135,9 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     let plan = args.pipeline.plan(LanguageModel::plan(&config));
     let microbatches = args.pipeline.microbatches(&mesh, args.batch);
     let outline = Outline { config: &config, plan: &plan, batch: args.batch, seq, microbatches, precision };
-    let steps: Vec<Step> =
-        largest_ranks(&mesh).into_iter().map(|r| outline.on(&mesh, r, account)).collect::<Result<_>>()?;
+    // Under the least limit prepacked operands give way: their sizes depend on the processor, and what is told here does not.
+    let told = |rank: usize| outline.limited(&mesh, rank, 1, account);
+    let steps: Vec<Step> = largest_ranks(&mesh).into_iter().map(told).collect::<Result<_>>()?;
     if args.json {
         steps.iter().for_each(|step| print_json(&mesh, step));
         return Ok(());

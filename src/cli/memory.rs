@@ -175,9 +175,10 @@ mod tests {
     fn threads_and_gaps_count_against_limits_of_the_process() {
         let need = Need { machine: 8 << 30, process: 1 << 30, one: 1 << 30, num_threads: 4 };
         let tensors = (1u64 << 30) + (1 << 27) + MARGIN_BYTES;
-        for (source, bytes) in
-            [(Source::AddressSpace, tensors + (4 * 72 << 20)), (Source::DataSize, tensors + (4 * 8 << 20))]
-        {
+        for (source, bytes) in [
+            (Source::AddressSpace, tensors + 4 * THREAD_BYTES),
+            (Source::DataSize, tensors + 4 * STACK_BYTES),
+        ] {
             assert!(check("a run", need, None, &room(source, bytes)).is_ok());
             let error = check("a run", need, None, &room(source, bytes - 1)).unwrap_err();
             assert!(error.message().contains(&format!(" of memory, and {source} has ")), "{error}");

@@ -259,7 +259,7 @@ fn tiled_products<T: Float>(
 /// The bytes of the packed form of b that a product of one matrix keeps where b recurs ([`Backend::reuse`](crate::Backend::reuse)),
 /// from extents (m, n, k) and the strides of a, b and c; `None` where it keeps none. At the highest precision.
 pub(crate) fn prepacked_bytes<T: Float>([m, n, k]: [usize; 3], strides: [[usize; 2]; 3]) -> Option<usize> {
-    if m * n * k == 0 || m == 1 && n > 1 || means(T::DTYPE, MatmulPrecision::Highest).is_some() {
+    if [m, n, k].contains(&0) || m == 1 && n > 1 || means(T::DTYPE, MatmulPrecision::Highest).is_some() {
         return None;
     }
     let tiles = Tiles::at(level());

@@ -68,7 +68,7 @@ fn the_estimate_is_the_peak_that_allocators_measure() {
         });
         assert!(failed.is_none(), "{given}: {failed:?}");
         for (rank, backend) in std::mem::take(&mut *backends.lock().unwrap()) {
-            let peak = dry(&job, |step| step.on(&mesh, rank, Peak::of));
+            let peak = dry(&job, |step| step.limited(&mesh, rank, 0, Peak::of));
             let estimate = (peak.buffers + peak.in_flight) as f64;
             let measured = backend.memory().peak_bytes as f64;
             let told = format!("{given}, rank {rank}: estimate {estimate}, measured {measured}");
