@@ -173,7 +173,7 @@ fn a_signal_to_all_processes_is_reported_by_the_first() {
     assert!(Command::new("kill").arg("-INT").args(&ids).status().unwrap().success());
     let (codes, told) = ended(&started.map(|child| child.wait_with_output().unwrap()));
     assert_eq!(codes, [Some(130); 2], "{told:?}");
-    assert!(told[0].contains("error: stopped by a signal after step ") && told[1].is_empty(), "{told:?}");
+    assert!(told[0].contains("error: stopped by SIGINT after step ") && told[1].is_empty(), "{told:?}");
 }
 
 #[test]

@@ -5,8 +5,8 @@ use crate::cli::explain::{Outline, Peak};
 use crate::cli::memory::need_under;
 use crate::cli::train::{Job, launch, prepare, take_steps};
 use crate::data::scratch::Scratch;
-use shardgrad::dist::Mesh;
 use shardgrad::Result;
+use shardgrad::dist::Mesh;
 use std::sync::{Arc, Mutex};
 
 /// Runs of the tiny preset, but for the last ones: along each axis, in 16 bits, with microbatches, whose products keep prepacked weights,
