@@ -7,7 +7,7 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Steps without an end.
 const LONG: [&str; 4] = ["--steps", "1000000", "--eval-every", "0"];
@@ -144,6 +144,12 @@ fn a_write_beyond_the_limit_of_file_sizes_is_an_error() {
     assert!(said.contains("model.safetensors") && said.contains("File too large"), "{said}");
 }
 
+/// Whether a process has not ended. One that has and that nobody waited for is a zombie.
+fn is_running(id: &str) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
+    stat.rsplit_once(')').is_some_and(|(_, rest)| !rest.trim_start().starts_with('Z'))
+}
+
 #[test]
 fn ranks_whose_launcher_is_killed_save_and_stop() {
     let folder = Folder::new("stop-orphans");
@@ -164,25 +170,25 @@ fn ranks_whose_launcher_is_killed_save_and_stop() {
         }
         let mut shell = shell.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
         wait_for(&Path::new(&out).join("metrics.jsonl"), "\"step\":2,");
-        shell.kill().unwrap();
-        shell.wait().unwrap();
-        if launched {
-            for rank in 0..2 {
-                let said = format!("{said}-{rank}");
-                wait_for(Path::new(&said), "stopped by the end of its launcher after step");
-            }
-            assert!(Path::new(&out).join("model/model.safetensors").is_file());
-            continue;
-        }
-        // Ranks that were started by hand go on without the shell.
-        thread::sleep(Duration::from_millis(1200));
         let mut lines = std::io::BufRead::lines(std::io::BufReader::new(shell.stdout.take().unwrap()));
         let ranks: Vec<String> = lines.by_ref().take(2).map(Result::unwrap).collect();
+        shell.kill().unwrap();
+        shell.wait().unwrap();
         let kill = |with: &str| Command::new("kill").arg(with).args(&ranks).status().unwrap().success();
-        assert!(kill("-0"), "they run");
-        assert!(kill("-TERM"));
-        for rank in 0..2 {
-            wait_for(Path::new(&format!("{said}-{rank}")), "stopped by SIGTERM after step");
+        let mut reason = "the end of its launcher";
+        if !launched {
+            // Ranks that were started by hand go on without the shell.
+            thread::sleep(Duration::from_millis(1200));
+            assert!(kill("-0"), "they run");
+            assert!(kill("-TERM"));
+            reason = "SIGTERM";
         }
+        wait_for(Path::new(&format!("{said}-0")), &format!("stopped by {reason} after step"));
+        let begun = Instant::now();
+        while ranks.iter().any(|rank| is_running(rank)) {
+            assert!(begun.elapsed() < Duration::from_secs(60), "a rank goes on");
+            thread::sleep(Duration::from_millis(20));
+        }
+        assert!(Path::new(&out).join("model/model.safetensors").is_file());
     }
 }
