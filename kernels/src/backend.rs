@@ -2,12 +2,12 @@
 
 use crate::buffer::{Allocator, Buffer, bytes_of, bytes_of_mut};
 use crate::cpu::Pool;
-use crate::cpu::recurring::Recurring;
+use crate::cpu::pack_cache::PackCache;
 use crate::dtype::Element;
 use crate::error::{KernelError, MemoryStats};
 use crate::kernel::{Cost, Kernel, Launch};
 use crate::precision::MatmulPrecision;
-use crate::tally::Tally;
+use crate::cost_counter::CostCounter;
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
@@ -335,8 +335,8 @@ pub fn download<T: Element>(
 pub struct Cpu {
     allocator: Allocator,
     pool: Pool,
-    recurring: Arc<Recurring>,
-    cost: Tally,
+    pack_cache: Arc<PackCache>,
+    cost: CostCounter,
 }
 
 impl Cpu {
@@ -353,15 +353,15 @@ impl Cpu {
     }
 
     fn on(pool: Pool, allocator: Allocator) -> Arc<dyn Backend> {
-        let recurring = Arc::new(Recurring::new(allocator.clone()));
-        let pool = pool.with_recurring(recurring.clone());
-        Arc::new(Cpu { allocator, pool, recurring, cost: Tally::default() })
+        let pack_cache = Arc::new(PackCache::new(allocator.clone()));
+        let pool = pool.with_pack_cache(pack_cache.clone());
+        Arc::new(Cpu { allocator, pool, pack_cache, cost: CostCounter::default() })
     }
 
     /// Memory once more after a refusal: what makes products faster is worth less than what the program cannot do without.
     #[cold]
     fn alloc_in_need(&self, bytes: usize, refused: KernelError) -> Result<Buffer, KernelError> {
-        if self.recurring.give_up() { self.allocator.alloc(bytes) } else { Err(refused) }
+        if self.pack_cache.evict_all() { self.allocator.alloc(bytes) } else { Err(refused) }
     }
 }
 
@@ -378,7 +378,7 @@ impl Backend for Cpu {
     }
 
     fn reuse(&self, buffer: &Buffer) -> Reuse {
-        if buffer.has_memory() { Reuse::new(self.recurring.hold(buffer)) } else { Reuse::default() }
+        if buffer.has_memory() { Reuse::new(self.pack_cache.hold(buffer)) } else { Reuse::default() }
     }
 
     fn launch(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
@@ -410,7 +410,7 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::kernel::{Arg, ArgMut};
-    use crate::op::contract::CONTRACT;
+    use crate::op::batched_matmul::BATCHED_MATMUL;
     use crate::strides::Strides;
 
     #[test]
@@ -432,7 +432,7 @@ mod tests {
         let arg = |buffer, view| Arg { buffer, dtype: DType::F32, view };
         let inputs = [arg(x, &a), arg(weight, &b)];
         let outputs = &mut [ArgMut { buffer: &mut y, dtype: DType::F32, view: &c }];
-        cpu.launch(&CONTRACT, &mut Launch { inputs: &inputs, outputs, scalars: &[] }).unwrap();
+        cpu.launch(&BATCHED_MATMUL, &mut Launch { inputs: &inputs, outputs, scalars: &[] }).unwrap();
         download(cpu, &y, 64 * 300).unwrap()
     }
 

@@ -5,13 +5,13 @@
 //! here; contents come and go by [`Backend::upload`](crate::Backend::upload) and
 //! [`Backend::download`](crate::Backend::download).
 
-mod cuts;
+mod free_list;
 mod raw;
 
 use crate::dtype::Element;
 use crate::error::{KernelError, MemoryStats};
-use crate::latch::Latch;
-pub(crate) use cuts::Cuts;
+use crate::spin_lock::SpinLock;
+pub(crate) use free_list::FreeList;
 pub use raw::ALIGNMENT;
 use raw::{Chunk, Class, Raw};
 use std::collections::BTreeMap;
@@ -38,25 +38,25 @@ impl Drop for Owner {
 
 #[derive(Default)]
 struct Shared {
-    state: Latch<State>,
+    state: SpinLock<State>,
     limit_bytes: usize,
 }
 
 /// No chunk is smaller, unless there is not so much. A page of it is memory once it was touched.
 const CHUNK_MIN: usize = 64 << 20;
 
-/// What goes back to the system, after the release of the latch.
+/// What goes back to the system, after the release of the lock.
 struct Useless {
     block: Arc<Block>,
     _chunks: Vec<Chunk>,
 }
 
-/// What an allocator holds and counts: one latch serves both.
+/// What an allocator holds and counts: one lock serves both.
 #[derive(Default)]
 struct State {
     /// By the number of the size class, small blocks whose last handle is here.
     free: Vec<Vec<Arc<Block>>>,
-    cuts: Cuts,
+    free_list: FreeList,
     /// By address.
     chunks: BTreeMap<u64, Chunk>,
     stats: MemoryStats,
@@ -85,9 +85,9 @@ impl State {
 
     /// A block of a chunk, counted as in use.
     fn cut(&mut self, class: Class) -> Option<Raw> {
-        let address = self.cuts.cut(class.bytes)?;
+        let address = self.free_list.cut(class.bytes)?;
         self.count(class.bytes);
-        Some(self.chunks[&self.cuts.chunk_of(address).0].block(address, class))
+        Some(self.chunks[&self.free_list.chunk_of(address).0].block(address, class))
     }
 
     /// Keeps a block, or what it was cut from; gives back what is of no more use: of small blocks nearly always nothing, which
@@ -97,7 +97,7 @@ impl State {
         let Class { bytes, number } = block.raw().class;
         self.stats.in_use_bytes -= bytes;
         let Some(number) = number else {
-            self.cuts.give_back(block.raw().start.addr().get() as u64, bytes);
+            self.free_list.give_back(block.raw().start.addr().get() as u64, bytes);
             let chunks = if self.is_closed { self.take_chunks() } else { Vec::new() };
             return Some(Box::new(Useless { block, _chunks: chunks }));
         };
@@ -113,7 +113,7 @@ impl State {
 
     /// Takes the chunks of which nobody uses anything.
     fn take_chunks(&mut self) -> Vec<Chunk> {
-        let empty = self.cuts.take_empty();
+        let empty = self.free_list.take_empty();
         self.stats.reserved_bytes -= empty.iter().map(|(_, bytes)| bytes).sum::<usize>();
         empty.iter().filter_map(|(address, _)| self.chunks.remove(address)).collect()
     }
@@ -123,7 +123,7 @@ impl Allocator {
     /// An allocator that refuses to hold more than `limit_bytes` from the system (0: no limit).
     #[must_use]
     pub fn with_limit(limit_bytes: usize) -> Allocator {
-        Allocator(Arc::new(Owner(Arc::new(Shared { state: Latch::default(), limit_bytes }))))
+        Allocator(Arc::new(Owner(Arc::new(Shared { state: SpinLock::default(), limit_bytes }))))
     }
 
     /// A block of at least `bytes` bytes. Contents are arbitrary but initialised.
@@ -162,7 +162,7 @@ impl Allocator {
 }
 
 impl Shared {
-    /// A block that no handle was given of, counted as in use. Nobody waits for the system on the latch.
+    /// A block that no handle was given of, counted as in use. Nobody waits for the system on the lock.
     fn fresh(&self, class: Class) -> Option<Raw> {
         let of_chunk = Class::of_chunk(class.bytes)?;
         let try_once = || if class.number.is_some() { self.small(class) } else { self.large(of_chunk) };
@@ -208,7 +208,7 @@ impl Shared {
             // Another thread may take it before this one comes to cut it.
             self.state.with(|state| {
                 state.count_reserved(chunk.bytes());
-                state.cuts.add_chunk(chunk.address(), chunk.bytes());
+                state.free_list.add_chunk(chunk.address(), chunk.bytes());
                 state.chunks.insert(chunk.address(), chunk);
             });
         }
@@ -224,7 +224,7 @@ impl Shared {
 }
 
 /// Takes a block that nobody uses.
-fn take_back(home: &Latch<State>, block: Arc<Block>) {
+fn take_back(home: &SpinLock<State>, block: Arc<Block>) {
     if let Some(useless) = home.with(|state| state.keep(block)) {
         let Useless { block, _chunks } = *useless;
         release(block);
@@ -349,7 +349,7 @@ impl Drop for Buffer {
             && is_last(&block)
         {
             let home = Arc::as_ptr(home);
-            // SAFETY: the block keeps its home alive until that has it, under its latch; after the release of the latch nothing
+            // SAFETY: the block keeps its home alive until that has it, under its lock; after the release of the lock nothing
             // of the home is used here, unless the block comes back, which still holds it.
             take_back(unsafe { &(*home).state }, block);
         }

@@ -1,7 +1,7 @@
 //! The machine room of shardgrad: bytes and speed.
 //!
 //! This crate knows devices, buffers, strides and kernels. It knows no ranks, no layouts and no gradients.
-//! `unsafe` is allowed here in `latch.rs`, `buffer.rs`, `buffer/`, `cpu/job.rs`, `cpu/pool.rs`, `cpu/simd/`, `cpu/gemm.rs`,
+//! `unsafe` is allowed here in `lock.rs`, `buffer.rs`, `buffer/`, `cpu/job.rs`, `cpu/pool.rs`, `cpu/simd/`, `cpu/gemm.rs`,
 //! `cpu/gemm/`, and some files of `cuda/` and of `gpu/shim/` only.
 
 #[cfg(panic = "abort")]
@@ -12,13 +12,13 @@ compile_error!(
 pub mod dtype;
 pub mod strides;
 pub mod error;
-mod latch;
+mod spin_lock;
 pub mod buffer;
 pub mod precision;
 pub mod cpu;
 pub mod gpu;
 pub mod kernel;
-mod tally;
+mod cost_counter;
 pub mod backend;
 pub mod null;
 pub mod op;

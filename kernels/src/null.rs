@@ -4,13 +4,13 @@ use crate::backend::{Backend, Device};
 use crate::buffer::{Allocator, Buffer};
 use crate::error::{KernelError, MemoryStats};
 use crate::kernel::{Cost, Kernel, Launch};
-use crate::tally::Tally;
+use crate::cost_counter::CostCounter;
 use std::sync::Arc;
 
 /// Shapes, bytes and costs only. Buffers have a size and no memory.
 #[derive(Debug, Default)]
 pub struct Null {
-    cost: Tally,
+    cost: CostCounter,
     allocator: Allocator,
 }
 

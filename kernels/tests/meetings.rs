@@ -5,8 +5,8 @@
 
 #[path = "../src/cpu/job.rs"]
 mod job;
-#[path = "../src/cpu/seat.rs"]
-mod seat;
+#[path = "../src/cpu/slot.rs"]
+mod worker_slot;
 #[path = "../src/cpu/sync.rs"]
 mod sync;
 
@@ -14,7 +14,7 @@ use job::{Job, Worker, serve};
 use loom::sync::atomic::AtomicUsize;
 use loom::sync::{Condvar, Mutex};
 use loom::thread;
-use seat::Seat;
+use slot::WorkerSlot;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -25,13 +25,13 @@ fn model(workers: usize, preemptions: usize, caller: impl Fn(&[Worker]) + Send +
     model.check(move || {
         let worker = |thread| {
             // Nobody spins: a model of who waits in a loop has no end.
-            let seat = Arc::new(Seat::new(false));
-            let own = seat.clone();
-            Worker { seat, handle: thread::spawn(move || serve(&own, thread)) }
+            let slot = Arc::new(WorkerSlot::new(false));
+            let own = slot.clone();
+            Worker { slot, handle: thread::spawn(move || serve(&own, thread)) }
         };
         let workers: Vec<_> = (1..=workers).map(worker).collect();
         caller(&workers);
-        workers.iter().for_each(|worker| worker.seat.close(worker.handle.thread()));
+        workers.iter().for_each(|worker| worker.slot.close(worker.handle.thread()));
         workers.into_iter().for_each(|worker| worker.handle.join().unwrap());
     });
 }

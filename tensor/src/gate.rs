@@ -5,7 +5,7 @@ use crate::control::{counted_once, sum_over_world, sum_squares};
 use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
-use shardgrad_kernels::op::gate::{GATE, WORD};
+use shardgrad_kernels::op::overflow_check::{GATE, WORD};
 use shardgrad_kernels::{DType, Scalar, Strides, refill};
 use std::ops::Range;
 use std::panic::Location;

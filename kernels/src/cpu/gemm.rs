@@ -11,27 +11,27 @@
 //! Operands and sums that are subnormal count as 0. Shapes, strides and threads have no say there either. Two operands of f32 meet
 //! there too, rounded to bf16, if a [`MatmulPrecision`] gives leave.
 
-mod kept;
-mod ended;
+mod prepacked;
+mod epilogue;
 mod split;
 
 use crate::cpu::Pool;
-use crate::cpu::simd::bf16::{self, Means};
-use crate::cpu::simd::blocks::{Blocked, Target, Whole};
+use crate::cpu::simd::bf16::{self, Bf16Isa};
+use crate::cpu::simd::blocked_gemm::{BlockedGemm, Target, Whole};
 use crate::cpu::simd::pack::{DEPTH_MAX, Source};
-use crate::cpu::simd::packed::Packed;
-use crate::cpu::simd::pairs::Lines;
+use crate::cpu::simd::prepacked::Packed;
+use crate::cpu::simd::pack_bf16::Lines;
 use crate::cpu::simd::scratch::Scratch;
-use crate::cpu::simd::thin::by_rows;
-use crate::cpu::simd::tile::Tiles;
-use crate::cpu::simd::turned;
+use crate::cpu::simd::gemv::gemv_row_major;
+use crate::cpu::simd::microkernel::Tiles;
+use crate::cpu::simd::gemv_transposed;
 use crate::cpu::simd::{Level, level, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
 use crate::precision::MatmulPrecision;
-use ended::Ended;
-use split::{COLS_MIN, OPERATIONS_MIN, Reading, Split};
+use epilogue::EpilogueOutput;
+use split::{COLS_MIN, OPERATIONS_MIN, ReadCost, Split};
 
-pub use ended::{Ending, ended_products};
+pub use epilogue::{Epilogue, batched_gemm_with_epilogue};
 
 /// A matrix that is read: element (i, j) is `data[i * row_stride + j * col_stride]`.
 #[derive(Clone, Copy, Debug)]
@@ -61,7 +61,7 @@ pub const DEPTH: usize = DEPTH_MAX;
 pub const BF16_DEPTH: usize = bf16::DEPTH;
 
 /// c = a b, or c += a b if `accumulate`; `dims` is (m, n, k), a is (m, k), b is (k, n), c is (m, n).
-/// Two bf16 operands meet in dot products of the CPU where these are faster; other 16-bit operands are widened on the way in.
+/// Two bf16 operands meet in dot products of the CPU where these are faster; other 16-bit operands are widened on the kind in.
 /// c is in the accumulator type.
 ///
 /// # Panics
@@ -78,20 +78,20 @@ pub fn product<A, B, R>(
     B: Float<Acc = R>,
     R: Real,
 {
-    let way = Means::best().filter(|_| A::DTYPE == DType::BF16 && B::DTYPE == DType::BF16);
-    product_by(way.map_or(Way::Widened(level()), Way::Short), scratch, dims, a, b, accumulate, c);
+    let kind = Bf16Isa::best().filter(|_| A::DTYPE == DType::BF16 && B::DTYPE == DType::BF16);
+    product_by(kind.map_or(KernelKind::Fma(level()), KernelKind::Bf16Dot), scratch, dims, a, b, accumulate, c);
 }
 
 /// Whether two bf16 operands meet in dot products of this CPU.
 #[must_use]
-pub fn meets_bf16() -> bool {
-    Means::best().is_some()
+pub fn has_bf16_dot() -> bool {
+    Bf16Isa::best().is_some()
 }
 
 /// The dot products of bf16 in which two operands of a dtype meet on this CPU, if they do.
-fn means(dtype: DType, precision: MatmulPrecision) -> Option<Means> {
+fn isa(dtype: DType, precision: MatmulPrecision) -> Option<Bf16Isa> {
     match (dtype, precision) {
-        (DType::BF16, _) | (DType::F32, MatmulPrecision::Medium) => Means::best(),
+        (DType::BF16, _) | (DType::F32, MatmulPrecision::Medium) => Bf16Isa::best(),
         _ => None,
     }
 }
@@ -99,20 +99,20 @@ fn means(dtype: DType, precision: MatmulPrecision) -> Option<Means> {
 /// Whether products of f32 are formed of operands that are rounded to bf16 on this CPU, under a precision.
 #[must_use]
 pub fn rounds_to_bf16(precision: MatmulPrecision) -> bool {
-    means(DType::F32, precision).is_some()
+    isa(DType::F32, precision).is_some()
 }
 
 /// How a product is formed.
 #[derive(Clone, Copy, Debug)]
-enum Way {
+enum KernelKind {
     /// By the tiles of a level that this CPU has, of operands that are widened.
-    Widened(Level),
-    /// Of two operands of bf16, or of f32, by means that this CPU has.
-    Short(Means),
+    Fma(Level),
+    /// Of two operands of bf16, or of f32, by isa that this CPU has.
+    Bf16Dot(Bf16Isa),
 }
 
 fn product_by<A, B, R>(
-    way: Way,
+    kind: KernelKind,
     scratch: &mut Scratch,
     dims: [usize; 3],
     a: Matrix<'_, A>,
@@ -129,24 +129,24 @@ fn product_by<A, B, R>(
     assert!(reach([k, n], b.row_stride, b.col_stride) <= b.data.len(), "b lies inside of its memory");
     assert!(reach([m, n], c.row_stride, c.col_stride) <= c.data.len(), "c lies inside of its memory");
     let to = Target { start: c.data.as_mut_ptr(), row: c.row_stride, col: c.col_stride };
-    match way {
-        Way::Widened(at) => {
+    match kind {
+        KernelKind::Fma(at) => {
             assert!(at as u8 <= level() as u8, "this CPU has the level");
             let a = Source::new(a.data, a.row_stride, a.col_stride);
             let b = Source::new(b.data, b.row_stride, b.col_stride);
             // SAFETY: the reaches and the level were checked above; strides of c that let two elements share memory
             // make the result arbitrary, on this one thread no worse.
-            unsafe { Blocked::new(&Tiles::at(at), dims, a, b, accumulate, to).run(scratch) }
+            unsafe { BlockedGemm::new(&Tiles::at(at), dims, a, b, accumulate, to).run(scratch) }
         }
-        Way::Short(means) => {
-            assert!(Means::all().contains(&means), "this CPU has the means");
+        KernelKind::Bf16Dot(isa) => {
+            assert!(Bf16Isa::all().contains(&isa), "this CPU has the isa");
             let lines = [
                 Lines::new(a.data, a.row_stride, a.col_stride),
                 Lines::new(b.data, b.col_stride, b.row_stride),
             ];
             let to = Target { start: to.start.cast::<f32>(), row: to.row, col: to.col };
             // SAFETY: as above; `Lines` saw to it that both are of bf16 or f32, so that sums are f32.
-            unsafe { bf16::product(means, scratch, dims, lines, accumulate, to) }
+            unsafe { bf16::product(isa, scratch, dims, lines, accumulate, to) }
         }
     }
 }
@@ -154,7 +154,7 @@ fn product_by<A, B, R>(
 /// Matrices of one shape that are read: element (i, j) of matrix p is at `p * strides[0] + i * strides[1] + j *
 /// strides[2]`.
 #[derive(Clone, Copy, Debug)]
-pub struct Stack<'a, T> {
+pub struct BatchedMatrix<'a, T> {
     /// The memory, from element (0, 0, 0) on.
     pub data: &'a [T],
     /// Distance between matrices, rows and columns.
@@ -163,7 +163,7 @@ pub struct Stack<'a, T> {
 
 /// Matrices of one shape that are written.
 #[derive(Debug)]
-pub struct StackMut<'a, T> {
+pub struct BatchedMatrixMut<'a, T> {
     /// The memory, from element (0, 0, 0) on.
     pub data: &'a mut [T],
     /// Distance between matrices, rows and columns.
@@ -178,22 +178,22 @@ pub struct StackMut<'a, T> {
 pub fn products<T: Float>(
     pool: &Pool,
     dims: [usize; 4],
-    a: Stack<'_, T>,
-    b: Stack<'_, T>,
-    c: StackMut<'_, T>,
+    a: BatchedMatrix<'_, T>,
+    b: BatchedMatrix<'_, T>,
+    c: BatchedMatrixMut<'_, T>,
 ) {
-    products_by(means(T::DTYPE, pool.precision()), pool, dims, a, b, c, None);
+    batched_gemm_with_isa(isa(T::DTYPE, pool.precision()), pool, dims, a, b, c, None);
 }
 
-/// See [`products`]; in dot products by means that this CPU has, or widened. An ending sees every row of c once.
-fn products_by<T: Float>(
-    means: Option<Means>,
+/// See [`products`]; in dot products by isa that this CPU has, or widened. An epilogue sees every row of c once.
+fn batched_gemm_with_isa<T: Float>(
+    isa: Option<Bf16Isa>,
     pool: &Pool,
     dims: [usize; 4],
-    a: Stack<'_, T>,
-    b: Stack<'_, T>,
-    mut c: StackMut<'_, T>,
-    ended: Option<&Ended<'_, T>>,
+    a: BatchedMatrix<'_, T>,
+    b: BatchedMatrix<'_, T>,
+    mut c: BatchedMatrixMut<'_, T>,
+    epilogue: Option<&EpilogueOutput<'_, T>>,
 ) {
     let [g, m, n, k] = dims;
     assert!(reach3([g, m, k], a.strides) <= a.data.len(), "a lies inside of its memory");
@@ -203,47 +203,47 @@ fn products_by<T: Float>(
     if g * m * n == 0 {
         return;
     }
-    if let Some(means) = means {
+    if let Some(isa) = isa {
         match T::DTYPE {
-            DType::F32 => short_products::<T, f32>(means, pool, dims, a, b, &mut c),
-            _ => short_products::<T, half::bf16>(means, pool, dims, a, b, &mut c),
+            DType::F32 => batched_bf16_gemm::<T, f32>(isa, pool, dims, a, b, &mut c),
+            _ => batched_bf16_gemm::<T, half::bf16>(isa, pool, dims, a, b, &mut c),
         }
-    } else if g == 1 && m == 1 && n > 1 && c.strides[2] == 1 && one_row(pool, [n, k], a, b, &mut c.data[..n])
+    } else if g == 1 && m == 1 && n > 1 && c.strides[2] == 1 && gemv(pool, [n, k], a, b, &mut c.data[..n])
     {
         // Done.
     } else if k > 0
-        && let Some(ended) = ended
+        && let Some(epilogue) = epilogue
     {
-        return tiled_products(pool, dims, [a, b], &mut c, Some(ended));
+        return batched_fma_gemm(pool, dims, [a, b], &mut c, Some(epilogue));
     } else {
-        tiled_products(pool, dims, [a, b], &mut c, None);
+        batched_fma_gemm(pool, dims, [a, b], &mut c, None);
     }
-    if let Some(ended) = ended {
-        ended.all(pool, &mut c);
+    if let Some(epilogue) = epilogue {
+        epilogue.all(pool, &mut c);
     }
 }
 
-/// [`products`] whose reaches were checked, by tiles of widened operands; an ending sees parts of c as they get whole, and k > 0.
-fn tiled_products<T: Float>(
+/// [`products`] whose reaches were checked, by tiles of widened operands; an epilogue sees parts of c as they get whole, and k > 0.
+fn batched_fma_gemm<T: Float>(
     pool: &Pool,
     dims: [usize; 4],
-    [a, b]: [Stack<'_, T>; 2],
-    c: &mut StackMut<'_, T>,
-    ended: Option<&Ended<'_, T>>,
+    [a, b]: [BatchedMatrix<'_, T>; 2],
+    c: &mut BatchedMatrixMut<'_, T>,
+    epilogue: Option<&EpilogueOutput<'_, T>>,
 ) {
     let tiles = Tiles::at(level());
-    let source = |x: Stack<'_, T>| Source::new(x.data, x.strides[1], x.strides[2]);
+    let source = |x: BatchedMatrix<'_, T>| Source::new(x.data, x.strides[1], x.strides[2]);
     let (sa, sb) = (source(a), source(b));
     let sc = Target { start: c.data.as_mut_ptr(), row: c.strides[1], col: c.strides[2] };
     let [g, m, n, k] = dims;
     // SAFETY: it is asked and not run, so that nothing is touched, as k is not 0.
-    let packs = || unsafe { Blocked::new(&tiles, [m, n, k], sa, sb, false, sc.cast()) }.packs_b();
-    let kept = if g == 1 { kept::packed(pool, [m, n, k], b, packs) } else { None };
+    let packs = || unsafe { BlockedGemm::new(&tiles, [m, n, k], sa, sb, false, sc.cast()) }.packs_b();
+    let kept = if g == 1 { prepacked::prepack(pool, [m, n, k], b, packs) } else { None };
     let packed = kept.as_ref().map(|kept| Packed::new(kept.as_slice(), n));
-    let reading = Reading::of(tiles.lanes, &a, c.strides, packed.is_some());
-    Split::each(pool, dims, reading, |(thread, scratch), [matrix, row, col], [rows, cols]| {
+    let read_cost = ReadCost::of(tiles.lanes, &a, c.strides, packed.is_some());
+    Split::each(pool, dims, read_cost, |(thread, scratch), [matrix, row, col], [rows, cols]| {
         let c = sc.moved(matrix * c.strides[0] + row * c.strides[1] + col * c.strides[2]);
-        let whole = Ended::of_part(ended, [matrix, row, col], c);
+        let whole = EpilogueOutput::of_part(epilogue, [matrix, row, col], c);
         // SAFETY: the reaches were checked above; the parts of c that two tasks write share no memory; `tiles`
         // fit this CPU; an empty a or b (k = 0) is not touched.
         unsafe {
@@ -256,26 +256,26 @@ fn tiled_products<T: Float>(
 }
 
 /// [`products`] whose reaches were checked, in dot products; R is T by a name that says that its sums are f32.
-fn short_products<T: Float, R: Float<Acc = f32>>(
-    means: Means,
+fn batched_bf16_gemm<T: Float, R: Float<Acc = f32>>(
+    isa: Bf16Isa,
     pool: &Pool,
     dims: [usize; 4],
-    a: Stack<'_, T>,
-    b: Stack<'_, T>,
-    c: &mut StackMut<'_, T>,
+    a: BatchedMatrix<'_, T>,
+    b: BatchedMatrix<'_, T>,
+    c: &mut BatchedMatrixMut<'_, T>,
 ) {
-    assert!(Means::all().contains(&means), "this CPU has the means");
+    assert!(Bf16Isa::all().contains(&isa), "this CPU has the isa");
     assert!(T::DTYPE == R::DTYPE, "both are one type");
     let la = Lines::new(a.data, a.strides[1], a.strides[2]);
     let lb = Lines::new(b.data, b.strides[2], b.strides[1]);
     let to: Target<R> = Target { start: c.data.as_mut_ptr().cast(), row: c.strides[1], col: c.strides[2] };
-    Split::each(pool, dims, Reading::PACKED, |(_, scratch), [matrix, row, col], [rows, cols]| {
+    Split::each(pool, dims, ReadCost::PACKED, |(_, scratch), [matrix, row, col], [rows, cols]| {
         let a = la.moved(matrix * a.strides[0] + row * a.strides[1]);
         let b = lb.moved(matrix * b.strides[0] + col * b.strides[2]);
         let to = to.moved(matrix * c.strides[0] + row * c.strides[1] + col * c.strides[2]);
         // SAFETY: the caller checked the reaches; the parts of c that two tasks write share no memory; an empty a or b
         // (k = 0) is not touched.
-        unsafe { bf16::product(means, scratch, [rows, cols, dims[3]], [a, b], false, to) }
+        unsafe { bf16::product(isa, scratch, [rows, cols, dims[3]], [a, b], false, to) }
     });
 }
 
@@ -284,10 +284,10 @@ const ROW_TASKS: usize = 2;
 
 /// A product of one row. Most of what it reads is b, so it is cut along the columns. False, and nothing is done, if
 /// neither rows nor columns of b lie side by side, or this CPU has nothing for them.
-fn one_row<T: Float>(pool: &Pool, [n, k]: [usize; 2], a: Stack<'_, T>, b: Stack<'_, T>, c: &mut [T]) -> bool {
+fn gemv<T: Float>(pool: &Pool, [n, k]: [usize; 2], a: BatchedMatrix<'_, T>, b: BatchedMatrix<'_, T>, c: &mut [T]) -> bool {
     let [_, row, col] = b.strides;
-    let turned = col != 1 && row == 1;
-    if k == 0 || col != 1 && !(turned && turned::exists(level(), T::DTYPE)) {
+    let transposed = col != 1 && row == 1;
+    if k == 0 || col != 1 && !(transposed && gemv_transposed::is_supported(level(), T::DTYPE)) {
         return false;
     }
     let parts = (2 * n * k / OPERATIONS_MIN).clamp(1, ROW_TASKS * pool.num_threads());
@@ -296,10 +296,10 @@ fn one_row<T: Float>(pool: &Pool, [n, k]: [usize; 2], a: Stack<'_, T>, b: Stack<
     pool.chunks(c, cols, |part, c| {
         let mut y = vec![T::Acc::ZERO; c.len()];
         let b = &b.data[part * cols * col..];
-        if turned {
-            turned::by_columns(level(), &x, b, col, &mut y)
+        if transposed {
+            gemv_transposed::gemv_column_major(level(), &x, b, col, &mut y)
         } else {
-            by_rows(&x, b, row, &mut y)
+            gemv_row_major(&x, b, row, &mut y)
         }
         c.iter_mut().zip(y).for_each(|(c, y)| *c = T::narrow(y));
     });
@@ -307,12 +307,12 @@ fn one_row<T: Float>(pool: &Pool, [n, k]: [usize; 2], a: Stack<'_, T>, b: Stack<
 }
 
 /// Rows of a product that are rounded at a time: their sums stay in the cache.
-const ROUNDED: usize = 256;
+const ROWS_ROUNDED_TOGETHER: usize = 256;
 
-/// One product, rounded to the type of its operands; `whole` is told of its parts (see [`Blocked::telling`]).
+/// One product, rounded to the type of its operands; `whole` is told of its parts (see [`BlockedGemm::telling`]).
 ///
 /// # Safety
-/// As for [`Blocked::new`].
+/// As for [`BlockedGemm::new`].
 unsafe fn rounded<T: Float>(
     tiles: &Tiles<T::Acc>,
     (pool, thread, scratch): (&Pool, usize, &mut Scratch),
@@ -324,18 +324,18 @@ unsafe fn rounded<T: Float>(
 ) {
     if T::DTYPE == T::Acc::DTYPE {
         // SAFETY: as promised by the caller; T is its own accumulator.
-        let product = unsafe { Blocked::new(tiles, [m, n, k], a, b, false, c.cast()) };
+        let product = unsafe { BlockedGemm::new(tiles, [m, n, k], a, b, false, c.cast()) };
         // SAFETY: as above.
         unsafe { product.of_packed(packed).telling(whole).run(scratch) };
         return;
     }
     let mut sums = pool.scratch_of(thread);
-    for first in (0..m).step_by(ROUNDED) {
-        let rows = ROUNDED.min(m - first);
+    for first in (0..m).step_by(ROWS_ROUNDED_TOGETHER) {
+        let rows = ROWS_ROUNDED_TOGETHER.min(m - first);
         let [wide] = sums.slices([rows * n]);
         let to = Target { start: wide.as_mut_ptr(), row: n, col: 1 };
         // SAFETY: as promised by the caller; `wide` is as large as these rows.
-        let product = unsafe { Blocked::new(tiles, [rows, n, k], a.from(first, 0), b, false, to) };
+        let product = unsafe { BlockedGemm::new(tiles, [rows, n, k], a.from(first, 0), b, false, to) };
         // SAFETY: as above.
         unsafe { product.of_packed(packed).run(scratch) };
         // SAFETY: these rows lie inside of c, and nobody else uses them meanwhile.
@@ -403,6 +403,6 @@ fn reach([rows, cols]: [usize; 2], row_stride: usize, col_stride: usize) -> usiz
 }
 
 #[cfg(test)]
-mod short_tests;
+mod bf16_tests;
 #[cfg(test)]
 mod tests;

@@ -3,7 +3,7 @@
 //! To wake a worker is a system call. So nobody wakes them all: the caller and each worker that has come ask a few, then do
 //! tasks of their own. A worker that comes too late for a task asks nobody.
 
-use super::seat::Seat;
+use super::worker_slot::WorkerSlot;
 use super::sync::{AtomicBool, AtomicUsize, JoinHandle};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -16,7 +16,7 @@ const ASKED: usize = if cfg!(all(loom, test)) { 1 } else { 2 };
 
 /// A thread and where it waits for jobs; it runs [`serve`].
 pub(super) struct Worker {
-    pub(super) seat: Arc<Seat>,
+    pub(super) slot: Arc<WorkerSlot>,
     pub(super) handle: JoinHandle<()>,
 }
 
@@ -89,7 +89,7 @@ impl Job<'_> {
 
     /// Offers the job to a worker; returns whether it was free.
     fn is_offered_to(&self, worker: &Worker) -> bool {
-        worker.seat.offer(self.offer(), worker.handle.thread())
+        worker.slot.offer(self.offer(), worker.handle.thread())
     }
 
     /// Takes the job back from all who were asked, or waits until they are done. For the caller, when it asks no more.
@@ -97,7 +97,7 @@ impl Job<'_> {
         // A worker that has the job asks those behind itself only, so that nobody is asked any more whose turn is over.
         let mut turn = 0;
         while turn < self.asked.load(Ordering::Relaxed).min(self.crew.len()) {
-            self.crew[turn].seat.recall(self.offer());
+            self.crew[turn].slot.recall(self.offer());
             turn += 1;
         }
     }
@@ -108,14 +108,14 @@ impl Job<'_> {
     }
 }
 
-/// Does the jobs that are offered at a seat, until it is closed. For the worker whose seat it is.
-pub(super) fn serve(seat: &Seat, thread: usize) {
-    while let Some(job) = seat.take() {
+/// Does the jobs that are offered at a slot, until it is closed. For the worker whose slot it is.
+pub(super) fn serve(slot: &WorkerSlot, thread: usize) {
+    while let Some(job) = slot.take() {
         // SAFETY: offers are made by `Job::ask` alone and point to jobs that `Job::run` holds until it has recalled them, which
         // waits until this worker is done; jobs are shared between threads only by what is atomic, by their task, which is
-        // `Sync`, and by seats and handles of threads, which are too.
+        // `Sync`, and by slots and handles of threads, which are too.
         unsafe { &*job.cast::<Job<'_>>() }.work(thread);
-        seat.done();
+        slot.done();
     }
 }
 
@@ -125,7 +125,7 @@ mod tests {
 
     /// Workers whose threads serve nobody.
     fn crew(count: usize) -> Vec<Worker> {
-        let worker = |_| Worker { seat: Arc::new(Seat::new(true)), handle: std::thread::spawn(|| ()) };
+        let worker = |_| Worker { slot: Arc::new(WorkerSlot::new(true)), handle: std::thread::spawn(|| ()) };
         (0..count).map(worker).collect()
     }
 
@@ -135,15 +135,15 @@ mod tests {
     }
 
     fn offered(crew: &[Worker]) -> Vec<bool> {
-        crew.iter().map(|worker| worker.seat.is_offered()).collect()
+        crew.iter().map(|worker| worker.slot.is_offered()).collect()
     }
 
     #[test]
     fn two_are_asked_at_a_time_and_whoever_is_at_work_is_passed_over() {
         let crew = crew(5);
         let other = std::ptr::without_provenance_mut(256);
-        crew[1].seat.offer(other, crew[1].handle.thread());
-        assert_eq!(crew[1].seat.take(), Some(other));
+        crew[1].slot.offer(other, crew[1].handle.thread());
+        assert_eq!(crew[1].slot.take(), Some(other));
         let job = job(&crew, 6, &|_, _| ());
         job.ask(2);
         assert_eq!(offered(&crew), [true, false, true, false, false]);
@@ -172,8 +172,8 @@ mod tests {
     fn the_caller_passes_over_who_is_at_work_too() {
         let crew = crew(4);
         let other = std::ptr::without_provenance_mut(256);
-        crew[0].seat.offer(other, crew[0].handle.thread());
-        assert_eq!(crew[0].seat.take(), Some(other));
+        crew[0].slot.offer(other, crew[0].handle.thread());
+        assert_eq!(crew[0].slot.take(), Some(other));
         let first = std::sync::OnceLock::new();
         assert!(!Job::run(&crew, 5, &|_, _| {
             first.get_or_init(|| offered(&crew));

@@ -2,10 +2,10 @@
 
 pub mod simd;
 pub mod cores;
-mod pace;
+mod imbalance;
 mod sync;
-mod seat;
-pub(crate) mod recurring;
+mod worker_slot;
+pub(crate) mod pack_cache;
 mod job;
 pub mod pool;
 pub mod math;

@@ -1,14 +1,14 @@
 //! A small pool of threads for the kernels of one rank.
 //!
-//! Work is cut into tasks. Where a border of tasks cuts a sum, it does not depend on the number of threads, so results
+//! Work is cut into tasks. Where a border of tasks free_list a sum, it does not depend on the number of threads, so results
 //! do not either. Workers spin for a while after a task (waking a parked thread costs some 20 us), then park. While they
 //! spin, handing work over and learning that it is done takes a few exchanges of cache lines.
 
 use crate::cpu::cores;
 use crate::cpu::job::{Job, TaskOfThread, Worker, serve};
-use crate::cpu::pace::Pace;
-use crate::cpu::recurring::Recurring;
-use crate::cpu::seat::Seat;
+use crate::cpu::imbalance::ImbalanceEstimate;
+use crate::cpu::pack_cache::PackCache;
+use crate::cpu::worker_slot::WorkerSlot;
 use crate::cpu::simd::scratch::Scratch;
 use crate::precision::MatmulPrecision;
 use std::fmt;
@@ -23,8 +23,8 @@ pub struct Pool {
     /// What tasks have given back, by thread.
     shelves: Box<[Shelf]>,
     precision: MatmulPrecision,
-    pace: Pace,
-    recurring: Option<Arc<Recurring>>,
+    imbalance: ImbalanceEstimate,
+    pack_cache: Option<Arc<PackCache>>,
 }
 
 /// Scratch memory that one thread has used: it lies in the caches of its core.
@@ -71,8 +71,8 @@ impl Pool {
     #[must_use]
     pub fn placed(num_threads: usize, may_spin: bool, cores: &[usize]) -> Pool {
         let workers = (1..num_threads.max(1)).map(|thread| {
-            let seat = Arc::new(Seat::new(may_spin));
-            let (own, core) = (seat.clone(), cores.get(thread).copied());
+            let slot = Arc::new(WorkerSlot::new(may_spin));
+            let (own, core) = (slot.clone(), cores.get(thread).copied());
             let handle = std::thread::Builder::new()
                 .name(format!("kernel-{thread}"))
                 .spawn(move || {
@@ -80,12 +80,12 @@ impl Pool {
                     serve(&own, thread);
                 })
                 .expect("the system starts a thread for the kernel pool");
-            Worker { seat, handle }
+            Worker { slot, handle }
         });
         let workers: Vec<_> = workers.collect();
         let shelves = (0..=workers.len()).map(|_| Shelf::default()).collect();
         let precision = MatmulPrecision::default();
-        Pool { workers, shelves, precision, pace: Pace::default(), recurring: None }
+        Pool { workers, shelves, precision, imbalance: ImbalanceEstimate::default(), pack_cache: None }
     }
 
     /// The same for kernels that form products of f32 in another way. Default: the most exact.
@@ -102,19 +102,19 @@ impl Pool {
     }
 
     /// The same, whose products keep forms of operands that recur.
-    pub(crate) fn with_recurring(mut self, recurring: Arc<Recurring>) -> Pool {
-        self.recurring = Some(recurring);
+    pub(crate) fn with_pack_cache(mut self, pack_cache: Arc<PackCache>) -> Pool {
+        self.pack_cache = Some(pack_cache);
         self
     }
 
     /// The operands that recur, if any does now.
-    pub(crate) fn recurring(&self) -> Option<&Recurring> {
-        self.recurring.as_deref().filter(|recurring| recurring.is_any())
+    pub(crate) fn pack_cache(&self) -> Option<&PackCache> {
+        self.pack_cache.as_deref().filter(|pack_cache| pack_cache.is_in_use())
     }
 
-    /// Whether the threads keep pace.
-    pub(crate) fn pace(&self) -> &Pace {
-        &self.pace
+    /// Whether the threads keep imbalance.
+    pub(crate) fn imbalance(&self) -> &ImbalanceEstimate {
+        &self.imbalance
     }
 
     /// Scratch memory of a thread for as long as a task of it holds it (see [`Pool::run_on_threads`]): what that thread gave
@@ -162,7 +162,7 @@ impl Pool {
         assert!(!has_panicked, "a kernel task panicked (its own message stands above)");
     }
 
-    /// Cuts `out` into chunks of `chunk` elements (the last may be shorter) and calls `task(i, chunk i)` for each.
+    /// FreeList `out` into chunks of `chunk` elements (the last may be shorter) and calls `task(i, chunk i)` for each.
     ///
     /// # Panics
     /// If a task panics.
@@ -248,7 +248,7 @@ unsafe impl<T: Send> Sync for Shares<T> {}
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        self.workers.iter().for_each(|worker| worker.seat.close(worker.handle.thread()));
+        self.workers.iter().for_each(|worker| worker.slot.close(worker.handle.thread()));
         for worker in self.workers.drain(..) {
             let _ = worker.handle.join();
         }
@@ -306,7 +306,7 @@ mod tests {
         let pool = Pool::new(9);
         for round in 0..4 {
             let wait = Instant::now();
-            while !pool.workers.iter().all(|worker| worker.seat.is_parked()) {
+            while !pool.workers.iter().all(|worker| worker.slot.is_parked()) {
                 assert!(wait.elapsed() < Duration::from_secs(20), "round {round}: idle workers park");
                 std::thread::yield_now();
             }

@@ -3,7 +3,7 @@
 //! wait until that is gone, and those of flights, which have another stream, until the rank comes behind them.
 
 use super::driver::Context;
-use crate::buffer::{Buffer, Cuts, Keeper};
+use crate::buffer::{Buffer, FreeList, Keeper};
 use crate::error::{KernelError, MemoryStats};
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -39,7 +39,7 @@ pub(super) trait Relief: fmt::Debug + Send + Sync {
 #[derive(Debug, Default)]
 struct Books {
     /// Small chunks and large ones apart.
-    cuts: [Cuts; 2],
+    free_list: [FreeList; 2],
     /// Bytes of each block in use.
     used: HashMap<u64, usize>,
     /// How many graphs and flights keep a block in use, and which of those would be free without them.
@@ -55,7 +55,7 @@ fn kind(bytes: usize) -> usize {
 
 impl Books {
     fn cut(&mut self, bytes: usize) -> Option<u64> {
-        let address = self.cuts[kind(bytes)].cut(bytes)?;
+        let address = self.free_list[kind(bytes)].cut(bytes)?;
         self.used.insert(address, bytes);
         self.count(bytes);
         Some(address)
@@ -78,17 +78,17 @@ impl Books {
         }
         let Some(bytes) = self.used.remove(&address) else { return };
         self.stats.in_use_bytes -= bytes;
-        self.cuts[kind(bytes)].give_back(address, bytes);
+        self.free_list[kind(bytes)].give_back(address, bytes);
     }
 
     fn add_chunk(&mut self, kind: usize, address: u64, bytes: usize) {
         self.count_chunk(bytes);
-        self.cuts[kind].add_chunk(address, bytes);
+        self.free_list[kind].add_chunk(address, bytes);
     }
 
     /// Strikes out the chunks in which nothing is in use.
     fn empty_chunks(&mut self) -> Vec<u64> {
-        let empty = self.cuts.iter_mut().flat_map(Cuts::take_empty);
+        let empty = self.free_list.iter_mut().flat_map(FreeList::take_empty);
         let empty = empty.inspect(|(_, bytes)| self.stats.reserved_bytes -= bytes);
         empty.map(|(address, _)| address).collect()
     }
@@ -236,7 +236,7 @@ impl Keeper for Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         let books = std::mem::take(&mut *self.books());
-        books.cuts.iter().flat_map(Cuts::chunks).for_each(|address| self.source.give(address));
+        books.free_list.iter().flat_map(FreeList::chunks).for_each(|address| self.source.give(address));
         if let Some(home) = &self.home {
             let mut home = home.books();
             home.stats.reserved_bytes -= books.stats.reserved_bytes;
@@ -346,7 +346,7 @@ mod tests {
         drop(held);
         assert_eq!(memory.stats().in_use_bytes, 0);
         let books = memory.books();
-        assert!(books.cuts.iter().all(Cuts::is_all_free), "everything is joined again");
+        assert!(books.free_list.iter().all(FreeList::is_all_free), "everything is joined again");
         drop(books);
         drop(memory);
         assert_eq!(left.load(Ordering::Relaxed), 4 << 30);

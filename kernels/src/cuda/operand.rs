@@ -21,11 +21,11 @@ impl Operand {
         let ([_, rows, columns], [_, down, along]) = (dims(&view.shape), dims(&view.strides));
         let plain = lead((rows, down), (columns, along));
         let plain = plain.map(|lead| Operand { turned: false, ..Operand::with(view, address, lead) });
-        plain.or_else(|| Operand::by_rows(view, address))
+        plain.or_else(|| Operand::gemv_row_major(view, address))
     }
 
     /// The same with rows behind each other, even where both are true.
-    pub(super) fn by_rows(view: &Strides, address: u64) -> Option<Operand> {
+    pub(super) fn gemv_row_major(view: &Strides, address: u64) -> Option<Operand> {
         let ([_, rows, columns], [_, down, along]) = (dims(&view.shape), dims(&view.strides));
         lead((columns, along), (rows, down)).map(|lead| Operand::with(view, address, lead))
     }

@@ -9,10 +9,10 @@ use super::operand::Operand;
 use crate::buffer::Buffer;
 use crate::dtype::DType;
 use crate::error::KernelError;
-use crate::gpu::{Ending, Product};
+use crate::gpu::{Epilogue, Product};
 use crate::kernel::{Arg, ArgMut, Kernel, Launch, Scalar};
 use crate::op::binary::ADD;
-use crate::op::contract::CONTRACT;
+use crate::op::batched_matmul::BATCHED_MATMUL;
 use crate::op::copy::COPY;
 use crate::op::fill::FILL;
 use crate::op::reduce::SUM;
@@ -41,7 +41,7 @@ const BESIDE_ELEMENTS: usize = 8;
 impl Maker<'_> {
     /// A product as a plan asks for it.
     pub(super) fn product(&self, launch: &mut Launch<'_>, product: Product) -> Result<(), KernelError> {
-        if product.ending == Ending::Plain {
+        if product.ending == Epilogue::Plain {
             return self.plain(launch, product);
         }
         if self.together(launch, product)? { Ok(()) } else { self.apart(launch, product) }
@@ -58,7 +58,7 @@ impl Maker<'_> {
         if c.view.numel() == 0 || a.view.shape[2] == 0 {
             return Ok(false);
         }
-        if matches!(product.ending, Ending::BiasGelu { .. }) && c.dtype == DType::F64 {
+        if matches!(product.ending, Epilogue::BiasGelu { .. }) && c.dtype == DType::F64 {
             // The library's gelu of f64 is as good as one of f32 (cuBLASLt 13.1).
             return Ok(false);
         }
@@ -67,15 +67,15 @@ impl Maker<'_> {
         let lies = [beside.columns, beside.whole].iter().all(|at| at.is_multiple_of(BESIDE_BYTES))
             && c_view.shape[2].is_multiple_of(BESIDE_ELEMENTS);
         // Sums run over one matrix there.
-        let sums = matches!(product.ending, Ending::SumsOfB { .. });
+        let sums = matches!(product.ending, Epilogue::SumsOfB { .. });
         let address = place(c.buffer, &c_view, c.dtype);
-        let Some(described) = Operand::by_rows(&c_view, address).filter(|_| lies) else { return Ok(false) };
+        let Some(described) = Operand::gemv_row_major(&c_view, address).filter(|_| lies) else { return Ok(false) };
         if sums && c_view.shape[0] != 1 {
             return Ok(false);
         }
         let added = match beside.added {
             0 => None,
-            address => Operand::by_rows(&c_view, address),
+            address => Operand::gemv_row_major(&c_view, address),
         };
         let a = self.readable(&Arg { view: &a_view, ..a })?;
         let b = self.readable(&Arg { view: &b_view, ..b })?;
@@ -102,21 +102,21 @@ impl Maker<'_> {
         let mut bare = self.memory.alloc(whole.numel() * dtype.size())?;
         let factors = [launch.inputs[product.a], launch.inputs[product.b]];
         let to = ArgMut { buffer: &mut bare, dtype, view: &whole };
-        self.one(&CONTRACT, &factors, to, &[])?;
+        self.one(&BATCHED_MATMUL, &factors, to, &[])?;
         let bare = Arg { buffer: &bare, dtype, view: &whole };
         match product.ending {
-            Ending::Plain => self.one(&COPY, &[bare], again(&mut launch.outputs[product.c]), &[]),
-            Ending::Bias { bias } => {
+            Epilogue::Plain => self.one(&COPY, &[bare], again(&mut launch.outputs[product.c]), &[]),
+            Epilogue::Bias { bias } => {
                 let bias = launch.inputs[bias];
                 let spread = spread(bias.view);
                 let terms = [bare, Arg { view: &spread, ..bias }];
                 self.one(&ADD, &terms, again(&mut launch.outputs[product.c]), &[])
             }
-            Ending::Add { bias: None, residual } => {
+            Epilogue::Add { bias: None, residual } => {
                 let terms = [bare, launch.inputs[residual]];
                 self.one(&ADD, &terms, again(&mut launch.outputs[product.c]), &[])
             }
-            Ending::Add { bias: Some(bias), residual } => {
+            Epilogue::Add { bias: Some(bias), residual } => {
                 let bias = launch.inputs[bias];
                 let spread = spread(bias.view);
                 let mut layer = self.memory.alloc(whole.numel() * dtype.size())?;
@@ -125,7 +125,7 @@ impl Maker<'_> {
                 let terms = [Arg { buffer: &layer, dtype, view: &whole }, launch.inputs[residual]];
                 self.one(&ADD, &terms, again(&mut launch.outputs[product.c]), &[])
             }
-            Ending::BiasGelu { bias, before } => {
+            Epilogue::BiasGelu { bias, before } => {
                 let bias = launch.inputs[bias];
                 let spread = spread(bias.view);
                 let terms = [bare, Arg { view: &spread, ..bias }];
@@ -133,7 +133,7 @@ impl Maker<'_> {
                 self.one(&ADD, &terms, again(before), &[])?;
                 self.one(&GELU, &[seen(before)], again(c), &[])
             }
-            Ending::SumsOfB { sums } => {
+            Epilogue::SumsOfB { sums } => {
                 let b = launch.inputs[product.b];
                 let [c, sums] = two(launch, product.c, sums);
                 self.one(&COPY, &[bare], again(c), &[])?;
@@ -252,23 +252,23 @@ fn as_one([a, b, c]: [&Strides; 3]) -> [Strides; 3] {
 }
 
 /// What the library calls an ending, and where lies what it reads and writes.
-fn beside(launch: &Launch<'_>, ending: Ending) -> (cublasLtEpilogue_t, Beside) {
+fn beside(launch: &Launch<'_>, ending: Epilogue) -> (cublasLtEpilogue_t, Beside) {
     use cublasLtEpilogue_t as E;
     let input = |i: usize| place(launch.inputs[i].buffer, launch.inputs[i].view, launch.inputs[i].dtype);
     let output = |i: usize| place(launch.outputs[i].buffer, launch.outputs[i].view, launch.outputs[i].dtype);
     let at = |columns, whole| Beside { columns, whole, added: 0 };
     match ending {
-        Ending::Plain => (E::CUBLASLT_EPILOGUE_DEFAULT, Beside::default()),
-        Ending::Bias { bias } => (E::CUBLASLT_EPILOGUE_BIAS, at(input(bias), 0)),
-        Ending::Add { bias, residual } => {
+        Epilogue::Plain => (E::CUBLASLT_EPILOGUE_DEFAULT, Beside::default()),
+        Epilogue::Bias { bias } => (E::CUBLASLT_EPILOGUE_BIAS, at(input(bias), 0)),
+        Epilogue::Add { bias, residual } => {
             let ending = bias.map_or(E::CUBLASLT_EPILOGUE_DEFAULT, |_| E::CUBLASLT_EPILOGUE_BIAS);
             (ending, Beside { columns: bias.map_or(0, input), whole: 0, added: input(residual) })
         }
-        Ending::BiasGelu { bias, before } => {
+        Epilogue::BiasGelu { bias, before } => {
             (E::CUBLASLT_EPILOGUE_GELU_AUX_BIAS, at(input(bias), output(before)))
         }
         // Our b is the library's a, since rows of c are its columns.
-        Ending::SumsOfB { sums } => (E::CUBLASLT_EPILOGUE_BGRADA, at(output(sums), 0)),
+        Epilogue::SumsOfB { sums } => (E::CUBLASLT_EPILOGUE_BGRADA, at(output(sums), 0)),
     }
 }
 

@@ -7,10 +7,10 @@ use crate::buffer::Buffer;
 use crate::cpu::Pool;
 use crate::dtype::{DType, Element};
 use crate::error::KernelError;
-use crate::gpu::{Ending, Grid, GridArg, Plan, Product};
+use crate::gpu::{Epilogue, Grid, GridArg, Plan, Product};
 use crate::kernel::{Arg, ArgMut, Bound, Gpu, Kernel, Launch, Scalar};
 use crate::match_float;
-use crate::op::contract::CONTRACT;
+use crate::op::batched_matmul::BATCHED_MATMUL;
 use crate::precision::MatmulPrecision;
 use crate::strides::Strides;
 use std::fs;
@@ -83,11 +83,11 @@ static TWICE: Kernel = kernel(
 );
 
 static PRODUCTS: Kernel = kernel(
-    "contract",
+    "batched_matmul",
     Gpu {
         source: "",
         plan: |_, plan: &mut Plan| {
-            plan.product(Product { a: 0, b: 1, c: 0, ending: Ending::Plain });
+            plan.product(Product { a: 0, b: 1, c: 0, ending: Epilogue::Plain });
             Ok(())
         },
     },
@@ -310,7 +310,7 @@ fn products_of_all_strides_that_the_library_knows() {
                     let (p, q) = (of(a.reach()), of(b.reach()));
                     let operands = [(&p[..], &a), (&q[..], &b)];
                     let got = product::<T>(&*card, &PRODUCTS, operands, &c);
-                    assert!(got == product::<T>(&*cpu, &CONTRACT, operands, &c), "{dtype} {a:?} {b:?} {c:?}");
+                    assert!(got == product::<T>(&*cpu, &BATCHED_MATMUL, operands, &c), "{dtype} {a:?} {b:?} {c:?}");
                 }, else unreachable!());
             }
         }
@@ -324,11 +324,11 @@ static ENDINGS: Kernel = kernel(
         source: "",
         plan: |launch, plan: &mut Plan| {
             let ending = [
-                Ending::Bias { bias: 2 },
-                Ending::BiasGelu { bias: 2, before: 1 },
-                Ending::SumsOfB { sums: 1 },
-                Ending::Add { bias: Some(2), residual: 3 },
-                Ending::Add { bias: None, residual: 3 },
+                Epilogue::Bias { bias: 2 },
+                Epilogue::BiasGelu { bias: 2, before: 1 },
+                Epilogue::SumsOfB { sums: 1 },
+                Epilogue::Add { bias: Some(2), residual: 3 },
+                Epilogue::Add { bias: None, residual: 3 },
             ][launch.scalars[0].int() as usize];
             plan.product(Product { a: 0, b: 1, c: 0, ending });
             Ok(())

@@ -184,12 +184,12 @@ pub struct Product {
     /// The output that is c.
     pub c: usize,
     /// What is done to c before it is rounded, and what is formed beside it.
-    pub ending: Ending,
+    pub ending: Epilogue,
 }
 
 /// How a product ends. With one of these, c and what lies beside it are contiguous; sums over i are over all rows of the stack.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Ending {
+pub enum Epilogue {
     /// c = a b.
     #[default]
     Plain,

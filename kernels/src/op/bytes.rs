@@ -2,7 +2,7 @@
 
 use super::check::{Case, Kind};
 use super::{
-    KERNELS, adamw, attention, binary, contract, copy, cross_entropy, embedding, index, sgd, triangle,
+    KERNELS, adamw, attention, binary, batched_matmul, copy, cross_entropy, embedding, index, sgd, triangular,
 };
 use crate::dtype::DType::{self, BF16, F16, F32};
 use crate::kernel::Scalar::{self, Int, Real};
@@ -78,7 +78,7 @@ fn of_a_table_no_more_rows_are_read_than_are_picked() {
 fn of_a_triangle_one_side_is_read() {
     let bytes = |scalars: [i64; 4]| {
         let case =
-            Case::new(&triangle::TRIANGLE).of(Kind::Tested, &[&[2, 3, 4]]).to(Kind::Tested, &[&[2, 3, 4]]);
+            Case::new(&triangular::TRIANGULAR).of(Kind::Tested, &[&[2, 3, 4]]).to(Kind::Tested, &[&[2, 3, 4]]);
         case.scalars(&scalars.map(Int)).bytes(F32)
     };
     // Two matrices of three rows, all of which are written.
@@ -132,7 +132,7 @@ fn all_others_read_and_write_their_operands_once() {
         "cross_entropy_backward",
         "embedding",
         "gather",
-        "triangle",
+        "triangular",
         "adamw",
         "sgd",
     ];
@@ -142,7 +142,7 @@ fn all_others_read_and_write_their_operands_once() {
     let sum = Case::new(&binary::ADD).of(Kind::Tested, &[&[2, 3]]).input_view(Kind::Tested, bias, &[0.0; 3]);
     assert_eq!(sum.to(Kind::Tested, &[&[2, 3]]).bytes(F32), 24 + 12 + 24);
     let shared = Strides::contiguous(&[4, 5]).broadcast(&[2, 4, 5]).unwrap();
-    let stack = Case::new(&contract::CONTRACT).of(Kind::Tested, &[&[2, 3, 4]]);
+    let stack = Case::new(&batched_matmul::BATCHED_MATMUL).of(Kind::Tested, &[&[2, 3, 4]]);
     let stack = stack.input_view(Kind::Tested, shared, &[0.0; 20]).to(Kind::Tested, &[&[2, 3, 5]]);
     assert_eq!(stack.bytes(F32), 96 + 80 + 120);
     // New rows in the memory of more, as keys are put behind those that are kept.

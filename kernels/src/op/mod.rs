@@ -17,12 +17,12 @@ pub mod fill;
 pub mod unary;
 pub mod elementary;
 pub mod binary;
-pub mod truth;
+pub mod compare_select;
 pub mod reduce;
-pub mod contract;
+pub mod batched_matmul;
 pub mod linear;
 pub mod grouped_matmul;
-pub mod ranks;
+pub mod tree_reduce;
 pub mod row_share;
 pub mod scan;
 pub mod arg_extreme;
@@ -34,10 +34,10 @@ pub mod cross_entropy;
 pub mod index;
 pub mod embedding;
 pub mod one_hot;
-pub mod triangle;
+pub mod triangular;
 pub mod sort;
 pub mod group;
-pub mod gate;
+pub mod overflow_check;
 pub mod adamw;
 pub mod sgd;
 pub mod random;
@@ -110,24 +110,24 @@ pub static KERNELS: &[&Kernel] = &[
     &elementary::LEAKY_RELU_GRAD,
     &elementary::POW_SCALAR_GRAD,
     &elementary::CLAMP_GRAD,
-    &truth::EQ,
-    &truth::NE,
-    &truth::LT,
-    &truth::LE,
-    &truth::GT,
-    &truth::GE,
-    &truth::AND,
-    &truth::OR,
-    &truth::XOR,
-    &truth::NOT,
-    &truth::CHOOSE,
-    &truth::MASKED_FILL,
+    &compare_select::EQ,
+    &compare_select::NE,
+    &compare_select::LT,
+    &compare_select::LE,
+    &compare_select::GT,
+    &compare_select::GE,
+    &compare_select::AND,
+    &compare_select::OR,
+    &compare_select::XOR,
+    &compare_select::NOT,
+    &compare_select::CHOOSE,
+    &compare_select::MASKED_FILL,
     &reduce::SUM,
     &reduce::MAX,
     &reduce::MIN,
     &reduce::SUM_SQUARES,
     &reduce::SUM_SQUARES_MANY,
-    &contract::CONTRACT,
+    &batched_matmul::BATCHED_MATMUL,
     &linear::LINEAR,
     &linear::LINEAR_ADD,
     &linear::PRODUCT_ADD,
@@ -136,9 +136,9 @@ pub static KERNELS: &[&Kernel] = &[
     &linear::PRODUCT_SUMS,
     &grouped_matmul::PRODUCT,
     &grouped_matmul::GRADIENT,
-    &ranks::SUM,
-    &ranks::MAX,
-    &ranks::MIN,
+    &tree_reduce::SUM,
+    &tree_reduce::MAX,
+    &tree_reduce::MIN,
     &row_share::TIES,
     &row_share::TIE_SHARE,
     &row_share::EXP_SUM,
@@ -162,11 +162,11 @@ pub static KERNELS: &[&Kernel] = &[
     &index::GATHER,
     &index::SCATTER_ADD,
     &one_hot::ONE_HOT,
-    &triangle::TRIANGLE,
+    &triangular::TRIANGULAR,
     &sort::SORT,
     &group::GROUP,
-    &gate::WORD,
-    &gate::GATE,
+    &overflow_check::WORD,
+    &overflow_check::GATE,
     &adamw::STEP,
     &sgd::STEP,
     &random::UNIFORM,

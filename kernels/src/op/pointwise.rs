@@ -261,7 +261,7 @@ fn widened<const N: usize, T: Float<Acc = f32>>(rows: [&[T]; N], y: &mut [T], ru
     }
 }
 
-/// Cuts an output of any strides into parts of at least `rows_min` rows of the outermost dim: `walk` visits it (its first
+/// FreeList an output of any strides into parts of at least `rows_min` rows of the outermost dim: `walk` visits it (its first
 /// operand) in memory order; `task` gets the part of the walk, the memory that it covers and where that begins.
 pub(crate) fn scatter<const N: usize, U: Element>(
     pool: &Pool,

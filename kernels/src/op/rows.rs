@@ -1,6 +1,6 @@
 //! What the row-wise kernels share: contiguous operands as slices, fixed tasks, and sums in a fixed order.
 
-use crate::cpu::simd::{expect_after, expect_behind};
+use crate::cpu::simd::{prefetch_after, prefetch_ahead};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
 use crate::error::KernelError;
@@ -49,7 +49,7 @@ pub(crate) fn operands_and_last<'s, 'a, const I: usize, const O: usize>(
     (inputs, last.first(), outputs.each_mut())
 }
 
-/// Whether elements of a dtype are read as this type; truth values are bytes.
+/// Whether elements of a dtype are read as this type; compare_select values are bytes.
 pub(crate) fn holds<T: Element>(dtype: DType) -> bool {
     dtype == T::DTYPE || (dtype == DType::Bool && T::DTYPE == DType::U8)
 }
@@ -132,7 +132,7 @@ pub(crate) fn largest<T: Copy, R: Real>(x: &[T], value: impl Fn(T) -> R) -> R {
     let (chunks, rest) = x.as_chunks::<LANES>();
     let (groups, single) = chunks.as_chunks::<CHUNKS_PER_MAX>();
     for group in groups {
-        expect_behind(group.as_flattened());
+        prefetch_ahead(group.as_flattened());
         let mut most = [R::NEG_INFINITY; LANES];
         for chunk in group {
             for i in 0..LANES {
@@ -163,7 +163,7 @@ pub(crate) fn sum<T: Copy, R: Real>(x: &[T], term: impl Fn(T) -> R) -> R {
 /// The same, with the cache lines asked for that lie so many bytes behind: for terms that leave time for it.
 #[inline(always)]
 pub(crate) fn sum_before<T: Copy, R: Real>(x: &[T], bytes: usize, term: impl Fn(T) -> R) -> R {
-    sum_expecting(x, x, x, |chunk, _| expect_after(chunk, bytes), |x, _, _| term(x))
+    sum_prefetching(x, x, x, |chunk, _| prefetch_after(chunk, bytes), |x, _, _| term(x))
 }
 
 /// The sum of `term` over two rows side by side.
@@ -180,16 +180,16 @@ pub(crate) fn sum_triples<T: Copy, U: Copy, V: Copy, R: Real>(
     z: &[V],
     term: impl Fn(T, U, V) -> R,
 ) -> R {
-    sum_expecting(x, y, z, |_, _| (), term)
+    sum_prefetching(x, y, z, |_, _| (), term)
 }
 
-/// The same; `expect` sees each whole chunk of x and of z before its terms are found.
+/// The same; `prefetch` sees each whole chunk of x and of z before its terms are found.
 #[inline(always)]
-pub(crate) fn sum_expecting<T: Copy, U: Copy, V: Copy, R: Real>(
+pub(crate) fn sum_prefetching<T: Copy, U: Copy, V: Copy, R: Real>(
     x: &[T],
     y: &[U],
     z: &[V],
-    expect: impl Fn(&[T], &[V]),
+    prefetch: impl Fn(&[T], &[V]),
     term: impl Fn(T, U, V) -> R,
 ) -> R {
     let mut lanes = [R::ZERO; LANES];
@@ -199,7 +199,7 @@ pub(crate) fn sum_expecting<T: Copy, U: Copy, V: Copy, R: Real>(
         let mut sums = [R::ZERO; LANES];
         for ((x, y), z) in xs.iter().zip(ys).zip(zs) {
             let (x, y, z): (&[T; LANES], &[U; LANES], &[V; LANES]) = (x, y, z);
-            expect(x, z);
+            prefetch(x, z);
             for i in 0..LANES {
                 sums[i] += term(x[i], y[i], z[i]);
             }

@@ -188,8 +188,8 @@ mod tests {
         let view = Strides::contiguous(&[2, 3, 4, 5]);
         assert_eq!(Walk::new([&view]).dims(), [(120, [1])]);
         assert_eq!(Walk::new([&view.narrow(1, 0, 2)]).dims(), [(2, [60]), (40, [1])]);
-        let turned = view.permute(&[3, 2, 1, 0]);
-        assert_eq!(Walk::in_memory_order([&turned]).dims(), [(120, [1])]);
+        let transposed = view.permute(&[3, 2, 1, 0]);
+        assert_eq!(Walk::in_memory_order([&transposed]).dims(), [(120, [1])]);
         let bias = Strides::contiguous(&[5]).broadcast(&[2, 3, 4, 5]).unwrap();
         assert_eq!(Walk::new([&bias, &view]).dims(), [(24, [0, 5]), (5, [1, 1])]);
         assert_eq!(Walk::new([&Strides::contiguous(&[])]).numel(), 1);
@@ -202,9 +202,9 @@ mod tests {
         let walk = Walk::new([&view]);
         assert_eq!(walk.dims(), [(6, [4]), (2, [1])]);
         assert_eq!(visited(&walk.rows(2..4), 0..4), [[8], [9], [12], [13]]);
-        let turned = Walk::new([&Strides::contiguous(&[2, 3, 4]).permute(&[2, 0, 1])]);
-        assert_eq!(turned.dims(), [(4, [1]), (6, [4])]);
-        assert_eq!(visited(&turned.without(0), 0..1), [[0]]);
+        let transposed = Walk::new([&Strides::contiguous(&[2, 3, 4]).permute(&[2, 0, 1])]);
+        assert_eq!(transposed.dims(), [(4, [1]), (6, [4])]);
+        assert_eq!(visited(&transposed.without(0), 0..1), [[0]]);
         let apart = Walk::new([&Strides::contiguous(&[2, 3, 4]).permute(&[2, 1, 0])]);
         assert_eq!(visited(&apart.without(0), 0..3), [[0], [4], [8]]);
     }

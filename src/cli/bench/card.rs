@@ -5,7 +5,7 @@ use super::case::{Case, Form};
 use super::line::{Bench, check};
 use super::memory::Sizes;
 use super::steps::Training;
-use shardgrad::kernels::op::{attention, contract};
+use shardgrad::kernels::op::{attention, batched_matmul};
 use shardgrad::kernels::{DType, Host, Machine, Scalar, Settings, open};
 use shardgrad::nn::hf::{Gpt2Config, LlamaConfig};
 use shardgrad::nn::{ModelConfig, Precision};
@@ -50,7 +50,7 @@ fn product([m, k, n]: [usize; 3], [a, b]: [Form; 2]) -> Case {
     let letter = |form: Form| if matches!(form, Form::Turned) { 't' } else { 'n' };
     let name = format!("matmul bf16 {m}x{k}x{n} {}{}", letter(a), letter(b));
     let operands = [(BF16, &[1, m, k][..]), (BF16, &[1, k, n][..])];
-    let case = Case::new(&name, &contract::CONTRACT, operands, [(BF16, &[1, m, n])], &[]);
+    let case = Case::new(&name, &batched_matmul::BATCHED_MATMUL, operands, [(BF16, &[1, m, n])], &[]);
     Case { by_flops: true, ..case.lying(0, a).lying(1, b) }
 }
 

@@ -9,7 +9,7 @@ use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Rank, Result};
 use shardgrad_kernels::op::binary::{ADD, MUL};
-use shardgrad_kernels::op::contract::CONTRACT;
+use shardgrad_kernels::op::batched_matmul::BATCHED_MATMUL;
 use shardgrad_kernels::op::group::GROUP;
 use shardgrad_kernels::op::grouped_matmul::{GRADIENT, PRODUCT};
 use shardgrad_kernels::op::index::{GATHER, SCATTER_ADD};
@@ -148,7 +148,7 @@ impl<'a> Pairs<'a> {
         let mut y = Piece::alloc(self.rank, a.dtype, &[n, 1, 1])?;
         let (a, b) = (a.viewed(a.view.unsqueeze(1)), b.viewed(b.view.unsqueeze(2)));
         debug_assert_eq!(b.view.shape[..], [n, width, 1], "both are (n, width)");
-        launch(self.rank, &CONTRACT, &[&a, &b], &mut [&mut y], &[])?;
+        launch(self.rank, &BATCHED_MATMUL, &[&a, &b], &mut [&mut y], &[])?;
         Ok(y.viewed(Strides::contiguous(&[n, 1])))
     }
 }

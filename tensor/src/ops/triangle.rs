@@ -5,7 +5,7 @@ use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp};
 use crate::piece::Piece;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
-use shardgrad_kernels::op::triangle::TRIANGLE;
+use shardgrad_kernels::op::triangular::TRIANGLE;
 use shardgrad_kernels::{DType, Scalar};
 use std::rc::Rc;
 

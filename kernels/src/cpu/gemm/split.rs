@@ -1,15 +1,15 @@
 //! How a stack of products is cut into tasks.
 
-use super::Stack;
+use super::BatchedMatrix;
 use crate::cpu::Pool;
-use crate::cpu::pace::Watch;
-use crate::cpu::simd::blocks::cols_in_place;
+use crate::cpu::imbalance::TaskTimer;
+use crate::cpu::simd::blocked_gemm::cols_in_place;
 use crate::cpu::simd::scratch::Scratch;
 use crate::dtype::{Element, Float};
 
 /// Below so many operations a task is not worth its hand-over.
 pub(super) const OPERATIONS_MIN: usize = 1 << 20;
-/// Below so many operations a thread a product says nothing about the pace of threads: to wake one may take half as long.
+/// Below so many operations a thread a product says nothing about the imbalance of threads: to wake one may take half as long.
 const WATCHED_MIN: usize = 1 << 23;
 /// Tasks a thread, where a stack has fewer products than that.
 const TASKS_OF_STACK: usize = 2;
@@ -18,7 +18,7 @@ const ROWS_MIN: usize = 28;
 /// No task has fewer columns of c, where there are more: two of the widest tiles.
 pub(super) const COLS_MIN: usize = 64;
 
-/// How a stack of products is cut into tasks. It may depend on the number of threads and their pace, since no sum is cut.
+/// How a stack of products is cut into tasks. It may depend on the number of threads and their imbalance, since no sum is cut.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Split {
     /// Rows of c in one task.
@@ -36,7 +36,7 @@ impl Split {
         [g, m, n, k]: [usize; 4],
         num_threads: usize,
         tasks_per_thread: usize,
-        reading: Reading,
+        read_cost: ReadCost,
     ) -> Split {
         let operations = operations([m, n, k]);
         let tasks_max = if num_threads == 1 { 1 } else { tasks_per_thread * num_threads };
@@ -47,7 +47,7 @@ impl Split {
             let fits = (row_tasks == 1 || rows >= ROWS_MIN) && (col_tasks == 1 || cols >= COLS_MIN);
             let cols = if col_tasks == 1 { n } else { cols };
             let rounds = (row_tasks * col_tasks).div_ceil(num_threads);
-            let time = rounds * (rows * cols + rows * reading.a(cols) + cols * reading.b);
+            let time = rounds * (rows * cols + rows * read_cost.a(cols) + cols * read_cost.b);
             fits.then_some((time, rows, cols))
         };
         // As many tasks as fit: none may be too small.
@@ -56,34 +56,34 @@ impl Split {
         Split { rows, cols, together: (OPERATIONS_MIN / operations.max(1)).max(1) }
     }
 
-    /// Cuts a stack of products as the pace of the pool's threads suggests, and runs `part` on each part of c: the thread that does
+    /// FreeList a stack of products as the imbalance of the pool's threads suggests, and runs `part` on each part of c: the thread that does
     /// it and scratch memory of it, which matrix, its first row and column, and how many it has of both.
     pub(super) fn each(
         pool: &Pool,
         dims: [usize; 4],
-        reading: Reading,
+        read_cost: ReadCost,
         part: impl Fn((usize, &mut Scratch), [usize; 3], [usize; 2]) + Sync,
     ) {
         let [g, m, n, k] = dims;
-        let (threads, pace) = (pool.num_threads(), pool.pace());
+        let (threads, imbalance) = (pool.num_threads(), pool.imbalance());
         if threads == 1 || g > 1 {
-            return Split::of(dims, threads, TASKS_OF_STACK, reading).run(pool, dims, part);
+            return Split::of(dims, threads, TASKS_OF_STACK, read_cost).run(pool, dims, part);
         }
-        let even = Split::of(dims, threads, 1, reading);
+        let even = Split::of(dims, threads, 1, read_cost);
         let is_watched = operations([m, n, k]) / threads >= WATCHED_MIN && even.is_fair([m, n], threads);
-        let tasks = if is_watched { pace.tasks_at_trial() } else { pace.tasks_per_thread() };
+        let tasks = if is_watched { imbalance.tasks_per_thread_sampled() } else { imbalance.tasks_per_thread() };
         if tasks > 1 {
-            return Split::of(dims, threads, tasks, reading).run(pool, dims, part);
+            return Split::of(dims, threads, tasks, read_cost).run(pool, dims, part);
         }
         if !is_watched {
             return even.run(pool, dims, part);
         }
-        let watch = Watch::new(pace, threads);
+        let watch = TaskTimer::new(imbalance, threads);
         even.run(pool, dims, |own, at, extents| watch.time(|| part(own, at, extents)));
         watch.end();
     }
 
-    /// Whether threads that keep pace are done with it at about the same time: a task for each, none much smaller than others.
+    /// Whether threads that keep imbalance are done with it at about the same time: a task for each, none much smaller than others.
     fn is_fair(&self, [m, n]: [usize; 2], threads: usize) -> bool {
         let num_tasks = m.div_ceil(self.rows) * n.div_ceil(self.cols);
         num_tasks == threads && 100 * m * n >= 97 * threads * self.rows * self.cols
@@ -121,24 +121,24 @@ const PACKING: usize = 16;
 
 /// What it costs a task to read an element of a and of b (see [`Split::of`]), in multiply-adds.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Reading {
+pub(super) struct ReadCost {
     pub(super) b: usize,
     /// Up to so many columns of c, a is read where it lies.
     pub(super) in_place: usize,
 }
 
-impl Reading {
+impl ReadCost {
     /// Where both operands are packed.
-    pub(super) const PACKED: Reading = Reading { b: PACKING, in_place: 0 };
+    pub(super) const PACKED: ReadCost = ReadCost { b: PACKING, in_place: 0 };
 
     /// Of tiles of widened operands, that many lanes wide. They pack b, where it is not so small that it hardly counts, unless they
     /// find it packed.
     pub(super) fn of<T: Float>(
         lanes: usize,
-        a: &Stack<'_, T>,
+        a: &BatchedMatrix<'_, T>,
         c_strides: [usize; 3],
         is_packed: bool,
-    ) -> Reading {
+    ) -> ReadCost {
         let is_turned = c_strides[1] == 1 && c_strides[2] != 1;
         let in_place = match a.strides {
             _ if T::DTYPE != T::Acc::DTYPE || is_turned => 0,
@@ -146,7 +146,7 @@ impl Reading {
             [_, 1, step] => cols_in_place(lanes, step),
             _ => 0,
         };
-        Reading { b: if is_packed { IN_PLACE } else { PACKING }, in_place }
+        ReadCost { b: if is_packed { IN_PLACE } else { PACKING }, in_place }
     }
 
     /// For an element of a, by a task of so many columns. In place it is read once for each strip of columns, and packed where

@@ -35,7 +35,7 @@ fn numbers<T: Float>(seed: usize, len: usize) -> Vec<T> {
     (0..len).map(|i| T::from_f64((((i + seed) * 7919) % 1000) as f64 / 700.0 - 0.7)).collect()
 }
 
-/// Rows apart, columns side by side; the other way round; both apart.
+/// Rows apart, columns side by side; the other kind round; both apart.
 fn strides(kind: usize, rows: usize, cols: usize) -> (usize, usize) {
     [(cols, 1), (1, rows), (2 * cols + 3, 2), (1, rows + 5)][kind]
 }
@@ -56,7 +56,7 @@ fn examine<T: Float>(dims: [usize; 3], kinds: [usize; 3], add: bool) -> Result<(
     for level in levels() {
         let mut memory = vec![T::Acc::ONE; 2 * m * n + 9 * (m + n) + 9];
         let c = MatrixMut { data: &mut memory[..], row_stride, col_stride };
-        product_by(Way::Widened(level), &mut Scratch::default(), dims, a, b, add, c);
+        product_by(KernelKind::Fma(level), &mut Scratch::default(), dims, a, b, add, c);
         for (at, want) in right.iter().enumerate() {
             let got = memory[at / n * row_stride + at % n * col_stride];
             if got != *want {
@@ -96,9 +96,9 @@ proptest! {
 #[test]
 fn large_and_thin_products_too() {
     let thin = [[200, 1040, 30], [1, 130, 700], [130, 1, 700], [3, 5, 1025], [25, 33, 513], [193, 40, 257]];
-    // A turned left operand is read where it lies for few columns and short steps, else packed.
-    let turned = [[70, 100, 300], [600, 100, 40], [30, 200, 70]];
-    for dims in thin.into_iter().chain(turned) {
+    // A transposed left operand is read where it lies for few columns and short steps, else packed.
+    let transposed = [[70, 100, 300], [600, 100, 40], [30, 200, 70]];
+    for dims in thin.into_iter().chain(transposed) {
         for kinds in [[0, 0, 0], [0, 1, 0], [1, 0, 0], [1, 0, 1]] {
             examine::<f32>(dims, kinds, true).unwrap();
             examine::<f64>(dims, kinds, false).unwrap();
@@ -164,25 +164,25 @@ fn a_short_memory_is_refused() {
     );
 }
 
-/// Runs a stack of products on pools and compares with one product at a time, by every means that there are for T.
+/// Runs a stack of products on pools and compares with one product at a time, by every isa that there are for T.
 fn examine_stack<T: Float>(dims: [usize; 4], a_strides: [usize; 3], c_strides: [usize; 3]) {
-    for means in means::<T>() {
-        examine_stack_by::<T>(means, dims, a_strides, c_strides);
+    for isa in isa::<T>() {
+        examine_stack_by::<T>(isa, dims, a_strides, c_strides);
     }
 }
 
 /// None, which widens, and what else there is for T.
-fn means<T: Float>() -> impl Iterator<Item = Option<Means>> {
-    let short = Means::all().iter().copied().filter(|_| matches!(T::DTYPE, DType::BF16 | DType::F32));
+fn isa<T: Float>() -> impl Iterator<Item = Option<Bf16Isa>> {
+    let short = Bf16Isa::all().iter().copied().filter(|_| matches!(T::DTYPE, DType::BF16 | DType::F32));
     std::iter::once(None).chain(short.map(Some))
 }
 
-fn way(means: Option<Means>) -> Way {
-    means.map_or(Way::Widened(level()), Way::Short)
+fn kind(isa: Option<Bf16Isa>) -> KernelKind {
+    isa.map_or(KernelKind::Fma(level()), KernelKind::Bf16Dot)
 }
 
 fn examine_stack_by<T: Float>(
-    means: Option<Means>,
+    isa: Option<Bf16Isa>,
     dims: [usize; 4],
     a_strides: [usize; 3],
     c_strides: [usize; 3],
@@ -197,29 +197,29 @@ fn examine_stack_by<T: Float>(
         let x = Matrix { data: &a[p * a_strides[0]..], row_stride: a_strides[1], col_stride: a_strides[2] };
         let y = Matrix { data: &b[p * k * n..], row_stride: n, col_stride: 1 };
         let to = MatrixMut { data: &mut one[..], row_stride: n, col_stride: 1 };
-        product_by(way(means), &mut Scratch::default(), [m, n, k], x, y, false, to);
+        product_by(kind(isa), &mut Scratch::default(), [m, n, k], x, y, false, to);
         for (at, value) in one.into_iter().enumerate() {
             right[p * c_strides[0] + at / n * c_strides[1] + at % n * c_strides[2]] = T::narrow(value);
         }
     }
     for threads in [1, 2, 3] {
         let mut c = vec![T::from_f64(9.0); len];
-        let (x, y) = (Stack { data: &a[..], strides: a_strides }, Stack { data: &b[..], strides: b_strides });
-        let to = StackMut { data: &mut c[..], strides: c_strides };
-        products_by(means, &Pool::new(threads), dims, x, y, to, None);
-        assert!(c == right, "{} {means:?} {dims:?} {c_strides:?} on {threads} threads", T::DTYPE);
+        let (x, y) = (BatchedMatrix { data: &a[..], strides: a_strides }, BatchedMatrix { data: &b[..], strides: b_strides });
+        let to = BatchedMatrixMut { data: &mut c[..], strides: c_strides };
+        batched_gemm_with_isa(isa, &Pool::new(threads), dims, x, y, to, None);
+        assert!(c == right, "{} {isa:?} {dims:?} {c_strides:?} on {threads} threads", T::DTYPE);
     }
 }
 
 #[test]
 fn stacks_are_the_products_one_by_one() {
     for [g, m, n, k] in [[1, 200, 300, 64], [3, 1, 700, 40], [70, 9, 10, 33], [2, 260, 5, 90], [4, 3, 5, 0]] {
-        let (rows, turned, shared) = ([m * k, k, 1], [m * k, 1, m], [0, k, 1]);
+        let (rows, transposed, shared) = ([m * k, k, 1], [m * k, 1, m], [0, k, 1]);
         examine_stack::<f32>([g, m, n, k], rows, [m * n, n, 1]);
-        examine_stack::<f32>([g, m, n, k], turned, [m * n, 1, m]);
+        examine_stack::<f32>([g, m, n, k], transposed, [m * n, 1, m]);
         examine_stack::<f64>([g, m, n, k], shared, [n, g * n, 1]);
         examine_stack::<bf16>([g, m, n, k], rows, [2 * m * n, 2 * n, 2]);
-        examine_stack::<bf16>([g, m, n, k], turned, [m * n, 1, m]);
+        examine_stack::<bf16>([g, m, n, k], transposed, [m * n, 1, m]);
     }
 }
 
@@ -242,23 +242,23 @@ fn one_row_has_the_bits_that_it_has_among_others() {
         let (a, b) = (numbers::<f32>(1, g * 2 * k + 9), numbers::<f32>(4, g * k * n));
         let (narrow_a, narrow_b) = (numbers::<bf16>(1, g * 2 * k + 9), numbers::<bf16>(4, g * k * n));
         for b_strides in [[k * n, n, 1], [k * n, 1, k], [0, n, 1]] {
-            for means in means::<f32>() {
-                one_row(means, [g, n, k], &a, &b, b_strides);
+            for isa in isa::<f32>() {
+                gemv(isa, [g, n, k], &a, &b, b_strides);
             }
-            for means in means::<bf16>() {
-                one_row(means, [g, n, k], &narrow_a, &narrow_b, b_strides);
+            for isa in isa::<bf16>() {
+                gemv(isa, [g, n, k], &narrow_a, &narrow_b, b_strides);
             }
         }
     }
 }
 
 /// Compares the first of two rows with itself alone, on several pools.
-fn one_row<T: Float>(means: Option<Means>, [g, n, k]: [usize; 3], a: &[T], b: &[T], b_strides: [usize; 3]) {
+fn gemv<T: Float>(isa: Option<Bf16Isa>, [g, n, k]: [usize; 3], a: &[T], b: &[T], b_strides: [usize; 3]) {
     let form = |m: usize, threads: usize| {
         let mut c = vec![T::from_f64(9.0); g * m * n];
-        let (x, y) = (Stack { data: a, strides: [2 * k, k, 1] }, Stack { data: b, strides: b_strides });
-        let to = StackMut { data: &mut c[..], strides: [m * n, n, 1] };
-        products_by(means, &Pool::new(threads), [g, m, n, k], x, y, to, None);
+        let (x, y) = (BatchedMatrix { data: a, strides: [2 * k, k, 1] }, BatchedMatrix { data: b, strides: b_strides });
+        let to = BatchedMatrixMut { data: &mut c[..], strides: [m * n, n, 1] };
+        batched_gemm_with_isa(isa, &Pool::new(threads), [g, m, n, k], x, y, to, None);
         c
     };
     let two = form(2, 1);
@@ -267,7 +267,7 @@ fn one_row<T: Float>(means: Option<Means>, [g, n, k]: [usize; 3], a: &[T], b: &[
         for p in 0..g {
             assert!(
                 one[p * n..][..n] == two[2 * p * n..][..n],
-                "{means:?} {g} {n} {k} {b_strides:?} {threads}"
+                "{isa:?} {g} {n} {k} {b_strides:?} {threads}"
             );
         }
     }
@@ -275,8 +275,8 @@ fn one_row<T: Float>(means: Option<Means>, [g, n, k]: [usize; 3], a: &[T], b: &[
 
 #[test]
 fn large_tasks_are_cut_and_small_products_gathered() {
-    let packed = Reading::PACKED;
-    let [in_place, few_in_place] = [usize::MAX, 64].map(|in_place| Reading { in_place, ..packed });
+    let packed = ReadCost::PACKED;
+    let [in_place, few_in_place] = [usize::MAX, 64].map(|in_place| ReadCost { in_place, ..packed });
     let cut = |dims, num_threads, reading| Split::of(dims, num_threads, 1, reading);
     assert_eq!(cut([1, 64, 64, 64], 2, packed), Split { rows: 64, cols: 64, together: 2 });
     assert_eq!(cut([1, 1024, 1024, 1024], 1, packed), Split { rows: 1024, cols: 1024, together: 1 });
@@ -284,10 +284,10 @@ fn large_tasks_are_cut_and_small_products_gathered() {
     assert_eq!(cut([1, 1024, 1024, 1024], 2, in_place), Split { rows: 1024, cols: 512, together: 1 });
     assert_eq!(cut([1, 1024, 1024, 1024], 4, packed), Split { rows: 512, cols: 512, together: 1 });
     assert_eq!(cut([1, 3072, 768, 512], 2, packed), Split { rows: 1536, cols: 768, together: 1 });
-    let turned = Split { rows: 128, cols: 64, together: 1 };
+    let transposed = Split { rows: 128, cols: 64, together: 1 };
     assert_eq!(
         cut([1, 128, 128, 128], 2, few_in_place),
-        turned,
+        transposed,
         "a task of half of the columns reads a where it lies"
     );
     let fine = Split::of([1, 1024, 256, 1024], 2, 4, few_in_place);
@@ -304,7 +304,7 @@ fn large_tasks_are_cut_and_small_products_gathered() {
     assert!(cut([96, 16, 16, 16], 2, packed).together > 8);
     assert_eq!(cut([3, 512, 512, 512], 2, packed), Split { rows: 512, cols: 512, together: 1 });
     let fine = Split::of([1, 1024, 1024, 1024], 2, 4, packed);
-    assert_eq!(fine, Split { rows: 256, cols: 512, together: 1 }, "threads of different pace");
+    assert_eq!(fine, Split { rows: 256, cols: 512, together: 1 }, "threads of different imbalance");
     for threads in 1..=64 {
         for (m, n, k) in [
             (128, 64, 2048),
@@ -331,12 +331,12 @@ fn large_tasks_are_cut_and_small_products_gathered() {
 #[test]
 #[should_panic(expected = "elements of c share no memory")]
 fn an_output_that_overlaps_itself_is_refused() {
-    let one = Stack { data: &[0f32; 64][..], strides: [16, 4, 1] };
+    let one = BatchedMatrix { data: &[0f32; 64][..], strides: [16, 4, 1] };
     products(
         &Pool::new(2),
         [4, 4, 4, 4],
         one,
         one,
-        StackMut { data: &mut [0f32; 64][..], strides: [0, 4, 1] },
+        BatchedMatrixMut { data: &mut [0f32; 64][..], strides: [0, 4, 1] },
     );
 }

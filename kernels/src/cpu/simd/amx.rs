@@ -2,7 +2,7 @@
 //!
 //! The instructions are written out, since the compiler has no stable names for them.
 
-use crate::cpu::simd::pairs::LINES;
+use crate::cpu::simd::pack_bf16::LINES;
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
 

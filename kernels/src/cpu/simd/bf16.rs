@@ -3,12 +3,12 @@
 //! All of b that fits [`PANEL`] is packed, then all of a that fits [`BLOCK`]; each tile of c then takes up its whole
 //! depth, and is rounded from where its sums lie.
 
-use crate::cpu::simd::blocks::Target;
-use crate::cpu::simd::pairs::{LINES, Lines, Order, STEP, WORDS, filled};
+use crate::cpu::simd::blocked_gemm::Target;
+use crate::cpu::simd::pack_bf16::{LINES, Lines, Order, STEP, WORDS, filled};
 use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::simd::vectorized;
 #[cfg(target_arch = "x86_64")]
-use crate::cpu::simd::{Level, amx, dots, level};
+use crate::cpu::simd::{Level, amx, avx512_bf16, level};
 use crate::dtype::Float;
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{__cpuid, _MM_HINT_T1, _mm_prefetch};
@@ -30,23 +30,23 @@ const EXPECTED_DEPTH: usize = 2048;
 
 /// How this CPU forms sums of products of bf16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Means {
+pub(crate) enum Bf16Isa {
     /// Pair by pair, in vectors (AVX512-BF16).
     #[cfg(target_arch = "x86_64")]
-    Dots,
+    Avx512Bf16,
     /// In tile registers (AMX).
     #[cfg(target_arch = "x86_64")]
-    Tiles,
+    Amx,
 }
 
-impl Means {
+impl Bf16Isa {
     /// All that this CPU has, the best last (detected once).
-    pub(crate) fn all() -> &'static [Means] {
-        static FOUND: OnceLock<&[Means]> = OnceLock::new();
+    pub(crate) fn all() -> &'static [Bf16Isa] {
+        static FOUND: OnceLock<&[Bf16Isa]> = OnceLock::new();
         FOUND.get_or_init(|| {
             #[cfg(target_arch = "x86_64")]
             if level() == Level::Avx512 && is_x86_feature_detected!("avx512bf16") {
-                return if amx::granted() { &[Means::Dots, Means::Tiles] } else { &[Means::Dots] };
+                return if amx::granted() { &[Bf16Isa::Avx512Bf16, Bf16Isa::Amx] } else { &[Bf16Isa::Avx512Bf16] };
             }
             &[]
         })
@@ -56,12 +56,12 @@ impl Means {
     ///
     /// Dot products of AVX512-BF16 do twice the work of those on CPUs of AMD, and half of it on Intel's: 91 against 189
     /// GFLOP/s on a core of its family 6, model 207. Which one it is must not be timed, for bits depend on it.
-    pub(crate) fn best() -> Option<Means> {
-        static BEST: OnceLock<Option<Means>> = OnceLock::new();
+    pub(crate) fn best() -> Option<Bf16Isa> {
+        static BEST: OnceLock<Option<Bf16Isa>> = OnceLock::new();
         *BEST.get_or_init(|| {
             let best = Self::all().last().copied()?;
             #[cfg(target_arch = "x86_64")]
-            if best == Means::Dots && by_intel() {
+            if best == Bf16Isa::Avx512Bf16 && by_intel() {
                 return None;
             }
             Some(best)
@@ -96,9 +96,9 @@ fn words(count: usize, steps: usize) -> usize {
 /// columns.
 ///
 /// # Safety
-/// The matrices lie inside of their memories; c overlaps neither a nor b; the CPU has the means.
+/// The matrices lie inside of their memories; c overlaps neither a nor b; the CPU has the isa.
 pub(crate) unsafe fn product<T: Float<Acc = f32>>(
-    means: Means,
+    isa: Bf16Isa,
     scratch: &mut Scratch,
     dims: [usize; 3],
     [a, b]: [Lines; 2],
@@ -112,12 +112,12 @@ pub(crate) unsafe fn product<T: Float<Acc = f32>>(
     let rows = fits(BLOCK).min(m);
     let packed_b = scratch.room::<f32>(words(cols, steps) + words(rows, steps)).cast::<u32>();
     let packed_a = packed_b.wrapping_add(words(cols, steps));
-    // SAFETY: the CPU has the means.
+    // SAFETY: the CPU has the isa.
     #[cfg(target_arch = "x86_64")]
-    let _registers = (means == Means::Tiles).then(|| unsafe { amx::Registers::new() });
+    let _registers = (isa == Bf16Isa::Amx).then(|| unsafe { amx::Registers::new() });
     for first_col in (0..n).step_by(cols.max(1)) {
         let panel = Strips { start: packed_b, count: cols.min(n - first_col) };
-        // SAFETY: there is room, and a CPU with the means has AVX2.
+        // SAFETY: there is room, and a CPU with the isa has AVX2.
         unsafe { b.from(first_col).pack(Order::ByPlace, panel.count, k, packed_b) };
         for first_row in (0..m).step_by(rows.max(1)) {
             let block = Strips { start: packed_a, count: rows.min(m - first_row) };
@@ -127,14 +127,14 @@ pub(crate) unsafe fn product<T: Float<Acc = f32>>(
                 let c = c.moved(first_row * c.row + first_col * c.col);
                 vectorized(
                     #[inline(always)]
-                    || tiles(means, steps, [block, panel], accumulate, c),
+                    || tiles(isa, steps, [block, panel], accumulate, c),
                 );
             }
         }
     }
 }
 
-/// The product, or that of the turned matrices if it is cheaper to pack and to store.
+/// The product, or that of the transposed matrices if it is cheaper to pack and to store.
 fn oriented<T>(
     [m, n, k]: [usize; 3],
     [a, b]: [Lines; 2],
@@ -154,10 +154,10 @@ fn oriented<T>(
 /// All tiles of a block and a panel.
 ///
 /// # Safety
-/// Both are packed, c has room for their product, this thread has the registers and the CPU the means.
+/// Both are packed, c has room for their product, this thread has the registers and the CPU the isa.
 #[inline(always)]
 unsafe fn tiles<T: Float<Acc = f32>>(
-    means: Means,
+    isa: Bf16Isa,
     steps: usize,
     [block, panel]: [Strips; 2],
     accumulate: bool,
@@ -172,7 +172,7 @@ unsafe fn tiles<T: Float<Acc = f32>>(
             if first_col + LINES < panel.count && steps * STEP <= EXPECTED_DEPTH {
                 let next = panel.start.wrapping_add((first_col + LINES) * steps * WORDS);
                 let part = |row: usize| LINES * steps * WORDS * row.min(block.count) / block.count;
-                expect(next, part(first_row)..part(first_row + LINES));
+                prefetch(next, part(first_row)..part(first_row + LINES));
             }
             let starts = [(block, first_row), (panel, first_col)];
             let [a, b] = starts.map(|(strips, first)| strips.start.wrapping_add(first * steps * WORDS));
@@ -183,11 +183,11 @@ unsafe fn tiles<T: Float<Acc = f32>>(
                 let to = if first == 0 { &mut sums } else { &mut later };
                 // SAFETY: as promised by the caller.
                 unsafe {
-                    match means {
+                    match isa {
                         #[cfg(target_arch = "x86_64")]
-                        Means::Dots => dots::strip(some, a, b, extents, to.0.as_mut_ptr()),
+                        Bf16Isa::Avx512Bf16 => avx512_bf16::strip(some, a, b, extents, to.0.as_mut_ptr()),
                         #[cfg(target_arch = "x86_64")]
-                        Means::Tiles => amx::strip(some, a, b, extents, to.0.as_mut_ptr()),
+                        Bf16Isa::Amx => amx::strip(some, a, b, extents, to.0.as_mut_ptr()),
                     }
                 }
                 if first > 0 {
@@ -202,7 +202,7 @@ unsafe fn tiles<T: Float<Acc = f32>>(
 
 /// Asks for some words ahead of their use: each strip of rows brings its part of the next columns closer.
 #[inline(always)]
-fn expect(start: *const u32, words: Range<usize>) {
+fn prefetch(start: *const u32, words: Range<usize>) {
     #[cfg(target_arch = "x86_64")]
     for word in words.step_by(WORDS) {
         // SAFETY: nothing is read; every CPU of this architecture has the instruction.

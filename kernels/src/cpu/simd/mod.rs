@@ -7,17 +7,17 @@
 pub mod scratch;
 pub(crate) mod stream;
 pub(crate) mod transpose;
-pub(crate) mod turn;
-pub(crate) mod tile;
-pub mod roof;
+pub(crate) mod transpose_tile;
+pub(crate) mod microkernel;
+pub mod peak;
 pub(crate) mod pack;
-pub(crate) mod packed;
-pub(crate) mod blocks;
-pub(crate) mod thin;
-pub(crate) mod turned;
-pub(crate) mod pairs;
+pub(crate) mod prepacked;
+pub(crate) mod blocked_gemm;
+pub(crate) mod gemv;
+pub(crate) mod gemv_transposed;
+pub(crate) mod pack_bf16;
 #[cfg(target_arch = "x86_64")]
-mod dots;
+mod avx512_bf16;
 #[cfg(target_arch = "x86_64")]
 mod amx;
 pub(crate) mod bf16;
@@ -79,19 +79,19 @@ const AHEAD_BYTES: usize = 4096;
 
 /// Asks for the cache lines of some elements ahead of their use.
 #[inline(always)]
-pub(crate) fn expect<T>(some: &[T]) {
+pub(crate) fn prefetch<T>(some: &[T]) {
     lines(some.as_ptr().cast(), size_of_val(some));
 }
 
 /// Asks for the cache lines that will be read some time after these elements, if the run goes on.
 #[inline(always)]
-pub(crate) fn expect_behind<T>(now: &[T]) {
-    expect_after(now, AHEAD_BYTES);
+pub(crate) fn prefetch_ahead<T>(now: &[T]) {
+    prefetch_after(now, AHEAD_BYTES);
 }
 
 /// Asks for the cache lines that lie so many bytes behind these elements, or as far as memory is asked for ahead if that is more.
 #[inline(always)]
-pub(crate) fn expect_after<T>(now: &[T], bytes: usize) {
+pub(crate) fn prefetch_after<T>(now: &[T], bytes: usize) {
     lines(now.as_ptr().cast::<i8>().wrapping_add(bytes.max(AHEAD_BYTES)), size_of_val(now));
 }
 

@@ -1,7 +1,7 @@
 //! Blocks of matrices as tiles read them: in strips, widened, with the elements of one step side by side.
 
-use crate::cpu::simd::tile::Tiles;
-use crate::cpu::simd::turn::starts;
+use crate::cpu::simd::microkernel::Tiles;
+use crate::cpu::simd::transpose_tile::starts;
 use crate::cpu::simd::{level, vectorized};
 use crate::dtype::{Element, Float, Real};
 use std::mem::MaybeUninit;
@@ -51,7 +51,7 @@ impl<R: Real> Source<R> {
         Source { start: data.as_ptr().cast(), row, col, size: size_of::<T>(), direct, pack: pack::<T> }
     }
 
-    pub(crate) fn turned(self) -> Self {
+    pub(crate) fn transposed(self) -> Self {
         Source { row: self.col, col: self.row, ..self }
     }
 
@@ -94,7 +94,7 @@ impl<R: Real> Source<R> {
     }
 }
 
-/// Strips of `width` of the rows, which have `depth` elements each and lie side by side, turned: to[(s * depth + p) * width +
+/// Strips of `width` of the rows, which have `depth` elements each and lie side by side, transposed: to[(s * depth + p) * width +
 /// j] = rows[(s * width + j) * depth + p], for as many strips as `to` has room for.
 ///
 /// # Panics

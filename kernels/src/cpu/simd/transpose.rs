@@ -1,15 +1,15 @@
-//! Matrices of 32-bit elements turned in registers, square after square.
+//! Matrices of 32-bit elements transposed in registers, square after square.
 
-use super::expect;
+use super::prefetch;
 use super::stream::{LINE, Stream};
 #[cfg(target_arch = "x86_64")]
 use super::{Level, level};
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
-/// Rows and columns of `to` that are turned together: lines of rows of `from`, and of `to`, that stay in the first-level cache.
+/// Rows and columns of `to` that are transposed together: lines of rows of `from`, and of `to`, that stay in the first-level cache.
 const TILE: [usize; 2] = [64, 32];
-/// Columns of `to` that are turned for all rows before the next ones: as many pages of `from` as have their translations at hand.
+/// Columns of `to` that are transposed for all rows before the next ones: as many pages of `from` as have their translations at hand.
 const COLS: usize = 512;
 /// The same past the caches, where it is the order of the stores that counts.
 const COLS_PAST: usize = 64;
@@ -24,7 +24,7 @@ trait Square {
     /// # Safety
     /// The rows lie inside of their memories, nobody else touches `to`, and the CPU has the instructions. Past the caches rows of
     /// `to` start at whole vectors.
-    unsafe fn turn<const PAST: bool>(from: (*const f32, usize), to: (*mut f32, usize));
+    unsafe fn transpose<const PAST: bool>(from: (*const f32, usize), to: (*mut f32, usize));
 }
 
 /// Of 16 rows, by AVX-512.
@@ -108,7 +108,7 @@ fn past_caches<S: Square>(from: Rows<&[f32]>, to: Rows<&mut [f32]>, [rows, cols]
                     let to = (to.memory[to_at..].as_mut_ptr(), to.step);
                     // SAFETY: `transpose` has checked that both matrices lie in memory, and that rows of `to` start at lines,
                     // of which sides are whole vectors; `level` has detected the instructions.
-                    unsafe { S::turn::<true>(from, to) };
+                    unsafe { S::transpose::<true>(from, to) };
                     continue;
                 }
                 for (i, j) in (0..height).flat_map(|i| (0..width).map(move |j| (i, j))) {
@@ -132,7 +132,7 @@ fn by_tiles<S: Square>(from: Rows<&[f32]>, to: Rows<&mut [f32]>, [rows, cols]: [
             for col in (first..cols.min(first + COLS)).step_by(TILE[1]) {
                 let (height, width) = (TILE[0].min(rows - row), TILE[1].min(cols - col));
                 let to_at = row * to.step + col;
-                (0..height).for_each(|i| expect(&to.memory[to_at + i * to.step..][..width]));
+                (0..height).for_each(|i| prefetch(&to.memory[to_at + i * to.step..][..width]));
                 for (j, tile) in tile[..width].iter_mut().enumerate() {
                     let from = &from.memory[(col + j) * from.step + row..][..height];
                     // A length that is known is no call.
@@ -163,7 +163,7 @@ fn store_tile<S: Square>(
                 (tile.as_flattened()[j * TILE[0] + i..].as_ptr(), to[i * step + j..].as_mut_ptr());
             // SAFETY: the square lies inside of the tile, and of `to`, in which `transpose` has found room for the matrix; `level`
             // has detected the instructions.
-            unsafe { S::turn::<false>((from, TILE[0]), (to, step)) };
+            unsafe { S::transpose::<false>((from, TILE[0]), (to, step)) };
         }
     }
     for i in 0..height {
@@ -177,12 +177,12 @@ fn store_tile<S: Square>(
 impl Square for Plain {
     const SIDE: usize = 8;
 
-    unsafe fn turn<const PAST: bool>(
+    unsafe fn transpose<const PAST: bool>(
         (from, from_step): (*const f32, usize),
         (to, to_step): (*mut f32, usize),
     ) {
         for (i, j) in (0..Plain::SIDE).flat_map(|i| (0..Plain::SIDE).map(move |j| (i, j))) {
-            // SAFETY: the caller vouches for 8 rows of 8 elements, turned or not.
+            // SAFETY: the caller vouches for 8 rows of 8 elements, transposed or not.
             unsafe { *to.add(i * to_step + j) = *from.add(j * from_step + i) };
         }
     }
@@ -194,7 +194,7 @@ impl Square for Sixteen {
 
     #[inline]
     #[target_feature(enable = "avx512f")]
-    unsafe fn turn<const PAST: bool>(
+    unsafe fn transpose<const PAST: bool>(
         (from, from_step): (*const f32, usize),
         (to, to_step): (*mut f32, usize),
     ) {
@@ -230,7 +230,7 @@ impl Square for Eight {
 
     #[inline]
     #[target_feature(enable = "avx2")]
-    unsafe fn turn<const PAST: bool>(
+    unsafe fn transpose<const PAST: bool>(
         (from, from_step): (*const f32, usize),
         (to, to_step): (*mut f32, usize),
     ) {

@@ -7,11 +7,11 @@ mod cards;
 
 pub(crate) use build::compiler_is_found;
 
-use super::{Ending, FAULTS_MAX, Grid, GridArg, Plan, Product, Step};
+use super::{Epilogue, FAULTS_MAX, Grid, GridArg, Plan, Product, Step};
 use crate::cpu::Pool;
 use crate::error::KernelError;
 use crate::kernel::{Arg, ArgMut, Kernel, Launch};
-use crate::op::contract::CONTRACT;
+use crate::op::batched_matmul::BATCHED_MATMUL;
 use load::{RawArg, RawGrid};
 use std::collections::BTreeMap;
 
@@ -158,7 +158,7 @@ fn run_planned(kernel: &Kernel, plan: &Plan, launch: &mut Launch<'_>, order: u64
                 run_grid(grid, launch, &mut memory, &library, order)
                     .map_err(|e| format!("{} {:?}: {e}", grid.entry, grid.defines))?;
             }
-            Step::Product(product) if product.ending == Ending::Plain => {
+            Step::Product(product) if product.ending == Epilogue::Plain => {
                 run_product(*product, launch, &mut memory)?;
             }
             Step::Product(_) => by_reference(kernel, launch, &mut memory)?,
@@ -208,7 +208,7 @@ fn run_product(product: Product, launch: &mut Launch<'_>, memory: &mut Memory) -
         .copy_from_slice(memory.outputs[product.c].contents());
     let output = ArgMut { buffer: &mut *c.buffer, dtype: c.dtype, view: c.view };
     let mut step = Launch { inputs: &inputs, outputs: &mut [output], scalars: &[] };
-    (CONTRACT.reference)(&Pool::new(1), &mut step).map_err(|e| e.to_string())?;
+    (BATCHED_MATMUL.reference)(&Pool::new(1), &mut step).map_err(|e| e.to_string())?;
     memory.outputs[product.c].contents_mut().copy_from_slice(c.buffer.as_slice::<u8>());
     Ok(())
 }

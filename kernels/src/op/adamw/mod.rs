@@ -17,7 +17,7 @@ use crate::op::rows::{read, write};
 ///
 /// - in: grad_1 `(n_1)` .. grad_k `(n_k)`, of one float dtype, contiguous; rates f64 `(p, 7)`, contiguous, whose rows are lr, beta1,
 ///   beta2, eps, weight_decay, correction1 = 1 - beta1^t, correction2 = 1 - beta2^t; gate f64, contiguous: the factor (of a
-///   gradient clip, or 1), and 0 where everything stays as it is, as [`GATE`](super::gate::GATE) leaves them
+///   gradient clip, or 1), and 0 where everything stays as it is, as [`GATE`](super::overflow_check::GATE) leaves them
 /// - out: param_1 `(n_1)` in the dtype of grad, m_1 `(n_1)` and v_1 `(n_1)` in its accumulator, param_2, ..; contiguous, updated
 /// - scalars: Int row of the rates, for each parameter
 ///

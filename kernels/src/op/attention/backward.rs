@@ -148,8 +148,8 @@ struct State<'s, P: Operand> {
     /// The queries, times the first of [`Operand::factors`].
     q: &'s mut [P],
     d_out: &'s mut [P],
-    /// Both turned, as far as they lie in strips, and all keys and values, if tiles are taken by strips.
-    turned: [&'s mut [P::Acc]; 2],
+    /// Both transposed, as far as they lie in strips, and all keys and values, if tiles are taken by strips.
+    transposed: [&'s mut [P::Acc]; 2],
     keys: [&'s mut [P::Acc]; 2],
     dq: &'s mut [P::Acc],
     /// Per query, filled up to a full vector: the logarithm of the sum of exponentials, and the product of o and its
@@ -169,17 +169,17 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         let queries = QUERIES.min(problem.t);
         let row_len = queries.next_multiple_of(LANES);
         let (of_keys, of_queries, tile) = (problem.s * problem.c, queries * problem.c, row_len * KEYS);
-        let turned = in_strips::<P>(queries) * problem.c;
-        let kept = if turned > 0 { of_keys } else { 0 };
-        let lens = [of_keys, of_keys, of_queries, row_len, row_len, tile, tile, turned, turned, kept, kept];
+        let transposed = in_strips::<P>(queries) * problem.c;
+        let kept = if transposed > 0 { of_keys } else { 0 };
+        let lens = [of_keys, of_keys, of_queries, row_len, row_len, tile, tile, transposed, transposed, kept, kept];
         let [dk, dv, dq, lse, delta, prob, d_score, q_turned, d_out_turned, k, v] = rooms.slices(lens);
         let rounded = P::rounded_len(tile);
         let [q, d_out, probs, d_scores] = operands.slices([of_queries, of_queries, rounded, rounded]);
         for sums in [&mut *dk, &mut *dv, &mut *lse, &mut *delta] {
             sums.fill(R::ZERO);
         }
-        let (turned, keys, weights) = ([q_turned, d_out_turned], [k, v], [probs, d_scores]);
-        State { dk, dv, q, d_out, turned, keys, dq, lse, delta, prob, d_score, weights }
+        let (transposed, keys, weights) = ([q_turned, d_out_turned], [k, v], [probs, d_scores]);
+        State { dk, dv, q, d_out, transposed, keys, dq, lse, delta, prob, d_score, weights }
     }
 
     /// Takes up a tile of queries.
@@ -230,13 +230,13 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
     /// Takes the tile in strips over the keys that it sees.
     fn walk_strips(&mut self, problem: &Problem, scratch: &mut Scratch, [first, queries]: [usize; 2]) {
         let (c, whole) = (problem.c, in_strips::<P>(queries) * problem.c);
-        turn(self.q, c, &mut self.turned[0][..whole]);
-        turn(self.d_out, c, &mut self.turned[1][..whole]);
+        turn(self.q, c, &mut self.transposed[0][..whole]);
+        turn(self.d_out, c, &mut self.transposed[1][..whole]);
         for pairs in Pairs::of(*problem, first, queries) {
             let [k, v] = self.keys.each_ref().map(|keys| &keys[pairs.first_key * c..]);
-            let [q, d_out] = self.turned.each_ref().map(|turned| &turned[..whole]);
+            let [q, d_out] = self.transposed.each_ref().map(|transposed| &transposed[..whole]);
             let (q, d_out) =
-                (Queries { turned: q, rows: &*self.q }, Queries { turned: d_out, rows: &*self.d_out });
+                (Queries { transposed: q, rows: &*self.q }, Queries { transposed: d_out, rows: &*self.d_out });
             pairs.score_strips(problem, scratch, q, rows(k, c), self.prob);
             pairs.score_strips(problem, scratch, d_out, rows(v, c), self.d_score);
             vectorized(

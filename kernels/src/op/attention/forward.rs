@@ -86,8 +86,8 @@ fn forward_tile<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
 struct State<'s, P: Operand> {
     /// The queries, times the first of [`Operand::factors`].
     q: &'s mut [P],
-    /// Those in strips, turned, and the values of one tile of keys, if it is taken by strips.
-    turned: &'s mut [P::Acc],
+    /// Those in strips, transposed, and the values of one tile of keys, if it is taken by strips.
+    transposed: &'s mut [P::Acc],
     values: &'s mut [P::Acc],
     /// Scores, then exponentials, of one tile of keys: a row per key.
     scores: &'s mut [P::Acc],
@@ -114,17 +114,17 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
     fn new(rooms: &'s mut Scratch, operands: &'s mut Scratch, queries: usize, c: usize) -> State<'s, P> {
         let row_len = queries.next_multiple_of(LANES);
         let (matrix, tile) = (queries * c, row_len * KEYS);
-        let turned = in_strips::<P>(queries) * c;
-        let values = if turned > 0 { KEYS * c } else { 0 };
-        let lens = [tile, matrix, row_len, row_len, row_len, row_len, row_len, turned, values];
-        let [scores, out, max, sum, origin, shrink, total, turned, values] = rooms.slices(lens);
+        let transposed = in_strips::<P>(queries) * c;
+        let values = if transposed > 0 { KEYS * c } else { 0 };
+        let lens = [tile, matrix, row_len, row_len, row_len, row_len, row_len, transposed, values];
+        let [scores, out, max, sum, origin, shrink, total, transposed, values] = rooms.slices(lens);
         let [q, weights] = operands.slices([matrix, P::rounded_len(tile)]);
         out.fill(R::ZERO);
         max.fill(R::NEG_INFINITY);
         for row in [&mut *sum, &mut *origin, &mut *shrink, &mut *total] {
             row.fill(R::ZERO);
         }
-        State { q, turned, values, scores, weights, out, max, sum, origin, shrink, total }
+        State { q, transposed, values, scores, weights, out, max, sum, origin, shrink, total }
     }
 
     /// Takes a tile in strips over the keys that it sees.
@@ -136,9 +136,9 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         [first, queries]: [usize; 2],
     ) {
         let c = problem.c;
-        turn(self.q, c, self.turned);
+        turn(self.q, c, self.transposed);
         for pairs in Pairs::of(*problem, first, queries) {
-            let q = Queries { turned: &*self.turned, rows: &*self.q };
+            let q = Queries { transposed: &*self.transposed, rows: &*self.q };
             pairs.score_strips(problem, scratch, q, k.matrix(pairs.first_key), self.scores);
             vectorized(
                 #[inline(always)]

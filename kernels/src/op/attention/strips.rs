@@ -20,15 +20,15 @@ pub(super) fn in_strips<P: Operand>(queries: usize) -> usize {
     if P::SHORT { 0 } else { queries / STRIP * STRIP }
 }
 
-/// Turns the queries, rows of c channels, that lie in strips: `turned` has room for these.
-pub(super) fn turn<P: Operand>(rows: &[P], c: usize, turned: &mut [P::Acc]) {
-    strips_of_rows(rows, c, STRIP, turned);
+/// Turns the queries, rows of c channels, that lie in strips: `transposed` has room for these.
+pub(super) fn turn<P: Operand>(rows: &[P], c: usize, transposed: &mut [P::Acc]) {
+    strips_of_rows(rows, c, STRIP, transposed);
 }
 
-/// Queries as the columns that keys meet: those in strips turned, and all of them as rows.
+/// Queries as the columns that keys meet: those in strips transposed, and all of them as rows.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Queries<'s, P: Operand> {
-    pub(super) turned: &'s [P::Acc],
+    pub(super) transposed: &'s [P::Acc],
     pub(super) rows: &'s [P],
 }
 
@@ -53,11 +53,11 @@ impl Pairs {
         keys: Matrix<'_, T>,
         scores: &mut [R],
     ) {
-        let (whole, c) = (q.turned.len() / self.c, self.c);
+        let (whole, c) = (q.transposed.len() / self.c, self.c);
         for first in (self.skip / STRIP * STRIP..whole).step_by(STRIP) {
             let dims = [self.seen(problem, first + STRIP), STRIP, c];
             let (q, scores) =
-                (rows(&q.turned[first * c..], STRIP), rows_mut(&mut scores[first..], self.row_len()));
+                (rows(&q.transposed[first * c..], STRIP), rows_mut(&mut scores[first..], self.row_len()));
             product(scratch, dims, keys, q, false, scores);
         }
         let first = whole.max(self.skip);

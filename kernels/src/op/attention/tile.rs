@@ -81,7 +81,7 @@ elements!(f64: f64 f32: f32 f16: f32 bf16: bf16);
 /// Binds `$p` to the [`Operand`] for heads of type `$t` on this CPU.
 macro_rules! with_operand {
     ($t:ty, $p:ident => $body:expr) => {
-        if $crate::cpu::gemm::meets_bf16() {
+        if $crate::cpu::gemm::has_bf16_dot() {
             type $p = <$t as $crate::op::attention::tile::Elements>::Short;
             $body
         } else {
@@ -221,7 +221,7 @@ pub(super) fn rows<R>(data: &[R], width: usize) -> Matrix<'_, R> {
     Matrix { data, row_stride: width, col_stride: 1 }
 }
 
-/// The same turned.
+/// The same transposed.
 pub(super) fn columns<R>(data: &[R], width: usize) -> Matrix<'_, R> {
     Matrix { data, row_stride: 1, col_stride: width }
 }

@@ -164,8 +164,8 @@ mod tests {
             let full = Strides::contiguous(&shape);
             let bias = Strides::contiguous(&[33]).broadcast(&shape).unwrap();
             let column = Strides::contiguous(&[3, 5, 1]).broadcast(&shape).unwrap();
-            let turned = Strides::contiguous(&[33, 3, 5]).permute(&[1, 2, 0]);
-            [full, bias, column, turned].map(|view| (view, memory.to_vec()))
+            let transposed = Strides::contiguous(&[33, 3, 5]).permute(&[1, 2, 0]);
+            [full, bias, column, transposed].map(|view| (view, memory.to_vec()))
         };
         for kernel in ALL {
             for (view_a, memory_a) in views(&a) {

@@ -1,4 +1,4 @@
-//! Copies by runs: side by side, spread out, or turned in tiles.
+//! Copies by runs: side by side, spread out, or transposed in tiles.
 
 use super::{convert, truth_of};
 use crate::cpu::simd::stream::Stream;
@@ -14,11 +14,11 @@ use crate::op::walk::Walk;
 use half::{bf16, f16};
 use std::ops::Range;
 
-/// Rows and columns of a tile that is turned: a few cache lines of both sides, which stay in the first-level cache.
+/// Rows and columns of a tile that is transposed: a few cache lines of both sides, which stay in the first-level cache.
 const TILE: usize = 64;
 /// Rows of y in a task that turns, if there are enough for all threads: a page of f32 in each column of x.
 const ROWS: usize = 1024;
-/// Columns of y that are turned for all rows of a task before the next ones: as many pages of x as have their translations at hand.
+/// Columns of y that are transposed for all rows of a task before the next ones: as many pages of x as have their translations at hand.
 const COLS: usize = 512;
 /// Elements that are converted at a time on their way past the caches.
 const RUN: usize = 256;
@@ -74,16 +74,16 @@ fn each<S: Element, D: Element, F: Fn(S) -> D + Sync>(
     let walk = Walk::in_memory_order([y.view, x.view]);
     let (dims, inner) = (walk.dims(), walk.dims().len() - 1);
     let side_by_side = dims[..inner].iter().position(|&(_, [_, step])| step == 1);
-    let turned = side_by_side.filter(|_| matches!(walk.steps(), [1, step] if step > 1));
+    let transposed = side_by_side.filter(|_| matches!(walk.steps(), [1, step] if step > 1));
     let numel = walk.numel();
-    let rows_min = match turned {
+    let rows_min = match transposed {
         Some(0) => (dims[0].0 / pool.num_threads()).clamp(1, ROWS).next_multiple_of(TILE),
         _ => 1,
     };
     scatter::<2, D>(pool, &walk, y, rows_min, |walk, to, start| {
         let stream = Stream::of::<D>(numel);
-        match turned {
-            Some(turned) => turn(walk, turned, from, to, start, |turned| matrix(turned, stream.as_ref(), &f)),
+        match transposed {
+            Some(transposed) => turn(walk, transposed, from, to, start, |transposed| matrix(transposed, stream.as_ref(), &f)),
             None => runs(walk, from, to, start, stream.as_ref(), &f),
         }
     });
@@ -139,18 +139,18 @@ fn past_caches<S: Element, D: Element>(from: &[S], to: &mut [D], stream: &Stream
     }
 }
 
-/// The innermost dim lies side by side in y, the dim `turned` in x: matrix after matrix.
+/// The innermost dim lies side by side in y, the dim `transposed` in x: matrix after matrix.
 fn turn<S: Element, D: Element>(
     walk: &Walk<2>,
-    turned: usize,
+    transposed: usize,
     from: &[S],
     to: &mut [D],
     start: usize,
     matrix: impl Fn(Turned<'_, S, D>),
 ) {
-    let (rows, [row_step, _]) = walk.dims()[turned];
+    let (rows, [row_step, _]) = walk.dims()[transposed];
     let (cols, [_, col_step]) = walk.dims()[walk.dims().len() - 1];
-    let others = walk.without(turned);
+    let others = walk.without(transposed);
     let [to_step, from_step] = others.steps();
     others.runs(0..others.numel(), |[to_at, from_at], length| {
         for other in 0..length {

@@ -1,4 +1,4 @@
-//! Copies on GPUs: in vectors along the memory of y, or turned in tiles.
+//! Copies on GPUs: in vectors along the memory of y, or transposed in tiles.
 
 use crate::dtype::DType;
 use crate::error::KernelError;
@@ -14,7 +14,7 @@ const THREADS: usize = 256;
 const AT_ONCE: usize = 2;
 /// Bytes that a thread loads or stores at once where elements lie side by side.
 const VECTOR_BYTES: usize = 16;
-/// Dims shorter than this are not turned: most of a tile would be empty.
+/// Dims shorter than this are not transposed: most of a tile would be empty.
 const TURNED_MIN: usize = 8;
 
 type Defines = Vec<(&'static str, Cow<'static, str>)>;
@@ -27,20 +27,20 @@ pub(super) fn plan(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelErr
     }
     let same = x.dtype == y.dtype;
     let name = |dtype| if same { bits_name(dtype) } else { type_name(dtype) };
-    let truth = !same && y.dtype == DType::Bool;
+    let compare_select = !same && y.dtype == DType::Bool;
     let defines: Defines = vec![
         ("FROM", name(x.dtype).into()),
         ("TO", name(y.dtype).into()),
-        ("TRUTH", if truth { "1".into() } else { "0".into() }),
+        ("TRUTH", if compare_select { "1".into() } else { "0".into() }),
     ];
     let sizes = [y.dtype.size(), x.dtype.size()];
     let dims = walk.dims();
-    let turned = dims[..dims.len() - 1].iter().position(|&(_, [_, step])| step == 1);
-    match (walk.steps(), turned) {
-        ([1, step], Some(turned))
-            if step > 1 && dims[turned].0 >= TURNED_MIN && dims[dims.len() - 1].0 >= TURNED_MIN =>
+    let transposed = dims[..dims.len() - 1].iter().position(|&(_, [_, step])| step == 1);
+    match (walk.steps(), transposed) {
+        ([1, step], Some(transposed))
+            if step > 1 && dims[transposed].0 >= TURNED_MIN && dims[dims.len() - 1].0 >= TURNED_MIN =>
         {
-            plan.grid(turn(&walk, turned, sizes, defines));
+            plan.grid(turn(&walk, transposed, sizes, defines));
         }
         _ => plan.grid(straight(&walk, [y.view.offset, x.view.offset], sizes, defines)),
     }
@@ -84,11 +84,11 @@ fn straight(walk: &Walk<2>, offsets: [usize; 2], sizes: [usize; 2], mut defines:
     }
 }
 
-/// Tile after tile: rows of the dim `turned` lie side by side in x, the innermost dim in y.
-fn turn(walk: &Walk<2>, turned: usize, sizes: [usize; 2], mut defines: Defines) -> Grid {
-    let (rows, [row_step, _]) = walk.dims()[turned];
+/// Tile after tile: rows of the dim `transposed` lie side by side in x, the innermost dim in y.
+fn turn(walk: &Walk<2>, transposed: usize, sizes: [usize; 2], mut defines: Defines) -> Grid {
+    let (rows, [row_step, _]) = walk.dims()[transposed];
     let (cols, [_, col_step]) = walk.dims()[walk.dims().len() - 1];
-    let others = walk.without(turned);
+    let others = walk.without(transposed);
     let padded = padded_dims(others.dims());
     let tile = if sizes[1] == 8 { 32 } else { 64 };
     let (row_tiles, col_tiles) = (rows.div_ceil(tile), cols.div_ceil(tile));

@@ -38,10 +38,10 @@ fn plain(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
         });
         return Ok(());
     }
-    let truth = y.dtype == DType::Bool;
+    let compare_select = y.dtype == DType::Bool;
     match_dtype!(x.dtype, S => match_dtype!(y.dtype, D => {
         let (from, to) = (x.buffer.as_slice::<S>(), y.buffer.as_mut::<D>().expect("an output buffer has one handle"));
-        places.for_each(|(at, to_at)| to[to_at] = if truth { truth_of(from[at]) } else { convert(from[at]) });
+        places.for_each(|(at, to_at)| to[to_at] = if compare_select { truth_of(from[at]) } else { convert(from[at]) });
     }));
     Ok(())
 }

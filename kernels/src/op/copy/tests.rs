@@ -76,8 +76,8 @@ fn any_strides_on_both_sides() {
 #[test]
 fn many_tasks_and_small_ones() {
     let x = values(3, 300 * 130);
-    let turned = Strides::contiguous(&[130, 300]).permute(&[1, 0]);
-    let case = Case::new(&COPY).input_view(Kind::Tested, turned, &x).output(&[300, 130]);
+    let transposed = Strides::contiguous(&[130, 300]).permute(&[1, 0]);
+    let case = Case::new(&COPY).input_view(Kind::Tested, transposed, &x).output(&[300, 130]);
     case.run();
     Case::new(&COPY).input(&[39_000], &x).output(&[39_000]).run();
     Case::new(&COPY).input(&[], &[3.0]).output(&[]).run();
@@ -98,7 +98,7 @@ fn equal_dtypes_move_bits() {
     }
 }
 
-/// Straight, converted and turned, from elements on that start a cache line and that do not; the second thread stores too.
+/// Straight, converted and transposed, from elements on that start a cache line and that do not; the second thread stores too.
 #[test]
 fn what_passes_the_caches_by_arrives() {
     let cpu = crate::backend::Cpu::backend(2);

@@ -3,7 +3,7 @@
 
 use super::{BACKWARD, TERMS, local};
 use crate::cpu::math::Maths;
-use crate::cpu::simd::expect_behind;
+use crate::cpu::simd::prefetch_ahead;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Float, Real};
 use crate::error::KernelError;
@@ -93,7 +93,7 @@ fn backward_row<T: Float<Acc: Maths>>(
         picked.map(|(at, d_picked)| (at, T::narrow((z[at].widen() - lse).decay().fma(d_lse, d_picked))));
     for z in z.chunks_mut(RUN) {
         // A run of exponentials is longer than what a processor looks ahead by itself.
-        expect_behind(z);
+        prefetch_ahead(z);
         for z in z {
             *z = T::narrow((z.widen() - lse).decay() * d_lse);
         }

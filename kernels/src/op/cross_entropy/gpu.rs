@@ -14,7 +14,7 @@ pub(super) const SOURCE: &str = concat!(include_str!("../gpu_rows.cu"), include_
 pub(super) fn terms(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
     float(TERMS.name, launch)?;
     let (z, rows) = (&launch.inputs[0], launch.inputs[1].view.numel());
-    by_rows("cross_entropy", launch, plan, (z.dtype, width(z), rows));
+    gemv_row_major("cross_entropy", launch, plan, (z.dtype, width(z), rows));
     Ok(())
 }
 
@@ -23,11 +23,11 @@ pub(super) fn backward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), Kerne
     if !z.dtype.is_float() {
         return Err(KernelError::DType { kernel: BACKWARD.name, dtype: z.dtype });
     }
-    by_rows("cross_entropy_backward", launch, plan, (z.dtype, row_len(z.view), rows));
+    gemv_row_major("cross_entropy_backward", launch, plan, (z.dtype, row_len(z.view), rows));
     Ok(())
 }
 
-fn by_rows(
+fn gemv_row_major(
     entry: &'static str,
     launch: &Launch<'_>,
     plan: &mut Plan,

@@ -18,7 +18,7 @@ use crate::op::walk::place;
 /// - out: y (n, m), same dtype, contiguous
 /// - scalars: Int v_global, the number of groups of which these are some
 ///
-/// Sums are formed as those of [`CONTRACT`](super::contract::CONTRACT), on GPUs in the accumulator in the order of k: the bits of a
+/// Sums are formed as those of [`BATCHED_MATMUL`](super::batched_matmul::BATCHED_MATMUL), on GPUs in the accumulator in the order of k: the bits of a
 /// row do not depend on other rows. Counted: 2 n k m, times the share of all groups that these are.
 pub static PRODUCT: Kernel = Kernel {
     name: "grouped_matmul",
@@ -154,10 +154,10 @@ mod tests {
     #[test]
     fn matrices_may_be_turned_or_lie_apart() {
         let (starts, [n, v, k, m]) = ([0.0, 3.0, 3.0, 20.0], [22, 3, 19, 35]);
-        let turned = Strides::contiguous(&[v, m, k]).permute(&[0, 2, 1]);
+        let transposed = Strides::contiguous(&[v, m, k]).permute(&[0, 2, 1]);
         let narrow =
             Strides::contiguous(&[v + 1, k + 2, 2 * m]).narrow(0, 1, v).narrow(1, 1, k).narrow(2, 3, m + 3);
-        for view in [turned, narrow] {
+        for view in [transposed, narrow] {
             let memory = values(5, view.reach());
             let case = Case::new(&PRODUCT).input(&[n, k], &values(1, n * k)).scale(1.0);
             let case = case.input_view(Kind::Tested, view, &memory).input_as(INDEX, &[v + 1], &starts);

@@ -103,7 +103,7 @@ pub(super) fn scatter_add(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Ke
 /// A part of the result and the (a, v) with which it begins.
 type Part<'a, S> = ([usize; 2], &'a mut [S]);
 
-/// Cuts the result into whole a, or a single one into ranges of v, and zeroes it; `task` adds up a part from dy.
+/// FreeList the result into whole a, or a single one into ranges of v, and zeroes it; `task` adds up a part from dy.
 fn each<T: Element>(
     pool: &Pool,
     plan: &Plan<'_>,

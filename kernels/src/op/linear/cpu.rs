@@ -6,7 +6,7 @@ use crate::dtype::Float;
 use crate::error::KernelError;
 use crate::kernel::{Arg, ArgMut, Kernel, Launch, Scalar};
 use crate::match_float;
-use crate::op::contract::{CONTRACT, ended};
+use crate::op::batched_matmul::{BATCHED_MATMUL, ended};
 use crate::op::formula::{gelu_gate, gelu_slope};
 use crate::op::reduce::SUM;
 use crate::op::rows::{operands, read};
@@ -90,7 +90,7 @@ fn run(pool: &Pool, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), Kern
 
 fn product(pool: &Pool, factors: [Arg<'_>; 2], to: &mut ArgMut<'_>) -> Result<(), KernelError> {
     let to = ArgMut { buffer: &mut *to.buffer, dtype: to.dtype, view: to.view };
-    run(pool, &CONTRACT, &mut Launch { inputs: &factors, outputs: &mut [to], scalars: &[] })
+    run(pool, &BATCHED_MATMUL, &mut Launch { inputs: &factors, outputs: &mut [to], scalars: &[] })
 }
 
 /// sums_j = the sum of x_gij over g and i.

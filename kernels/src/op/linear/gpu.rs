@@ -2,7 +2,7 @@
 
 use super::PRODUCT_GELU_GRAD;
 use crate::error::KernelError;
-use crate::gpu::{Ending, Grid, GridArg, Plan, Product, type_name};
+use crate::gpu::{Epilogue, Grid, GridArg, Plan, Product, type_name};
 use crate::kernel::{Kernel, Launch};
 use crate::op::gpu_rows::float;
 
@@ -20,11 +20,11 @@ pub(super) fn ended(
     kernel: &Kernel,
     launch: &Launch<'_>,
     plan: &mut Plan,
-    ending: Ending,
+    ending: Epilogue,
 ) -> Result<(), KernelError> {
     if float(kernel.name, launch)?.size() == 2 {
         // What comes out of a product may be rounded before the ending, and once more between its parts.
-        let is_one = matches!(ending, Ending::Bias { .. } | Ending::Add { bias: None, .. });
+        let is_one = matches!(ending, Epilogue::Bias { .. } | Epilogue::Add { bias: None, .. });
         plan.allow(if is_one { 1.0 } else { 2.0 });
     }
     plan.product(Product { a: 0, b: 1, c: 0, ending });
@@ -59,7 +59,7 @@ pub(super) fn gelu_grad(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), Kern
         args,
     };
     if rows > 0 {
-        plan.product(Product { a: 0, b: 1, c: 0, ending: Ending::Plain });
+        plan.product(Product { a: 0, b: 1, c: 0, ending: Epilogue::Plain });
         let args = vec![
             GridArg::Output(0),
             GridArg::Input(2),

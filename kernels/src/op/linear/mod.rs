@@ -8,10 +8,10 @@ mod tests;
 
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::gpu::Ending;
+use crate::gpu::Epilogue;
 use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch};
 use crate::match_float;
-use crate::op::contract::CONTRACT;
+use crate::op::batched_matmul::BATCHED_MATMUL;
 use crate::op::formula::{gelu_gate, gelu_slope};
 use crate::op::rows::{operands, read, write};
 use crate::op::walk::place;
@@ -24,7 +24,7 @@ const BOUND: Bound = Bound { ulps: 64.0 };
 /// - in: a (g, m, k), b (g, k, n), any strides; bias (n), contiguous; one float dtype
 /// - out: c (g, m, n), contiguous, same dtype
 ///
-/// The sum over l is that of [`CONTRACT`]. In 16-bit floats it may be rounded before the bias is added: one unit in the last place.
+/// The sum over l is that of [`BATCHED_MATMUL`]. In 16-bit floats it may be rounded before the bias is added: one unit in the last place.
 /// Counted: 2 g m n k.
 pub static LINEAR: Kernel = Kernel {
     name: "linear",
@@ -41,7 +41,7 @@ pub static LINEAR: Kernel = Kernel {
     cpu: Some(cpu::linear),
     gpu: Some(Gpu {
         source: "",
-        plan: |launch, plan| gpu::ended(&LINEAR, launch, plan, Ending::Bias { bias: 2 }),
+        plan: |launch, plan| gpu::ended(&LINEAR, launch, plan, Epilogue::Bias { bias: 2 }),
     }),
     flops,
     bytes: None,
@@ -71,7 +71,7 @@ pub static LINEAR_ADD: Kernel = Kernel {
     gpu: Some(Gpu {
         source: "",
         plan: |launch, plan| {
-            gpu::ended(&LINEAR_ADD, launch, plan, Ending::Add { bias: Some(2), residual: 3 })
+            gpu::ended(&LINEAR_ADD, launch, plan, Epilogue::Add { bias: Some(2), residual: 3 })
         },
     }),
     flops,
@@ -98,7 +98,7 @@ pub static PRODUCT_ADD: Kernel = Kernel {
     cpu: Some(cpu::product_add),
     gpu: Some(Gpu {
         source: "",
-        plan: |launch, plan| gpu::ended(&PRODUCT_ADD, launch, plan, Ending::Add { bias: None, residual: 2 }),
+        plan: |launch, plan| gpu::ended(&PRODUCT_ADD, launch, plan, Epilogue::Add { bias: None, residual: 2 }),
     }),
     flops,
     bytes: None,
@@ -129,7 +129,7 @@ pub static LINEAR_GELU: Kernel = Kernel {
     cpu: Some(cpu::linear_gelu),
     gpu: Some(Gpu {
         source: "",
-        plan: |launch, plan| gpu::ended(&LINEAR_GELU, launch, plan, Ending::BiasGelu { bias: 2, before: 1 }),
+        plan: |launch, plan| gpu::ended(&LINEAR_GELU, launch, plan, Epilogue::BiasGelu { bias: 2, before: 1 }),
     }),
     flops,
     bytes: None,
@@ -167,7 +167,7 @@ pub static PRODUCT_GELU_GRAD: Kernel = Kernel {
     bound: BOUND,
 };
 
-/// c = a b, and sums_j = the sum of b_lj over l: the gradients of weights and bias of a layer, from the turned x and the cotangent.
+/// c = a b, and sums_j = the sum of b_lj over l: the gradients of weights and bias of a layer, from the transposed x and the cotangent.
 ///
 /// - in: a (1, m, k), b (1, k, n), any strides, one float dtype
 /// - out: c (1, m, n), contiguous; sums (n), same dtype
@@ -189,7 +189,7 @@ pub static PRODUCT_SUMS: Kernel = Kernel {
     cpu: Some(cpu::product_sums),
     gpu: Some(Gpu {
         source: "",
-        plan: |launch, plan| gpu::ended(&PRODUCT_SUMS, launch, plan, Ending::SumsOfB { sums: 1 }),
+        plan: |launch, plan| gpu::ended(&PRODUCT_SUMS, launch, plan, Epilogue::SumsOfB { sums: 1 }),
     }),
     flops,
     bytes: None,
@@ -197,7 +197,7 @@ pub static PRODUCT_SUMS: Kernel = Kernel {
 };
 
 fn flops(launch: &Launch<'_>) -> u64 {
-    (CONTRACT.flops)(launch)
+    (BATCHED_MATMUL.flops)(launch)
 }
 
 /// All elements of an operand, row-major.

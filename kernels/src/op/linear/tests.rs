@@ -71,7 +71,7 @@ fn a_residual_is_added_last() {
     for shape @ [g, m, n, _] in SHAPES {
         let (bias, r, c) = (values(3, n), values(4, g * m * n), &[g, m, n]);
         let with_bias = product_case(&LINEAR, shape).input(&[n], &bias).output(c);
-        let without = product_case(&CONTRACT, shape).output(c);
+        let without = product_case(&BATCHED_MATMUL, shape).output(c);
         let added = [
             product_case(&LINEAR_ADD, shape).input(&[n], &bias).input(c, &r).output(c),
             product_case(&PRODUCT_ADD, shape).input(c, &r).output(c),

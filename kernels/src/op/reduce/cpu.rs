@@ -1,6 +1,6 @@
 //! Reductions in the stated order, along rows or across them.
 
-use crate::cpu::simd::expect_behind;
+use crate::cpu::simd::prefetch_ahead;
 use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Element, Float, Real};
@@ -274,7 +274,7 @@ impl<F: Fold> Tree<F> {
             #[inline(always)]
             || {
                 for part in row.chunks(BLOCK) {
-                    expect_behind(part);
+                    prefetch_ahead(part);
                     self.push(block::<F>(part));
                 }
             },

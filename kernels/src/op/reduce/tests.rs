@@ -190,12 +190,12 @@ fn bits_are_those_of_the_stated_order_however_x_lies() {
     for [rows, cols] in [[20, 3000], [17, 256], [3, 100], [1, 70_000], [33, 16_384], [9000, 1]] {
         let mut x: Vec<f32> = values(5, rows * cols).iter().map(|&x| x as f32).collect();
         x[0] = -0.0;
-        let mut turned = vec![0f32; x.len()];
-        (0..x.len()).for_each(|i| turned[i % cols * rows + i / cols] = x[i]);
+        let mut transposed = vec![0f32; x.len()];
+        (0..x.len()).for_each(|i| transposed[i % cols * rows + i / cols] = x[i]);
         let right: Vec<u32> = x.chunks(cols).map(|row| stated(row).to_bits()).collect();
         assert_eq!(sums(Strides::contiguous(&[rows, cols]), &x), right, "rows {rows} {cols}");
         assert_eq!(
-            sums(Strides::contiguous(&[cols, rows]).permute(&[1, 0]), &turned),
+            sums(Strides::contiguous(&[cols, rows]).permute(&[1, 0]), &transposed),
             right,
             "columns {rows} {cols}"
         );

@@ -1,4 +1,4 @@
-//! Rotary positions: channels i and i + c/2 of a row are turned by the angle that belongs to position and pair.
+//! Rotary positions: channels i and i + c/2 of a row are transposed by the angle that belongs to position and pair.
 
 mod cpu;
 mod gpu;

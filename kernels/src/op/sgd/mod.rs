@@ -13,7 +13,7 @@ use crate::op::rows::{operands, read, rows_per_task, write};
 /// param = param - lr v, or param - lr (g + momentum v) after Nesterov (the form of Sutskever and others 2013).
 ///
 /// - in: grad `(n)`, any float, contiguous; rates f64 `(3)`: lr, momentum, weight_decay; gate f64, contiguous: the factor (of a
-///   gradient clip, or 1), and 0 where everything stays as it is, as [`GATE`](super::gate::GATE) leaves them
+///   gradient clip, or 1), and 0 where everything stays as it is, as [`GATE`](super::overflow_check::GATE) leaves them
 /// - out: param `(n)` in the dtype of grad, v `(n)` in its accumulator; contiguous, updated
 /// - scalars: Int nesterov (1 or 0)
 ///

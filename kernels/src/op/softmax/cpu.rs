@@ -2,7 +2,7 @@
 
 use super::{BACKWARD, FORWARD};
 use crate::cpu::math::Maths;
-use crate::cpu::simd::{expect, expect_after};
+use crate::cpu::simd::{prefetch, prefetch_after};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Float, Real};
 use crate::error::KernelError;
@@ -36,8 +36,8 @@ fn forward_row<T: Float<Acc: Maths>>(x: &[T], e: &mut [T::Acc], y: &mut [T]) {
     let (max, row_bytes) = (largest(x, T::widen), size_of_val(x));
     for ((e, x), y) in e.chunks_mut(RUN).zip(x.chunks(RUN)).zip(y.chunks(RUN)) {
         // What is written has to be brought first, and so has the next row, which the exponentials leave time for.
-        expect(y);
-        expect_after(x, row_bytes);
+        prefetch(y);
+        prefetch_after(x, row_bytes);
         for (e, x) in e.iter_mut().zip(x) {
             *e = (x.widen() - max).decay();
         }

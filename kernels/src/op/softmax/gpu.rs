@@ -16,18 +16,18 @@ const HOLDING_BACKWARD: usize = 256;
 
 pub(super) fn forward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
     let dtype = float(FORWARD.name, launch)?;
-    by_rows("softmax", launch, plan, Rows::new(launch, dtype, width(&launch.inputs[0]), HOLDING));
+    gemv_row_major("softmax", launch, plan, Rows::new(launch, dtype, width(&launch.inputs[0]), HOLDING));
     Ok(())
 }
 
 pub(super) fn backward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
     let dtype = float(BACKWARD.name, launch)?;
     let split = Rows::new(launch, dtype, width(&launch.inputs[0]), HOLDING_BACKWARD);
-    by_rows("softmax_backward", launch, plan, split);
+    gemv_row_major("softmax_backward", launch, plan, split);
     Ok(())
 }
 
-fn by_rows(entry: &'static str, launch: &Launch<'_>, plan: &mut Plan, split: Rows) {
+fn gemv_row_major(entry: &'static str, launch: &Launch<'_>, plan: &mut Plan, split: Rows) {
     let (n, numel) = (width(&launch.inputs[0]), launch.inputs[0].view.numel());
     let rows = numel.checked_div(n).unwrap_or(0);
     let mut args: Vec<GridArg> = (0..launch.inputs.len()).map(GridArg::Input).collect();

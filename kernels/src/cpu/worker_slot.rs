@@ -19,10 +19,10 @@ const CLOSED: *mut () = without_provenance_mut(3);
 
 /// The place of one worker: `READY`, `PARKED`, `CLOSED`, an offer, or an offer that was taken.
 ///
-/// Whoever offers a job calls [`Seat::recall`] before the job ends, on every seat it was offered to. After that no worker has it.
+/// Whoever offers a job calls [`WorkerSlot::recall`] before the job ends, on every slot it was offered to. After that no worker has it.
 #[derive(Debug)]
 #[repr(align(128))]
-pub(super) struct Seat {
+pub(super) struct WorkerSlot {
     state: AtomicPtr<()>,
     may_spin: bool,
 }
@@ -32,13 +32,13 @@ fn taken(job: *mut ()) -> *mut () {
     job.map_addr(|address| address | 1)
 }
 
-impl Seat {
-    /// A free seat. Where not every thread has a core, nobody may spin: whoever waits would hold the core of another.
-    pub(super) fn new(may_spin: bool) -> Seat {
-        Seat { state: AtomicPtr::new(READY), may_spin }
+impl WorkerSlot {
+    /// A free slot. Where not every thread has a core, nobody may spin: whoever waits would hold the core of another.
+    pub(super) fn new(may_spin: bool) -> WorkerSlot {
+        WorkerSlot { state: AtomicPtr::new(READY), may_spin }
     }
 
-    /// Waits for an offer and takes it; none, if the seat is closed. For the worker, who says [`Seat::done`] next.
+    /// Waits for an offer and takes it; none, if the slot is closed. For the worker, who says [`WorkerSlot::done`] next.
     pub(super) fn take(&self) -> Option<*mut ()> {
         let spin = if self.may_spin { SPIN } else { Duration::ZERO };
         let mut idle = Instant::now();
@@ -127,53 +127,53 @@ mod tests {
 
     #[test]
     fn a_job_is_taken_or_recalled() {
-        let (seat, me) = (Seat::new(true), std::thread::current());
+        let (slot, me) = (WorkerSlot::new(true), std::thread::current());
         let [first, second] = [16, 32].map(without_provenance_mut::<()>);
-        assert!(seat.offer(first, &me));
-        assert!(!seat.offer(second, &me));
-        assert_eq!(seat.take(), Some(first), "who is offered one thing is not offered another");
-        assert!(!seat.offer(second, &me));
-        seat.recall(second);
-        assert_eq!(seat.state.load(Ordering::Relaxed), taken(first), "nor is who works");
-        seat.done();
-        seat.offer(second, &me);
-        seat.recall(first);
-        assert_eq!(seat.take(), Some(second), "only the job itself is recalled");
-        seat.done();
-        seat.offer(first, &me);
-        seat.recall(first);
-        seat.close(&me);
-        assert_eq!(seat.take(), None);
+        assert!(slot.offer(first, &me));
+        assert!(!slot.offer(second, &me));
+        assert_eq!(slot.take(), Some(first), "who is offered one thing is not offered another");
+        assert!(!slot.offer(second, &me));
+        slot.recall(second);
+        assert_eq!(slot.state.load(Ordering::Relaxed), taken(first), "nor is who works");
+        slot.done();
+        slot.offer(second, &me);
+        slot.recall(first);
+        assert_eq!(slot.take(), Some(second), "only the job itself is recalled");
+        slot.done();
+        slot.offer(first, &me);
+        slot.recall(first);
+        slot.close(&me);
+        assert_eq!(slot.take(), None);
     }
 
     /// Workers count twice for each job they take: whoever has recalled it finds whole pairs, and they stay as they are.
     fn race(may_spin: bool) {
         const ROUNDS: usize = 2000;
-        let seats = [Seat::new(may_spin), Seat::new(may_spin)];
+        let slots = [WorkerSlot::new(may_spin), WorkerSlot::new(may_spin)];
         let counts: Vec<AtomicUsize> = (0..ROUNDS).map(|_| AtomicUsize::new(0)).collect();
         let job = |round: usize| without_provenance_mut::<()>(16 * (round + 1));
         std::thread::scope(|scope| {
-            let work = |seat: &Seat| {
-                while let Some(job) = seat.take() {
+            let work = |slot: &WorkerSlot| {
+                while let Some(job) = slot.take() {
                     let count = &counts[job.addr() / 16 - 1];
                     count.fetch_add(1, Ordering::Relaxed);
                     std::thread::yield_now();
                     count.fetch_add(1, Ordering::Relaxed);
-                    seat.done();
+                    slot.done();
                 }
             };
-            let workers = seats.each_ref().map(|seat| (seat, scope.spawn(move || work(seat))));
+            let workers = slots.each_ref().map(|slot| (slot, scope.spawn(move || work(slot))));
             let mut seen = vec![];
             for (round, count) in counts.iter().enumerate() {
-                for (seat, worker) in &workers {
-                    seat.offer(job(round), worker.thread());
+                for (slot, worker) in &workers {
+                    slot.offer(job(round), worker.thread());
                 }
                 // Now nobody has taken it yet, now both are done with it.
                 (0..round % 50 * 20).for_each(|_| std::hint::spin_loop());
-                workers.iter().for_each(|(seat, _)| seat.recall(job(round)));
+                workers.iter().for_each(|(slot, _)| slot.recall(job(round)));
                 seen.push(count.load(Ordering::Relaxed));
             }
-            workers.iter().for_each(|(seat, worker)| seat.close(worker.thread()));
+            workers.iter().for_each(|(slot, worker)| slot.close(worker.thread()));
             assert!(seen.iter().all(|&count| [0, 2, 4].contains(&count)), "{seen:?}");
             for (seen, count) in seen.iter().zip(&counts) {
                 assert_eq!(*seen, count.load(Ordering::Relaxed));

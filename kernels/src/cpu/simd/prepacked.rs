@@ -5,7 +5,7 @@
 
 use crate::cpu::simd::level;
 use crate::cpu::simd::pack::{DEPTH_MAX, Source};
-use crate::cpu::simd::tile::Tiles;
+use crate::cpu::simd::microkernel::Tiles;
 use crate::dtype::{Float, Real};
 
 /// Columns that are packed at a time: rows of their strips are written in turn, and more of them, which lie pages apart, would drive

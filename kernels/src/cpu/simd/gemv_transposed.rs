@@ -1,5 +1,5 @@
-//! A row times a turned matrix: what decoding one token with weights `[out, in]` is made of. Each element of the result is
-//! made from a run of memory of its own. Squares of the matrix are turned in registers on their way in, one lane for an
+//! A row times a transposed matrix: what decoding one token with weights `[out, in]` is made of. Each element of the result is
+//! made from a run of memory of its own. Squares of the matrix are transposed in registers on their way in, one lane for an
 //! element of the result, so that nothing is written but the result and every sum is taken in the order of k.
 //!
 //! Sums are those of [`crate::cpu::gemm`], bit for bit.
@@ -11,7 +11,7 @@
 
 use crate::cpu::simd::Level;
 use crate::cpu::simd::pack::DEPTH_MAX;
-use crate::cpu::simd::tile::Vector;
+use crate::cpu::simd::microkernel::Vector;
 use crate::dtype::{DType, Float, Real};
 #[cfg(target_arch = "x86_64")]
 use half::{bf16, f16};
@@ -26,13 +26,13 @@ use std::arch::x86_64::*;
 type Dots = unsafe fn((*const u8, usize), (*const u8, usize), (*mut u8, usize));
 
 /// Whether a level has vectors for a dtype.
-pub(crate) fn exists(at: Level, dtype: DType) -> bool {
+pub(crate) fn is_supported(at: Level, dtype: DType) -> bool {
     dots(dtype, at).is_some()
 }
 
 /// y = x b for a `b` of y.len() columns of x.len() elements; column j begins at `j * stride`. A level for which this
-/// does not [exist](exists) panics.
-pub(crate) fn by_columns<T: Float>(at: Level, x: &[T::Acc], b: &[T], stride: usize, y: &mut [T::Acc]) {
+/// does not [supported](is_supported) panics.
+pub(crate) fn gemv_column_major<T: Float>(at: Level, x: &[T::Acc], b: &[T], stride: usize, y: &mut [T::Acc]) {
     assert!(at as u8 <= super::level() as u8, "this CPU has the level");
     let dots = dots(T::DTYPE, at).expect("the level has vectors for the dtype");
     if let Some(last) = y.len().checked_sub(1) {
@@ -67,7 +67,7 @@ trait Turns<T, const K: usize>: Vector {
     ///
     /// # Safety
     /// They lie inside of the memory.
-    unsafe fn turned(from: *const u8, step: usize) -> [Self; K];
+    unsafe fn transposed(from: *const u8, step: usize) -> [Self; K];
 }
 
 /// Columns that are taken together are this many vectors: sums that wait for one another leave room for others.
@@ -149,15 +149,15 @@ unsafe fn sums<V: Turns<T, K>, T: Float<Acc = V::Item>, const K: usize, const G:
     let rest = lines.remainder();
     for x in lines {
         for column in 0..G * V::LANES {
-            V::expect(at.wrapping_add(column * step + AHEAD).cast());
+            V::prefetch(at.wrapping_add(column * step + AHEAD).cast());
         }
         for piece in 0..PIECES {
             for (g, sum) in sums.iter_mut().enumerate() {
                 // SAFETY: the caller vouches for the columns.
-                let turned = unsafe {
-                    V::turned(at.wrapping_add(g * V::LANES * step + piece * K * size_of::<T>()), step)
+                let transposed = unsafe {
+                    V::transposed(at.wrapping_add(g * V::LANES * step + piece * K * size_of::<T>()), step)
                 };
-                for (x, b) in x[piece * K..][..K].iter().zip(turned) {
+                for (x, b) in x[piece * K..][..K].iter().zip(transposed) {
                     *sum = V::splat(*x).fma(b, *sum);
                 }
             }
@@ -208,14 +208,14 @@ unsafe fn two_parts(from: *const u8, apart: usize) -> __m256 {
 
 macro_rules! turns {
     ($v:ident: $($half:ident $widened:ident),*) => {$(
-        /// Two neighbours of 16 bits are turned as one place of 32.
+        /// Two neighbours of 16 bits are transposed as one place of 32.
         #[cfg(target_arch = "x86_64")]
         impl Turns<$half, 8> for $v {
             #[inline(always)]
-            unsafe fn turned(from: *const u8, step: usize) -> [$v; 8] {
+            unsafe fn transposed(from: *const u8, step: usize) -> [$v; 8] {
                 // SAFETY: as promised by the caller; used only inside of functions compiled for this level.
                 unsafe {
-                    let [a, b, c, d] = <$v as Turns<f32, 4>>::turned(from, step);
+                    let [a, b, c, d] = <$v as Turns<f32, 4>>::transposed(from, step);
                     let ([a, e], [b, f], [c, g], [d, h]) = ($widened(a), $widened(b), $widened(c), $widened(d));
                     [a, e, b, f, c, g, d, h]
                 }
@@ -227,7 +227,7 @@ macro_rules! turns {
         #[cfg(target_arch = "x86_64")]
         impl Turns<f32, 4> for $v {
             #[inline(always)]
-            unsafe fn turned(from: *const u8, step: usize) -> [$v; 4] {
+            unsafe fn transposed(from: *const u8, step: usize) -> [$v; 4] {
                 // SAFETY: as promised by the caller; used only inside of functions compiled for this level.
                 unsafe {
                     let r0 = $parts(from, 4 * step);
@@ -248,7 +248,7 @@ macro_rules! turns {
         #[cfg(target_arch = "x86_64")]
         impl Turns<f64, 2> for $wide {
             #[inline(always)]
-            unsafe fn turned(from: *const u8, step: usize) -> [$wide; 2] {
+            unsafe fn transposed(from: *const u8, step: usize) -> [$wide; 2] {
                 // SAFETY: as above.
                 unsafe {
                     let r0 = $to_wide($parts(from, 2 * step));
@@ -344,7 +344,7 @@ mod tests {
                         let b: Vec<T> = (0..(n - 1) * stride + k).map(|i| T::from_f64(number(i))).collect();
                         let x: Vec<T::Acc> = (0..k).map(|i| T::from_f64(number(i + 5)).widen()).collect();
                         let mut y = vec![T::Acc::ONE; n + 1];
-                        by_columns(at, &x, &b, stride, &mut y[..n]);
+                        gemv_column_major(at, &x, &b, stride, &mut y[..n]);
                         assert!(y[n] == T::Acc::ONE, "what lies behind is left alone");
                         for (j, y) in y[..n].iter().enumerate() {
                             let right =
@@ -382,7 +382,7 @@ mod tests {
         let all: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
         for at in [Level::Avx2, Level::Avx512].into_iter().filter(|at| *at as u8 <= level() as u8) {
             let mut y = vec![0.0; all.len()];
-            by_columns(at, &[1.0], &all, 1, &mut y);
+            gemv_column_major(at, &[1.0], &all, 1, &mut y);
             let same = |(half, y): (&f16, &f32)| half.to_f32() == *y || half.is_nan() && y.is_nan();
             assert!(all.iter().zip(&y).all(same));
         }
@@ -391,7 +391,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "b lies inside of its memory")]
     fn a_short_memory_is_refused() {
-        assert!(exists(level(), DType::F32), "b lies inside of its memory, as nothing reads it");
-        by_columns(level(), &[1f32; 4], &[0f32; 11], 4, &mut [0.0; 3]);
+        assert!(is_supported(level(), DType::F32), "b lies inside of its memory, as nothing reads it");
+        gemv_column_major(level(), &[1f32; 4], &[0f32; 11], 4, &mut [0.0; 3]);
     }
 }

@@ -5,8 +5,8 @@ use crate::gpu::{GridArg, Plan, bits_name, bits_of, type_name};
 use crate::kernel::{Arg, Launch};
 use crate::op::pointwise::gpu::{Formula, Input, Scalars, map};
 
-/// An input whose elements are truth values.
-fn truth<'a>(n: usize, x: &Arg<'a>) -> Input<'a> {
+/// An input whose elements are compare_select values.
+fn compare_select<'a>(n: usize, x: &Arg<'a>) -> Input<'a> {
     Input { arg: GridArg::Input(n), view: x.view, dtype: x.dtype, storage: "u8", value: "bool" }
 }
 
@@ -34,9 +34,9 @@ pub(super) fn compare(plan: &mut Plan, launch: &Launch<'_>, text: &'static str) 
     map(plan, &inputs, &launch.outputs[0], "u8", formula, Scalars::none());
 }
 
-/// y = a formula of truth values.
+/// y = a formula of compare_select values.
 pub(super) fn table(plan: &mut Plan, launch: &Launch<'_>, args: &'static str, text: &'static str) {
-    let inputs: Vec<Input<'_>> = launch.inputs.iter().enumerate().map(|(n, x)| truth(n, x)).collect();
+    let inputs: Vec<Input<'_>> = launch.inputs.iter().enumerate().map(|(n, x)| compare_select(n, x)).collect();
     map(plan, &inputs, &launch.outputs[0], "u8", Formula { args, scalars: "_", text }, Scalars::none());
 }
 
@@ -44,7 +44,7 @@ pub(super) fn table(plan: &mut Plan, launch: &Launch<'_>, args: &'static str, te
 pub(super) fn choose(plan: &mut Plan, launch: &Launch<'_>) {
     let x = launch.inputs;
     let formula = Formula { args: "[m, a, b]", scalars: "_", text: "choose(m, a, b)" };
-    let inputs = [truth(0, &x[0]), bits(1, &x[1]), bits(2, &x[2])];
+    let inputs = [compare_select(0, &x[0]), bits(1, &x[1]), bits(2, &x[2])];
     map(plan, &inputs, &launch.outputs[0], bits_name(x[1].dtype), formula, Scalars::none());
 }
 
@@ -55,5 +55,5 @@ pub(super) fn masked_fill(plan: &mut Plan, launch: &Launch<'_>) {
     let value = bits_of(x[0].dtype, launch.scalars[0].real());
     let args = [GridArg::I64(value), GridArg::I64(i64::from(launch.scalars[1].int() != 0))];
     let scalars = Scalars { passed: "i64", args, values: [name, "bool"] };
-    map(plan, &[bits(0, &x[0]), truth(1, &x[1])], &launch.outputs[0], name, formula, scalars);
+    map(plan, &[bits(0, &x[0]), compare_select(1, &x[1])], &launch.outputs[0], name, formula, scalars);
 }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Chunks, and what of them is free. Neighbours of one chunk are joined.
 #[derive(Debug, Default)]
-pub(crate) struct Cuts {
+pub(crate) struct FreeList {
     /// Bytes of each chunk, by address.
     chunks: BTreeMap<u64, usize>,
     /// Bytes of each free block, by address.
@@ -12,7 +12,7 @@ pub(crate) struct Cuts {
     by_size: BTreeSet<(usize, u64)>,
 }
 
-impl Cuts {
+impl FreeList {
     /// A chunk that is all free.
     pub(crate) fn add_chunk(&mut self, address: u64, bytes: usize) {
         self.chunks.insert(address, bytes);
@@ -93,20 +93,20 @@ mod tests {
 
     #[test]
     fn neighbours_of_one_chunk_are_joined() {
-        let mut cuts = Cuts::default();
+        let mut free_list = FreeList::default();
         // Chunks lie side by side: blocks of two must not be joined.
-        cuts.add_chunk(100, 60);
-        cuts.add_chunk(160, 40);
-        let blocks = [20, 20, 20, 40].map(|bytes| cuts.cut(bytes).unwrap());
+        free_list.add_chunk(100, 60);
+        free_list.add_chunk(160, 40);
+        let blocks = [20, 20, 20, 40].map(|bytes| free_list.cut(bytes).unwrap());
         assert_eq!(blocks, [160, 180, 100, 120], "the smallest that fits, then the lowest");
-        assert_eq!(cuts.cut(1), None);
-        cuts.give_back(100, 20);
-        cuts.give_back(180, 20);
-        assert_eq!((cuts.cut(21), cuts.take_empty()), (None, vec![]));
-        cuts.give_back(120, 40);
-        assert_eq!(cuts.take_empty(), [(100, 60)]);
-        cuts.give_back(160, 20);
-        assert_eq!((cuts.chunk_of(199), cuts.cut(40)), ((160, 40), Some(160)));
-        assert_eq!((cuts.chunks().collect::<Vec<_>>(), cuts.is_all_free()), (vec![160], false));
+        assert_eq!(free_list.cut(1), None);
+        free_list.give_back(100, 20);
+        free_list.give_back(180, 20);
+        assert_eq!((free_list.cut(21), free_list.take_empty()), (None, vec![]));
+        free_list.give_back(120, 40);
+        assert_eq!(free_list.take_empty(), [(100, 60)]);
+        free_list.give_back(160, 20);
+        assert_eq!((free_list.chunk_of(199), free_list.cut(40)), ((160, 40), Some(160)));
+        assert_eq!((free_list.chunks().collect::<Vec<_>>(), free_list.is_all_free()), (vec![160], false));
     }
 }

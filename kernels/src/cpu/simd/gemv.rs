@@ -1,5 +1,5 @@
 //! A row times a matrix: what decoding one token is made of. Every element of the matrix is used once, so it is read where
-//! it lies, in long runs, and never packed. ([`crate::cpu::simd::turned`] is for columns that are.)
+//! it lies, in long runs, and never packed. ([`crate::cpu::simd::gemv_transposed`] is for columns that are.)
 //!
 //! Sums are those of [`crate::cpu::gemm`], bit for bit.
 
@@ -13,7 +13,7 @@ const COLS: usize = 1024;
 const ROWS: usize = 8;
 
 /// y = x b for a `b` of x.len() rows of y.len() elements; row p begins at `p * stride`.
-pub(crate) fn by_rows<T: Float>(x: &[T::Acc], b: &[T], stride: usize, y: &mut [T::Acc]) {
+pub(crate) fn gemv_row_major<T: Float>(x: &[T::Acc], b: &[T], stride: usize, y: &mut [T::Acc]) {
     vectorized(
         #[inline(always)]
         || {

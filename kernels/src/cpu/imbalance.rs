@@ -10,27 +10,27 @@ const LOST_MAX: u32 = 80;
 const SAMPLE_MAX: u32 = 400;
 /// Tasks a thread, where threads keep different paces: a slow one leaves most of its share to others.
 const TASKS_FINE: usize = 4;
-/// Of so many works one is cut evenly all the same, to see whether the threads keep pace again. It is prime, so that it is
+/// Of so many works one is cut evenly all the same, to see whether the threads keep imbalance again. It is prime, so that it is
 /// not always the same one of a step.
 const TRIAL: u32 = 31;
 
 /// A running mean of the time that threads waited for each other at the end of work that was cut evenly. It decides how
 /// later work is cut, which means nothing for results.
 #[derive(Debug, Default)]
-pub(crate) struct Pace {
+pub(crate) struct ImbalanceEstimate {
     /// In thousandths of the threads' time.
     lost: AtomicU32,
     works: AtomicU32,
 }
 
-impl Pace {
-    /// How many tasks each thread should get: one while threads keep pace.
+impl ImbalanceEstimate {
+    /// How many tasks each thread should get: one while threads keep imbalance.
     pub(crate) fn tasks_per_thread(&self) -> usize {
         if self.lost.load(Ordering::Relaxed) <= LOST_MAX { 1 } else { TASKS_FINE }
     }
 
     /// The same for work that would be watched, which now and then is a trial.
-    pub(crate) fn tasks_at_trial(&self) -> usize {
+    pub(crate) fn tasks_per_thread_sampled(&self) -> usize {
         let is_trial = self.works.fetch_add(1, Ordering::Relaxed).is_multiple_of(TRIAL);
         if is_trial { 1 } else { self.tasks_per_thread() }
     }
@@ -48,17 +48,17 @@ impl Pace {
 }
 
 /// A work that is cut into one task for each thread, while it is watched.
-pub(crate) struct Watch<'a> {
-    pace: &'a Pace,
+pub(crate) struct TaskTimer<'a> {
+    imbalance: &'a ImbalanceEstimate,
     threads: usize,
     start: Instant,
     /// Nanoseconds.
     busy: std::sync::atomic::AtomicU64,
 }
 
-impl<'a> Watch<'a> {
-    pub(crate) fn new(pace: &'a Pace, threads: usize) -> Watch<'a> {
-        Watch { pace, threads, start: Instant::now(), busy: Default::default() }
+impl<'a> TaskTimer<'a> {
+    pub(crate) fn new(imbalance: &'a ImbalanceEstimate, threads: usize) -> TaskTimer<'a> {
+        TaskTimer { imbalance, threads, start: Instant::now(), busy: Default::default() }
     }
 
     /// Does a task.
@@ -71,7 +71,7 @@ impl<'a> Watch<'a> {
 
     /// All tasks are done.
     pub(crate) fn end(self) {
-        self.pace.saw(self.threads, Duration::from_nanos(self.busy.into_inner()), self.start.elapsed());
+        self.imbalance.saw(self.threads, Duration::from_nanos(self.busy.into_inner()), self.start.elapsed());
     }
 }
 
@@ -81,51 +81,51 @@ mod tests {
 
     const MILLI: Duration = Duration::from_millis(1);
 
-    fn fine(pace: &Pace) -> usize {
-        (0..TRIAL).filter(|_| pace.tasks_at_trial() == TASKS_FINE).count()
+    fn fine(imbalance: &ImbalanceEstimate) -> usize {
+        (0..TRIAL).filter(|_| imbalance.tasks_per_thread_sampled() == TASKS_FINE).count()
     }
 
     #[test]
     fn threads_that_keep_pace_get_one_task_each() {
-        let pace = Pace::default();
+        let imbalance = ImbalanceEstimate::default();
         for _ in 0..100 {
-            pace.saw(2, 39 * MILLI, 20 * MILLI);
+            imbalance.saw(2, 39 * MILLI, 20 * MILLI);
         }
-        assert_eq!(fine(&pace), 0);
+        assert_eq!(fine(&imbalance), 0);
     }
 
     #[test]
     fn a_slow_thread_leaves_work_to_others_until_it_is_fast_again() {
-        let pace = Pace::default();
-        pace.saw(2, 20 * MILLI, 20 * MILLI);
-        assert_eq!(fine(&pace), 0, "once is no pace");
+        let imbalance = ImbalanceEstimate::default();
+        imbalance.saw(2, 20 * MILLI, 20 * MILLI);
+        assert_eq!(fine(&imbalance), 0, "once is no imbalance");
         for _ in 0..4 {
-            pace.saw(2, 30 * MILLI, 20 * MILLI);
+            imbalance.saw(2, 30 * MILLI, 20 * MILLI);
         }
-        assert_eq!(fine(&pace), TRIAL as usize - 1, "all but the trial");
+        assert_eq!(fine(&imbalance), TRIAL as usize - 1, "all but the trial");
         for _ in 0..40 {
-            pace.saw(2, 40 * MILLI, 20 * MILLI);
+            imbalance.saw(2, 40 * MILLI, 20 * MILLI);
         }
-        assert_eq!(fine(&pace), 0);
+        assert_eq!(fine(&imbalance), 0);
     }
 
     #[test]
     fn what_is_watched_is_taken_up() {
-        let pace = Pace::default();
+        let imbalance = ImbalanceEstimate::default();
         for _ in 0..8 {
-            let watch = Watch::new(&pace, 2);
+            let watch = TaskTimer::new(&imbalance, 2);
             watch.time(|| std::thread::sleep(MILLI));
             watch.end();
         }
-        let lost = pace.lost.load(Ordering::Relaxed);
+        let lost = imbalance.lost.load(Ordering::Relaxed);
         assert!((200..=SAMPLE_MAX).contains(&lost), "one of two threads worked: {lost}");
     }
 
     #[test]
     fn no_time_at_all_is_no_loss() {
-        let pace = Pace::default();
-        pace.saw(2, Duration::ZERO, Duration::ZERO);
-        pace.saw(1, 2 * MILLI, MILLI);
-        assert_eq!(pace.lost.load(Ordering::Relaxed), 0);
+        let imbalance = ImbalanceEstimate::default();
+        imbalance.saw(2, Duration::ZERO, Duration::ZERO);
+        imbalance.saw(1, 2 * MILLI, MILLI);
+        assert_eq!(imbalance.lost.load(Ordering::Relaxed), 0);
     }
 }

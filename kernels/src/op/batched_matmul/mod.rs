@@ -3,7 +3,7 @@
 mod gpu;
 
 use crate::cpu::Pool;
-use crate::cpu::gemm::{Ending, Stack, StackMut, ended_products, products};
+use crate::cpu::gemm::{Epilogue, BatchedMatrix, BatchedMatrixMut, batched_gemm_with_epilogue, products};
 use crate::dtype::{Element, Float};
 use crate::error::KernelError;
 use crate::kernel::{Arg, ArgMut, Bound, Gpu, Kernel, Launch};
@@ -22,11 +22,11 @@ use crate::strides::Strides;
 /// sums of equal terms come near to; the bound is that of terms of changing signs. On CPUs with dot products of bf16, and there only, subnormal bf16 count as 0.
 /// So does f32 under a [`MatmulPrecision`](crate::MatmulPrecision) that rounds it; the bound is that of the highest.
 /// Counted: 2 g m n k.
-pub static CONTRACT: Kernel = Kernel {
-    name: "contract",
+pub static BATCHED_MATMUL: Kernel = Kernel {
+    name: "batched_matmul",
     reference: plain,
     cpu: Some(fast),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::contract }),
+    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::batched_matmul }),
     flops: |launch| 2 * launch.inputs[0].view.numel() as u64 * launch.outputs[0].view.shape[2] as u64,
     bytes: None,
     bound: Bound { ulps: 64.0 },
@@ -47,27 +47,27 @@ fn fast(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     match_float!(a.dtype, T => {
         let memory = c.buffer.as_mut::<T>().expect("an output buffer has one handle");
         let data = if c.view.reach() == 0 { &mut [] } else { &mut memory[c.view.offset..] };
-        products(pool, dims, stack::<T>(a), stack::<T>(b), StackMut { data, strides: strides(c.view) });
-    }, else return Err(KernelError::DType { kernel: CONTRACT.name, dtype: a.dtype }));
+        products(pool, dims, stack::<T>(a), stack::<T>(b), BatchedMatrixMut { data, strides: strides(c.view) });
+    }, else return Err(KernelError::DType { kernel: BATCHED_MATMUL.name, dtype: a.dtype }));
     Ok(())
 }
 
-/// [`CONTRACT`] into a contiguous c, whose rows `ending` then sees (see [`ended_products`]).
+/// [`BATCHED_MATMUL`] into a contiguous c, whose rows `ending` then sees (see [`batched_gemm_with_epilogue`]).
 pub(in crate::op) fn ended<T: Float>(
     pool: &Pool,
     [a, b]: [&Arg<'_>; 2],
     c: &mut ArgMut<'_>,
     other: Option<&mut ArgMut<'_>>,
-    ending: &Ending<'_, T>,
+    ending: &Epilogue<'_, T>,
 ) {
     let [g, m, n] = c.view.shape[..] else { unreachable!("the contract asks for three dims") };
     let dims = [g, m, n, a.view.shape[2]];
-    ended_products(pool, dims, stack(a), stack(b), write(c), other.map(write), ending);
+    batched_gemm_with_epilogue(pool, dims, stack(a), stack(b), write(c), other.map(write), ending);
 }
 
-fn stack<'a, T: Element>(x: &Arg<'a>) -> Stack<'a, T> {
+fn stack<'a, T: Element>(x: &Arg<'a>) -> BatchedMatrix<'a, T> {
     let data = if x.view.reach() == 0 { &[] } else { &x.buffer.as_slice()[x.view.offset..] };
-    Stack { data, strides: strides(x.view) }
+    BatchedMatrix { data, strides: strides(x.view) }
 }
 
 fn plain(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
@@ -81,7 +81,7 @@ fn plain(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
             let term = |l| x[place(a.view, [p, i, l])].to_f64() * y[place(b.view, [p, l, j])].to_f64();
             to[place(c.view, [p, i, j])] = T::from_f64((0..a.view.shape[2]).map(term).sum());
         }
-    }, else return Err(KernelError::DType { kernel: CONTRACT.name, dtype: a.dtype }));
+    }, else return Err(KernelError::DType { kernel: BATCHED_MATMUL.name, dtype: a.dtype }));
     Ok(())
 }
 
@@ -94,14 +94,14 @@ mod tests {
 
     fn case([g, m, n, k]: [usize; 4]) -> Case<'static> {
         let (a, b) = (values(1, g * m * k), values(2, g * k * n));
-        Case::new(&CONTRACT).input(&[g, m, k], &a).input(&[g, k, n], &b).scale(1.0)
+        Case::new(&BATCHED_MATMUL).input(&[g, m, k], &a).input(&[g, k, n], &b).scale(1.0)
     }
 
     #[test]
     fn by_hand() {
         let a = Value::real(&[2, 1, 2], &[1.0, 2.0, 3.0, 4.0]);
         let b = Value::real(&[2, 2, 2], &[1.0, 0.0, 0.0, 1.0, 1.0, -1.0, 2.0, 0.5]);
-        assert_eq!(evaluate(&CONTRACT, &[a, b], &[&[2, 1, 2]], &[]).remove(0), [1.0, 2.0, 11.0, -1.0]);
+        assert_eq!(evaluate(&BATCHED_MATMUL, &[a, b], &[&[2, 1, 2]], &[]).remove(0), [1.0, 2.0, 11.0, -1.0]);
     }
 
     #[test]
@@ -125,13 +125,13 @@ mod tests {
     fn long_sums_of_equal_terms_are_as_far_off_as_is_said_and_no_further() {
         let k = 1 << 20;
         for n in [1, 5, 40] {
-            let case = Case::new(&CONTRACT).input(&[1, 3, k], &vec![0.7; 3 * k]);
+            let case = Case::new(&BATCHED_MATMUL).input(&[1, 3, k], &vec![0.7; 3 * k]);
             let case = case.input(&[1, k, n], &vec![0.3; k * n]).output(&[1, 3, n]);
             let exact = k as f64 * f64::from(0.7f32) * f64::from(0.3f32);
             for got in case.fast(DType::F32).remove(0) {
                 let off = (got - exact).abs() / unit(DType::F32, exact);
                 assert!(off <= (256 + k / 256) as f64 / 2.0, "{off} units");
-                assert!(off > CONTRACT.bound.ulps, "{off} units are within the bound of shorter sums");
+                assert!(off > BATCHED_MATMUL.bound.ulps, "{off} units are within the bound of shorter sums");
             }
         }
     }
@@ -152,7 +152,7 @@ mod tests {
         let shared = Strides::contiguous(&[10, 30]).broadcast(&[4, 10, 30]).unwrap();
         let a = values(3, 4 * 6 * 10);
         let case =
-            Case::new(&CONTRACT).input(&[4, 6, 10], &a).input_view(Kind::Tested, shared, &values(4, 300));
+            Case::new(&BATCHED_MATMUL).input(&[4, 6, 10], &a).input_view(Kind::Tested, shared, &values(4, 300));
         case.output(&[4, 6, 30]).scale(1.0).run();
     }
 

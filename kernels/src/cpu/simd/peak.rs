@@ -2,7 +2,7 @@
 //! leave the nearest cache.
 
 use crate::cpu::simd::level;
-use crate::cpu::simd::tile::{COLS_MAX, ROWS_MAX, Tiles};
+use crate::cpu::simd::microkernel::{COLS_MAX, ROWS_MAX, Tiles};
 
 /// Runs `depth` fused multiply-adds of f32 on every sum of a tile, by the best instruction set of this CPU: the number of
 /// floating-point operations, two for each, and a sum, which is `depth`.

@@ -1,7 +1,7 @@
 //! Lines of bf16 as dot products read them: cut along the depth into steps of [`STEP`] terms, two terms to a word of 32
 //! bits, and filled up with zeros. Numbers of f32 are rounded on the way.
 
-use crate::cpu::simd::{turn, vectorized};
+use crate::cpu::simd::{transpose_tile, vectorized};
 use crate::dtype::{DType, Element, Float};
 use half::bf16;
 
@@ -11,7 +11,7 @@ pub(crate) const STEP: usize = 32;
 pub(crate) const WORDS: usize = STEP / 2;
 /// Lines of a strip: those of two tile registers.
 pub(crate) const LINES: usize = 32;
-/// Lines, or words, that are turned at a time.
+/// Lines, or words, that are transposed at a time.
 const TURNED: usize = 8;
 
 /// The rows of a, or the columns of b: term p of line i lies at `i * across + p * along`. The caller vouches for what
@@ -236,16 +236,16 @@ impl Lines {
 /// Turns [`TURNED`] rows of `len` words.
 ///
 /// # Safety
-/// As for [`turn::Turn`].
+/// As for [`transpose_tile::TransposeTile`].
 #[inline(always)]
 unsafe fn turn_words(len: usize, (from, from_step): (*const u32, usize), (to, to_step): (*mut u32, usize)) {
     let (from, to) = ((from.cast::<f32>(), from_step), (to.cast::<f32>(), to_step));
     // SAFETY: as promised by the caller; words are moved as floats, which changes no bit.
     unsafe {
         #[cfg(target_arch = "x86_64")]
-        turn::eight_f32(len, from, to);
+        transpose_tile::eight_f32(len, from, to);
         #[cfg(not(target_arch = "x86_64"))]
-        turn::plain::<f32, TURNED>(len, from, to);
+        transpose_tile::plain::<f32, TURNED>(len, from, to);
     }
 }
 

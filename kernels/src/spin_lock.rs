@@ -5,24 +5,24 @@ use std::fmt;
 use std::panic::RefUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// So often a waiter looks before it lets others run: who holds the latch may have been stopped by the system.
+/// So often a waiter looks before it lets others run: who holds the lock may have been stopped by the system.
 const LOOKS: usize = 64;
 
-/// A value that threads use in turn, each for so short that nobody needs to sleep: to take the latch is one atomic
+/// A value that threads use in turn, each for so short that nobody needs to sleep: to take the lock is one atomic
 /// exchange, to release it a store. Nothing is touched after that store, so that it may be the last use of the value.
 #[derive(Default)]
-pub(crate) struct Latch<T> {
+pub(crate) struct SpinLock<T> {
     is_held: AtomicBool,
     value: UnsafeCell<T>,
 }
 
 // SAFETY: the value is reached through `with` only, by one thread at a time.
-unsafe impl<T: Send> Sync for Latch<T> {}
+unsafe impl<T: Send> Sync for SpinLock<T> {}
 
 // Whoever catches a panic finds what the last user left, as with a lock whose poison is ignored.
-impl<T> RefUnwindSafe for Latch<T> {}
+impl<T> RefUnwindSafe for SpinLock<T> {}
 
-/// Releases a latch, after a panic too.
+/// Releases a lock, after a panic too.
 struct Release<'a>(&'a AtomicBool);
 
 impl Drop for Release<'_> {
@@ -31,8 +31,8 @@ impl Drop for Release<'_> {
     }
 }
 
-impl<T> Latch<T> {
-    /// Uses the value alone. `f` calls nothing that waits, and does not use the latch itself.
+impl<T> SpinLock<T> {
+    /// Uses the value alone. `f` calls nothing that waits, and does not use the lock itself.
     #[inline]
     pub(crate) fn with<R>(&self, f: impl FnOnce(&mut T) -> R) -> R {
         if self.is_held.swap(true, Ordering::Acquire) {
@@ -43,7 +43,7 @@ impl<T> Latch<T> {
         f(unsafe { &mut *self.value.get() })
     }
 
-    /// Waits for the latch and takes it.
+    /// Waits for the lock and takes it.
     #[cold]
     fn wait(&self) {
         let mut looks = 0;
@@ -54,7 +54,7 @@ impl<T> Latch<T> {
     }
 }
 
-impl<T: Copy + fmt::Debug> fmt::Debug for Latch<T> {
+impl<T: Copy + fmt::Debug> fmt::Debug for SpinLock<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.with(|value| *value).fmt(f)
     }
@@ -66,7 +66,7 @@ mod tests {
 
     #[test]
     fn threads_take_turns() {
-        let count = Latch::<[u64; 2]>::default();
+        let count = SpinLock::<[u64; 2]>::default();
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
@@ -84,9 +84,9 @@ mod tests {
 
     #[test]
     fn a_panic_releases_it() {
-        let latch = Latch::<u8>::default();
-        let end = std::panic::catch_unwind(|| latch.with(|_| panic!("no")));
+        let lock = SpinLock::<u8>::default();
+        let end = std::panic::catch_unwind(|| lock.with(|_| panic!("no")));
         assert!(end.is_err());
-        assert_eq!(latch.with(|x| *x), 0);
+        assert_eq!(lock.with(|x| *x), 0);
     }
 }

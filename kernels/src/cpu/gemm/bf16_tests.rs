@@ -10,14 +10,14 @@ fn numbers<T: Float>(seed: usize, len: usize, unit: f64) -> Vec<T> {
     (0..len).map(|i| T::from_f64((place(i) as f64 - 7.0) * unit)).collect()
 }
 
-/// Rows apart, columns side by side; the other way round; both apart; with gaps of odd length.
+/// Rows apart, columns side by side; the other kind round; both apart; with gaps of odd length.
 fn strides(kind: usize, rows: usize, cols: usize) -> (usize, usize) {
     [(cols, 1), (1, rows), (2 * cols + 3, 2), (1, rows + 5), (cols + 3, 1)][kind]
 }
 
 /// c = a b or c = 1 + a b, in rows, from operands in memories of their own.
 fn form<T: Float<Acc = f32>>(
-    means: Means,
+    isa: Bf16Isa,
     [m, n, k]: [usize; 3],
     kinds: [usize; 3],
     add: bool,
@@ -43,7 +43,7 @@ fn form<T: Float<Acc = f32>>(
     let a = Matrix { data: &a[..], row_stride: a_row, col_stride: a_col };
     let b = Matrix { data: &b[..], row_stride: b_row, col_stride: b_col };
     let c = MatrixMut { data: &mut memory[..], row_stride: c_row, col_stride: c_col };
-    product_by(Way::Short(means), &mut Scratch::default(), [m, n, k], a, b, add, c);
+    product_by(KernelKind::Bf16Dot(isa), &mut Scratch::default(), [m, n, k], a, b, add, c);
     assert_eq!(ones, m * n, "no two elements of c share memory");
     let touched: Vec<f32> = (0..m * n).map(|at| memory[at / n * c_row + at % n * c_col]).collect();
     (0..m * n).for_each(|at| memory[at / n * c_row + at % n * c_col] = 7.0);
@@ -61,13 +61,13 @@ fn exact_of<T: Float<Acc = f32>>(dims: [usize; 3], kinds: [usize; 3], add: bool)
     let [m, n, k] = dims;
     let (a, b) = (numbers::<T>(1, m * k, 1.0), numbers::<T>(5, k * n, 1.0));
     let value = |is_b, i, j| if is_b { b[i * n + j] } else { a[i * k + j] };
-    for &means in Means::all() {
-        let got = form(means, dims, kinds, add, value);
+    for &isa in Bf16Isa::all() {
+        let got = form(isa, dims, kinds, add, value);
         for (at, got) in got.into_iter().enumerate() {
             let terms = (0..k).map(|p| a[at / n * k + p].to_f64() * b[p * n + at % n].to_f64());
             let want = terms.sum::<f64>() + f64::from(u8::from(add));
             if f64::from(got) != want {
-                return Err(format!("{means:?} {dims:?} {kinds:?} {add}, element {at}: {got}, not {want}"));
+                return Err(format!("{isa:?} {dims:?} {kinds:?} {add}, element {at}: {got}, not {want}"));
             }
         }
     }
@@ -124,8 +124,8 @@ fn near<T: Float<Acc = f32>>(part: f64) {
     for [m, n, k] in [[3, 40, 33], [20, 5, 500], [2, 3, 5000]] {
         let (a, b) = (numbers::<T>(1, m * k, 0.37), numbers::<T>(5, k * n, 1.3));
         let value = |is_b, i, j| if is_b { b[i * n + j] } else { a[i * k + j] };
-        for &means in Means::all() {
-            let got = form(means, [m, n, k], [0, 0, 0], false, value);
+        for &isa in Bf16Isa::all() {
+            let got = form(isa, [m, n, k], [0, 0, 0], false, value);
             for (at, got) in got.into_iter().enumerate() {
                 let term = |p: usize| a[at / n * k + p].to_f64() * b[p * n + at % n].to_f64();
                 let (want, size): (f64, f64) = ((0..k).map(term).sum(), (0..k).map(|p| term(p).abs()).sum());
@@ -133,7 +133,7 @@ fn near<T: Float<Acc = f32>>(part: f64) {
                 let roundings = (k.min(BF16_DEPTH) + k / BF16_DEPTH + 1) as f64;
                 assert!(
                     (f64::from(got) - want).abs() <= (roundings * 2f64.powi(-24) + part) * size,
-                    "{means:?} {} {m} {n} {k} element {at}: {got}, not {want}",
+                    "{isa:?} {} {m} {n} {k} element {at}: {got}, not {want}",
                     T::DTYPE
                 );
             }
@@ -150,13 +150,13 @@ fn an_element_has_its_bits_wherever_it_is() {
 fn same_bits<T: Float<Acc = f32>>() {
     let (m, n, k) = (70, 67, BF16_DEPTH + 77);
     let (a, b) = (numbers::<T>(1, m * k, 0.37), numbers::<T>(2, k * n, 1.3));
-    for &means in Means::all() {
+    for &isa in Bf16Isa::all() {
         let run = |rows: std::ops::Range<usize>, cols: std::ops::Range<usize>, kinds| {
             let value = |is_b, i: usize, j: usize| match is_b {
                 true => b[i * n + cols.start + j],
                 false => a[(rows.start + i) * k + j],
             };
-            form(means, [rows.len(), cols.len(), k], kinds, false, value)
+            form(isa, [rows.len(), cols.len(), k], kinds, false, value)
         };
         let whole = run(0..m, 0..n, [0, 0, 0]);
         for (rows, cols) in [(0..1, 0..n), (0..m, 5..6), (7..9, 3..40), (69..70, 66..67), (20..61, 1..18)] {
@@ -165,7 +165,7 @@ fn same_bits<T: Float<Acc = f32>>() {
                 for (i, j) in rows.clone().flat_map(|i| cols.clone().map(move |j| (i, j))) {
                     let at = (i - rows.start) * cols.len() + j - cols.start;
                     let same = part[at].to_bits() == whole[i * n + j].to_bits();
-                    assert!(same, "{means:?} {rows:?} {cols:?} {kinds:?} {i} {j}");
+                    assert!(same, "{isa:?} {rows:?} {cols:?} {kinds:?} {i} {j}");
                 }
             }
         }
@@ -180,28 +180,28 @@ fn what_is_no_number_stays_in_its_row_and_column() {
         (true, 9, 33) => f32::INFINITY,
         _ => 0.5,
     };
-    for &means in Means::all() {
-        let of_bf16 = form(means, [m, n, k], [0, 0, 0], false, |b, i, j| bf16::from_f32(value(b, i, j)));
-        let of_f32 = form(means, [m, n, k], [0, 0, 0], false, value);
+    for &isa in Bf16Isa::all() {
+        let of_bf16 = form(isa, [m, n, k], [0, 0, 0], false, |b, i, j| bf16::from_f32(value(b, i, j)));
+        let of_f32 = form(isa, [m, n, k], [0, 0, 0], false, value);
         for (at, got) in of_bf16.into_iter().enumerate().chain(of_f32.into_iter().enumerate()) {
             let right = match (at / n, at % n) {
                 (3, _) => got.is_nan(),
                 (_, 33) => got == f32::INFINITY,
                 _ => got == 10.0,
             };
-            assert!(right, "{means:?} {at}: {got}");
+            assert!(right, "{isa:?} {at}: {got}");
         }
     }
 }
 
 #[test]
 fn numbers_of_f32_at_the_ends_of_bf16() {
-    for &means in Means::all() {
+    for &isa in Bf16Isa::all() {
         let largest =
-            form(means, [1, 1, 1], [0, 0, 0], false, |is_b, _, _| if is_b { 0.5 } else { f32::MAX });
+            form(isa, [1, 1, 1], [0, 0, 0], false, |is_b, _, _| if is_b { 0.5 } else { f32::MAX });
         assert_eq!(largest, [f32::INFINITY]);
         let smallest = |is_b: bool, _, _| if is_b { 4.0 } else { f32::MIN_POSITIVE / 2.0 };
-        assert_eq!(form(means, [1, 1, 1], [0, 0, 0], false, smallest), [0.0]);
+        assert_eq!(form(isa, [1, 1, 1], [0, 0, 0], false, smallest), [0.0]);
     }
 }
 
@@ -209,7 +209,7 @@ fn numbers_of_f32_at_the_ends_of_bf16() {
 fn numbers_of_f32_are_rounded_once_to_the_nearest() {
     // 1 + 3 * 2^-8 lies between two bf16, and its square says which was taken: 1 + 2^-6, whose last bit is even.
     let x = 1.0 + 3.0 * 2f32.powi(-8);
-    for &means in Means::all() {
-        assert_eq!(form(means, [1, 1, 1], [0, 0, 0], false, |_, _, _| x), [1.015_625f32 * 1.015_625]);
+    for &isa in Bf16Isa::all() {
+        assert_eq!(form(isa, [1, 1, 1], [0, 0, 0], false, |_, _, _| x), [1.015_625f32 * 1.015_625]);
     }
 }

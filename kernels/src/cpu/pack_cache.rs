@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// How a product reads a matrix: k rows of n elements, from some byte of the buffer on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Reading {
+pub(crate) struct OperandView {
     /// Rows and columns.
     pub(crate) extents: [usize; 2],
     /// Distances of both, in elements.
@@ -23,10 +23,10 @@ pub(crate) struct Reading {
 }
 
 /// The operands that recur on a back end.
-pub(crate) struct Recurring {
+pub(crate) struct PackCache {
     allocator: Allocator,
     /// Whether there is one.
-    is_any: AtomicBool,
+    is_in_use: AtomicBool,
     table: Mutex<Table>,
 }
 
@@ -34,7 +34,7 @@ pub(crate) struct Recurring {
 struct Table {
     /// By the address of the first byte. Memories of two buffers do not overlap.
     operands: BTreeMap<usize, Operand>,
-    /// Whether memory was short: nothing more is kept until all operands are gone.
+    /// Whether memory was short: nothing more is packed until all operands are gone.
     is_full: bool,
 }
 
@@ -42,83 +42,83 @@ struct Operand {
     buffer: Buffer,
     /// How many hold it.
     holders: usize,
-    forms: Vec<Form>,
+    forms: Vec<PackedForm>,
 }
 
 /// What a product keeps of an operand.
-struct Form {
+struct PackedForm {
     /// Bytes of the operand before the first element.
     from: usize,
-    reading: Reading,
-    kept: Buffer,
+    view: OperandView,
+    packed: Buffer,
 }
 
 /// An operand recurs while this lives.
-pub(crate) struct Hold {
-    home: Arc<Recurring>,
+pub(crate) struct CacheGuard {
+    home: Arc<PackCache>,
     address: usize,
 }
 
-impl Recurring {
+impl PackCache {
     /// Nothing recurs yet; what products keep is memory of an allocator.
-    pub(crate) fn new(allocator: Allocator) -> Recurring {
-        Recurring { allocator, is_any: AtomicBool::new(false), table: Mutex::default() }
+    pub(crate) fn new(allocator: Allocator) -> PackCache {
+        PackCache { allocator, is_in_use: AtomicBool::new(false), table: Mutex::default() }
     }
 
     /// Whether any operand recurs.
-    pub(crate) fn is_any(&self) -> bool {
-        self.is_any.load(Ordering::Relaxed)
+    pub(crate) fn is_in_use(&self) -> bool {
+        self.is_in_use.load(Ordering::Relaxed)
     }
 
     /// Holds a buffer, whose memory nobody writes or takes until the hold is dropped.
-    pub(crate) fn hold(self: &Arc<Self>, buffer: &Buffer) -> Hold {
+    pub(crate) fn hold(self: &Arc<Self>, buffer: &Buffer) -> CacheGuard {
         let address = buffer.as_slice::<u8>().as_ptr().addr();
         let new = || Operand { buffer: buffer.clone(), holders: 0, forms: Vec::new() };
         let mut table = self.table();
         table.operands.entry(address).or_insert_with(new).holders += 1;
-        self.is_any.store(true, Ordering::Relaxed);
-        Hold { home: self.clone(), address }
+        self.is_in_use.store(true, Ordering::Relaxed);
+        CacheGuard { home: self.clone(), address }
     }
 
-    /// What was kept of the operand that holds this memory, or is kept from now on: so many bytes, which `make` fills. `None` if no
+    /// What was packed of the operand that holds this memory, or is packed from now on: so many bytes, which `make` fills. `None` if no
     /// operand holds it, or there is no memory.
-    pub(crate) fn form(
+    pub(crate) fn get_or_pack(
         &self,
         memory: &[u8],
-        reading: Reading,
+        view: OperandView,
         bytes: usize,
         make: impl FnOnce(&mut Buffer),
     ) -> Option<Buffer> {
         let at = memory.as_ptr().addr();
         let known = self.table().find(at, |operand, from| {
-            operand.forms.iter().find(|form| form.fits(from, reading)).map(|form| form.kept.clone())
+            operand.forms.iter().find(|get_or_pack| get_or_pack.fits(from, view)).map(|get_or_pack| get_or_pack.packed.clone())
         });
-        if let Some(kept) = known? {
-            return Some(kept);
+        if let Some(packed) = known? {
+            return Some(packed);
         }
         if self.table().is_full {
             return None;
         }
-        let Ok(mut kept) = self.allocator.alloc(bytes) else {
+        let Ok(mut packed) = self.allocator.alloc(bytes) else {
             self.table().is_full = true;
             return None;
         };
-        make(&mut kept);
+        make(&mut packed);
         self.table().find(at, |operand, from| {
-            operand.forms.push(Form { from, reading, kept: kept.clone() });
+            operand.forms.push(PackedForm { from, view, packed: packed.clone() });
         })?;
-        Some(kept)
+        Some(packed)
     }
 
-    /// Gives the memory of all that is kept back, for somebody who needs it more; whether there was any. Nothing more is kept until
+    /// Gives the memory of all that is packed back, for somebody who needs it more; whether there was any. Nothing more is packed until
     /// all operands are gone.
-    pub(crate) fn give_up(&self) -> bool {
-        if !self.is_any() {
+    pub(crate) fn evict_all(&self) -> bool {
+        if !self.is_in_use() {
             return false;
         }
         let mut table = self.table();
         table.is_full = true;
-        let forms: Vec<Form> =
+        let forms: Vec<PackedForm> =
             table.operands.values_mut().flat_map(|operand| operand.forms.drain(..)).collect();
         drop(table);
         !forms.is_empty()
@@ -128,7 +128,7 @@ impl Recurring {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The operands that recur, and the forms that are kept of them.
+    /// The operands that recur, and the forms that are packed of them.
     #[cfg(test)]
     pub(crate) fn counts(&self) -> [usize; 2] {
         let table = self.table();
@@ -145,13 +145,13 @@ impl Table {
     }
 }
 
-impl Form {
-    fn fits(&self, from: usize, reading: Reading) -> bool {
-        (self.from, self.reading) == (from, reading)
+impl PackedForm {
+    fn fits(&self, from: usize, view: OperandView) -> bool {
+        (self.from, self.view) == (from, view)
     }
 }
 
-impl Drop for Hold {
+impl Drop for CacheGuard {
     fn drop(&mut self) {
         let mut table = self.home.table();
         let operand =
@@ -163,15 +163,15 @@ impl Drop for Hold {
         let gone = table.operands.remove(&self.address);
         if table.operands.is_empty() {
             table.is_full = false;
-            self.home.is_any.store(false, Ordering::Relaxed);
+            self.home.is_in_use.store(false, Ordering::Relaxed);
         }
         drop(table);
         drop(gone);
     }
 }
 
-impl fmt::Debug for Recurring {
+impl fmt::Debug for PackCache {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Recurring({} operands)", self.table().operands.len())
+        write!(f, "PackCache({} operands)", self.table().operands.len())
     }
 }

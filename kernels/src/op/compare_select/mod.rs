@@ -1,4 +1,4 @@
-//! Comparisons, truth tables, and choices between elements by truth values.
+//! Comparisons, compare_select tables, and choices between elements by compare_select values.
 //!
 //! Truth values are bytes (bool or u8): 0 is false, anything else is true; results are 0 or 1. Operands have one shape
 //! and any strides, results are contiguous.
@@ -103,17 +103,17 @@ macro_rules! tables {
 }
 
 tables! {
-    /// y = a and b. In: a, b, truth values; out: y, bool.
+    /// y = a and b. In: a, b, compare_select values; out: y, bool.
     AND "logical_and" |[a, b]| a && b;
-    /// y = a or b. In: a, b, truth values; out: y, bool.
+    /// y = a or b. In: a, b, compare_select values; out: y, bool.
     OR "logical_or" |[a, b]| a || b;
-    /// y = either a or b. In: a, b, truth values; out: y, bool.
+    /// y = either a or b. In: a, b, compare_select values; out: y, bool.
     XOR "logical_xor" |[a, b]| a != b;
-    /// y = not a. In: a, truth values; out: y, bool.
+    /// y = not a. In: a, compare_select values; out: y, bool.
     NOT "logical_not" |[a]| !a;
 }
 
-/// Refuses what are no truth values.
+/// Refuses what are no compare_select values.
 fn check<const N: usize>(kernel: &'static str, inputs: [&Arg<'_>; N]) -> Result<(), KernelError> {
     match inputs.iter().find(|x| !holds::<u8>(x.dtype)) {
         None => Ok(()),
@@ -123,7 +123,7 @@ fn check<const N: usize>(kernel: &'static str, inputs: [&Arg<'_>; N]) -> Result<
 
 /// y = a where m is true, else b.
 ///
-/// - in: m, truth values; a, b: one dtype (any)
+/// - in: m, compare_select values; a, b: one dtype (any)
 /// - out: y, the dtype of a
 pub static CHOOSE: Kernel = exact(
     "where",
@@ -170,7 +170,7 @@ fn choose<T: Element>(pool: &Pool, [m, a, b]: [&Arg<'_>; 3], y: &mut ArgMut<'_>)
 
 /// y = c where m is true (if `on`) or false (if not), else x.
 ///
-/// - in: x, any dtype; m, truth values
+/// - in: x, any dtype; m, compare_select values
 /// - out: y, the dtype of x
 /// - scalars: \[Real c, Int on (1 or 0)\]
 pub static MASKED_FILL: Kernel = exact(
@@ -229,7 +229,7 @@ mod tests {
 
     const BOOL: Kind = Kind::Fixed(DType::Bool);
 
-    fn truth(shape: &[usize], data: &[f64]) -> Value {
+    fn compare_select(shape: &[usize], data: &[f64]) -> Value {
         Value { dtype: DType::Bool, ..Value::real(shape, data) }
     }
 
@@ -257,7 +257,7 @@ mod tests {
 
     #[test]
     fn tables_by_hand() {
-        let (a, b) = (truth(&[4], &[0.0, 0.0, 1.0, 1.0]), truth(&[4], &[0.0, 1.0, 0.0, 1.0]));
+        let (a, b) = (compare_select(&[4], &[0.0, 0.0, 1.0, 1.0]), compare_select(&[4], &[0.0, 1.0, 0.0, 1.0]));
         for (kernel, inputs, right) in [
             (&AND, vec![a.clone(), b.clone()], [0.0, 0.0, 0.0, 1.0]),
             (&OR, vec![a.clone(), b.clone()], [0.0, 1.0, 1.0, 1.0]),

@@ -4,20 +4,20 @@ use crate::dtype::Real;
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
-/// to[j][i] = from[i][j] for j below the length and i below the number of rows that is turned at a time; pointers
+/// to[j][i] = from[i][j] for j below the length and i below the number of rows that is transposed at a time; pointers
 /// and the distances of rows.
 ///
 /// # Safety
 /// The rows and columns lie inside of their memories, there is at least a square of them, nobody else touches `to`,
 /// and the CPU has the instructions.
-pub(crate) type Turn<R> = unsafe fn(usize, (*const R, usize), (*mut R, usize));
+pub(crate) type TransposeTile<R> = unsafe fn(usize, (*const R, usize), (*mut R, usize));
 
 /// Where blocks start that cover `len` elements; the last may overlap the one before.
 pub(crate) fn starts(len: usize, block: usize) -> impl Iterator<Item = usize> {
     (0..len).step_by(block).map(move |at| at.min(len - block))
 }
 
-/// See [`Turn`]; N rows at a time.
+/// See [`TransposeTile`]; N rows at a time.
 pub(crate) unsafe fn plain<R: Real, const N: usize>(
     len: usize,
     (from, from_step): (*const R, usize),
@@ -25,13 +25,13 @@ pub(crate) unsafe fn plain<R: Real, const N: usize>(
 ) {
     for i in 0..N {
         for j in 0..len {
-            // SAFETY: the caller vouches for N rows of `len` elements, turned or not.
+            // SAFETY: the caller vouches for N rows of `len` elements, transposed or not.
             unsafe { *to.add(j * to_step + i) = *from.add(i * from_step + j) };
         }
     }
 }
 
-/// See [`Turn`]; 8 rows at a time.
+/// See [`TransposeTile`]; 8 rows at a time.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 pub(crate) unsafe fn eight_f32(
@@ -62,7 +62,7 @@ pub(crate) unsafe fn eight_f32(
     }
 }
 
-/// See [`Turn`]; 4 rows at a time.
+/// See [`TransposeTile`]; 4 rows at a time.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 pub(crate) unsafe fn four_f64(

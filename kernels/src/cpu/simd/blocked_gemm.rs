@@ -5,9 +5,9 @@
 //! speed.
 
 use crate::cpu::simd::pack::{DEPTH_MAX, Source, Strips};
-use crate::cpu::simd::packed::Packed;
+use crate::cpu::simd::prepacked::Packed;
 use crate::cpu::simd::scratch::Scratch;
-use crate::cpu::simd::tile::{Ahead, COLS_MAX, ROWS_MAX, Rows, Tiles};
+use crate::cpu::simd::microkernel::{Ahead, COLS_MAX, ROWS_MAX, Rows, Tiles};
 use crate::dtype::Real;
 use std::ops::Range;
 
@@ -25,7 +25,7 @@ const NEAR: usize = 512;
 /// A block of b of so many bytes, with what lies between its rows, stays in the first-level cache while all strips of a meet it.
 const NARROW: usize = 32 << 10;
 
-/// Up to so many columns of c, a turned a is read where it lies, for the strips of that many columns are few (see [`SOME`]).
+/// Up to so many columns of c, a transposed a is read where it lies, for the strips of that many columns are few (see [`SOME`]).
 /// `step` is the distance of its columns, `lanes` how many columns a vector has.
 pub(crate) fn cols_in_place(lanes: usize, step: usize) -> usize {
     if step <= NEAR { SOME * 2 * lanes } else { FEW * 2 * lanes }
@@ -47,7 +47,7 @@ impl<T> Clone for Target<T> {
 impl<T> Copy for Target<T> {}
 
 impl<T> Target<T> {
-    fn turned(self) -> Self {
+    fn transposed(self) -> Self {
         Target { row: self.col, col: self.row, ..self }
     }
 
@@ -102,7 +102,7 @@ impl Cut {
 }
 
 /// A product that is taken block by block.
-pub(crate) struct Blocked<'t, R: 'static> {
+pub(crate) struct BlockedGemm<'t, R: 'static> {
     tiles: &'t Tiles<R>,
     n: usize,
     k: usize,
@@ -118,7 +118,7 @@ pub(crate) struct Blocked<'t, R: 'static> {
     in_place_a: bool,
     in_place_b: bool,
     /// Whether rows are columns of the c that was asked for.
-    turned: bool,
+    transposed: bool,
     whole: Option<Whole<'t>>,
 }
 
@@ -134,8 +134,8 @@ struct Block {
     depth: usize,
 }
 
-impl<'t, R: Real> Blocked<'t, R> {
-    /// c = a b or c += a b; `dims` is (m, n, k). Vectors run along the columns of c; a product is also that of the turned
+impl<'t, R: Real> BlockedGemm<'t, R> {
+    /// c = a b or c += a b; `dims` is (m, n, k). Vectors run along the columns of c; a product is also that of the transposed
     /// matrices.
     ///
     /// # Safety
@@ -148,10 +148,10 @@ impl<'t, R: Real> Blocked<'t, R> {
         b: Source<R>,
         accumulate: bool,
         c: Target<R>,
-    ) -> Blocked<'t, R> {
-        let turned = if m.min(n) < tiles.lanes { n < m } else { c.row == 1 && c.col != 1 };
+    ) -> BlockedGemm<'t, R> {
+        let transposed = if m.min(n) < tiles.lanes { n < m } else { c.row == 1 && c.col != 1 };
         let (m, n, a, b, c) =
-            if turned { (n, m, b.turned(), a.turned(), c.turned()) } else { (m, n, a, b, c) };
+            if transposed { (n, m, b.transposed(), a.transposed(), c.transposed()) } else { (m, n, a, b, c) };
         let wide = 2 * tiles.lanes;
         let strips = Cut::new(m, tiles.table.len());
         // What is packed for few rows is used at once, and should not leave the first-level cache before.
@@ -168,7 +168,7 @@ impl<'t, R: Real> Blocked<'t, R> {
             }
         }
         let (packed, whole) = (None, None);
-        Blocked {
+        BlockedGemm {
             tiles,
             n,
             k,
@@ -181,27 +181,27 @@ impl<'t, R: Real> Blocked<'t, R> {
             col_step,
             in_place_a,
             in_place_b,
-            turned,
+            transposed,
             whole,
         }
     }
 
     /// Whether all of the b that was asked for is packed.
     pub(crate) fn packs_b(&self) -> bool {
-        !self.turned && !self.in_place_b
+        !self.transposed && !self.in_place_b
     }
 
-    /// The same, of a b that is packed already, unless this is the product of the turned matrices. Each step of it is as wide as b.
+    /// The same, of a b that is packed already, unless this is the product of the transposed matrices. Each step of it is as wide as b.
     pub(crate) fn of_packed(self, packed: Option<Packed<'t, R>>) -> Self {
         match packed {
-            Some(packed) if !self.turned => Blocked { packed: Some(packed), in_place_b: false, ..self },
+            Some(packed) if !self.transposed => BlockedGemm { packed: Some(packed), in_place_b: false, ..self },
             _ => self,
         }
     }
 
     /// The same, where `whole` is told of each part of c once; of nothing if k is 0.
     pub(crate) fn telling(self, whole: Whole<'t>) -> Self {
-        Blocked { whole: Some(whole), ..self }
+        BlockedGemm { whole: Some(whole), ..self }
     }
 
     /// Elements of a packed block of b.
@@ -233,7 +233,7 @@ impl<'t, R: Real> Blocked<'t, R> {
     /// Packs a block of b, or only its last strip if the rest can stay where it is; nothing of what is packed already. Where it is.
     ///
     /// # Safety
-    /// `to` has room for [`Blocked::room_b`] elements.
+    /// `to` has room for [`BlockedGemm::room_b`] elements.
     unsafe fn pack(&self, block: Block, to: *mut R) -> *const R {
         let Block { first_col, cols, first_depth, depth } = block;
         if let Some(packed) = self.packed {
@@ -255,7 +255,7 @@ impl<'t, R: Real> Blocked<'t, R> {
     /// Brings a packed block into some strips of rows of c.
     ///
     /// # Safety
-    /// `packed_b` holds the block; `packed_a` has room for these strips of a ([`Blocked::room_a`]).
+    /// `packed_b` holds the block; `packed_a` has room for these strips of a ([`BlockedGemm::room_a`]).
     unsafe fn multiply(&self, block: Block, rows: Range<usize>, packed_b: *const R, packed_a: *mut R) {
         let (strips, depth) = (self.strips, block.depth);
         let a = self.a.from(0, block.first_depth);
@@ -290,14 +290,14 @@ impl<'t, R: Real> Blocked<'t, R> {
         {
             let rows = strips.start(rows.start)..strips.start(rows.end);
             let cols = block.first_col..block.first_col + block.cols;
-            if self.turned { whole(cols, rows) } else { whole(rows, cols) }
+            if self.transposed { whole(cols, rows) } else { whole(rows, cols) }
         }
     }
 
     /// The whole product, on this thread.
     ///
     /// # Safety
-    /// As for [`Blocked::new`].
+    /// As for [`BlockedGemm::new`].
     pub(crate) unsafe fn run(&self, scratch: &mut Scratch) {
         let count = self.strips.count;
         let room_b = scratch.room::<R>(self.room_b() + self.room_a(count.min(STRIPS)));
@@ -369,7 +369,7 @@ unsafe fn pack_rows<R: Real>(
     to: *mut R,
 ) -> Heights<R> {
     let first = cut.start(some.start);
-    let (from, height) = (from.from(first, 0).turned(), cut.short);
+    let (from, height) = (from.from(first, 0).transposed(), cut.short);
     let longer = cut.longer.clamp(some.start, some.end) - some.start;
     let tall = Strips { depth, count: longer, used: height + 1, width: height + 1 };
     let rest = Strips { depth, count: some.len() - longer, used: height, width: height };

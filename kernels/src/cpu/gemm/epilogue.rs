@@ -1,8 +1,8 @@
 //! Products whose rows are seen once more, by whoever has written them, while they are in the cache.
 
-use super::{Stack, StackMut, means, products_by};
+use super::{BatchedMatrix, BatchedMatrixMut, isa, batched_gemm_with_isa};
 use crate::cpu::Pool;
-use crate::cpu::simd::blocks::Target;
+use crate::cpu::simd::blocked_gemm::Target;
 use crate::dtype::Float;
 use std::ops::Range;
 
@@ -11,67 +11,67 @@ const TASK: usize = 1 << 14;
 
 /// What is done with a run of a row of c that is whole: (row, counted over all matrices, and first column), the run, and the same
 /// place in the second output (empty without one).
-pub type Ending<'a, T> = dyn Fn([usize; 2], &mut [T], &mut [T]) + Sync + 'a;
+pub type Epilogue<'a, T> = dyn Fn([usize; 2], &mut [T], &mut [T]) + Sync + 'a;
 
-/// An ending, and the second output.
-pub(super) struct Ended<'a, T> {
+/// An epilogue, and the second output.
+pub(super) struct EpilogueOutput<'a, T> {
     dims: [usize; 3],
     other: Option<Target<T>>,
-    ending: &'a Ending<'a, T>,
+    epilogue: &'a Epilogue<'a, T>,
 }
 
-/// As [`products`](super::products), for a contiguous c: `ending` sees every element of c once, rounded to T, and may change it. It
-/// may write to the same place of `other`, which is as large as c. How rows are cut into runs means nothing.
+/// As [`products`](super::products), for a contiguous c: `epilogue` sees every element of c once, rounded to T, and may change it. It
+/// may write to the same place of `other`, which is as large as c. How rows are cut into runs isa nothing.
 ///
 /// # Panics
 /// If a stack reaches outside of its memory, c is not contiguous, or `other` is not as large.
-pub fn ended_products<'a, T: Float>(
+pub fn batched_gemm_with_epilogue<'a, T: Float>(
     pool: &Pool,
     dims: [usize; 4],
-    a: Stack<'_, T>,
-    b: Stack<'_, T>,
+    a: BatchedMatrix<'_, T>,
+    b: BatchedMatrix<'_, T>,
     c: &mut [T],
     other: Option<&'a mut [T]>,
-    ending: &'a Ending<'a, T>,
+    epilogue: &'a Epilogue<'a, T>,
 ) {
     let [g, m, n, _] = dims;
     assert!(c.len() == g * m * n, "c is contiguous");
     assert!(other.as_ref().is_none_or(|other| other.len() == c.len()), "the second output is as large as c");
     let other = other.map(|other| Target { start: other.as_mut_ptr(), row: n, col: 1 });
-    let ended = Ended { dims: [g, m, n], other, ending };
-    let c = StackMut { data: c, strides: [m * n, n, 1] };
-    products_by(means(T::DTYPE, pool.precision()), pool, dims, a, b, c, Some(&ended));
+    let epilogue = EpilogueOutput { dims: [g, m, n], other, epilogue };
+    let c = BatchedMatrixMut { data: c, strides: [m * n, n, 1] };
+    batched_gemm_with_isa(isa(T::DTYPE, pool.precision()), pool, dims, a, b, c, Some(&epilogue));
 }
 
-impl<T: Float> Ended<'_, T> {
+impl<T: Float> EpilogueOutput<'_, T> {
     /// What is to be told of parts of a part of c, which begins at (matrix, row, column); `c` lies there.
     pub(super) fn of_part<'s>(
-        ended: Option<&'s Self>,
+        epilogue: Option<&'s Self>,
         [matrix, row, col]: [usize; 3],
         c: Target<T>,
     ) -> impl Fn(Range<usize>, Range<usize>) + Sync + 's {
         move |rows, cols| {
-            let Some(ended) = ended else { return };
-            let [_, m, n] = ended.dims;
+            let Some(epilogue) = epilogue else { return };
+            let [_, m, n] = epilogue.dims;
             for i in rows {
                 let row = matrix * m + row + i;
-                // SAFETY: `ended_products` saw to it that both outputs are contiguous and as large as `dims` says; each part is told of
-                // once, by the thread that wrote it, and `ended_products` holds both until all threads are done.
+                // SAFETY: `batched_gemm_with_epilogue` saw to it that both outputs are contiguous and as large as `dims` says; each part is told of
+                // once, by the thread that wrote it, and `batched_gemm_with_epilogue` holds both until all threads are done.
                 let [sums, other] = unsafe {
                     let sums = std::slice::from_raw_parts_mut(c.at(i, cols.start), cols.len());
                     let place = |other: Target<T>| {
                         std::slice::from_raw_parts_mut(other.at(row, col + cols.start), cols.len())
                     };
-                    [sums, ended.other.map(place).unwrap_or_default()]
+                    [sums, epilogue.other.map(place).unwrap_or_default()]
                 };
                 debug_assert!(col + cols.end <= n, "a part lies inside of c");
-                (ended.ending)([row, col + cols.start], sums, other);
+                (epilogue.epilogue)([row, col + cols.start], sums, other);
             }
         }
     }
 
     /// Tells of all rows, after a product that told of none.
-    pub(super) fn all(&self, pool: &Pool, c: &mut StackMut<'_, T>) {
+    pub(super) fn all(&self, pool: &Pool, c: &mut BatchedMatrixMut<'_, T>) {
         let [g, m, n] = self.dims;
         let c = Target { start: c.data.as_mut_ptr(), row: n, col: 1 };
         let (rows, some) = (g * m, (TASK / n.max(1)).max(1));
@@ -86,21 +86,21 @@ mod tests {
     use crate::cpu::gemm::products;
     use half::bf16;
 
-    /// The ending negates c and counts, in the second output, how often it saw an element, besides where.
-    fn examine<T: Float>([g, m, n, k]: [usize; 4], turned: bool, threads: usize) {
+    /// The epilogue negates c and counts, in the second output, how often it saw an element, besides where.
+    fn examine<T: Float>([g, m, n, k]: [usize; 4], transposed: bool, threads: usize) {
         let numbers = |seed: usize, len: usize| -> Vec<T> {
             (0..len).map(|i| T::from_f64(((i + seed) * 7919 % 15) as f64 - 7.0)).collect()
         };
         let (x, y) = (numbers(1, g * m * k), numbers(2, g * k * n));
-        let a = Stack { data: &x[..], strides: [m * k, k, 1] };
-        let b = Stack { data: &y[..], strides: if turned { [k * n, 1, k] } else { [k * n, n, 1] } };
+        let a = BatchedMatrix { data: &x[..], strides: [m * k, k, 1] };
+        let b = BatchedMatrix { data: &y[..], strides: if transposed { [k * n, 1, k] } else { [k * n, n, 1] } };
         let pool = Pool::new(threads);
         let mut right = vec![T::from_f64(9.0); g * m * n];
-        products(&pool, [g, m, n, k], a, b, StackMut { data: &mut right[..], strides: [m * n, n, 1] });
+        products(&pool, [g, m, n, k], a, b, BatchedMatrixMut { data: &mut right[..], strides: [m * n, n, 1] });
         let place = |row: usize, col: usize| ((3 * row + col) % 100) as f64 + 1.0;
         let mut c = vec![T::from_f64(9.0); g * m * n];
         let mut other = vec![T::default(); g * m * n];
-        ended_products(&pool, [g, m, n, k], a, b, &mut c, Some(&mut other), &|[row, col], c, other| {
+        batched_gemm_with_epilogue(&pool, [g, m, n, k], a, b, &mut c, Some(&mut other), &|[row, col], c, other| {
             assert_eq!(c.len(), other.len());
             for (j, (c, other)) in c.iter_mut().zip(other).enumerate() {
                 *c = T::from_f64(-c.to_f64());
@@ -112,7 +112,7 @@ mod tests {
             assert_eq!(c[at].to_f64(), -right[at].to_f64(), "{what}");
             assert_eq!(other[at].to_f64(), place(at / n, at % n), "{what}");
         }
-        ended_products(&pool, [g, m, n, k], a, b, &mut c, None, &|_, c, other| {
+        batched_gemm_with_epilogue(&pool, [g, m, n, k], a, b, &mut c, None, &|_, c, other| {
             assert!(other.is_empty());
             c.fill(T::from_f64(5.0));
         });
@@ -134,10 +134,10 @@ mod tests {
             [1, 260, 200, 290],
         ];
         for (dims, threads) in shapes.into_iter().flat_map(|dims| [1, 2, 3].map(|threads| (dims, threads))) {
-            for turned in [false, true] {
-                examine::<f32>(dims, turned, threads);
-                examine::<f64>(dims, turned, threads);
-                examine::<bf16>(dims, turned, threads);
+            for transposed in [false, true] {
+                examine::<f32>(dims, transposed, threads);
+                examine::<f64>(dims, transposed, threads);
+                examine::<bf16>(dims, transposed, threads);
             }
         }
     }

@@ -18,7 +18,7 @@ use std::ops::Range;
 ///   of the first column
 ///
 /// What is not kept is zero even where x is not a number. Exact. Counted: no operations.
-pub static TRIANGLE: Kernel = Kernel {
+pub static TRIANGULAR: Kernel = Kernel {
     name: "triangle",
     reference: plain,
     cpu: Some(fast),
@@ -108,7 +108,7 @@ mod tests {
     #[test]
     fn by_hand() {
         let x = Value::real(&[2, 3], &[1.0, 2.0, 3.0, f64::NAN, 5.0, 6.0]);
-        let run = |s: [Scalar; 4]| evaluate(&TRIANGLE, std::slice::from_ref(&x), &[&[2, 3]], &s).remove(0);
+        let run = |s: [Scalar; 4]| evaluate(&TRIANGULAR, std::slice::from_ref(&x), &[&[2, 3]], &s).remove(0);
         assert_eq!(run(scalars(1, 0, 0, 0)), [1.0, 2.0, 3.0, 0.0, 5.0, 6.0]);
         assert_eq!(run(scalars(1, 1, 0, 0)), [0.0, 2.0, 3.0, 0.0, 0.0, 6.0]);
         // Rows 3 and 4, columns 3 to 5 of a larger matrix.
@@ -122,7 +122,7 @@ mod tests {
             for (upper, d, row, col) in
                 [(1, 0, 0, 0), (0, 0, 0, 0), (1, -3, 2, 9), (0, 4, 30, 3), (0, -900, 0, 0), (1, 900, 0, 0)]
             {
-                Case::new(&TRIANGLE)
+                Case::new(&TRIANGULAR)
                     .input(shape, &x)
                     .output(shape)
                     .scalars(&scalars(upper, d, row, col))

@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Sums that any thread reads and one at a time adds to, as launches of a back end come one after another: a load and a store each.
 /// To lock the memory for that would take as long as half the kernel of a small launch.
 #[derive(Debug, Default)]
-pub(crate) struct Tally {
+pub(crate) struct CostCounter {
     flops: AtomicU64,
     bytes: AtomicU64,
 }
 
-impl Tally {
+impl CostCounter {
     /// Adds the cost of a launch.
     pub(crate) fn add(&self, cost: Cost) {
         raise(&self.flops, cost.flops);
@@ -40,9 +40,9 @@ mod tests {
 
     #[test]
     fn costs_add_up_whoever_launches_after_whom() {
-        let tally = Tally::default();
-        tally.add(Cost { flops: 3, bytes: 40 });
-        std::thread::scope(|s| s.spawn(|| tally.add(Cost { flops: 4, bytes: 2 })).join().unwrap());
-        assert_eq!(tally.sum(), Cost { flops: 7, bytes: 42 });
+        let counter = CostCounter::default();
+        counter.add(Cost { flops: 3, bytes: 40 });
+        std::thread::scope(|s| s.spawn(|| counter.add(Cost { flops: 4, bytes: 2 })).join().unwrap());
+        assert_eq!(counter.sum(), Cost { flops: 7, bytes: 42 });
     }
 }

@@ -1,6 +1,6 @@
 //! Sums of products of bf16 in vectors: AVX512-BF16.
 
-use crate::cpu::simd::pairs::{LINES, WORDS};
+use crate::cpu::simd::pack_bf16::{LINES, WORDS};
 use std::arch::x86_64::*;
 
 /// Rows of sums that are formed at a time: with two vectors each, they and what they are formed from fit the registers.

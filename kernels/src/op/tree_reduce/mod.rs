@@ -59,11 +59,11 @@ joins! {
     /// - out: y, same shape and dtype, contiguous, at any offset
     ///
     /// 16-bit floats are combined in f32 and rounded once; integers wrap around.
-    SUM Sum "Sum" "ranks_sum" |a, b| a + b, a.wrapping_add(b);
+    SUM Sum "Sum" "tree_sum" |a, b| a + b, a.wrapping_add(b);
     /// y = the largest of x_0, x_1, ...; not-a-number wins. Operands as in [`SUM`].
-    MAX Max "Larger" "ranks_max" |a, b| nan_or(a, b, a > b), a.max(b);
+    MAX Max "Larger" "tree_max" |a, b| nan_or(a, b, a > b), a.max(b);
     /// y = the smallest of x_0, x_1, ...; not-a-number wins. Operands as in [`SUM`].
-    MIN Min "Smaller" "ranks_min" |a, b| nan_or(a, b, a < b), a.min(b);
+    MIN Min "Smaller" "tree_min" |a, b| nan_or(a, b, a < b), a.min(b);
 }
 
 /// a if it `wins` or is not a number, else b.

@@ -1,7 +1,7 @@
 //! The innermost loops of a matrix product: tiles of sums held in registers.
 
 use crate::cpu::simd::Level;
-use crate::cpu::simd::turn::{self, Turn};
+use crate::cpu::simd::transpose_tile::{self, TransposeTile};
 use crate::dtype::{DType, Real};
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
@@ -34,8 +34,8 @@ pub(crate) struct Tiles<R: 'static> {
     pub(crate) table: &'static [[Tile<R>; 2]],
     /// The same, which ask for memory ahead. What others do not ask for costs them nothing.
     pub(crate) asking: &'static [[Tile<R>; 2]],
-    /// Rows that are turned at a time, and how.
-    pub(crate) turn: (usize, Turn<R>),
+    /// Rows that are transposed at a time, and how.
+    pub(crate) turn: (usize, TransposeTile<R>),
 }
 
 impl<R: Real> Tiles<R> {
@@ -73,7 +73,7 @@ pub(super) trait Vector: Copy {
     /// There are `LANES` elements to write.
     unsafe fn store(self, to: *mut Self::Item);
     /// Asks for a cache line ahead of its use, wherever that may be.
-    fn expect(at: *const Self::Item);
+    fn prefetch(at: *const Self::Item);
     /// The same, not further than into the second-level cache.
     fn expect_later(at: *const Self::Item);
     fn fma(self, a: Self, b: Self) -> Self;
@@ -100,8 +100,8 @@ unsafe fn tile<V: Vector, const H: usize, const W: usize, const ASKS: bool>(
     for step in 0..depth {
         if step % EXPECT_EVERY == 0 && step < EXPECT_EVERY * H {
             // The first and the last element of a row stand for all of its cache lines, of which there are at most three.
-            (0..W).for_each(|w| V::expect(ahead.wrapping_add(w * V::LANES)));
-            V::expect(ahead.wrapping_add(W * V::LANES - 1));
+            (0..W).for_each(|w| V::prefetch(ahead.wrapping_add(w * V::LANES)));
+            V::prefetch(ahead.wrapping_add(W * V::LANES - 1));
             ahead = ahead.wrapping_add(c_step);
         }
         // SAFETY: the caller vouches for `depth` columns of a and rows of b; `wrapping_add` may step past the last.
@@ -154,7 +154,7 @@ impl<R: Real, const N: usize> Vector for [R; N] {
         unsafe { *to.cast() = self }
     }
     #[inline(always)]
-    fn expect(_: *const R) {}
+    fn prefetch(_: *const R) {}
     #[inline(always)]
     fn expect_later(_: *const R) {}
     #[inline(always)]
@@ -189,7 +189,7 @@ macro_rules! vector {
                 unsafe { $store(to, self) }
             }
             #[inline(always)]
-            fn expect(at: *const $t) {
+            fn prefetch(at: *const $t) {
                 // SAFETY: nothing is read; every CPU of this architecture has the instruction.
                 unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
             }
@@ -245,7 +245,7 @@ tiles!(
     f32,
     "avx512f",
     [1 2 3 4 5 6 7 8 9 10 11 12 13 14],
-    (8, turn::eight_f32)
+    (8, transpose_tile::eight_f32)
 );
 tiles!(
     #[cfg(target_arch = "x86_64")]
@@ -254,7 +254,7 @@ tiles!(
     f64,
     "avx512f",
     [1 2 3 4 5 6 7 8 9 10 11 12 13 14],
-    (4, turn::four_f64)
+    (4, transpose_tile::four_f64)
 );
 tiles!(
     #[cfg(target_arch = "x86_64")]
@@ -263,7 +263,7 @@ tiles!(
     f32,
     "avx2,fma",
     [1 2 3 4 5 6],
-    (8, turn::eight_f32)
+    (8, transpose_tile::eight_f32)
 );
 tiles!(
     #[cfg(target_arch = "x86_64")]
@@ -272,7 +272,7 @@ tiles!(
     f64,
     "avx2,fma",
     [1 2 3 4 5 6],
-    (4, turn::four_f64)
+    (4, transpose_tile::four_f64)
 );
-tiles!(plain_f32, [f32; 8], f32, "sse2", [1 2 3 4 5 6], (8, turn::plain::<f32, 8>));
-tiles!(plain_f64, [f64; 4], f64, "sse2", [1 2 3 4 5 6], (4, turn::plain::<f64, 4>));
+tiles!(plain_f32, [f32; 8], f32, "sse2", [1 2 3 4 5 6], (8, transpose_tile::plain::<f32, 8>));
+tiles!(plain_f64, [f64; 4], f64, "sse2", [1 2 3 4 5 6], (4, transpose_tile::plain::<f64, 4>));
