@@ -148,7 +148,7 @@ static HELD: Kernel = Kernel {
 fn what_is_computed_next_is_done_before_a_sum_that_is_held_back() {
     let folder = Folder::new("flights-held");
     let Some(card) = card::open(&folder) else { return };
-    let keeper = card.backend(shardgrad::kernels::Settings::default()).unwrap();
+    let keeper = card.backend(shardgrad::kernels::BackendConfig::default()).unwrap();
     let gate = |value: f32| upload(&*keeper, &[value]).unwrap();
     let (open, closed) = (gate(1.0), Mutex::new(gate(0.0)));
     keeper.finish().unwrap();

@@ -41,7 +41,7 @@ impl Leaf {
     }
 
     /// Takes over the tensor of another one, and how it came about. Cotangents that were added up stay.
-    fn refill(&mut self, other: Leaf) {
+    fn upload_into(&mut self, other: Leaf) {
         (self.tensor, self.last, self.origin) = (other.tensor, other.last, other.origin);
         self.reuse = other.reuse;
         (self.layout, self.sums, self.site) = (other.layout, other.sums, other.site);
@@ -126,7 +126,7 @@ impl Arena {
             return refused("lies otherwise than its gradient", "take Tape::gradients() before it changes");
         }
         self.forget(&family);
-        self.leaves[at].refill(new);
+        self.leaves[at].upload_into(new);
         Ok(())
     }
 }
@@ -234,7 +234,7 @@ impl Tape {
             Some(at) => {
                 let family = arena.family(at);
                 arena.forget(&family);
-                arena.leaves[at].refill(form);
+                arena.leaves[at].upload_into(form);
             }
             None => {
                 arena.leaves[origin_at].forms.push(at as u32);

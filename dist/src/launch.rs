@@ -10,7 +10,7 @@ use crate::table::{Failure, State, Table};
 use crate::transport::record::Recording;
 use crate::transport::thread::{Shared, Threads};
 use shardgrad_kernels::cpu::cores;
-use shardgrad_kernels::{Host, Machine, MatmulPrecision, Null, Settings};
+use shardgrad_kernels::{BackendConfig, BackendProvider, CpuProvider, MatmulPrecision, Null};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -40,7 +40,7 @@ pub struct World {
     precision: MatmulPrecision,
     jitter: Option<u64>,
     pinned: bool,
-    machine: Arc<dyn Machine>,
+    machine: Arc<dyn BackendProvider>,
 }
 
 impl World {
@@ -55,7 +55,7 @@ impl World {
             precision: MatmulPrecision::Highest,
             jitter: None,
             pinned: false,
-            machine: Arc::new(Host),
+            machine: Arc::new(CpuProvider),
         }
     }
 
@@ -100,7 +100,7 @@ impl World {
     /// Where the ranks compute ([`open`](shardgrad_kernels::open()) gives a device by its name). All of them share it.
     /// Default: the processor of this machine.
     #[must_use]
-    pub fn on(mut self, machine: Arc<dyn Machine>) -> World {
+    pub fn on(mut self, machine: Arc<dyn BackendProvider>) -> World {
         self.machine = machine;
         self
     }
@@ -145,7 +145,7 @@ impl World {
             let rank = || {
                 let cores = homes.chunks(num_threads).nth(index).unwrap_or_default().to_vec();
                 cores.first().iter().for_each(|core| cores::stay_on(**core));
-                let settings = Settings { num_threads, may_spin, cores, memory_bytes_max, precision };
+                let settings = BackendConfig { num_threads, may_spin, cores, memory_bytes_max, precision };
                 let backend = self.machine.backend(settings)?;
                 let transport = Box::new(Threads::new(shared.clone(), index));
                 Ok(Rank::new(self.mesh.clone(), index, backend, transport))

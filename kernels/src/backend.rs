@@ -1,13 +1,13 @@
 //! Where kernels run: the object-safe traits, and the CPU.
 
 use crate::buffer::{Allocator, Buffer, bytes_of, bytes_of_mut};
+use crate::cost_counter::CostCounter;
 use crate::cpu::Pool;
 use crate::cpu::pack_cache::PackCache;
 use crate::dtype::Element;
 use crate::error::{KernelError, MemoryStats};
 use crate::kernel::{Cost, Kernel, Launch};
 use crate::precision::MatmulPrecision;
-use crate::cost_counter::CostCounter;
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
@@ -53,18 +53,18 @@ impl fmt::Display for Device {
 /// A point in the work that was given to a back end. The default is a point that is always behind: a back end that has
 /// done its work when a call returns knows no other.
 #[derive(Clone, Debug, Default)]
-pub struct Mark(Option<Arc<dyn Any + Send + Sync>>);
+pub struct SyncEvent(Option<Arc<dyn Any + Send + Sync>>);
 
-impl Mark {
+impl SyncEvent {
     /// A point as its back end knows it.
     #[must_use]
-    pub fn new<T: Any + Send + Sync>(point: Arc<T>) -> Mark {
-        Mark(Some(point))
+    pub fn new<T: Any + Send + Sync>(point: Arc<T>) -> SyncEvent {
+        SyncEvent(Some(point))
     }
 
     /// Whether nobody needs to wait for it.
     #[must_use]
-    pub fn is_behind(&self) -> bool {
+    pub fn is_complete(&self) -> bool {
         self.0.is_none()
     }
 
@@ -96,15 +96,15 @@ impl Graph {
 
 /// While this lives, a buffer is one that kernels read again and again ([`Backend::reuse`]). The default is a word that nobody heeds.
 #[derive(Debug, Default)]
-pub struct Reuse {
+pub struct PackCacheGuard {
     _hold: Option<Box<dyn Any + Send + Sync>>,
 }
 
-impl Reuse {
+impl PackCacheGuard {
     /// What ends when it is dropped, as its back end knows it.
     #[must_use]
-    pub fn new<T: Any + Send + Sync>(hold: T) -> Reuse {
-        Reuse { _hold: Some(Box::new(hold)) }
+    pub fn new<T: Any + Send + Sync>(hold: T) -> PackCacheGuard {
+        PackCacheGuard { _hold: Some(Box::new(hold)) }
     }
 }
 
@@ -163,8 +163,8 @@ pub trait Backend: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// What the device reports.
-    fn mark(&self) -> Result<Mark, KernelError> {
-        Ok(Mark::default())
+    fn mark(&self) -> Result<SyncEvent, KernelError> {
+        Ok(SyncEvent::default())
     }
 
     /// Lets all work that is given from now on begin after a point in the work of another back end. The caller does not
@@ -172,20 +172,20 @@ pub trait Backend: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// What the device reports.
-    fn wait(&self, mark: &Mark) -> Result<(), KernelError> {
-        debug_assert!(mark.is_behind(), "a mark belongs to back ends of one kind");
+    fn wait(&self, mark: &SyncEvent) -> Result<(), KernelError> {
+        debug_assert!(mark.is_complete(), "a mark belongs to back ends of one kind");
         Ok(())
     }
 
     /// Begins a flight: work that is done beside all that is given here, for calls to others. It is given to the back end that
     /// comes back, which has this one's memory and account, and begins behind what was given here before. What is given here
-    /// after [`Backend::end_flight`] may begin before the flight is done, unless it reads what a flight has taken for itself
+    /// after [`Backend::end_async`] may begin before the flight is done, unless it reads what a flight has taken for itself
     /// ([`Backend::alloc`] there) or writes that or what a flight holds ([`Backend::hold`]). Nothing is given here in between.
     /// `None` where all work is done in one order.
     ///
     /// # Errors
     /// What the device reports; then there is no flight.
-    fn begin_flight(&self) -> Result<Option<&dyn Backend>, KernelError> {
+    fn begin_async(&self) -> Result<Option<&dyn Backend>, KernelError> {
         Ok(None)
     }
 
@@ -193,7 +193,7 @@ pub trait Backend: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// What the device reports.
-    fn end_flight(&self) -> Result<(), KernelError> {
+    fn end_async(&self) -> Result<(), KernelError> {
         Ok(())
     }
 
@@ -208,9 +208,9 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// it: on the CPU, the form in which products pack a right operand, which takes about as much memory as that (in 16-bit floats
     /// twice as much) for each way in which it is read, as it is and turned. That is counted, and given up where memory is short.
     /// Results do not depend on it. Not for what is read once, nor for what is to be updated in place before the end.
-    fn reuse(&self, buffer: &Buffer) -> Reuse {
+    fn reuse(&self, buffer: &Buffer) -> PackCacheGuard {
         let _ = buffer;
-        Reuse::default()
+        PackCacheGuard::default()
     }
 
     /// Notes the launches that a function gives, without doing them, for [`Backend::replay`]. Buffers that come out of the
@@ -220,7 +220,7 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// # Errors
     /// [`KernelError::Unsupported`] where there is no such thing; [`KernelError::Captured`] for work that copies to or from the
     /// host, orders itself with other back ends, waits, or captures; what the function or the device reports, unless somebody
-    /// still holds what the function has made until then, which is [`KernelError::Unmade`].
+    /// still holds what the function has made until then, which is [`KernelError::CaptureOutputHeld`].
     fn capture(&self, work: &mut dyn FnMut() -> Result<(), KernelError>) -> Result<Graph, KernelError> {
         let _ = work;
         Err(KernelError::Unsupported { kernel: "capture", device: "this back end" })
@@ -245,7 +245,7 @@ pub trait Backend: fmt::Debug + Send + Sync {
 
 /// What a rank asks of its back end.
 #[derive(Clone, Debug)]
-pub struct Settings {
+pub struct BackendConfig {
     /// Host threads that its kernels use, the rank's own among them (0 counts as 1).
     pub num_threads: usize,
     /// Whether these may spin for a while where they wait: all threads of all ranks have cores.
@@ -258,16 +258,16 @@ pub struct Settings {
     pub cores: Vec<usize>,
 }
 
-impl Default for Settings {
+impl Default for BackendConfig {
     /// One thread anywhere, which may spin, no limit, the most exact products.
     fn default() -> Self {
         let precision = MatmulPrecision::Highest;
-        Settings { num_threads: 1, may_spin: true, cores: Vec::new(), memory_bytes_max: 0, precision }
+        BackendConfig { num_threads: 1, may_spin: true, cores: Vec::new(), memory_bytes_max: 0, precision }
     }
 }
 
 /// What gives each rank of a world a back end of its own.
-pub trait Machine: fmt::Debug + Send + Sync {
+pub trait BackendProvider: fmt::Debug + Send + Sync {
     /// Which device its back ends are on.
     fn device(&self) -> Device;
 
@@ -275,21 +275,21 @@ pub trait Machine: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// What the device reports.
-    fn backend(&self, settings: Settings) -> Result<Arc<dyn Backend>, KernelError>;
+    fn backend(&self, settings: BackendConfig) -> Result<Arc<dyn Backend>, KernelError>;
 }
 
 /// The processor of this machine.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Host;
+pub struct CpuProvider;
 
-impl Machine for Host {
+impl BackendProvider for CpuProvider {
     fn device(&self) -> Device {
         Device::Cpu
     }
 
-    fn backend(&self, settings: Settings) -> Result<Arc<dyn Backend>, KernelError> {
+    fn backend(&self, settings: BackendConfig) -> Result<Arc<dyn Backend>, KernelError> {
         let allocator = Allocator::with_limit(settings.memory_bytes_max);
-        let Settings { num_threads, may_spin, precision, ref cores, .. } = settings;
+        let BackendConfig { num_threads, may_spin, precision, ref cores, .. } = settings;
         let pool = Pool::placed(num_threads, may_spin, cores).with_precision(precision);
         Ok(Cpu::on(pool, allocator))
     }
@@ -309,7 +309,11 @@ pub fn upload<T: Element>(backend: &dyn Backend, data: &[T]) -> Result<Buffer, K
 ///
 /// # Errors
 /// What the device reports.
-pub fn refill<T: Element>(backend: &dyn Backend, data: &[T], to: &mut Buffer) -> Result<(), KernelError> {
+pub fn upload_into<T: Element>(
+    backend: &dyn Backend,
+    data: &[T],
+    to: &mut Buffer,
+) -> Result<(), KernelError> {
     backend.upload(bytes_of(data), to)
 }
 
@@ -377,8 +381,12 @@ impl Backend for Cpu {
         }
     }
 
-    fn reuse(&self, buffer: &Buffer) -> Reuse {
-        if buffer.has_memory() { Reuse::new(self.pack_cache.hold(buffer)) } else { Reuse::default() }
+    fn reuse(&self, buffer: &Buffer) -> PackCacheGuard {
+        if buffer.has_memory() {
+            PackCacheGuard::new(self.pack_cache.hold(buffer))
+        } else {
+            PackCacheGuard::default()
+        }
     }
 
     fn launch(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
@@ -495,6 +503,6 @@ mod tests {
         let buffer = upload(&*cpu, &[1.5f32, -2.0, 7.0]).unwrap();
         assert_eq!(download::<f32>(&*cpu, &buffer, 2).unwrap(), [1.5, -2.0]);
         assert_eq!(download::<f32>(&*cpu, &Buffer::without_memory(8), 2).unwrap(), []);
-        assert!(cpu.mark().unwrap().is_behind());
+        assert!(cpu.mark().unwrap().is_complete());
     }
 }

@@ -238,15 +238,15 @@ impl fmt::Debug for Allocator {
 }
 
 /// What takes memory of a device back.
-pub trait Keeper: fmt::Debug + Send + Sync {
+pub trait DeviceAllocator: fmt::Debug + Send + Sync {
     /// The last handle of the memory at an address is gone. Work that the device has yet to do may still use it.
     fn give_back(&self, address: u64);
 
     /// Keeps the memory at an address from being used again, once its last handle is gone, until it is let go as often.
     fn keep(&self, _address: u64) {}
 
-    /// The end of one [`Keeper::keep`].
-    fn let_go(&self, _address: u64) {}
+    /// The end of one [`DeviceAllocator::keep`].
+    fn release(&self, _address: u64) {}
 }
 
 /// What is behind a buffer.
@@ -257,7 +257,7 @@ enum Memory {
     },
     Device {
         address: u64,
-        home: Arc<dyn Keeper>,
+        home: Arc<dyn DeviceAllocator>,
     },
     /// Nothing but a size, and who counts it.
     Outline {
@@ -370,7 +370,7 @@ impl Buffer {
 
     /// A buffer of memory that only a device reaches, which `home` gets back.
     #[must_use]
-    pub fn on_device(address: u64, bytes: usize, home: Arc<dyn Keeper>) -> Buffer {
+    pub fn on_device(address: u64, bytes: usize, home: Arc<dyn DeviceAllocator>) -> Buffer {
         Buffer::of(Memory::Device { address, home }, bytes)
     }
 
@@ -385,7 +385,7 @@ impl Buffer {
 
     /// Where the memory of a device begins, and who gets it back.
     #[cfg(feature = "cuda")]
-    pub(crate) fn on_its_device(&self) -> Option<(u64, &Arc<dyn Keeper>)> {
+    pub(crate) fn on_its_device(&self) -> Option<(u64, &Arc<dyn DeviceAllocator>)> {
         match &self.0.memory {
             Memory::Device { address, home } => Some((*address, home)),
             Memory::Host { .. } | Memory::Outline { .. } => None,

@@ -74,7 +74,7 @@ pub enum KernelError {
         what: &'static str,
     },
     /// A capture failed, and contents that it was to make are still held.
-    Unmade {
+    CaptureOutputHeld {
         /// How many bytes have no contents.
         bytes: usize,
     },
@@ -105,7 +105,7 @@ impl fmt::Display for KernelError {
             KernelError::Unsupported { kernel, device } => write!(f, "{kernel}: no kernel for {device}"),
             KernelError::Compile { kernel, log } => write!(f, "{kernel}: the compiler refused it: {log}"),
             KernelError::Captured { what } => write!(f, "work that is being captured {what}"),
-            KernelError::Unmade { bytes } => {
+            KernelError::CaptureOutputHeld { bytes } => {
                 write!(f, "work could not be captured, and {bytes} bytes that it was to fill are still held")
             }
             KernelError::Device { call, why, lasting: false } => write!(f, "{call}: {why}"),

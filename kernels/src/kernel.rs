@@ -4,7 +4,7 @@ use crate::buffer::Buffer;
 use crate::cpu::Pool;
 use crate::dtype::DType;
 use crate::error::KernelError;
-use crate::gpu::Plan;
+use crate::gpu::LaunchPlan;
 use crate::strides::Strides;
 use std::fmt;
 
@@ -126,7 +126,7 @@ pub struct Gpu {
     /// CUDA C++ without includes; [`PRELUDE`](crate::gpu::PRELUDE) stands before it. Entries are `extern "C" __global__`.
     pub source: &'static str,
     /// Describes a launch. It reads dtypes, views and scalars, never contents, and gives the same plan for the same.
-    pub plan: fn(&Launch<'_>, &mut Plan) -> Result<(), KernelError>,
+    pub plan: fn(&Launch<'_>, &mut LaunchPlan) -> Result<(), KernelError>,
 }
 
 /// How far a fast path may be from the reference that runs in f64: |fast - reference| is at most

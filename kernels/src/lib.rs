@@ -27,7 +27,8 @@ pub mod cuda;
 pub mod open;
 
 pub use backend::{
-    Backend, Cpu, Device, Graph, Host, Machine, Mark, Reuse, Settings, download, refill, upload,
+    Backend, BackendConfig, BackendProvider, Cpu, CpuProvider, Device, Graph, PackCacheGuard, SyncEvent,
+    download, upload, upload_into,
 };
 pub use buffer::{Allocator, Buffer};
 pub use dtype::{DType, Element, Float, Real};

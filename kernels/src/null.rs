@@ -2,9 +2,9 @@
 
 use crate::backend::{Backend, Device};
 use crate::buffer::{Allocator, Buffer};
+use crate::cost_counter::CostCounter;
 use crate::error::{KernelError, MemoryStats};
 use crate::kernel::{Cost, Kernel, Launch};
-use crate::cost_counter::CostCounter;
 use std::sync::Arc;
 
 /// Shapes, bytes and costs only. Buffers have a size and no memory.

@@ -1,6 +1,6 @@
 //! Devices by name.
 
-use crate::backend::{Device, Host, Machine};
+use crate::backend::{BackendProvider, CpuProvider, Device};
 use crate::error::KernelError;
 use std::sync::Arc;
 
@@ -9,11 +9,11 @@ use std::sync::Arc;
 /// # Errors
 /// [`KernelError::Library`] where the device is missing, this build has no back end for it, or it runs no ranks; what the
 /// device reports.
-pub fn open(device: Device) -> Result<Arc<dyn Machine>, KernelError> {
+pub fn open(device: Device) -> Result<Arc<dyn BackendProvider>, KernelError> {
     match device {
-        Device::Cpu => Ok(Arc::new(Host)),
+        Device::Cpu => Ok(Arc::new(CpuProvider)),
         #[cfg(feature = "cuda")]
-        Device::Cuda(card) => Ok(crate::cuda::Card::open(&crate::cuda::Places::from_env(), card)?),
+        Device::Cuda(card) => Ok(crate::cuda::CudaDevice::open(&crate::cuda::SearchPaths::from_env(), card)?),
         #[cfg(not(feature = "cuda"))]
         Device::Cuda(_) => Err(KernelError::Library {
             library: "CUDA",

@@ -5,7 +5,7 @@
 
 #[path = "../src/cpu/job.rs"]
 mod job;
-#[path = "../src/cpu/slot.rs"]
+#[path = "../src/cpu/worker_slot.rs"]
 mod worker_slot;
 #[path = "../src/cpu/sync.rs"]
 mod sync;

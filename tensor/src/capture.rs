@@ -79,7 +79,7 @@ pub fn capture<T>(rank: &Rank, reads: Vec<Tensor>, work: impl FnOnce() -> Result
         (Ok(graph), Some(made), Some(reads)) => {
             return Ok(Ok((Captured { rank: rank.clone(), graph, reads }, made)));
         }
-        (Err(error @ KernelError::Unmade { .. }), ..) => {
+        (Err(error @ KernelError::CaptureOutputHeld { .. }), ..) => {
             let error = Error::from(error);
             return Err(failed
                 .into_iter()

@@ -9,7 +9,7 @@ use crate::watch::Watch;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::binary::{ACCUMULATE, ADD};
 use shardgrad_kernels::op::random::{NORMAL, UNIFORM};
-use shardgrad_kernels::{Buffer, DType, Dims, Element, Reuse, Scalar};
+use shardgrad_kernels::{Buffer, DType, Dims, Element, PackCacheGuard, Scalar};
 use std::cell::{OnceCell, RefCell};
 use std::fmt;
 use std::ops::Range;
@@ -105,7 +105,7 @@ impl Tensor {
     /// back end may keep beside it what it makes of it then ([`Backend::reuse`](shardgrad_kernels::Backend::reuse)); results are the
     /// same. Its memory is held so long, so that an update in place comes after.
     #[must_use]
-    pub fn reuse(&self) -> Reuse {
+    pub fn reuse(&self) -> PackCacheGuard {
         self.rank().backend().reuse(&self.piece().buffer)
     }
 

@@ -5,7 +5,7 @@ use crate::error::{Error, Kind, Result};
 use crate::process::Process;
 use crate::rank::Rank;
 use crate::transport::wire::{Facts, Joint, Party, Wire};
-use shardgrad_kernels::Settings;
+use shardgrad_kernels::BackendConfig;
 use shardgrad_kernels::cpu::cores;
 use std::io::Read;
 use std::thread;
@@ -86,7 +86,7 @@ impl World {
             let cores = homes.chunks(num_threads).nth(process.local_rank()).unwrap_or_default().to_vec();
             cores.first().iter().for_each(|core| cores::stay_on(**core));
             let (memory_bytes_max, precision) = (self.memory_bytes_max, self.precision);
-            let settings = Settings { num_threads, may_spin, cores, memory_bytes_max, precision };
+            let settings = BackendConfig { num_threads, may_spin, cores, memory_bytes_max, precision };
             let wire = Box::new(Wire::new(joint.clone(), self.timeout, spin));
             let rank = Rank::new(self.mesh.clone(), index, self.machine.backend(settings)?, wire);
             let result = f(&rank)?;

@@ -24,7 +24,7 @@ use crate::park::Watch;
 use crate::report;
 use crate::sync::{AtomicU64, RwLockReadGuard};
 use crate::table::{Entry, Failure, Finding, Letter, Posted, Table};
-use shardgrad_kernels::{Allocator, Backend, Buffer, Device, Mark};
+use shardgrad_kernels::{Allocator, Backend, Buffer, Device, SyncEvent};
 use smallvec::SmallVec;
 use std::cell::{Cell, OnceCell, RefCell};
 use std::sync::Arc;
@@ -150,7 +150,7 @@ impl Threads {
             None => None,
         };
         let (group, ready) = (self.group(request), backend.mark()?);
-        if ready.is_behind() && backend.device() == Device::Cpu && fits_notes(request) {
+        if ready.is_complete() && backend.device() == Device::Cpu && fits_notes(request) {
             return self.by_notes(backend, request, group, y);
         }
         self.in_place(backend, request, group, ready, y)
@@ -170,7 +170,7 @@ impl Threads {
         if let Some(x) = request.x {
             backend.download(x, mine)?;
         }
-        self.entry(self.rank).post(request, true, None, Mark::default());
+        self.entry(self.rank).post(request, true, None, SyncEvent::default());
         self.arrive(group, request, mine)?;
         self.shake();
         let mut y = match y {
@@ -197,11 +197,11 @@ impl Threads {
         backend: &dyn Backend,
         request: &Request<'_>,
         group: &Group,
-        ready: Mark,
+        ready: SyncEvent,
         mut y: Option<Buffer>,
     ) -> Result<Option<Buffer>> {
         // Where work is done when it is given, nothing has to wait for it.
-        let is_later = !ready.is_behind();
+        let is_later = !ready.is_complete();
         self.entry(self.rank).post(request, true, request.x, ready);
         self.arrive(group, request, &[])?;
         {
@@ -254,7 +254,7 @@ impl Threads {
 
     /// Carries a call out, as a flight where the back end knows such.
     fn fly(&self, own: &dyn Backend, request: &Request<'_>) -> Result<Option<Buffer>> {
-        let backend = own.begin_flight()?.unwrap_or(own);
+        let backend = own.begin_async()?.unwrap_or(own);
         if let Some(x) = request.x {
             backend.hold(x);
         }
@@ -264,7 +264,7 @@ impl Threads {
             _ => self.collective(backend, request),
         });
         // Whatever has come of it: others may have begun to read.
-        let ended = own.end_flight();
+        let ended = own.end_async();
         let y = outcome?;
         ended?;
         Ok(y)
@@ -374,7 +374,7 @@ impl Threads {
         }
         let me = self.entry(self.rank);
         let ready = backend.mark()?;
-        me.post(request, false, None, Mark::default());
+        me.post(request, false, None, SyncEvent::default());
         let issued = me.posted().issued.clone();
         let letter = Letter { from: self.rank, issued, x: copied, ready };
         self.entry(request.seat.members[to]).deliver(letter);
@@ -385,7 +385,7 @@ impl Threads {
         let (dtype, numel, axes) = (request.call.dtype, request.counts[0], request.call.axes);
         let mut y = backend.alloc(numel * dtype.size())?;
         let (me, from) = (self.entry(self.rank), request.seat.members[from]);
-        me.post(request, true, None, Mark::default());
+        me.post(request, true, None, SyncEvent::default());
         let mut watch = Watch::default();
         let there = || me.has_letter(axes, from);
         me.parking.wait(self.shared.spin, there, || self.look_around(request, &mut watch, true))?;
@@ -400,7 +400,7 @@ impl Threads {
         backend.wait(&letter.ready)?;
         local::copy(backend, dtype, &letter.x, 0..numel, &mut y, 0)?;
         let read = backend.mark()?;
-        if !read.is_behind() {
+        if !read.is_complete() {
             self.entry(from).give_back(letter.x, read);
         }
         Ok(y)

@@ -39,7 +39,7 @@ fn a_limit_is_an_error_with_figures() {
 #[derive(Debug, Default)]
 struct Returned(Mutex<Vec<u64>>);
 
-impl Keeper for Returned {
+impl DeviceAllocator for Returned {
     fn give_back(&self, address: u64) {
         self.0.lock().unwrap().push(address);
     }

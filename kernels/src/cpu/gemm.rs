@@ -18,13 +18,13 @@ mod split;
 use crate::cpu::Pool;
 use crate::cpu::simd::bf16::{self, Bf16Isa};
 use crate::cpu::simd::blocked_gemm::{BlockedGemm, Target, Whole};
-use crate::cpu::simd::pack::{DEPTH_MAX, Source};
-use crate::cpu::simd::prepacked::Packed;
-use crate::cpu::simd::pack_bf16::Lines;
-use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::simd::gemv::gemv_row_major;
-use crate::cpu::simd::microkernel::Tiles;
 use crate::cpu::simd::gemv_transposed;
+use crate::cpu::simd::microkernel::Tiles;
+use crate::cpu::simd::pack::{DEPTH_MAX, Source};
+use crate::cpu::simd::pack_bf16::Lines;
+use crate::cpu::simd::prepacked::Packed;
+use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::simd::{Level, level, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
 use crate::precision::MatmulPrecision;
@@ -79,7 +79,15 @@ pub fn product<A, B, R>(
     R: Real,
 {
     let kind = Bf16Isa::best().filter(|_| A::DTYPE == DType::BF16 && B::DTYPE == DType::BF16);
-    product_by(kind.map_or(KernelKind::Fma(level()), KernelKind::Bf16Dot), scratch, dims, a, b, accumulate, c);
+    product_by(
+        kind.map_or(KernelKind::Fma(level()), KernelKind::Bf16Dot),
+        scratch,
+        dims,
+        a,
+        b,
+        accumulate,
+        c,
+    );
 }
 
 /// Whether two bf16 operands meet in dot products of this CPU.
@@ -208,8 +216,7 @@ fn batched_gemm_with_isa<T: Float>(
             DType::F32 => batched_bf16_gemm::<T, f32>(isa, pool, dims, a, b, &mut c),
             _ => batched_bf16_gemm::<T, half::bf16>(isa, pool, dims, a, b, &mut c),
         }
-    } else if g == 1 && m == 1 && n > 1 && c.strides[2] == 1 && gemv(pool, [n, k], a, b, &mut c.data[..n])
-    {
+    } else if g == 1 && m == 1 && n > 1 && c.strides[2] == 1 && gemv(pool, [n, k], a, b, &mut c.data[..n]) {
         // Done.
     } else if k > 0
         && let Some(epilogue) = epilogue
@@ -284,7 +291,13 @@ const ROW_TASKS: usize = 2;
 
 /// A product of one row. Most of what it reads is b, so it is cut along the columns. False, and nothing is done, if
 /// neither rows nor columns of b lie side by side, or this CPU has nothing for them.
-fn gemv<T: Float>(pool: &Pool, [n, k]: [usize; 2], a: BatchedMatrix<'_, T>, b: BatchedMatrix<'_, T>, c: &mut [T]) -> bool {
+fn gemv<T: Float>(
+    pool: &Pool,
+    [n, k]: [usize; 2],
+    a: BatchedMatrix<'_, T>,
+    b: BatchedMatrix<'_, T>,
+    c: &mut [T],
+) -> bool {
     let [_, row, col] = b.strides;
     let transposed = col != 1 && row == 1;
     if k == 0 || col != 1 && !(transposed && gemv_transposed::is_supported(level(), T::DTYPE)) {

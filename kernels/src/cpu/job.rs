@@ -3,8 +3,8 @@
 //! To wake a worker is a system call. So nobody wakes them all: the caller and each worker that has come ask a few, then do
 //! tasks of their own. A worker that comes too late for a task asks nobody.
 
-use super::worker_slot::WorkerSlot;
 use super::sync::{AtomicBool, AtomicUsize, JoinHandle};
+use super::worker_slot::WorkerSlot;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 

@@ -91,7 +91,11 @@ impl PackCache {
     ) -> Option<Buffer> {
         let at = memory.as_ptr().addr();
         let known = self.table().find(at, |operand, from| {
-            operand.forms.iter().find(|get_or_pack| get_or_pack.fits(from, view)).map(|get_or_pack| get_or_pack.packed.clone())
+            operand
+                .forms
+                .iter()
+                .find(|get_or_pack| get_or_pack.fits(from, view))
+                .map(|get_or_pack| get_or_pack.packed.clone())
         });
         if let Some(packed) = known? {
             return Some(packed);

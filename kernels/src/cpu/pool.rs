@@ -5,11 +5,11 @@
 //! spin, handing work over and learning that it is done takes a few exchanges of cache lines.
 
 use crate::cpu::cores;
-use crate::cpu::job::{Job, TaskOfThread, Worker, serve};
 use crate::cpu::imbalance::ImbalanceEstimate;
+use crate::cpu::job::{Job, TaskOfThread, Worker, serve};
 use crate::cpu::pack_cache::PackCache;
-use crate::cpu::worker_slot::WorkerSlot;
 use crate::cpu::simd::scratch::Scratch;
+use crate::cpu::worker_slot::WorkerSlot;
 use crate::precision::MatmulPrecision;
 use std::fmt;
 use std::ops::{Deref, DerefMut};

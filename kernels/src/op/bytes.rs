@@ -2,7 +2,7 @@
 
 use super::check::{Case, Kind};
 use super::{
-    KERNELS, adamw, attention, binary, batched_matmul, copy, cross_entropy, embedding, index, sgd, triangular,
+    KERNELS, adamw, attention, batched_matmul, binary, copy, cross_entropy, embedding, index, sgd, triangular,
 };
 use crate::dtype::DType::{self, BF16, F16, F32};
 use crate::kernel::Scalar::{self, Int, Real};
@@ -77,8 +77,9 @@ fn of_a_table_no_more_rows_are_read_than_are_picked() {
 #[test]
 fn of_a_triangle_one_side_is_read() {
     let bytes = |scalars: [i64; 4]| {
-        let case =
-            Case::new(&triangular::TRIANGULAR).of(Kind::Tested, &[&[2, 3, 4]]).to(Kind::Tested, &[&[2, 3, 4]]);
+        let case = Case::new(&triangular::TRIANGULAR)
+            .of(Kind::Tested, &[&[2, 3, 4]])
+            .to(Kind::Tested, &[&[2, 3, 4]]);
         case.scalars(&scalars.map(Int)).bytes(F32)
     };
     // Two matrices of three rows, all of which are written.

@@ -244,7 +244,7 @@ impl<'a> Case<'a> {
         Ok(outputs.iter().zip(&written).map(|(o, buffer)| load(buffer, o.kind.dtype(tested))).collect())
     }
 
-    /// `allowance`: see [`Plan::allow`](crate::gpu::Plan::allow).
+    /// `allowance`: see [`LaunchPlan::allow`](crate::gpu::LaunchPlan::allow).
     fn compare(
         &self,
         who: &str,

@@ -1,7 +1,7 @@
 //! How rows are sorted on GPUs: the grids of sources that stand behind `gpu_sort.cu`. Such a source has an entry `tiles` that
 //! makes items of elements, and where results are not items, `tiles_last` and `join_last` that hand them out.
 
-use crate::gpu::{Grid, GridArg, Plan};
+use crate::gpu::{Grid, GridArg, LaunchPlan};
 use std::borrow::Cow;
 
 /// As in the source.
@@ -31,7 +31,7 @@ impl Sorting {
     /// out, if it does; else the items lie, row by row, in what is given back.
     pub(crate) fn plan(
         &self,
-        plan: &mut Plan,
+        plan: &mut LaunchPlan,
         defines: &[(&'static str, Cow<'static, str>)],
         keys: &[GridArg],
         results: Option<&[GridArg]>,
@@ -39,7 +39,7 @@ impl Sorting {
         if self.rows * self.n * self.kept == 0 {
             return None;
         }
-        let grid = |plan: &mut Plan, entry, blocks: usize, args: Vec<GridArg>| {
+        let grid = |plan: &mut LaunchPlan, entry, blocks: usize, args: Vec<GridArg>| {
             let blocks = u32::try_from(blocks).expect("fewer than 2^43 elements fit a device");
             let (blocks, defines) = ([blocks, 1, 1], defines.to_vec());
             plan.grid(Grid { entry, defines, blocks, threads: THREADS, shared_bytes: 0, args });

@@ -365,7 +365,7 @@ macro_rules! pointwise {
                 }
                 Ok(())
             }
-            fn plan(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+            fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
                 let dtype = launch.outputs[0].dtype;
                 let [args, scalars] = [stringify!($x), stringify!($c)];
                 let text = match dtype {

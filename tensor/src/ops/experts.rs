@@ -8,8 +8,8 @@ use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float}
 use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Rank, Result};
-use shardgrad_kernels::op::binary::{ADD, MUL};
 use shardgrad_kernels::op::batched_matmul::BATCHED_MATMUL;
+use shardgrad_kernels::op::binary::{ADD, MUL};
 use shardgrad_kernels::op::group::GROUP;
 use shardgrad_kernels::op::grouped_matmul::{GRADIENT, PRODUCT};
 use shardgrad_kernels::op::index::{GATHER, SCATTER_ADD};

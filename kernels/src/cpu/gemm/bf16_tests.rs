@@ -197,8 +197,7 @@ fn what_is_no_number_stays_in_its_row_and_column() {
 #[test]
 fn numbers_of_f32_at_the_ends_of_bf16() {
     for &isa in Bf16Isa::all() {
-        let largest =
-            form(isa, [1, 1, 1], [0, 0, 0], false, |is_b, _, _| if is_b { 0.5 } else { f32::MAX });
+        let largest = form(isa, [1, 1, 1], [0, 0, 0], false, |is_b, _, _| if is_b { 0.5 } else { f32::MAX });
         assert_eq!(largest, [f32::INFINITY]);
         let smallest = |is_b: bool, _, _| if is_b { 4.0 } else { f32::MIN_POSITIVE / 2.0 };
         assert_eq!(form(isa, [1, 1, 1], [0, 0, 0], false, smallest), [0.0]);

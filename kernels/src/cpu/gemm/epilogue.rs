@@ -1,6 +1,6 @@
 //! Products whose rows are seen once more, by whoever has written them, while they are in the cache.
 
-use super::{BatchedMatrix, BatchedMatrixMut, isa, batched_gemm_with_isa};
+use super::{BatchedMatrix, BatchedMatrixMut, batched_gemm_with_isa, isa};
 use crate::cpu::Pool;
 use crate::cpu::simd::blocked_gemm::Target;
 use crate::dtype::Float;
@@ -93,20 +93,35 @@ mod tests {
         };
         let (x, y) = (numbers(1, g * m * k), numbers(2, g * k * n));
         let a = BatchedMatrix { data: &x[..], strides: [m * k, k, 1] };
-        let b = BatchedMatrix { data: &y[..], strides: if transposed { [k * n, 1, k] } else { [k * n, n, 1] } };
+        let b =
+            BatchedMatrix { data: &y[..], strides: if transposed { [k * n, 1, k] } else { [k * n, n, 1] } };
         let pool = Pool::new(threads);
         let mut right = vec![T::from_f64(9.0); g * m * n];
-        products(&pool, [g, m, n, k], a, b, BatchedMatrixMut { data: &mut right[..], strides: [m * n, n, 1] });
+        products(
+            &pool,
+            [g, m, n, k],
+            a,
+            b,
+            BatchedMatrixMut { data: &mut right[..], strides: [m * n, n, 1] },
+        );
         let place = |row: usize, col: usize| ((3 * row + col) % 100) as f64 + 1.0;
         let mut c = vec![T::from_f64(9.0); g * m * n];
         let mut other = vec![T::default(); g * m * n];
-        batched_gemm_with_epilogue(&pool, [g, m, n, k], a, b, &mut c, Some(&mut other), &|[row, col], c, other| {
-            assert_eq!(c.len(), other.len());
-            for (j, (c, other)) in c.iter_mut().zip(other).enumerate() {
-                *c = T::from_f64(-c.to_f64());
-                *other = T::from_f64(other.to_f64() + place(row, col + j));
-            }
-        });
+        batched_gemm_with_epilogue(
+            &pool,
+            [g, m, n, k],
+            a,
+            b,
+            &mut c,
+            Some(&mut other),
+            &|[row, col], c, other| {
+                assert_eq!(c.len(), other.len());
+                for (j, (c, other)) in c.iter_mut().zip(other).enumerate() {
+                    *c = T::from_f64(-c.to_f64());
+                    *other = T::from_f64(other.to_f64() + place(row, col + j));
+                }
+            },
+        );
         for at in 0..g * m * n {
             let what = format!("element {at} of {:?}, {threads} threads", [g, m, n, k]);
             assert_eq!(c[at].to_f64(), -right[at].to_f64(), "{what}");

@@ -65,7 +65,12 @@ mod tests {
         [(0, [0, n, 1]), (5, [0, 1, k + 3]), (3, [0, 2 * n + 3, 2]), (7, [0, n + 9, 1])][kind]
     }
 
-    fn get_or_pack<T: Float>(pool: &Pool, [m, n, k]: [usize; 3], a: BatchedMatrix<'_, T>, b: BatchedMatrix<'_, T>) -> [Vec<T>; 2] {
+    fn get_or_pack<T: Float>(
+        pool: &Pool,
+        [m, n, k]: [usize; 3],
+        a: BatchedMatrix<'_, T>,
+        b: BatchedMatrix<'_, T>,
+    ) -> [Vec<T>; 2] {
         let mut c = vec![T::from_f64(9.0); m * n];
         products(pool, [1, m, n, k], a, b, BatchedMatrixMut { data: &mut c[..], strides: [m * n, n, 1] });
         let mut epilogue = vec![T::from_f64(9.0); m * n];
@@ -87,7 +92,8 @@ mod tests {
             let x = numbers::<T>(seed, m * k);
             let a = BatchedMatrix { data: &x[..], strides: if transposed { [0, 1, m] } else { [0, k, 1] } };
             let b = BatchedMatrix { data, strides };
-            let (held, right) = (get_or_pack(&pool, [m, n, k], a, b), get_or_pack(&Pool::new(1), [m, n, k], a, b));
+            let (held, right) =
+                (get_or_pack(&pool, [m, n, k], a, b), get_or_pack(&Pool::new(1), [m, n, k], a, b));
             assert!(held == right, "{} {m} {n} {k}, kind {kind}, {threads} threads", T::DTYPE);
         }
         let [operands, forms] = pack_cache.counts();
@@ -145,7 +151,10 @@ mod tests {
         // Parts of b, also those of like extents, and b transposed are other operands.
         for (from, n, strides) in [(0, n - 32, [0, n, 1]), (32, n - 32, [0, n, 1]), (0, n, [0, 1, k])] {
             let b = BatchedMatrix { data: &b[from..], strides };
-            assert!(get_or_pack(&pool, [m, n, k], a, b) == get_or_pack(&Pool::new(1), [m, n, k], a, b), "{from} {n}");
+            assert!(
+                get_or_pack(&pool, [m, n, k], a, b) == get_or_pack(&Pool::new(1), [m, n, k], a, b),
+                "{from} {n}"
+            );
         }
         assert_eq!(pack_cache.counts(), [1, 4]);
         assert!(packed.is_some_and(|mut packed| !packed.is_unique()));

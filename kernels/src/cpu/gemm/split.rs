@@ -71,7 +71,8 @@ impl Split {
         }
         let even = Split::of(dims, threads, 1, read_cost);
         let is_watched = operations([m, n, k]) / threads >= WATCHED_MIN && even.is_fair([m, n], threads);
-        let tasks = if is_watched { imbalance.tasks_per_thread_sampled() } else { imbalance.tasks_per_thread() };
+        let tasks =
+            if is_watched { imbalance.tasks_per_thread_sampled() } else { imbalance.tasks_per_thread() };
         if tasks > 1 {
             return Split::of(dims, threads, tasks, read_cost).run(pool, dims, part);
         }

@@ -204,7 +204,10 @@ fn examine_stack_by<T: Float>(
     }
     for threads in [1, 2, 3] {
         let mut c = vec![T::from_f64(9.0); len];
-        let (x, y) = (BatchedMatrix { data: &a[..], strides: a_strides }, BatchedMatrix { data: &b[..], strides: b_strides });
+        let (x, y) = (
+            BatchedMatrix { data: &a[..], strides: a_strides },
+            BatchedMatrix { data: &b[..], strides: b_strides },
+        );
         let to = BatchedMatrixMut { data: &mut c[..], strides: c_strides };
         batched_gemm_with_isa(isa, &Pool::new(threads), dims, x, y, to, None);
         assert!(c == right, "{} {isa:?} {dims:?} {c_strides:?} on {threads} threads", T::DTYPE);
@@ -256,7 +259,10 @@ fn one_row_has_the_bits_that_it_has_among_others() {
 fn gemv<T: Float>(isa: Option<Bf16Isa>, [g, n, k]: [usize; 3], a: &[T], b: &[T], b_strides: [usize; 3]) {
     let form = |m: usize, threads: usize| {
         let mut c = vec![T::from_f64(9.0); g * m * n];
-        let (x, y) = (BatchedMatrix { data: a, strides: [2 * k, k, 1] }, BatchedMatrix { data: b, strides: b_strides });
+        let (x, y) = (
+            BatchedMatrix { data: a, strides: [2 * k, k, 1] },
+            BatchedMatrix { data: b, strides: b_strides },
+        );
         let to = BatchedMatrixMut { data: &mut c[..], strides: [m * n, n, 1] };
         batched_gemm_with_isa(isa, &Pool::new(threads), [g, m, n, k], x, y, to, None);
         c

@@ -46,7 +46,11 @@ impl Bf16Isa {
         FOUND.get_or_init(|| {
             #[cfg(target_arch = "x86_64")]
             if level() == Level::Avx512 && is_x86_feature_detected!("avx512bf16") {
-                return if amx::granted() { &[Bf16Isa::Avx512Bf16, Bf16Isa::Amx] } else { &[Bf16Isa::Avx512Bf16] };
+                return if amx::granted() {
+                    &[Bf16Isa::Avx512Bf16, Bf16Isa::Amx]
+                } else {
+                    &[Bf16Isa::Avx512Bf16]
+                };
             }
             &[]
         })

@@ -4,10 +4,10 @@
 //! tile. The order of the blocks of one sum is part of the contract of [`crate::cpu::gemm`]; the rest is a matter of
 //! speed.
 
+use crate::cpu::simd::microkernel::{Ahead, COLS_MAX, ROWS_MAX, Rows, Tiles};
 use crate::cpu::simd::pack::{DEPTH_MAX, Source, Strips};
 use crate::cpu::simd::prepacked::Packed;
 use crate::cpu::simd::scratch::Scratch;
-use crate::cpu::simd::microkernel::{Ahead, COLS_MAX, ROWS_MAX, Rows, Tiles};
 use crate::dtype::Real;
 use std::ops::Range;
 
@@ -194,7 +194,9 @@ impl<'t, R: Real> BlockedGemm<'t, R> {
     /// The same, of a b that is packed already, unless this is the product of the transposed matrices. Each step of it is as wide as b.
     pub(crate) fn of_packed(self, packed: Option<Packed<'t, R>>) -> Self {
         match packed {
-            Some(packed) if !self.transposed => BlockedGemm { packed: Some(packed), in_place_b: false, ..self },
+            Some(packed) if !self.transposed => {
+                BlockedGemm { packed: Some(packed), in_place_b: false, ..self }
+            }
             _ => self,
         }
     }

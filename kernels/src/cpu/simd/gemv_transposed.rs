@@ -10,8 +10,8 @@
 )]
 
 use crate::cpu::simd::Level;
-use crate::cpu::simd::pack::DEPTH_MAX;
 use crate::cpu::simd::microkernel::Vector;
+use crate::cpu::simd::pack::DEPTH_MAX;
 use crate::dtype::{DType, Float, Real};
 #[cfg(target_arch = "x86_64")]
 use half::{bf16, f16};

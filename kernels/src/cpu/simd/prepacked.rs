@@ -4,8 +4,8 @@
 //! nothing but the extents: any task of any product finds its strips in it.
 
 use crate::cpu::simd::level;
-use crate::cpu::simd::pack::{DEPTH_MAX, Source};
 use crate::cpu::simd::microkernel::Tiles;
+use crate::cpu::simd::pack::{DEPTH_MAX, Source};
 use crate::dtype::{Float, Real};
 
 /// Columns that are packed at a time: rows of their strips are written in turn, and more of them, which lie pages apart, would drive

@@ -24,7 +24,7 @@ struct Thread {
     State state;
     int line;
     int fiber;
-    // Where the bytes of the warp are wanted.
+    // Where the bytes of the warp are spec.
     void *all;
 };
 

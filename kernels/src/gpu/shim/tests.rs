@@ -73,7 +73,7 @@ fn verdict<const FAULT: usize>() -> Result<(), String> {
 fn what_is_skipped_is_said() {
     if !compiler_is_found() {
         writeln!(std::io::stderr(), "skipped: no g++, so no GPU kernel is run on the host").unwrap();
-    } else if !cards::compiler_is_found() {
+    } else if !devices::compiler_is_found() {
         writeln!(std::io::stderr(), "skipped: no NVRTC, so no GPU kernel is compiled for cards").unwrap();
     }
 }

@@ -3,7 +3,7 @@
 use super::{STEP, grads};
 use crate::dtype::DType;
 use crate::error::KernelError;
-use crate::gpu::{Grid, GridArg, Plan};
+use crate::gpu::{Grid, GridArg, LaunchPlan};
 use crate::kernel::Launch;
 use crate::op::gpu_rows::{FLAT, flat_defines, float, width};
 
@@ -13,7 +13,7 @@ pub(super) const SOURCE: &str = concat!(include_str!("../gpu_rows.cu"), include_
 /// Parameters of one launch: seven words of each are arguments, of which 4096 bytes are allowed.
 const COUNT: usize = 72;
 
-pub(super) fn step(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn step(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let grads = grads(launch.inputs);
     if grads.is_empty() {
         return Ok(());

@@ -171,7 +171,8 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         let (of_keys, of_queries, tile) = (problem.s * problem.c, queries * problem.c, row_len * KEYS);
         let transposed = in_strips::<P>(queries) * problem.c;
         let kept = if transposed > 0 { of_keys } else { 0 };
-        let lens = [of_keys, of_keys, of_queries, row_len, row_len, tile, tile, transposed, transposed, kept, kept];
+        let lens =
+            [of_keys, of_keys, of_queries, row_len, row_len, tile, tile, transposed, transposed, kept, kept];
         let [dk, dv, dq, lse, delta, prob, d_score, q_turned, d_out_turned, k, v] = rooms.slices(lens);
         let rounded = P::rounded_len(tile);
         let [q, d_out, probs, d_scores] = operands.slices([of_queries, of_queries, rounded, rounded]);
@@ -235,8 +236,10 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         for pairs in Pairs::of(*problem, first, queries) {
             let [k, v] = self.keys.each_ref().map(|keys| &keys[pairs.first_key * c..]);
             let [q, d_out] = self.transposed.each_ref().map(|transposed| &transposed[..whole]);
-            let (q, d_out) =
-                (Queries { transposed: q, rows: &*self.q }, Queries { transposed: d_out, rows: &*self.d_out });
+            let (q, d_out) = (
+                Queries { transposed: q, rows: &*self.q },
+                Queries { transposed: d_out, rows: &*self.d_out },
+            );
             pairs.score_strips(problem, scratch, q, rows(k, c), self.prob);
             pairs.score_strips(problem, scratch, d_out, rows(v, c), self.d_score);
             vectorized(

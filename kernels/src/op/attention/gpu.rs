@@ -4,7 +4,7 @@
 use super::{ALLOWANCE, FORWARD, Problem};
 use crate::dtype::DType;
 use crate::error::KernelError;
-use crate::gpu::{Grid, GridArg, Plan, type_name};
+use crate::gpu::{Grid, GridArg, LaunchPlan, type_name};
 use crate::kernel::{Arg, Kernel, Launch};
 use std::borrow::Cow;
 
@@ -164,7 +164,7 @@ fn check_grid(kernel: &'static str, problem: &Problem) -> Result<(), KernelError
     Err(KernelError::Device { call: kernel, why, lasting: false })
 }
 
-pub(super) fn forward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn forward(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let (args, dtype) = (launch.inputs, launch.inputs[0].dtype);
     if !dtype.is_float() {
         return Err(KernelError::DType { kernel: FORWARD.name, dtype });
@@ -191,7 +191,11 @@ pub(super) fn forward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), Kernel
 }
 
 /// Into three outputs, or into one that has a part for each.
-pub(super) fn backward(kernel: &Kernel, launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn backward(
+    kernel: &Kernel,
+    launch: &Launch<'_>,
+    plan: &mut LaunchPlan,
+) -> Result<(), KernelError> {
     let (args, dtype) = (launch.inputs, launch.inputs[0].dtype);
     if !dtype.is_float() {
         return Err(KernelError::DType { kernel: kernel.name, dtype });

@@ -339,7 +339,7 @@ fn more_sequences_than_a_grid_has_blocks_for_are_refused() {
         let arg = |i: usize| Arg { buffer: &buffers[i], dtype: DType::F32, view: &views[i] };
         let scalars = scalars(1.0, true, 0);
         let launch = Launch { inputs: &[0, 1, 2].map(arg), outputs: &mut [], scalars: &scalars };
-        gpu::forward(&launch, &mut crate::gpu::Plan::new(99 << 10))
+        gpu::forward(&launch, &mut crate::gpu::LaunchPlan::new(99 << 10))
     };
     plan(65_535).unwrap();
     assert!(plan(65_536).unwrap_err().to_string().contains("65536 sequences of 1 heads"));

@@ -2,21 +2,21 @@
 
 use super::{BATCHED_MATMUL, strides};
 use crate::error::KernelError;
-use crate::gpu::{Epilogue, Grid, GridArg, Plan, Product, type_name};
+use crate::gpu::{Epilogue, Grid, GridArg, LaunchPlan, Matmul, type_name};
 use crate::kernel::Launch;
 use crate::op::gpu_rows::float;
 
 /// The kernel of this folder.
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-pub(super) fn batched_matmul(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn batched_matmul(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let (dtype, c) = (float(BATCHED_MATMUL.name, launch)?, launch.outputs[0].view);
     let count = c.numel();
     if count == 0 {
         return Ok(());
     }
     if launch.inputs[0].view.shape[2] > 0 {
-        plan.product(Product { a: 0, b: 1, c: 0, ending: Epilogue::Plain });
+        plan.product(Matmul { a: 0, b: 1, c: 0, epilogue: Epilogue::Plain });
         return Ok(());
     }
     let [g_step, m_step, n_step] = strides(c);

@@ -3,7 +3,7 @@
 mod gpu;
 
 use crate::cpu::Pool;
-use crate::cpu::gemm::{Epilogue, BatchedMatrix, BatchedMatrixMut, batched_gemm_with_epilogue, products};
+use crate::cpu::gemm::{BatchedMatrix, BatchedMatrixMut, Epilogue, batched_gemm_with_epilogue, products};
 use crate::dtype::{Element, Float};
 use crate::error::KernelError;
 use crate::kernel::{Arg, ArgMut, Bound, Gpu, Kernel, Launch};
@@ -151,8 +151,11 @@ mod tests {
         into(Strides::contiguous(&[2, 20, 60]).narrow(2, 7, 37));
         let shared = Strides::contiguous(&[10, 30]).broadcast(&[4, 10, 30]).unwrap();
         let a = values(3, 4 * 6 * 10);
-        let case =
-            Case::new(&BATCHED_MATMUL).input(&[4, 6, 10], &a).input_view(Kind::Tested, shared, &values(4, 300));
+        let case = Case::new(&BATCHED_MATMUL).input(&[4, 6, 10], &a).input_view(
+            Kind::Tested,
+            shared,
+            &values(4, 300),
+        );
         case.output(&[4, 6, 30]).scale(1.0).run();
     }
 

@@ -4,7 +4,7 @@ use crate::cpu::Pool;
 use crate::cpu::math::Maths;
 use crate::dtype::{DType, Element};
 use crate::error::KernelError;
-use crate::gpu::Plan;
+use crate::gpu::LaunchPlan;
 use crate::kernel::{Bound, Gpu, Kernel, Launch};
 use crate::match_float;
 use crate::op::formula::{choose, is_nan, pow_exponent_slope, pow_slope};

@@ -2,7 +2,7 @@
 
 use super::{Case, Operand};
 #[cfg(feature = "cuda")]
-use crate::cuda::fake::beside;
+use crate::cuda::fake::device;
 use crate::dtype::DType;
 #[cfg(feature = "cuda")]
 use crate::gpu::shim;
@@ -80,7 +80,7 @@ impl Case<'_> {
     ) -> Result<(), String> {
         let ran = Cell::new(false);
         let code = |launch: &mut Launch<'_>| {
-            let Some(done) = beside::run(self.kernel, launch) else { return Ok(()) };
+            let Some(done) = device::run(self.kernel, launch) else { return Ok(()) };
             ran.set(true);
             done.map_err(|e| e.to_string())
         };
@@ -107,7 +107,7 @@ impl Case<'_> {
                 other => return Err(format!("GPU source: {other:?} instead of {refusal}")),
             }
         }
-        let code = |launch: &mut Launch<'_>| match beside::run(self.kernel, launch) {
+        let code = |launch: &mut Launch<'_>| match device::run(self.kernel, launch) {
             Some(done) => done.map_err(|e| e.to_string()),
             None => Err(refusal.to_string()),
         };

@@ -1,7 +1,7 @@
 //! Comparisons and choices as formulas of the elementwise source.
 
 use crate::dtype::DType;
-use crate::gpu::{GridArg, Plan, bits_name, bits_of, type_name};
+use crate::gpu::{GridArg, LaunchPlan, bits_name, bits_of, type_name};
 use crate::kernel::{Arg, Launch};
 use crate::op::pointwise::gpu::{Formula, Input, Scalars, map};
 
@@ -28,20 +28,21 @@ fn compared<'a>(n: usize, x: &Arg<'a>) -> Input<'a> {
 }
 
 /// y = whether a and b compare so.
-pub(super) fn compare(plan: &mut Plan, launch: &Launch<'_>, text: &'static str) {
+pub(super) fn compare(plan: &mut LaunchPlan, launch: &Launch<'_>, text: &'static str) {
     let inputs: Vec<Input<'_>> = launch.inputs.iter().enumerate().map(|(n, x)| compared(n, x)).collect();
     let formula = Formula { args: "[a, b]", scalars: "_", text };
     map(plan, &inputs, &launch.outputs[0], "u8", formula, Scalars::none());
 }
 
 /// y = a formula of compare_select values.
-pub(super) fn table(plan: &mut Plan, launch: &Launch<'_>, args: &'static str, text: &'static str) {
-    let inputs: Vec<Input<'_>> = launch.inputs.iter().enumerate().map(|(n, x)| compare_select(n, x)).collect();
+pub(super) fn table(plan: &mut LaunchPlan, launch: &Launch<'_>, args: &'static str, text: &'static str) {
+    let inputs: Vec<Input<'_>> =
+        launch.inputs.iter().enumerate().map(|(n, x)| compare_select(n, x)).collect();
     map(plan, &inputs, &launch.outputs[0], "u8", Formula { args, scalars: "_", text }, Scalars::none());
 }
 
 /// y = a where m is true, else b.
-pub(super) fn choose(plan: &mut Plan, launch: &Launch<'_>) {
+pub(super) fn choose(plan: &mut LaunchPlan, launch: &Launch<'_>) {
     let x = launch.inputs;
     let formula = Formula { args: "[m, a, b]", scalars: "_", text: "choose(m, a, b)" };
     let inputs = [compare_select(0, &x[0]), bits(1, &x[1]), bits(2, &x[2])];
@@ -49,7 +50,7 @@ pub(super) fn choose(plan: &mut Plan, launch: &Launch<'_>) {
 }
 
 /// y = the first scalar where m equals the second, else x.
-pub(super) fn masked_fill(plan: &mut Plan, launch: &Launch<'_>) {
+pub(super) fn masked_fill(plan: &mut LaunchPlan, launch: &Launch<'_>) {
     let (x, name) = (launch.inputs, bits_name(launch.inputs[0].dtype));
     let formula = Formula { args: "[x, m]", scalars: "[value, on]", text: "choose(m == on, value, x)" };
     let value = bits_of(x[0].dtype, launch.scalars[0].real());

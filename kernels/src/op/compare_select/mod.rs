@@ -8,17 +8,17 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::gpu::Plan;
+use crate::gpu::LaunchPlan;
 use crate::kernel::{Arg, ArgMut, Bound, Gpu, HostCode, Kernel, Launch};
 use crate::match_dtype;
 use crate::op::pointwise::{TASK, gpu::SOURCE, map_as, names, plain_as};
 use crate::op::rows::{holds, operands, write};
 use crate::op::walk::{Walk, place};
 
-type PlanCode = fn(&Launch<'_>, &mut Plan) -> Result<(), KernelError>;
+type LaunchPlanFn = fn(&Launch<'_>, &mut LaunchPlan) -> Result<(), KernelError>;
 
 /// A kernel that rounds nothing and counts one operation an element.
-const fn exact(name: &'static str, reference: HostCode, cpu: HostCode, plan: PlanCode) -> Kernel {
+const fn exact(name: &'static str, reference: HostCode, cpu: HostCode, plan: LaunchPlanFn) -> Kernel {
     let flops = |launch: &Launch<'_>| launch.outputs[0].view.numel() as u64;
     let gpu = Some(Gpu { source: SOURCE, plan });
     Kernel { name, reference, cpu: Some(cpu), gpu, flops, bytes: None, bound: Bound { ulps: 0.0 } }
@@ -257,7 +257,8 @@ mod tests {
 
     #[test]
     fn tables_by_hand() {
-        let (a, b) = (compare_select(&[4], &[0.0, 0.0, 1.0, 1.0]), compare_select(&[4], &[0.0, 1.0, 0.0, 1.0]));
+        let (a, b) =
+            (compare_select(&[4], &[0.0, 0.0, 1.0, 1.0]), compare_select(&[4], &[0.0, 1.0, 0.0, 1.0]));
         for (kernel, inputs, right) in [
             (&AND, vec![a.clone(), b.clone()], [0.0, 0.0, 0.0, 1.0]),
             (&OR, vec![a.clone(), b.clone()], [0.0, 1.0, 1.0, 1.0]),

@@ -83,7 +83,9 @@ fn each<S: Element, D: Element, F: Fn(S) -> D + Sync>(
     scatter::<2, D>(pool, &walk, y, rows_min, |walk, to, start| {
         let stream = Stream::of::<D>(numel);
         match transposed {
-            Some(transposed) => turn(walk, transposed, from, to, start, |transposed| matrix(transposed, stream.as_ref(), &f)),
+            Some(transposed) => {
+                turn(walk, transposed, from, to, start, |transposed| matrix(transposed, stream.as_ref(), &f))
+            }
             None => runs(walk, from, to, start, stream.as_ref(), &f),
         }
     });

@@ -2,7 +2,7 @@
 
 use crate::dtype::DType;
 use crate::error::KernelError;
-use crate::gpu::{Grid, GridArg, Plan, bits_name, padded_dims, type_name};
+use crate::gpu::{Grid, GridArg, LaunchPlan, bits_name, padded_dims, type_name};
 use crate::kernel::Launch;
 use crate::op::walk::Walk;
 use std::borrow::Cow;
@@ -19,7 +19,7 @@ const TURNED_MIN: usize = 8;
 
 type Defines = Vec<(&'static str, Cow<'static, str>)>;
 
-pub(super) fn plan(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let (x, y) = (&launch.inputs[0], &launch.outputs[0]);
     let walk = Walk::in_memory_order([y.view, x.view]);
     if walk.numel() == 0 {

@@ -10,7 +10,7 @@ use crate::cpu::Pool;
 use crate::cpu::math::Maths;
 use crate::dtype::DType;
 use crate::error::KernelError;
-use crate::gpu::Plan;
+use crate::gpu::LaunchPlan;
 use crate::kernel::{Bound, Gpu, Kernel, Launch};
 use crate::op::formula::{by_sign, choose, pow_slope, sigmoid, sign, softplus};
 use crate::op::pointwise::{Formula, gpu, map, map_as, names, plain, plain_as, pointwise, two_reals};

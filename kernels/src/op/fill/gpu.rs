@@ -1,7 +1,7 @@
 //! Filling on GPUs: in vectors along the memory of y.
 
 use crate::error::KernelError;
-use crate::gpu::{Grid, GridArg, Plan, bits_name, bits_of, padded_dims};
+use crate::gpu::{Grid, GridArg, LaunchPlan, bits_name, bits_of, padded_dims};
 use crate::kernel::Launch;
 use crate::op::walk::Walk;
 
@@ -10,7 +10,7 @@ pub(super) const SOURCE: &str = include_str!("gpu.cu");
 /// Threads of a block, as in the source.
 const THREADS: usize = 256;
 
-pub(super) fn plan(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let y = &launch.outputs[0];
     let walk = Walk::in_memory_order([y.view]);
     let numel = walk.numel();

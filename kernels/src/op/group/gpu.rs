@@ -1,7 +1,7 @@
 //! Grouping on GPUs: rows are sorted by group, and stay in the order in which they stand there.
 
 use crate::error::KernelError;
-use crate::gpu::{Grid, GridArg, Plan};
+use crate::gpu::{Grid, GridArg, LaunchPlan};
 use crate::kernel::Launch;
 use crate::op::gpu_sort::Sorting;
 
@@ -10,7 +10,7 @@ pub(super) const SOURCE: &str = concat!(include_str!("../gpu_sort.cu"), include_
 /// As in the source.
 const THREADS: usize = 256;
 
-pub(super) fn plan(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let (n, v) = (launch.inputs[0].view.numel(), launch.outputs[3].view.numel() - 1);
     let sorting = Sorting { rows: 1, n, kept: n, is_wide: false };
     assert!(sorting.fits() && u32::try_from(v).is_ok(), "groups and rows are counted in 32 bits");

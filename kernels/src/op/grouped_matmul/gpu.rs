@@ -2,7 +2,7 @@
 
 use super::{GRADIENT, PRODUCT};
 use crate::error::KernelError;
-use crate::gpu::{Grid, GridArg, Plan, type_name};
+use crate::gpu::{Grid, GridArg, LaunchPlan, type_name};
 use crate::kernel::Launch;
 use crate::op::gpu_rows::float;
 
@@ -12,7 +12,7 @@ pub(super) const SOURCE: &str = include_str!("gpu.cu");
 const TILE: usize = 64;
 const THREADS: u32 = 256;
 
-pub(super) fn product(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn product(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let dtype = float(PRODUCT.name, launch)?;
     let (x, w) = (launch.inputs[0].view, launch.inputs[1].view);
     let (n, [v, k, m]) = (x.shape[0], [0, 1, 2].map(|d| w.shape[d]));
@@ -39,7 +39,7 @@ pub(super) fn product(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), Kernel
     Ok(())
 }
 
-pub(super) fn gradient(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn gradient(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let dtype = float(GRADIENT.name, launch)?;
     let (n, dw) = (launch.inputs[0].view.shape[0], launch.outputs[0].view);
     let [v, k, m] = [0, 1, 2].map(|d| dw.shape[d]);

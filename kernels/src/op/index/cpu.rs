@@ -1,6 +1,6 @@
 //! Picking and adding by index on the CPU. Tasks own whole parts of the result, so that no sum is shared.
 
-use super::{GATHER, Plan, SCATTER_ADD};
+use super::{GATHER, LaunchPlan, SCATTER_ADD};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
 use crate::error::KernelError;
@@ -17,7 +17,7 @@ const PARTS_OF_MANY: usize = 2;
 pub(super) fn gather(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([x, index], [y], scalars) = operands(launch);
     let starts = [scalars[0].int(), scalars[1].int()];
-    let plan = Plan::new(GATHER.name, index, [&y.view.shape, &x.view.shape], starts)?;
+    let plan = LaunchPlan::new(GATHER.name, index, [&y.view.shape, &x.view.shape], starts)?;
     if plan.c == 0 {
         return Ok(());
     }
@@ -32,7 +32,7 @@ pub(super) fn gather(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelE
 }
 
 /// Fills the rows from `first` on.
-fn pick<T: Element>(plan: &Plan<'_>, first: usize, x: &[T], y: &mut [T]) {
+fn pick<T: Element>(plan: &LaunchPlan<'_>, first: usize, x: &[T], y: &mut [T]) {
     let (mut a, mut n) = (first / plan.n, first % plan.n);
     for (row, y) in (first..).zip(y.chunks_exact_mut(plan.c)) {
         let x = &x[a * plan.v * plan.c..][..plan.v * plan.c];
@@ -55,7 +55,7 @@ fn pick<T: Element>(plan: &Plan<'_>, first: usize, x: &[T], y: &mut [T]) {
 
 /// Fills the elements from `first` on, where a row is one element.
 #[inline(always)]
-fn pick_single<T: Element>(plan: &Plan<'_>, first: usize, x: &[T], y: &mut [T]) {
+fn pick_single<T: Element>(plan: &LaunchPlan<'_>, first: usize, x: &[T], y: &mut [T]) {
     let mut done = 0;
     while done < y.len() {
         let (a, n) = ((first + done) / plan.n, (first + done) % plan.n);
@@ -72,7 +72,7 @@ fn pick_single<T: Element>(plan: &Plan<'_>, first: usize, x: &[T], y: &mut [T]) 
 pub(super) fn scatter_add(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([index, dy], [dx], scalars) = operands(launch);
     let starts = [scalars[0].int(), scalars[1].int()];
-    let plan = Plan::new(SCATTER_ADD.name, index, [&dy.view.shape, &dx.view.shape], starts)?;
+    let plan = LaunchPlan::new(SCATTER_ADD.name, index, [&dy.view.shape, &dx.view.shape], starts)?;
     macro_rules! sums {
         ($t:ty) => {
             each(pool, &plan, read::<$t>(dy), write::<$t>(dx), |dx, dy| {
@@ -106,7 +106,7 @@ type Part<'a, S> = ([usize; 2], &'a mut [S]);
 /// FreeList the result into whole a, or a single one into ranges of v, and zeroes it; `task` adds up a part from dy.
 fn each<T: Element>(
     pool: &Pool,
-    plan: &Plan<'_>,
+    plan: &LaunchPlan<'_>,
     dy: &[T],
     dx: &mut [T],
     task: impl Fn(Part<'_, T>, &[T]) + Sync,
@@ -129,7 +129,7 @@ fn each<T: Element>(
 
 /// Adds up what belongs to a part, in the order of n.
 fn add_part<T: Element, S: Copy>(
-    plan: &Plan<'_>,
+    plan: &LaunchPlan<'_>,
     ([a, first], sums): Part<'_, S>,
     dy: &[T],
     add: impl Fn(&mut S, T),

@@ -2,7 +2,7 @@
 //! there, so that each place is one sum in the stated order.
 
 use crate::dtype::DType;
-use crate::gpu::{Grid, GridArg, Plan, bits_name, type_name};
+use crate::gpu::{Grid, GridArg, LaunchPlan, bits_name, type_name};
 use crate::op::gpu_sort::Sorting;
 use std::borrow::Cow;
 
@@ -32,7 +32,7 @@ pub(in crate::op) struct Indexed {
 
 impl Indexed {
     /// y = the picked elements. Inputs `x` and `index`.
-    pub(in crate::op) fn gather(&self, plan: &mut Plan, x: usize, index: usize) {
+    pub(in crate::op) fn gather(&self, plan: &mut LaunchPlan, x: usize, index: usize) {
         let [a, n, _, c] = self.extents;
         if a * n * c == 0 {
             return self.check(plan, index);
@@ -49,7 +49,7 @@ impl Indexed {
     }
 
     /// dx = the sums. Inputs `index` and `dy`.
-    pub(in crate::op) fn scatter_add(&self, plan: &mut Plan, index: usize, dy: usize) {
+    pub(in crate::op) fn scatter_add(&self, plan: &mut LaunchPlan, index: usize, dy: usize) {
         let [a, n, v, c] = self.extents;
         let (dx, one) = (GridArg::Output(0), self.numbers(1));
         if a * v * c == 0 || n == 0 || (!self.is_shared && n <= FEW) {
@@ -77,7 +77,7 @@ impl Indexed {
     }
 
     /// Looks at the indices of a launch that picks nothing.
-    fn check(&self, plan: &mut Plan, index: usize) {
+    fn check(&self, plan: &mut LaunchPlan, index: usize) {
         let [a, n, _, c] = self.extents;
         let count = if self.is_shared { n } else { a * n * c };
         let args = vec![
@@ -102,7 +102,14 @@ impl Indexed {
         GridArg::I64s(vec![a, n, v, c / vector as i64, self.starts[0], self.starts[1]])
     }
 
-    fn grid(&self, plan: &mut Plan, entry: &'static str, items: usize, vector: usize, args: Vec<GridArg>) {
+    fn grid(
+        &self,
+        plan: &mut LaunchPlan,
+        entry: &'static str,
+        items: usize,
+        vector: usize,
+        args: Vec<GridArg>,
+    ) {
         let blocks = u32::try_from(items.div_ceil(THREADS)).expect("fewer than 2^39 elements fit a device");
         let (blocks, threads) = ([blocks, 1, 1], THREADS as u32);
         let defines = self.defines(entry, vector);

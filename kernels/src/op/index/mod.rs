@@ -88,7 +88,7 @@ fn indexed(
 }
 
 /// Extents of a launch, and the indices.
-struct Plan<'a> {
+struct LaunchPlan<'a> {
     a: usize,
     n: usize,
     v: usize,
@@ -99,19 +99,19 @@ struct Plan<'a> {
     v_start: i64,
 }
 
-impl<'a> Plan<'a> {
+impl<'a> LaunchPlan<'a> {
     /// From the views of the picked `(a, n, c)` and the whole `(a, v, c)` operand.
     fn new(
         kernel: &'static str,
         index: &Arg<'a>,
         [picked, whole]: [&[usize]; 2],
         [v_start, v_global]: [i64; 2],
-    ) -> Result<Plan<'a>, KernelError> {
+    ) -> Result<LaunchPlan<'a>, KernelError> {
         let is_shared = index.view.ndim() == 1;
         let index = read::<i64>(index);
         check_indices(kernel, index, v_global)?;
         let [a, n, c] = *picked else { panic!("the contract asks for three dims") };
-        Ok(Plan { a, n, v: whole[1], c, index, is_shared, v_start })
+        Ok(LaunchPlan { a, n, v: whole[1], c, index, is_shared, v_start })
     }
 
     /// Where the place that (a, n, c) names stands here; `None` if it stands on another rank.
@@ -126,7 +126,7 @@ impl<'a> Plan<'a> {
 fn gather(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([x, index], [y], scalars) = operands(launch);
     let starts = [scalars[0].int(), scalars[1].int()];
-    let plan = Plan::new(GATHER.name, index, [&y.view.shape, &x.view.shape], starts)?;
+    let plan = LaunchPlan::new(GATHER.name, index, [&y.view.shape, &x.view.shape], starts)?;
     match_dtype!(x.dtype, T => {
         let (x, y) = (read::<T>(x), write::<T>(y));
         for row in 0..plan.a * plan.n {
@@ -142,7 +142,7 @@ fn gather(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
 fn scatter_add(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([index, dy], [dx], scalars) = operands(launch);
     let starts = [scalars[0].int(), scalars[1].int()];
-    let plan = Plan::new(SCATTER_ADD.name, index, [&dy.view.shape, &dx.view.shape], starts)?;
+    let plan = LaunchPlan::new(SCATTER_ADD.name, index, [&dy.view.shape, &dx.view.shape], starts)?;
     match dy.dtype {
         DType::I64 => {
             sums(&plan, read::<i64>(dy), write::<i64>(dx), 0, |x| x, |a, b| a.wrapping_add(b), |x| x)
@@ -155,7 +155,7 @@ fn scatter_add(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
 }
 
 fn sums<T: Element, S: Copy>(
-    plan: &Plan<'_>,
+    plan: &LaunchPlan<'_>,
     dy: &[T],
     dx: &mut [T],
     zero: S,

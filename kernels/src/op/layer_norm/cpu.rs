@@ -97,7 +97,8 @@ fn backward_row<T: Float>(
     }
     let count = T::Acc::lit(x.len() as f64);
     // The sums read what the caches have. Meanwhile what is written is brought, and then the next rows.
-    let g_mean = sum_prefetching(dy, w, &*dx, |_, dx| prefetch(dx), |dy, w, _| dy.widen() * w.widen()) / count;
+    let g_mean =
+        sum_prefetching(dy, w, &*dx, |_, dx| prefetch(dx), |dy, w, _| dy.widen() * w.widen()) / count;
     let row_bytes = size_of_val(x);
     let next = |dy: &[T], x: &[T]| {
         prefetch_after(dy, row_bytes);

@@ -2,7 +2,7 @@
 
 use super::{BACKWARD, FORWARD};
 use crate::error::KernelError;
-use crate::gpu::{GridArg, Plan};
+use crate::gpu::{GridArg, LaunchPlan};
 use crate::kernel::Launch;
 use crate::op::gpu_rows::{Rows, float, reals};
 use crate::op::rows::width;
@@ -28,11 +28,11 @@ const WARPS_UNHELD: usize = 32;
 const MULTIPROCESSORS: usize = 128;
 const LONGEST_RUN: usize = 64;
 
-pub(super) fn forward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn forward(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     forward_of(FORWARD.name, launch, plan)
 }
 
-pub(super) fn backward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn backward(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     backward_of(BACKWARD.name, launch, plan)
 }
 
@@ -40,7 +40,7 @@ pub(super) fn backward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), Kerne
 pub(in crate::op) fn forward_of(
     kernel: &'static str,
     launch: &Launch<'_>,
-    plan: &mut Plan,
+    plan: &mut LaunchPlan,
 ) -> Result<(), KernelError> {
     let dtype = float(kernel, launch)?;
     let (inputs, outputs) = (launch.inputs.len(), launch.outputs.len());
@@ -58,7 +58,7 @@ pub(in crate::op) fn forward_of(
 pub(in crate::op) fn backward_of(
     kernel: &'static str,
     launch: &Launch<'_>,
-    plan: &mut Plan,
+    plan: &mut LaunchPlan,
 ) -> Result<(), KernelError> {
     let dtype = float(kernel, launch)?;
     let (inputs, outputs) = (launch.inputs.len(), launch.outputs.len());

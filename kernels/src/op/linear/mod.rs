@@ -98,7 +98,9 @@ pub static PRODUCT_ADD: Kernel = Kernel {
     cpu: Some(cpu::product_add),
     gpu: Some(Gpu {
         source: "",
-        plan: |launch, plan| gpu::ended(&PRODUCT_ADD, launch, plan, Epilogue::Add { bias: None, residual: 2 }),
+        plan: |launch, plan| {
+            gpu::ended(&PRODUCT_ADD, launch, plan, Epilogue::Add { bias: None, residual: 2 })
+        },
     }),
     flops,
     bytes: None,
@@ -129,7 +131,9 @@ pub static LINEAR_GELU: Kernel = Kernel {
     cpu: Some(cpu::linear_gelu),
     gpu: Some(Gpu {
         source: "",
-        plan: |launch, plan| gpu::ended(&LINEAR_GELU, launch, plan, Epilogue::BiasGelu { bias: 2, before: 1 }),
+        plan: |launch, plan| {
+            gpu::ended(&LINEAR_GELU, launch, plan, Epilogue::BiasGelu { bias: 2, before: 1 })
+        },
     }),
     flops,
     bytes: None,

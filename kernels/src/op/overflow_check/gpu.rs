@@ -1,7 +1,7 @@
 //! The gate of a step on GPUs: a few numbers, by one thread block.
 
 use crate::error::KernelError;
-use crate::gpu::{FAULTS_MAX, Grid, GridArg, Plan};
+use crate::gpu::{FAULTS_MAX, Grid, GridArg, LaunchPlan};
 use crate::kernel::Launch;
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
@@ -9,7 +9,7 @@ pub(super) const SOURCE: &str = include_str!("gpu.cu");
 /// As in the source.
 const THREADS: u32 = 256;
 
-pub(super) fn word(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn word(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let [num_sums, num_told] = [0, 1].map(|i| launch.inputs[i].view.numel() as i64);
     let args = vec![
         GridArg::Input(0),
@@ -24,7 +24,7 @@ pub(super) fn word(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelErr
     Ok(())
 }
 
-pub(super) fn gate(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn gate(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let len = GridArg::I64(launch.inputs[0].view.numel() as i64);
     plan.grid(block("gate", vec![GridArg::Input(0), GridArg::Input(1), GridArg::Output(0), len]));
     Ok(())

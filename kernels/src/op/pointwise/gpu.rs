@@ -6,7 +6,7 @@
 //! elements of a vector, `DIMS` merged dims (rounded up, with extents of 1), `INDEX`, the type in which places are counted.
 
 use crate::dtype::DType;
-use crate::gpu::{Grid, GridArg, Plan, padded_dims, type_name};
+use crate::gpu::{Grid, GridArg, LaunchPlan, padded_dims, type_name};
 use crate::kernel::{ArgMut, Launch};
 use crate::op::formula::FORMULAS;
 use crate::op::pointwise::two_reals;
@@ -78,14 +78,14 @@ fn number<'a>(arg: GridArg, dtype: DType, view: &'a Strides) -> Input<'a> {
 }
 
 /// Describes y = formula(inputs) for numbers of one dtype and a contiguous y.
-pub(crate) fn numbers(plan: &mut Plan, launch: &Launch<'_>, formula: Formula) {
+pub(crate) fn numbers(plan: &mut LaunchPlan, launch: &Launch<'_>, formula: Formula) {
     let inputs = launch.inputs.iter().enumerate();
     let inputs: Vec<Input<'_>> = inputs.map(|(n, x)| number(GridArg::Input(n), x.dtype, x.view)).collect();
     numbers_of(plan, &inputs, launch, formula);
 }
 
 /// Describes y = formula(y, x) for numbers of one dtype and a contiguous y.
-pub(crate) fn update(plan: &mut Plan, launch: &Launch<'_>, formula: Formula) {
+pub(crate) fn update(plan: &mut LaunchPlan, launch: &Launch<'_>, formula: Formula) {
     let (x, y) = (&launch.inputs[0], &launch.outputs[0]);
     let inputs = [number(GridArg::Output(0), y.dtype, y.view), number(GridArg::Input(0), x.dtype, x.view)];
     numbers_of(plan, &inputs, launch, formula);
@@ -93,7 +93,7 @@ pub(crate) fn update(plan: &mut Plan, launch: &Launch<'_>, formula: Formula) {
 
 /// Describes y = formula(inputs) where x, the first input, and y are rows of `n` elements and the other inputs have a value
 /// for each row, or for each element if n is 1; all are contiguous.
-pub(crate) fn rows_map(plan: &mut Plan, launch: &Launch<'_>, n: usize, formula: Formula) {
+pub(crate) fn rows_map(plan: &mut LaunchPlan, launch: &Launch<'_>, n: usize, formula: Formula) {
     let rows = launch.outputs[0].view.numel() / n.max(1);
     let views: Vec<Strides> = (launch.inputs.iter().enumerate())
         .map(|(i, x)| {
@@ -107,7 +107,7 @@ pub(crate) fn rows_map(plan: &mut Plan, launch: &Launch<'_>, n: usize, formula: 
     numbers_of(plan, &inputs, launch, formula);
 }
 
-fn numbers_of(plan: &mut Plan, inputs: &[Input<'_>], launch: &Launch<'_>, formula: Formula) {
+fn numbers_of(plan: &mut LaunchPlan, inputs: &[Input<'_>], launch: &Launch<'_>, formula: Formula) {
     let y = &launch.outputs[0];
     let scalars = match y.dtype {
         _ if formula.scalars == "_" => Scalars::none(),
@@ -121,7 +121,7 @@ fn numbers_of(plan: &mut Plan, inputs: &[Input<'_>], launch: &Launch<'_>, formul
 
 /// Describes y = formula(inputs) for a contiguous y whose elements lie in memory as `storage`.
 pub(crate) fn map(
-    plan: &mut Plan,
+    plan: &mut LaunchPlan,
     inputs: &[Input<'_>],
     y: &ArgMut<'_>,
     storage: &'static str,

@@ -2,7 +2,7 @@
 //! the extents, and changes nothing about the order.
 
 use crate::dtype::DType;
-use crate::gpu::{Grid, GridArg, PaddedDims, Plan, padded_dims, type_name};
+use crate::gpu::{Grid, GridArg, LaunchPlan, PaddedDims, padded_dims, type_name};
 use crate::kernel::{Arg, ArgMut};
 use crate::op::walk::Walk;
 use std::borrow::Cow;
@@ -46,7 +46,7 @@ struct Reduction {
     vector: usize,
 }
 
-pub(super) fn plan(plan: &mut Plan, x: &Arg<'_>, num_reduced: usize, y: &ArgMut<'_>, fold: Fold) {
+pub(super) fn plan(plan: &mut LaunchPlan, x: &Arg<'_>, num_reduced: usize, y: &ArgMut<'_>, fold: Fold) {
     let num_kept = x.view.ndim() - num_reduced;
     let kept = Walk::over([x.view], 0..num_kept, [0]);
     let reduced = Walk::over([x.view], num_kept..x.view.ndim(), [0]);
@@ -129,7 +129,7 @@ fn defines(
 
 impl Reduction {
     /// Each result on its own; long rows are cut into branches of the tree.
-    fn along(&self, plan: &mut Plan) {
+    fn along(&self, plan: &mut LaunchPlan) {
         let blocks = self.count.div_ceil(BLOCK).max(1);
         // Groups of a thread block.
         let most = THREADS / (LANES / self.vector);
@@ -156,7 +156,7 @@ impl Reduction {
     }
 
     /// Results that are neighbours in memory.
-    fn across(&self, plan: &mut Plan, neighbours: usize) {
+    fn across(&self, plan: &mut LaunchPlan, neighbours: usize) {
         let blocks = self.count.div_ceil(BLOCK).max(1);
         let outer = self.results / neighbours;
         let tile = if self.vector == 1 { 32 } else { 16 * self.vector };
@@ -181,7 +181,7 @@ impl Reduction {
     }
 
     /// Joins parts until one is left for each result.
-    fn join(&self, plan: &mut Plan, mut parts: GridArg, mut count: usize) {
+    fn join(&self, plan: &mut LaunchPlan, mut parts: GridArg, mut count: usize) {
         while count > 1 {
             let columns = if self.results < COLUMNS { 1 } else { COLUMNS };
             let groups = count.next_power_of_two().min(THREADS / columns);
@@ -206,12 +206,12 @@ impl Reduction {
     }
 
     /// Memory for so many parts of each result; none where results are finished at once.
-    fn parts(&self, plan: &mut Plan, branches: usize) -> GridArg {
+    fn parts(&self, plan: &mut LaunchPlan, branches: usize) -> GridArg {
         let count = if branches == 1 { 0 } else { branches * self.results };
         plan.scratch(count * self.accumulator.size())
     }
 
-    fn grid(&self, plan: &mut Plan, entry: &'static str, blocks: usize, args: Vec<GridArg>) {
+    fn grid(&self, plan: &mut LaunchPlan, entry: &'static str, blocks: usize, args: Vec<GridArg>) {
         plan.grid(Grid {
             entry,
             defines: self.defines.clone(),

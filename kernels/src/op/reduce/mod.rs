@@ -12,7 +12,7 @@ mod squares;
 use crate::cpu::Pool;
 use crate::dtype::{Element, Float, Real};
 use crate::error::KernelError;
-use crate::gpu::Plan;
+use crate::gpu::LaunchPlan;
 use crate::kernel::{Arg, ArgMut, Bound, Gpu, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{operands, write};
@@ -174,7 +174,7 @@ fn squares(kernel: &Kernel, pool: &Pool, launch: &mut Launch<'_>) -> Result<(), 
 fn described(
     kernel: &'static str,
     launch: &Launch<'_>,
-    plan: &mut Plan,
+    plan: &mut LaunchPlan,
     num_reduced: usize,
     fold: gpu::Fold,
 ) -> Result<(), KernelError> {

@@ -2,7 +2,7 @@
 
 use super::no_float;
 use crate::error::KernelError;
-use crate::gpu::{Grid, GridArg, Plan, type_name};
+use crate::gpu::{Grid, GridArg, LaunchPlan, type_name};
 use crate::kernel::Launch;
 use crate::op::pointwise::gpu::{Formula, rows_map};
 
@@ -15,7 +15,11 @@ const THREADS: usize = 256;
 const WARP_MAX: usize = 1024;
 
 /// c = how many elements equal y (`"0"`), or s = the sum of exp(x - m) (`"1"`).
-pub(super) fn row_value(launch: &Launch<'_>, plan: &mut Plan, exp: &'static str) -> Result<(), KernelError> {
+pub(super) fn row_value(
+    launch: &Launch<'_>,
+    plan: &mut LaunchPlan,
+    exp: &'static str,
+) -> Result<(), KernelError> {
     let (x, y) = (&launch.inputs[0], &launch.outputs[0]);
     if !x.dtype.is_float() {
         return no_float(if exp == "1" { super::EXP_SUM.name } else { super::TIES.name }, x.dtype);
@@ -52,7 +56,7 @@ pub(super) fn row_value(launch: &Launch<'_>, plan: &mut Plan, exp: &'static str)
 pub(super) fn shares(
     kernel: &'static str,
     launch: &Launch<'_>,
-    plan: &mut Plan,
+    plan: &mut LaunchPlan,
     args: &'static str,
     text: &'static str,
 ) -> Result<(), KernelError> {

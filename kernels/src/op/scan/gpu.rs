@@ -2,7 +2,7 @@
 
 use super::CUMSUM;
 use crate::error::KernelError;
-use crate::gpu::{Grid, GridArg, Plan, type_name};
+use crate::gpu::{Grid, GridArg, LaunchPlan, type_name};
 use crate::kernel::Launch;
 use crate::op::rows::width;
 
@@ -13,7 +13,7 @@ const THREADS: usize = 256;
 /// Rows that are longer than this have a block each, others a warp.
 const WARP_MAX: usize = 512;
 
-pub(super) fn plan(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let x = &launch.inputs[0];
     if !x.dtype.is_float() {
         return Err(KernelError::DType { kernel: CUMSUM.name, dtype: x.dtype });

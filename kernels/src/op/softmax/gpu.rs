@@ -2,7 +2,7 @@
 
 use super::{BACKWARD, FORWARD};
 use crate::error::KernelError;
-use crate::gpu::{GridArg, Plan};
+use crate::gpu::{GridArg, LaunchPlan};
 use crate::kernel::Launch;
 use crate::op::gpu_rows::{Rows, float};
 use crate::op::rows::width;
@@ -14,20 +14,20 @@ pub(super) const SOURCE: &str = concat!(include_str!("../gpu_rows.cu"), include_
 const HOLDING: usize = 512;
 const HOLDING_BACKWARD: usize = 256;
 
-pub(super) fn forward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn forward(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let dtype = float(FORWARD.name, launch)?;
     gemv_row_major("softmax", launch, plan, Rows::new(launch, dtype, width(&launch.inputs[0]), HOLDING));
     Ok(())
 }
 
-pub(super) fn backward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn backward(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let dtype = float(BACKWARD.name, launch)?;
     let split = Rows::new(launch, dtype, width(&launch.inputs[0]), HOLDING_BACKWARD);
     gemv_row_major("softmax_backward", launch, plan, split);
     Ok(())
 }
 
-fn gemv_row_major(entry: &'static str, launch: &Launch<'_>, plan: &mut Plan, split: Rows) {
+fn gemv_row_major(entry: &'static str, launch: &Launch<'_>, plan: &mut LaunchPlan, split: Rows) {
     let (n, numel) = (width(&launch.inputs[0]), launch.inputs[0].view.numel());
     let rows = numel.checked_div(n).unwrap_or(0);
     let mut args: Vec<GridArg> = (0..launch.inputs.len()).map(GridArg::Input).collect();

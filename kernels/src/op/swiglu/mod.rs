@@ -6,7 +6,7 @@ use crate::cpu::math::Maths;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{DType, Element, Float};
 use crate::error::KernelError;
-use crate::gpu::Plan;
+use crate::gpu::LaunchPlan;
 use crate::kernel::{Bound, Gpu, Kernel, Launch};
 use crate::match_float;
 use crate::op::formula::{gate_slope, sigmoid};

@@ -1,7 +1,7 @@
 //! The fixed tree on GPUs: one program for each number of operands, in which the tree is unrolled.
 
 use crate::dtype::DType;
-use crate::gpu::{Grid, GridArg, Plan, type_name};
+use crate::gpu::{Grid, GridArg, LaunchPlan, type_name};
 use crate::kernel::Launch;
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
@@ -10,7 +10,7 @@ pub(super) const SOURCE: &str = include_str!("gpu.cu");
 const THREADS: usize = 256;
 
 /// `join` is how two values become one, in the words of the prelude.
-pub(super) fn plan(launch: &Launch<'_>, plan: &mut Plan, join: &'static str) {
+pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan, join: &'static str) {
     let (inputs, y) = (launch.inputs, &launch.outputs[0]);
     let numel = y.view.numel();
     let (value, join) = match y.dtype {

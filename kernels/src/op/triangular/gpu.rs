@@ -1,7 +1,7 @@
 //! Triangles on GPUs.
 
 use crate::error::KernelError;
-use crate::gpu::{Grid, GridArg, Plan, bits_name};
+use crate::gpu::{Grid, GridArg, LaunchPlan, bits_name};
 use crate::kernel::Launch;
 use crate::op::rows::width;
 
@@ -10,7 +10,7 @@ pub(super) const SOURCE: &str = include_str!("gpu.cu");
 /// Threads of a block, as in the source.
 const THREADS: usize = 256;
 
-pub(super) fn plan(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let (x, y) = (&launch.inputs[0], &launch.outputs[0]);
     let (cols, rows) = (width(x), x.view.shape[x.view.ndim() - 2]);
     let [upper, d, row_start, col_start] = [0, 1, 2, 3].map(|i| launch.scalars[i].int());

@@ -3,7 +3,7 @@
 
 use crate::backend::Backend;
 use crate::buffer::Buffer;
-use crate::cuda::{Card, Places};
+use crate::cuda::{CudaDevice, SearchPaths};
 use crate::error::KernelError;
 use crate::kernel::{Arg, ArgMut, Kernel, Launch};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -17,7 +17,7 @@ fn card() -> Option<&'static Turns> {
     let open = || {
         let places = match &*std::env::var("SHARDGRAD_KERNELS_ON").unwrap_or_default() {
             "" => return None,
-            "cuda" => Places::from_env(),
+            "cuda" => SearchPaths::from_env(),
             "fake" => {
                 // The folder stays for the run of the tests.
                 let folder = Box::leak(Box::new(super::card("")?));
@@ -25,9 +25,9 @@ fn card() -> Option<&'static Turns> {
             }
             other => panic!("SHARDGRAD_KERNELS_ON={other}; it may be cuda or fake"),
         };
-        let machine = Card::open(&places, 0).unwrap_or_else(|e| panic!("{e}"));
+        let machine = CudaDevice::open(&places, 0).unwrap_or_else(|e| panic!("{e}"));
         Some(Turns(Mutex::new(
-            crate::backend::Machine::backend(&*machine, crate::backend::Settings::default())
+            crate::backend::BackendProvider::backend(&*machine, crate::backend::BackendConfig::default())
                 .unwrap_or_else(|e| panic!("{e}")),
         )))
     };

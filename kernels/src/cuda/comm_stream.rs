@@ -1,14 +1,14 @@
-//! Work of a rank beside all other, in a stream of its own: what it copies and sums for calls to other ranks. A flight begins
+//! Work of a rank epilogue_operands all other, in a stream of its own: what it copies and sums for calls to other ranks. A flight begins
 //! behind all that the rank was given before. What the rank is given next does not wait for it, unless it reads what the flight
 //! writes, or writes what the flight reads; and no block that it uses is used again before it is done.
 
 use super::driver::{Event, Stream};
 use super::launch::{Operands, Programs};
-use super::memory::{Memory, Relief};
-use crate::backend::{Backend, Device, Mark};
-use crate::buffer::{Buffer, Keeper};
+use super::memory::{Memory, Reclaim};
+use crate::backend::{Backend, Device, SyncEvent};
+use crate::buffer::{Buffer, DeviceAllocator};
 use crate::error::{KernelError, MemoryStats};
-use crate::gpu::{GridArg, Plan, Step};
+use crate::gpu::{GridArg, LaunchPlan, Step};
 use crate::kernel::{Cost, Kernel, Launch};
 use smallvec::SmallVec;
 use std::collections::{HashMap, VecDeque};
@@ -19,11 +19,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 /// ahead of the card, and so long nothing that flights have used would be used again.
 const BYTES_MAX: usize = 256 << 20;
 /// The same, in flights.
-const FLIGHTS_MAX: usize = 64;
+const ASYNC_OPS_MAX: usize = 64;
 
 /// What a rank has on its card, whatever stream its work is given to.
 #[derive(Debug)]
-pub(super) struct Own {
+pub(super) struct RankState {
     pub(super) number: usize,
     pub(super) shared_bytes_max: u32,
     pub(super) num_threads: usize,
@@ -34,7 +34,7 @@ pub(super) struct Own {
     pub(super) stream: Stream,
 }
 
-impl Own {
+impl RankState {
     pub(super) fn cost(&self) -> MutexGuard<'_, Cost> {
         self.cost.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -43,15 +43,15 @@ impl Own {
 /// The last flights that use a block; 0 where none does.
 #[derive(Debug)]
 struct Use {
-    keeper: Arc<dyn Keeper>,
+    keeper: Arc<dyn DeviceAllocator>,
     bytes: usize,
     written: u64,
     read: u64,
 }
 
-/// Flights by their numbers, from 1.
+/// CommStream by their numbers, from 1.
 #[derive(Debug, Default)]
-struct Books {
+struct PendingOps {
     /// The last that was begun.
     last: u64,
     /// What the rank is given next comes behind this one and all before it.
@@ -62,7 +62,7 @@ struct Books {
     uses: HashMap<u64, Use>,
 }
 
-impl Books {
+impl PendingOps {
     /// What the flight that runs does with a block.
     fn used(&mut self, buffer: &Buffer) -> Option<&mut Use> {
         let (address, keeper) = buffer.on_its_device()?;
@@ -82,7 +82,7 @@ impl Books {
         self.uses.retain(|address, used| {
             let goes_on = used.written.max(used.read) > flight;
             if !goes_on {
-                used.keeper.let_go(*address);
+                used.keeper.release(*address);
             }
             goes_on
         });
@@ -91,48 +91,49 @@ impl Books {
 
 /// The flights of a rank. As a back end it is that of the flight which runs.
 #[derive(Debug)]
-pub(super) struct Flights {
-    own: Arc<Own>,
+pub(super) struct CommStream {
+    own: Arc<RankState>,
     stream: Stream,
-    books: Mutex<Books>,
+    pending: Mutex<PendingOps>,
     /// Whether a block is in use by any: most launches look no further.
     has_uses: AtomicBool,
 }
 
-impl Flights {
-    pub(super) fn new(own: &Arc<Own>) -> Result<Arc<Flights>, KernelError> {
+impl CommStream {
+    pub(super) fn new(own: &Arc<RankState>) -> Result<Arc<CommStream>, KernelError> {
         let stream = Stream::new(own.stream.context())?;
-        let flights = Flights { own: own.clone(), stream, books: Mutex::default(), has_uses: false.into() };
+        let flights =
+            CommStream { own: own.clone(), stream, pending: Mutex::default(), has_uses: false.into() };
         let flights = Arc::new(flights);
-        let relief: Weak<Flights> = Arc::downgrade(&flights);
-        own.memory.relieve_by(relief);
+        let reclaimer: Weak<CommStream> = Arc::downgrade(&flights);
+        own.memory.set_reclaimer(reclaimer);
         Ok(flights)
     }
 
-    fn books(&self) -> MutexGuard<'_, Books> {
-        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    fn pending(&self) -> MutexGuard<'_, PendingOps> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Begins a flight behind all that the rank was given.
     pub(super) fn begin(&self) -> Result<(), KernelError> {
-        let mut books = self.books();
-        while books.ended.len() >= FLIGHTS_MAX
-            || books.uses.values().map(|u| u.bytes).sum::<usize>() > BYTES_MAX
+        let mut pending = self.pending();
+        while pending.ended.len() >= ASYNC_OPS_MAX
+            || pending.uses.values().map(|u| u.bytes).sum::<usize>() > BYTES_MAX
         {
-            let Some((oldest, _)) = books.ended.front() else { break };
+            let Some((oldest, _)) = pending.ended.front() else { break };
             let oldest = *oldest;
-            self.come_behind(&mut books, oldest)?;
+            self.wait_until(&mut pending, oldest)?;
         }
         self.stream.wait(&self.own.stream.mark()?)?;
-        books.last += 1;
+        pending.last += 1;
         Ok(())
     }
 
     /// Ends it.
     pub(super) fn end(&self) -> Result<(), KernelError> {
-        let mut books = self.books();
-        let ended = (books.last, self.stream.mark()?);
-        books.ended.push_back(ended);
+        let mut pending = self.pending();
+        let ended = (pending.last, self.stream.mark()?);
+        pending.ended.push_back(ended);
         Ok(())
     }
 
@@ -145,68 +146,68 @@ impl Flights {
         if !self.has_uses.load(Ordering::Relaxed) {
             return Ok(());
         }
-        let mut books = self.books();
-        let read = read.filter_map(|x| books.of(x)).map(|used| used.written);
-        let written = written.filter_map(|y| books.of(y)).map(|used| used.written.max(used.read));
+        let mut pending = self.pending();
+        let read = read.filter_map(|x| pending.of(x)).map(|used| used.written);
+        let written = written.filter_map(|y| pending.of(y)).map(|used| used.written.max(used.read));
         let flight = read.chain(written).max().unwrap_or(0);
-        self.come_behind(&mut books, flight)
+        self.wait_until(&mut pending, flight)
     }
 
     /// The same for whatever comes next.
-    pub(super) fn order_all(&self) -> Result<(), KernelError> {
-        let mut books = self.books();
-        let last = books.last;
-        self.come_behind(&mut books, last)
+    pub(super) fn wait_all(&self) -> Result<(), KernelError> {
+        let mut pending = self.pending();
+        let last = pending.last;
+        self.wait_until(&mut pending, last)
     }
 
-    fn come_behind(&self, books: &mut Books, flight: u64) -> Result<(), KernelError> {
-        if flight <= books.behind {
+    fn wait_until(&self, pending: &mut PendingOps, flight: u64) -> Result<(), KernelError> {
+        if flight <= pending.behind {
             return Ok(());
         }
-        let at = books.ended.partition_point(|(number, _)| *number < flight);
-        if at == books.ended.len() {
+        let at = pending.ended.partition_point(|(number, _)| *number < flight);
+        if at == pending.ended.len() {
             // Whoever was to end it has unwound.
-            let now = (books.last, self.stream.mark()?);
-            books.ended.push_back(now);
+            let now = (pending.last, self.stream.mark()?);
+            pending.ended.push_back(now);
         }
-        self.own.stream.wait(&books.ended[at].1)?;
-        let (passed, _) = books.ended.drain(..=at).next_back().expect("one that has ended is here");
-        books.pass(passed);
-        self.has_uses.store(!books.uses.is_empty(), Ordering::Relaxed);
+        self.own.stream.wait(&pending.ended[at].1)?;
+        let (passed, _) = pending.ended.drain(..=at).next_back().expect("one that has ended is here");
+        pending.pass(passed);
+        self.has_uses.store(!pending.uses.is_empty(), Ordering::Relaxed);
         Ok(())
     }
 
     /// Waits until all flights are done; the rank's own work is.
     pub(super) fn finish(&self) -> Result<(), KernelError> {
         self.stream.finish()?;
-        let mut books = self.books();
-        let last = books.last;
-        books.ended.clear();
-        books.pass(last);
+        let mut pending = self.pending();
+        let last = pending.last;
+        pending.ended.clear();
+        pending.pass(last);
         self.has_uses.store(false, Ordering::Relaxed);
         Ok(())
     }
 }
 
-impl Relief for Flights {
-    fn relieve(&self) -> bool {
-        let mut books = self.books();
-        let Some((last, _)) = books.ended.back() else { return false };
+impl Reclaim for CommStream {
+    fn reclaim(&self) -> bool {
+        let mut pending = self.pending();
+        let Some((last, _)) = pending.ended.back() else { return false };
         let last = *last;
-        self.come_behind(&mut books, last).is_ok()
+        self.wait_until(&mut pending, last).is_ok()
     }
 }
 
-impl Backend for Flights {
+impl Backend for CommStream {
     fn device(&self) -> Device {
         Device::Cuda(self.own.number)
     }
 
     fn alloc(&self, bytes: usize) -> Result<Buffer, KernelError> {
         let buffer = self.own.memory.alloc(bytes)?;
-        let mut books = self.books();
-        let last = books.last;
-        books.used(&buffer).expect("it is memory of the card").written = last;
+        let mut pending = self.pending();
+        let last = pending.last;
+        pending.used(&buffer).expect("it is memory of the card").written = last;
         self.has_uses.store(true, Ordering::Relaxed);
         Ok(buffer)
     }
@@ -215,12 +216,12 @@ impl Backend for Flights {
         let unsupported =
             || KernelError::Unsupported { kernel: kernel.name, device: "calls to others on cuda" };
         let gpu = kernel.gpu.as_ref().ok_or_else(unsupported)?;
-        let mut plan = Plan::new(self.own.shared_bytes_max);
+        let mut plan = LaunchPlan::new(self.own.shared_bytes_max);
         (gpu.plan)(launch, &mut plan)?;
         let scratch = plan.scratch_bytes().iter().map(|&bytes| self.alloc(bytes));
         let scratch: SmallVec<[Buffer; 4]> = scratch.collect::<Result<_, KernelError>>()?;
         for step in plan.steps() {
-            // Products and faults have places of their own, which belong to the other stream.
+            // CublasLt and faults have places of their own, which belong to the other stream.
             let Step::Grid(grid) = step else { return Err(unsupported()) };
             if grid.args.iter().any(|arg| [GridArg::Fault, GridArg::Faults].contains(arg)) {
                 return Err(unsupported());
@@ -252,18 +253,18 @@ impl Backend for Flights {
         Err(KernelError::Unsupported { kernel: "download", device: "calls to others on cuda" })
     }
 
-    fn mark(&self) -> Result<Mark, KernelError> {
-        Ok(Mark::new(Arc::new(self.stream.mark()?)))
+    fn mark(&self) -> Result<SyncEvent, KernelError> {
+        Ok(SyncEvent::new(Arc::new(self.stream.mark()?)))
     }
 
-    fn wait(&self, mark: &Mark) -> Result<(), KernelError> {
+    fn wait(&self, mark: &SyncEvent) -> Result<(), KernelError> {
         mark.point::<Event>().map_or(Ok(()), |event| self.stream.wait(event))
     }
 
     fn hold(&self, buffer: &Buffer) {
-        let mut books = self.books();
-        let last = books.last;
-        if let Some(used) = books.used(buffer) {
+        let mut pending = self.pending();
+        let last = pending.last;
+        if let Some(used) = pending.used(buffer) {
             used.read = last;
             self.has_uses.store(true, Ordering::Relaxed);
         }

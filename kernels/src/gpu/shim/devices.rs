@@ -2,7 +2,7 @@
 //! room for two blocks on a multiprocessor. Programs in f64 and f16 are compiled for the newer architecture only, and with
 //! `SHARDGRAD_CARDS=all` for both.
 
-use crate::cuda::{Compiler, Places, Program, Usage};
+use crate::cuda::{Compiler, Program, SearchPaths, Usage};
 use crate::gpu::Grid;
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
@@ -22,7 +22,7 @@ const BLOCKS: u32 = 2;
 
 /// Whether the compiler for cards can be had.
 pub(super) fn compiler_is_found() -> bool {
-    Compiler::open(&Places::from_env()).is_ok()
+    Compiler::open(&SearchPaths::from_env()).is_ok()
 }
 
 /// Compiles the program of a grid for each architecture, once; a mark in `folder` says that it is done.
@@ -40,7 +40,7 @@ pub(super) fn check(
     if mark.exists() {
         return Ok(());
     }
-    let places = Places { cache: Some(folder.to_path_buf()), ..Places::from_env() };
+    let places = SearchPaths { cache: Some(folder.to_path_buf()), ..SearchPaths::from_env() };
     let Ok(compiler) = Compiler::open(&places) else { return Ok(()) };
     let mut found = String::new();
     let architectures = match () {

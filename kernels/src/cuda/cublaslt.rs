@@ -3,7 +3,7 @@
 //! [`MatmulPrecision`] gives leave.
 
 use super::driver::Stream;
-use super::library::{Answer, BLAS, Library, Places, foreign};
+use super::library::{BLAS, Library, SearchPaths, StatusCode, foreign};
 use super::operand::Operand;
 use crate::buffer::Buffer;
 use crate::dtype::DType;
@@ -48,10 +48,10 @@ foreign!(Table, BLAS, cudarc::cublaslt::sys, cublasStatus_t {
 });
 
 /// The library has nothing for what is asked.
-const NOT_SUPPORTED: Answer = 15;
+const NOT_SUPPORTED: StatusCode = 15;
 
 impl Table {
-    fn failed(&self, call: &'static str, answer: Answer) -> KernelError {
+    fn failed(&self, call: &'static str, answer: StatusCode) -> KernelError {
         if answer == NOT_SUPPORTED {
             return KernelError::Unsupported { kernel: call, device: "cuBLASLt" };
         }
@@ -62,7 +62,7 @@ impl Table {
 /// A stack of products that the library knows how to do: c = a b, (g, m, n) = (g, m, k) (g, k, n), to which a matrix like c may be
 /// added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Task {
+pub(super) struct MatmulDesc {
     pub(super) dtype: DType,
     pub(super) extents: [usize; 4],
     pub(super) a: Operand,
@@ -71,13 +71,13 @@ pub(super) struct Task {
     /// What is added to the product; its lines lie as those of c.
     pub(super) added: Option<Operand>,
     /// Other than plain only where the rows of c lie behind each other: what is added then goes along those of the library.
-    pub(super) ending: cublasLtEpilogue_t,
+    pub(super) epilogue: cublasLtEpilogue_t,
 }
 
-/// What lies beside a product, as addresses; 0 where there is nothing.
+/// What lies epilogue_operands a product, as addresses; 0 where there is nothing.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Beside {
-    /// A number for each column of c: read or written, as the ending says.
+pub(super) struct EpilogueOperands {
+    /// A number for each column of c: read or written, as the epilogue says.
     pub(super) columns: u64,
     /// A matrix like c, whose rows lie behind each other.
     pub(super) whole: u64,
@@ -85,28 +85,31 @@ pub(super) struct Beside {
     pub(super) added: u64,
 }
 
-impl Task {
+impl MatmulDesc {
     /// The same task with a result whose columns lie together: its transpose is b's transpose times a's.
-    fn upright(self) -> (Task, bool) {
-        if !self.c.turned {
+    fn column_major(self) -> (MatmulDesc, bool) {
+        if !self.c.transposed {
             return (self, false);
         }
         let [g, m, n, k] = self.extents;
         let (a, b, c) = (self.b.transposed(), self.a.transposed(), self.c.transposed());
-        (Task { extents: [g, n, m, k], a, b, c, added: self.added.map(Operand::transposed), ..self }, true)
+        (
+            MatmulDesc { extents: [g, n, m, k], a, b, c, added: self.added.map(Operand::transposed), ..self },
+            true,
+        )
     }
 }
 
 /// The library of products on this machine.
 #[derive(Debug)]
-pub(super) struct Products {
+pub(super) struct CublasLt {
     table: Table,
     handle: usize,
 }
 
-impl Products {
+impl CublasLt {
     /// Finds the library, and asks for its version.
-    fn find(places: &Places) -> Result<(Library, usize), KernelError> {
+    fn find(places: &SearchPaths) -> Result<(Library, usize), KernelError> {
         let library = places.open(&BLAS)?;
         // SAFETY: the bindings state this type; it takes nothing.
         let version = unsafe {
@@ -118,19 +121,19 @@ impl Products {
     }
 
     /// The file that would be opened, and its version.
-    pub(super) fn look(places: &Places) -> Result<String, KernelError> {
-        let (library, version) = Products::find(places)?;
+    pub(super) fn look(places: &SearchPaths) -> Result<String, KernelError> {
+        let (library, version) = CublasLt::find(places)?;
         Ok(format!("{} ({})", library.file().display(), shown(version)))
     }
 
     /// Opens the library. A context must be current on this thread.
-    pub(super) fn open(places: &Places) -> Result<Arc<Products>, KernelError> {
-        let (library, _) = Products::find(places)?;
+    pub(super) fn open(places: &SearchPaths) -> Result<Arc<CublasLt>, KernelError> {
+        let (library, _) = CublasLt::find(places)?;
         let table = Table::load(library)?;
         let mut handle = ptr::null_mut();
         // SAFETY: the place outlives the call; destroyed once, when this is dropped.
         unsafe { table.cublasLtCreate(&mut handle) }?;
-        Ok(Arc::new(Products { table, handle: handle.expose_provenance() }))
+        Ok(Arc::new(CublasLt { table, handle: handle.expose_provenance() }))
     }
 
     fn handle(&self) -> cublasLtHandle_t {
@@ -138,7 +141,7 @@ impl Products {
     }
 }
 
-impl Drop for Products {
+impl Drop for CublasLt {
     fn drop(&mut self) {
         // SAFETY: created once, destroyed once.
         let _ = unsafe { self.table.cublasLtDestroy(self.handle()) };
@@ -152,7 +155,7 @@ fn shown(version: usize) -> String {
 /// Descriptions and algorithm of a task. Nothing of it changes after it is made.
 #[derive(Debug)]
 struct Planned {
-    products: Arc<Products>,
+    products: Arc<CublasLt>,
     product: usize,
     a: usize,
     b: usize,
@@ -164,11 +167,11 @@ struct Planned {
 
 /// The products of one stream: tasks that were planned, by what they are.
 #[derive(Debug)]
-pub(super) struct Planner {
-    products: Arc<Products>,
+pub(super) struct MatmulPlanner {
+    products: Arc<CublasLt>,
     precision: MatmulPrecision,
     /// Nothing, where the library has no algorithm.
-    planned: HashMap<Task, Option<Planned>>,
+    planned: HashMap<MatmulDesc, Option<Planned>>,
 }
 
 /// Memory that an algorithm may use.
@@ -177,28 +180,28 @@ pub(super) const WORKSPACE_BYTES: usize = 32 << 20;
 /// Sums over parts of k are added up in the type of the sums, in a fixed order, or not cut into parts.
 const REDUCTIONS: u32 = 2;
 
-impl Planner {
-    /// Products of f32 are formed as exactly as a precision says.
-    pub(super) fn new(library: &Arc<Products>, precision: MatmulPrecision) -> Planner {
-        Planner { products: library.clone(), precision, planned: HashMap::new() }
+impl MatmulPlanner {
+    /// CublasLt of f32 are formed as exactly as a precision says.
+    pub(super) fn new(library: &Arc<CublasLt>, precision: MatmulPrecision) -> MatmulPlanner {
+        MatmulPlanner { products: library.clone(), precision, planned: HashMap::new() }
     }
 
-    /// Gives a task to a stream: addresses of a, b and c, of what lies beside them, and a workspace that only this stream uses.
+    /// Gives a task to a stream: addresses of a, b and c, of what lies epilogue_operands them, and a workspace that only this stream uses.
     ///
     /// # Errors
     /// [`KernelError::Unsupported`] where the library has no algorithm; nothing is done then.
     pub(super) fn run(
         &mut self,
         stream: &Stream,
-        task: Task,
-        ([a, b, c], beside): ([u64; 3], Beside),
+        task: MatmulDesc,
+        ([a, b, c], epilogue_operands): ([u64; 3], EpilogueOperands),
         workspace: &Buffer,
     ) -> Result<(), KernelError> {
         stream.context().bound()?;
-        let (task, swapped) = task.upright();
+        let (task, swapped) = task.column_major();
         let (a, b) = if swapped { (b, a) } else { (a, b) };
         if !self.planned.contains_key(&task) {
-            let planned = match Planned::new(&self.products, &task, beside, self.precision) {
+            let planned = match Planned::new(&self.products, &task, epilogue_operands, self.precision) {
                 Err(KernelError::Unsupported { .. }) => None,
                 planned => Some(planned?),
             };
@@ -207,14 +210,14 @@ impl Planner {
         let Some(planned) = &self.planned[&task] else {
             return Err(KernelError::Unsupported { kernel: "cublasLtMatmul", device: "cuBLASLt" });
         };
-        planned.point(&task, beside)?;
+        planned.point(&task, epilogue_operands)?;
         // Scales are f64 for f64 and f32 otherwise; both begin with the same bytes where they are 0.
         let (one, zero) = (1f64, 0f64);
         let (narrow_one, is_wide) = (1f32, task.dtype == DType::F64);
         let alpha: *const c_void =
             if is_wide { (&raw const one).cast() } else { (&raw const narrow_one).cast() };
         let (beta, added) = match task.added {
-            Some(_) => (alpha, beside.added),
+            Some(_) => (alpha, epilogue_operands.added),
             None => ((&raw const zero).cast(), c),
         };
         let at = |address: u64| ptr::with_exposed_provenance_mut::<c_void>(address as usize);
@@ -269,9 +272,9 @@ fn data_type(
 
 impl Planned {
     fn new(
-        library: &Arc<Products>,
-        task: &Task,
-        beside: Beside,
+        library: &Arc<CublasLt>,
+        task: &MatmulDesc,
+        epilogue_operands: EpilogueOperands,
         precision: MatmulPrecision,
     ) -> Result<Planned, KernelError> {
         use cublasLtMatmulDescAttributes_t as D;
@@ -292,10 +295,10 @@ impl Planned {
         // SAFETY: the place outlives the call; destroyed once, with what is planned.
         unsafe { table.cublasLtMatmulDescCreate(&mut product, compute, scale) }?;
         planned.product = product.expose_provenance();
-        planned.set(D::CUBLASLT_MATMUL_DESC_TRANSA, &i32::from(task.a.turned))?;
-        planned.set(D::CUBLASLT_MATMUL_DESC_TRANSB, &i32::from(task.b.turned))?;
-        planned.set(D::CUBLASLT_MATMUL_DESC_EPILOGUE, &(task.ending as u32))?;
-        planned.point(task, beside)?;
+        planned.set(D::CUBLASLT_MATMUL_DESC_TRANSA, &i32::from(task.a.transposed))?;
+        planned.set(D::CUBLASLT_MATMUL_DESC_TRANSB, &i32::from(task.b.transposed))?;
+        planned.set(D::CUBLASLT_MATMUL_DESC_EPILOGUE, &(task.epilogue as u32))?;
+        planned.point(task, epilogue_operands)?;
         planned.a = layout(table, dtype, [g, m, k], task.a)?;
         planned.b = layout(table, dtype, [g, k, n], task.b)?;
         planned.c = layout(table, dtype, [g, m, n], task.c)?;
@@ -322,14 +325,14 @@ impl Planned {
         }
     }
 
-    /// Tells the description where lies what its ending reads and writes.
-    fn point(&self, task: &Task, beside: Beside) -> Result<(), KernelError> {
+    /// Tells the description where lies what its epilogue reads and writes.
+    fn point(&self, task: &MatmulDesc, epilogue_operands: EpilogueOperands) -> Result<(), KernelError> {
         use cublasLtMatmulDescAttributes_t as D;
-        if beside.columns != 0 {
-            self.set(D::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &beside.columns)?;
+        if epilogue_operands.columns != 0 {
+            self.set(D::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &epilogue_operands.columns)?;
         }
-        if beside.whole != 0 {
-            self.set(D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &beside.whole)?;
+        if epilogue_operands.whole != 0 {
+            self.set(D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &epilogue_operands.whole)?;
             self.set(D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &(task.c.lead as i64))?;
             let step = task.c.step as i64;
             self.set(D::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE, &step)?;
@@ -338,7 +341,7 @@ impl Planned {
     }
 
     /// The library's first choice among algorithms that fit the workspace and the alignments and whose sums have one order.
-    fn choose(&self, task: &Task) -> Result<cublasLtMatmulAlgo_t, KernelError> {
+    fn choose(&self, task: &MatmulDesc) -> Result<cublasLtMatmulAlgo_t, KernelError> {
         use cublasLtMatmulPreferenceAttributes_t as P;
         let table = &self.products.table;
         let preference = Preference::new(table)?;
@@ -367,7 +370,7 @@ impl Planned {
                 &mut found,
             )
         }?;
-        let is_plain = task.ending == cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DEFAULT && task.added.is_none();
+        let is_plain = task.epilogue == cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DEFAULT && task.added.is_none();
         if found < 1 && !is_plain {
             let kernel = "cublasLtMatmulAlgoGetHeuristic";
             return Err(KernelError::Unsupported { kernel, device: "cuBLASLt" });
@@ -390,7 +393,7 @@ fn layout(
     operand: Operand,
 ) -> Result<usize, KernelError> {
     use cublasLtMatrixLayoutAttribute_t as A;
-    let (rows, columns) = if operand.turned { (columns, rows) } else { (rows, columns) };
+    let (rows, columns) = if operand.transposed { (columns, rows) } else { (rows, columns) };
     let mut made = ptr::null_mut();
     let (count, step) = (g as i32, operand.step as i64);
     // SAFETY: the place outlives the call; the attributes are numbers of these sizes. A description whose attributes are

@@ -1,4 +1,4 @@
-//! Captured work on a fake card, beside the same work given each time.
+//! CapturedGraph work on a fake card, epilogue_operands the same work given each time.
 
 use super::fake;
 use super::tests::{backend, twice};
@@ -152,7 +152,7 @@ fn what_ended_early_leaves_no_memory_and_no_contents_behind() {
         held = Some(card.alloc(4 * N)?);
         Err(over())
     });
-    assert_eq!(error.unwrap_err(), KernelError::Unmade { bytes: 1536 });
+    assert_eq!(error.unwrap_err(), KernelError::CaptureOutputHeld { bytes: 1536 });
     drop(held);
     assert_eq!(card.memory().in_use_bytes, before.in_use_bytes);
 }
@@ -169,7 +169,7 @@ fn a_graph_that_a_card_does_not_make_leaves_nothing_without_contents() {
         held = Some(card.alloc(4 * N)?);
         Ok(())
     });
-    assert_eq!(error.unwrap_err(), KernelError::Unmade { bytes: 1536 });
+    assert_eq!(error.unwrap_err(), KernelError::CaptureOutputHeld { bytes: 1536 });
     drop(held);
     assert_eq!(card.memory().in_use_bytes, before);
     // Work that is given each time goes on.

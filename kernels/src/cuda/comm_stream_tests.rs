@@ -1,10 +1,10 @@
-//! Flights of a rank on a fake card. Work is held back by a gate that the test opens, so that what must wait for it and what need
+//! CommStream of a rank on a fake card. Work is held back by a gate that the test opens, so that what must wait for it and what need
 //! not is seen without any luck of timing.
 
 use super::fake::{self, Folder};
 use super::tests::twice;
-use super::{Card, tests};
-use crate::backend::{Backend, Machine, Settings, download, upload};
+use super::{CudaDevice, tests};
+use crate::backend::{Backend, BackendConfig, BackendProvider, download, upload};
 use crate::buffer::Buffer;
 use crate::cpu::Pool;
 use crate::dtype::DType;
@@ -55,8 +55,8 @@ struct Gate {
 }
 
 impl Gate {
-    fn new(card: &Card) -> Gate {
-        Gate::of(&card.backend(Settings::default()).unwrap())
+    fn new(card: &CudaDevice) -> Gate {
+        Gate::of(&card.backend(BackendConfig::default()).unwrap())
     }
 
     fn of(keeper: &Arc<dyn Backend>) -> Gate {
@@ -79,8 +79,8 @@ impl Gate {
 
 /// A rank whose kernels are compiled, and a gate on the same card.
 fn rank(folder: &Folder) -> (Arc<dyn Backend>, Gate) {
-    let card = Card::open(&folder.places(), 0).unwrap();
-    let own = card.backend(Settings::default()).unwrap();
+    let card = CudaDevice::open(&folder.places(), 0).unwrap();
+    let own = card.backend(BackendConfig::default()).unwrap();
     let mut open = Gate::new(&card);
     open.open();
     let x = upload(&*own, &[1f32; N]).unwrap();
@@ -102,11 +102,11 @@ fn held(on: &dyn Backend, gate: &Gate, x: &Buffer, y: &mut Buffer) {
 
 /// A flight that copies, held back by a gate.
 fn flight(own: &dyn Backend, gate: &Gate, x: &Buffer) -> Buffer {
-    let flight = own.begin_flight().unwrap().expect("cards have flights");
+    let flight = own.begin_async().unwrap().expect("cards have flights");
     flight.hold(x);
     let mut y = flight.alloc(4 * N).unwrap();
     held(flight, gate, x, &mut y);
-    own.end_flight().unwrap();
+    own.end_async().unwrap();
     y
 }
 
@@ -242,20 +242,20 @@ fn the_end_of_a_rank_and_the_marks_that_it_shows_are_behind_its_flights() {
 #[test]
 fn flights_keep_no_more_memory_than_they_may() {
     let Some(folder) = fake::card("") else { return };
-    let settings = Settings { memory_bytes_max: 160 << 20, ..Settings::default() };
-    let own = Card::open(&folder.places(), 0).unwrap().backend(settings).unwrap();
+    let settings = BackendConfig { memory_bytes_max: 160 << 20, ..BackendConfig::default() };
+    let own = CudaDevice::open(&folder.places(), 0).unwrap().backend(settings).unwrap();
     // What is kept is let go where there is no other memory.
     for _ in 0..3 {
         let x = own.alloc(70 << 20).unwrap();
-        own.begin_flight().unwrap().expect("cards have flights").hold(&x);
-        own.end_flight().unwrap();
+        own.begin_async().unwrap().expect("cards have flights").hold(&x);
+        own.end_async().unwrap();
     }
     own.finish().unwrap();
     let before = own.memory().in_use_bytes;
     for _ in 0..300 {
         let x = own.alloc(4 * N).unwrap();
-        own.begin_flight().unwrap().expect("cards have flights").hold(&x);
-        own.end_flight().unwrap();
+        own.begin_async().unwrap().expect("cards have flights").hold(&x);
+        own.end_async().unwrap();
     }
     let kept = own.memory().in_use_bytes - before;
     assert!((1..100 * 4 * N).contains(&kept), "{kept}");
@@ -266,7 +266,7 @@ fn flights_and_captured_work_keep_out_of_each_others_way() {
     let Some(folder) = fake::card("") else { return };
     let (own, mut gate) = rank(&folder);
     let x = upload(&*own, &[9f32; N]).unwrap();
-    let error = own.capture(&mut || own.begin_flight().map(drop)).unwrap_err();
+    let error = own.capture(&mut || own.begin_async().map(drop)).unwrap_err();
     assert_eq!(error.to_string(), "work that is being captured shows a mark to others");
     let (mut y, mut z) = (flight(&*own, &gate, &x), own.alloc(4 * N).unwrap());
     let graph = own.capture(&mut || twice(&*own, &y, &mut z, N, 1.0)).unwrap();
@@ -281,8 +281,8 @@ fn flights_and_captured_work_keep_out_of_each_others_way() {
     gate.open();
     assert_eq!((floats(&*own, &copy), floats(&*own, &z)), (vec![6.5; N], vec![13.0; N]));
     let x = upload(&*own, &[2f32]).unwrap();
-    let flight = own.begin_flight().unwrap().expect("cards have flights");
+    let flight = own.begin_async().unwrap().expect("cards have flights");
     assert!(flight.upload(&[0], &mut flight.alloc(4).unwrap()).is_err());
     assert!(flight.download(&x, &mut [0]).is_err());
-    own.end_flight().unwrap();
+    own.end_async().unwrap();
 }

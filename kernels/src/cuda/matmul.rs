@@ -1,7 +1,7 @@
 //! Stacks of products as plans ask for them: operands copied where the library has no words for their strides, and endings by
 //! kernels of our own where it has no algorithm for them.
 
-use super::blas::{Beside, Planner, Task};
+use super::cublaslt::{EpilogueOperands, MatmulDesc, MatmulPlanner};
 use super::driver::Stream;
 use super::launch::place;
 use super::memory::Memory;
@@ -9,10 +9,10 @@ use super::operand::Operand;
 use crate::buffer::Buffer;
 use crate::dtype::DType;
 use crate::error::KernelError;
-use crate::gpu::{Epilogue, Product};
+use crate::gpu::{Epilogue, Matmul};
 use crate::kernel::{Arg, ArgMut, Kernel, Launch, Scalar};
-use crate::op::binary::ADD;
 use crate::op::batched_matmul::BATCHED_MATMUL;
+use crate::op::binary::ADD;
 use crate::op::copy::COPY;
 use crate::op::fill::FILL;
 use crate::op::reduce::SUM;
@@ -25,77 +25,79 @@ use std::sync::{Arc, Mutex, PoisonError};
 type Run<'a> = &'a dyn Fn(&Kernel, &mut Launch<'_>) -> Result<(), KernelError>;
 
 /// What products of a rank are made with.
-pub(super) struct Maker<'a> {
+pub(super) struct MatmulRunner<'a> {
     pub(super) memory: &'a Arc<Memory>,
-    pub(super) planner: &'a Mutex<Planner>,
+    pub(super) planner: &'a Mutex<MatmulPlanner>,
     pub(super) workspace: &'a Buffer,
     pub(super) stream: &'a Stream,
     pub(super) run: Run<'a>,
 }
 
-/// Bytes to whose multiples the library wants what lies beside a product to begin, and elements of which its lines have to be
+/// Bytes to whose multiples the library wants what lies epilogue_operands a product to begin, and elements of which its lines have to be
 /// multiples.
 const BESIDE_BYTES: u64 = 16;
 const BESIDE_ELEMENTS: usize = 8;
 
-impl Maker<'_> {
+impl MatmulRunner<'_> {
     /// A product as a plan asks for it.
-    pub(super) fn product(&self, launch: &mut Launch<'_>, product: Product) -> Result<(), KernelError> {
-        if product.ending == Epilogue::Plain {
+    pub(super) fn product(&self, launch: &mut Launch<'_>, product: Matmul) -> Result<(), KernelError> {
+        if product.epilogue == Epilogue::Plain {
             return self.plain(launch, product);
         }
         if self.together(launch, product)? { Ok(()) } else { self.apart(launch, product) }
     }
 
-    fn give(&self, task: Task, addresses: ([u64; 3], Beside)) -> Result<(), KernelError> {
+    fn give(&self, task: MatmulDesc, addresses: ([u64; 3], EpilogueOperands)) -> Result<(), KernelError> {
         let mut planner = self.planner.lock().unwrap_or_else(PoisonError::into_inner);
         planner.run(self.stream, task, addresses, self.workspace)
     }
 
-    /// Product and ending in one call of the library; false, and nothing is done, where it has none.
-    fn together(&self, launch: &Launch<'_>, product: Product) -> Result<bool, KernelError> {
+    /// Matmul and epilogue in one call of the library; false, and nothing is done, where it has none.
+    fn together(&self, launch: &Launch<'_>, product: Matmul) -> Result<bool, KernelError> {
         let (a, b, c) = (launch.inputs[product.a], launch.inputs[product.b], &launch.outputs[product.c]);
         if c.view.numel() == 0 || a.view.shape[2] == 0 {
             return Ok(false);
         }
-        if matches!(product.ending, Epilogue::BiasGelu { .. }) && c.dtype == DType::F64 {
+        if matches!(product.epilogue, Epilogue::BiasGelu { .. }) && c.dtype == DType::F64 {
             // The library's gelu of f64 is as good as one of f32 (cuBLASLt 13.1).
             return Ok(false);
         }
-        let (ending, beside) = beside(launch, product.ending);
+        let (epilogue, epilogue_operands) = epilogue_operands(launch, product.epilogue);
         let [a_view, b_view, c_view] = as_one([a.view, b.view, c.view]);
-        let lies = [beside.columns, beside.whole].iter().all(|at| at.is_multiple_of(BESIDE_BYTES))
+        let lies = [epilogue_operands.columns, epilogue_operands.whole]
+            .iter()
+            .all(|at| at.is_multiple_of(BESIDE_BYTES))
             && c_view.shape[2].is_multiple_of(BESIDE_ELEMENTS);
         // Sums run over one matrix there.
-        let sums = matches!(product.ending, Epilogue::SumsOfB { .. });
+        let sums = matches!(product.epilogue, Epilogue::SumsOfB { .. });
         let address = place(c.buffer, &c_view, c.dtype);
-        let Some(described) = Operand::gemv_row_major(&c_view, address).filter(|_| lies) else { return Ok(false) };
+        let Some(described) = Operand::row_major(&c_view, address).filter(|_| lies) else { return Ok(false) };
         if sums && c_view.shape[0] != 1 {
             return Ok(false);
         }
-        let added = match beside.added {
+        let added = match epilogue_operands.added {
             0 => None,
-            address => Operand::gemv_row_major(&c_view, address),
+            address => Operand::row_major(&c_view, address),
         };
         let a = self.readable(&Arg { view: &a_view, ..a })?;
         let b = self.readable(&Arg { view: &b_view, ..b })?;
-        let task = Task {
+        let task = MatmulDesc {
             dtype: c.dtype,
             extents: [c_view.shape[0], c_view.shape[1], c_view.shape[2], a_view.shape[2]],
             a: a.described,
             b: b.described,
             c: described,
             added,
-            ending,
+            epilogue,
         };
-        match self.give(task, ([a.address, b.address, address], beside)) {
+        match self.give(task, ([a.address, b.address, address], epilogue_operands)) {
             Err(KernelError::Unsupported { .. }) => Ok(false),
             done => done.map(|()| true),
         }
     }
 
-    /// The product by itself, and its ending by kernels of our own.
-    fn apart(&self, launch: &mut Launch<'_>, product: Product) -> Result<(), KernelError> {
+    /// The product by itself, and its epilogue by kernels of our own.
+    fn apart(&self, launch: &mut Launch<'_>, product: Matmul) -> Result<(), KernelError> {
         let (dtype, shape) = (launch.outputs[product.c].dtype, launch.outputs[product.c].view.shape.clone());
         let whole = Strides::contiguous(&shape);
         let spread = |x: &Strides| Strides::new(shape.clone(), [0, 0, 1][..].into(), x.offset);
@@ -104,7 +106,7 @@ impl Maker<'_> {
         let to = ArgMut { buffer: &mut bare, dtype, view: &whole };
         self.one(&BATCHED_MATMUL, &factors, to, &[])?;
         let bare = Arg { buffer: &bare, dtype, view: &whole };
-        match product.ending {
+        match product.epilogue {
             Epilogue::Plain => self.one(&COPY, &[bare], again(&mut launch.outputs[product.c]), &[]),
             Epilogue::Bias { bias } => {
                 let bias = launch.inputs[bias];
@@ -159,7 +161,7 @@ impl Maker<'_> {
     }
 
     /// A stack of products, with copies of what the library has no words for.
-    fn plain(&self, launch: &mut Launch<'_>, product: Product) -> Result<(), KernelError> {
+    fn plain(&self, launch: &mut Launch<'_>, product: Matmul) -> Result<(), KernelError> {
         let (a, b) = (launch.inputs[product.a], launch.inputs[product.b]);
         let c = &mut launch.outputs[product.c];
         let (extents, k) = (c.view.shape.clone(), a.view.shape[2]);
@@ -188,16 +190,16 @@ impl Maker<'_> {
                 (Operand::of(&whole, address), address)
             }
         };
-        let task = Task {
+        let task = MatmulDesc {
             dtype: c.dtype,
             extents: [c_view.shape[0], c_view.shape[1], c_view.shape[2], k],
             a: a.described,
             b: b.described,
             c: described.expect("row-major memory can be described"),
             added: None,
-            ending: cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DEFAULT,
+            epilogue: cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DEFAULT,
         };
-        self.give(task, ([a.address, b.address, address], Beside::default()))?;
+        self.give(task, ([a.address, b.address, address], EpilogueOperands::default()))?;
         if let Some(buffer) = spare.take() {
             let inputs = [Arg { buffer: &buffer, dtype: c.dtype, view: &whole }];
             let mut outputs = [ArgMut { buffer: &mut *c.buffer, dtype: c.dtype, view: &c_view }];
@@ -251,18 +253,18 @@ fn as_one([a, b, c]: [&Strides; 3]) -> [Strides; 3] {
     [a.clone(), b.clone(), c.clone()]
 }
 
-/// What the library calls an ending, and where lies what it reads and writes.
-fn beside(launch: &Launch<'_>, ending: Epilogue) -> (cublasLtEpilogue_t, Beside) {
+/// What the library calls an epilogue, and where lies what it reads and writes.
+fn epilogue_operands(launch: &Launch<'_>, epilogue: Epilogue) -> (cublasLtEpilogue_t, EpilogueOperands) {
     use cublasLtEpilogue_t as E;
     let input = |i: usize| place(launch.inputs[i].buffer, launch.inputs[i].view, launch.inputs[i].dtype);
     let output = |i: usize| place(launch.outputs[i].buffer, launch.outputs[i].view, launch.outputs[i].dtype);
-    let at = |columns, whole| Beside { columns, whole, added: 0 };
-    match ending {
-        Epilogue::Plain => (E::CUBLASLT_EPILOGUE_DEFAULT, Beside::default()),
+    let at = |columns, whole| EpilogueOperands { columns, whole, added: 0 };
+    match epilogue {
+        Epilogue::Plain => (E::CUBLASLT_EPILOGUE_DEFAULT, EpilogueOperands::default()),
         Epilogue::Bias { bias } => (E::CUBLASLT_EPILOGUE_BIAS, at(input(bias), 0)),
         Epilogue::Add { bias, residual } => {
-            let ending = bias.map_or(E::CUBLASLT_EPILOGUE_DEFAULT, |_| E::CUBLASLT_EPILOGUE_BIAS);
-            (ending, Beside { columns: bias.map_or(0, input), whole: 0, added: input(residual) })
+            let epilogue = bias.map_or(E::CUBLASLT_EPILOGUE_DEFAULT, |_| E::CUBLASLT_EPILOGUE_BIAS);
+            (epilogue, EpilogueOperands { columns: bias.map_or(0, input), whole: 0, added: input(residual) })
         }
         Epilogue::BiasGelu { bias, before } => {
             (E::CUBLASLT_EPILOGUE_GELU_AUX_BIAS, at(input(bias), output(before)))
