@@ -79,13 +79,13 @@ impl Backend for OfRank {
         self.host.num_threads()
     }
 
-    fn reuse(&self, buffer: &Buffer) -> PackCacheGuard {
+    fn cache_packed(&self, buffer: &Buffer) -> PackCacheGuard {
         if !self.is_told {
             return PackCacheGuard::default();
         }
         self.held.fetch_add(1, Ordering::Relaxed);
         self.counts[1].fetch_add(1, Ordering::Relaxed);
-        PackCacheGuard::new(Held(self.held.clone(), self.host.reuse(buffer)))
+        PackCacheGuard::new(Held(self.held.clone(), self.host.cache_packed(buffer)))
     }
 }
 

@@ -155,7 +155,7 @@ impl From<shardgrad_kernels::KernelError> for Error {
             shardgrad_kernels::KernelError::Index { .. } => Kind::Data,
             shardgrad_kernels::KernelError::Library { .. }
             | shardgrad_kernels::KernelError::Unsupported { .. }
-            | shardgrad_kernels::KernelError::Captured { .. }
+            | shardgrad_kernels::KernelError::NotCapturable { .. }
             | shardgrad_kernels::KernelError::CaptureOutputHeld { .. } => Kind::Unsupported,
             _ => Kind::Device,
         };

@@ -144,7 +144,7 @@ impl World {
         let one = |index: usize| {
             let rank = || {
                 let cores = homes.chunks(num_threads).nth(index).unwrap_or_default().to_vec();
-                cores.first().iter().for_each(|core| cores::stay_on(**core));
+                cores.first().iter().for_each(|core| cores::pin_thread(**core));
                 let settings = BackendConfig { num_threads, may_spin, cores, memory_bytes_max, precision };
                 let backend = self.machine.backend(settings)?;
                 let transport = Box::new(Threads::new(shared.clone(), index));
@@ -194,7 +194,7 @@ impl World {
 /// A core for each thread of each rank.
 fn homes(num_ranks: usize, num_threads: usize) -> Result<Vec<usize>> {
     let wanted = num_ranks.saturating_mul(num_threads);
-    let cores = cores::apart(wanted);
+    let cores = cores::choose(wanted);
     if cores.len() < wanted {
         let there = cores.len();
         let why = format!("{num_ranks} ranks of {num_threads} threads cannot be pinned to {there} cores");
@@ -224,7 +224,7 @@ fn live<T>(
         }
     };
     // What a device has yet to report counts as the rank's end.
-    let whole = |rank: &Rank| f(rank).and_then(|result| Ok(rank.backend().finish().map(|()| result)?));
+    let whole = |rank: &Rank| f(rank).and_then(|result| Ok(rank.backend().synchronize().map(|()| result)?));
     match caught(&table.mesh, index, rank) {
         Ok(rank) => tell(caught(&table.mesh, index, || whole(&rank))),
         Err(error) => tell(Err(error)),

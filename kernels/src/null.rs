@@ -1,13 +1,14 @@
-//! A back end that computes nothing: it counts what the same program would allocate, move and compute.
+//! The null back end: no memory, no arithmetic. It counts what the same program would allocate and compute.
 
-use crate::backend::{Backend, Device};
+use crate::backend::Backend;
 use crate::buffer::{Allocator, Buffer};
-use crate::cost_counter::CostCounter;
+use crate::cost::{Cost, CostCounter};
+use crate::device::Device;
 use crate::error::{KernelError, MemoryStats};
-use crate::kernel::{Cost, Kernel, Launch};
+use crate::kernel::{Kernel, Launch};
 use std::sync::Arc;
 
-/// Shapes, bytes and costs only. Buffers have a size and no memory.
+/// A back end that counts bytes and costs only. Its buffers have a size and no memory, as PyTorch's meta tensors.
 #[derive(Debug, Default)]
 pub struct Null {
     cost: CostCounter,
@@ -15,7 +16,7 @@ pub struct Null {
 }
 
 impl Null {
-    /// A null back end that has counted nothing yet.
+    /// Creates a null back end with all counts at zero.
     #[must_use]
     pub fn backend() -> Arc<dyn Backend> {
         Arc::new(Null::default())
@@ -28,7 +29,7 @@ impl Backend for Null {
     }
 
     fn alloc(&self, bytes: usize) -> Result<Buffer, KernelError> {
-        Ok(self.allocator.outline(bytes))
+        Ok(self.allocator.alloc_meta(bytes))
     }
 
     fn launch(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {

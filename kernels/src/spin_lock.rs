@@ -1,28 +1,28 @@
-//! A lock for a few instructions at a time.
+//! A spin lock, for critical sections of a few instructions.
 
 use std::cell::UnsafeCell;
 use std::fmt;
 use std::panic::RefUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// So often a waiter looks before it lets others run: who holds the lock may have been stopped by the system.
-const LOOKS: usize = 64;
+/// Spins before a waiter yields: the operating system may have preempted the holder of the lock.
+const SPINS: usize = 64;
 
-/// A value that threads use in turn, each for so short that nobody needs to sleep: to take the lock is one atomic
-/// exchange, to release it a store. Nothing is touched after that store, so that it may be the last use of the value.
+/// A value behind a spin lock, for critical sections so short that no thread needs to sleep. Taking the lock is one atomic exchange,
+/// releasing it one store. Nothing touches the lock after that store, so that the store may be its last use.
 #[derive(Default)]
 pub(crate) struct SpinLock<T> {
     is_held: AtomicBool,
     value: UnsafeCell<T>,
 }
 
-// SAFETY: the value is reached through `with` only, by one thread at a time.
+// SAFETY: the value is accessed through `with` only, by one thread at a time.
 unsafe impl<T: Send> Sync for SpinLock<T> {}
 
-// Whoever catches a panic finds what the last user left, as with a lock whose poison is ignored.
+// After a panic the value is as the panicking thread left it, as with a mutex whose poison is ignored.
 impl<T> RefUnwindSafe for SpinLock<T> {}
 
-/// Releases a lock, after a panic too.
+/// Releases the lock when dropped, also during a panic.
 struct Release<'a>(&'a AtomicBool);
 
 impl Drop for Release<'_> {
@@ -32,24 +32,24 @@ impl Drop for Release<'_> {
 }
 
 impl<T> SpinLock<T> {
-    /// Uses the value alone. `f` calls nothing that waits, and does not use the lock itself.
+    /// Calls `f` with exclusive access to the value. `f` must not block, nor use the lock itself.
     #[inline]
     pub(crate) fn with<R>(&self, f: impl FnOnce(&mut T) -> R) -> R {
         if self.is_held.swap(true, Ordering::Acquire) {
             self.wait();
         }
         let _release = Release(&self.is_held);
-        // SAFETY: this thread has changed `is_held` from false to true, and only it changes it back, after `f`.
+        // SAFETY: this thread has changed `is_held` from false to true, and only this thread changes the flag back, after `f`.
         f(unsafe { &mut *self.value.get() })
     }
 
     /// Waits for the lock and takes it.
     #[cold]
     fn wait(&self) {
-        let mut looks = 0;
+        let mut spins = 0;
         while self.is_held.load(Ordering::Relaxed) || self.is_held.swap(true, Ordering::Acquire) {
-            looks += 1;
-            if looks % LOOKS == 0 { std::thread::yield_now() } else { std::hint::spin_loop() }
+            spins += 1;
+            if spins % SPINS == 0 { std::thread::yield_now() } else { std::hint::spin_loop() }
         }
     }
 }
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn threads_take_turns() {
+    fn threads_exclude_each_other() {
         let count = SpinLock::<[u64; 2]>::default();
         std::thread::scope(|scope| {
             for _ in 0..4 {
@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_releases_it() {
+    fn panic_releases_the_lock() {
         let lock = SpinLock::<u8>::default();
         let end = std::panic::catch_unwind(|| lock.with(|_| panic!("no")));
         assert!(end.is_err());

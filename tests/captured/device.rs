@@ -236,7 +236,7 @@ impl OneRank {
     }
 
     fn not_captured(&self, what: &'static str) -> Result<(), KernelError> {
-        if locked(&self.noting).is_some() { Err(KernelError::Captured { what }) } else { Ok(()) }
+        if locked(&self.noting).is_some() { Err(KernelError::NotCapturable { what }) } else { Ok(()) }
     }
 }
 
@@ -268,7 +268,7 @@ impl Backend for OneRank {
         let (refusals, at) = &self.device.refusals;
         let refuses = kernel.name == *at
             && refusals.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1)).is_ok();
-        let error = || KernelError::Device { call: "launch", why: "not now".into(), lasting: false };
+        let error = || KernelError::Device { call: "launch", why: "not now".into(), is_permanent: false };
         if refuses { Err(error()) } else { Ok(()) }
     }
 
@@ -298,8 +298,8 @@ impl Backend for OneRank {
         self.host.download(&locked(&self.store.books).contents[&from.device_address().unwrap()], to)
     }
 
-    fn mark(&self) -> Result<SyncEvent, KernelError> {
-        self.not_captured("shows a mark to others")?;
+    fn record_event(&self) -> Result<SyncEvent, KernelError> {
+        self.not_captured("records an event for other back ends")?;
         Ok(SyncEvent::default())
     }
 
@@ -323,9 +323,9 @@ impl Backend for OneRank {
         let number = self.device.counts[1].fetch_add(1, Ordering::Relaxed) + 1;
         self.note(Asked::Replay);
         if self.device.failing == Some(number) {
-            return Err(KernelError::Device { call: "replay", why: "not now".into(), lasting: false });
+            return Err(KernelError::Device { call: "replay", why: "not now".into(), is_permanent: false });
         }
-        let work: &Work = graph.work().expect("a graph of this device");
+        let work: &Work = graph.downcast_ref().expect("a graph of this device");
         let mut books = locked(&self.store.books);
         work.launches.iter().try_for_each(|launch| books.run(&*self.host, launch))
     }

@@ -149,7 +149,7 @@ impl Threads {
             Some(numel) => Some(backend.alloc(numel * size)?),
             None => None,
         };
-        let (group, ready) = (self.group(request), backend.mark()?);
+        let (group, ready) = (self.group(request), backend.record_event()?);
         if ready.is_complete() && backend.device() == Device::Cpu && fits_notes(request) {
             return self.by_notes(backend, request, group, y);
         }
@@ -207,7 +207,7 @@ impl Threads {
         {
             let peers = self.peers(request);
             for peer in &peers {
-                backend.wait(&peer.ready)?;
+                backend.wait_event(&peer.ready)?;
             }
             match (request.op, &mut y) {
                 (Op::AllReduce(how), Some(y)) if is_large(request) => {
@@ -223,11 +223,11 @@ impl Threads {
         }
         self.shake();
         if is_later {
-            self.entry(self.rank).set_read(backend.mark()?);
+            self.entry(self.rank).set_read(backend.record_event()?);
         }
         self.meet(group, &group.left, request, false)?;
         for &peer in request.seat.members.iter().filter(|_| is_later) {
-            backend.wait(&self.entry(peer).read())?;
+            backend.wait_event(&self.entry(peer).read())?;
         }
         self.entry(self.rank).clear();
         if matches!(request.op, Op::AllReduce(_)) && is_large(request) {
@@ -256,7 +256,7 @@ impl Threads {
     fn fly(&self, own: &dyn Backend, request: &Request<'_>) -> Result<Option<Buffer>> {
         let backend = own.begin_async()?.unwrap_or(own);
         if let Some(x) = request.x {
-            backend.hold(x);
+            backend.record_stream(x);
         }
         let outcome = self.collect_returned(backend).and_then(|()| match request.op {
             Op::Send { to } => self.send(backend, request, to).map(|()| None),
@@ -298,13 +298,13 @@ impl Threads {
         let mut part = backend.alloc(mine.len() * dtype.size())?;
         local::combine(backend, dtype, how, buffers(&peers), &mine, &mut part)?;
         drop(peers);
-        self.entry(self.rank).set_part(Some((part, backend.mark()?)));
+        self.entry(self.rank).set_part(Some((part, backend.record_event()?)));
         self.shake();
         self.meet(group, &group.combined, request, false)?;
         for (i, &rank) in seat.members.iter().enumerate() {
             let part = self.entry(rank).part();
             let (part, ready) = part.as_ref().expect("every member has shown its chunk");
-            backend.wait(ready)?;
+            backend.wait_event(ready)?;
             local::copy(backend, dtype, part, 0..range(i).len(), y, range(i).start)?;
         }
         Ok(())
@@ -358,8 +358,8 @@ impl Threads {
     /// Frees the contents of letters that were read since, behind their reading.
     fn collect_returned(&self, backend: &dyn Backend) -> Result<()> {
         for (x, read) in self.entry(self.rank).take_returned() {
-            backend.hold(&x);
-            backend.wait(&read)?;
+            backend.record_stream(&x);
+            backend.wait_event(&read)?;
             drop(x);
         }
         Ok(())
@@ -373,7 +373,7 @@ impl Threads {
             local::copy(backend, dtype, x, 0..numel, &mut copied, 0)?;
         }
         let me = self.entry(self.rank);
-        let ready = backend.mark()?;
+        let ready = backend.record_event()?;
         me.post(request, false, None, SyncEvent::default());
         let issued = me.posted().issued.clone();
         let letter = Letter { from: self.rank, issued, x: copied, ready };
@@ -397,9 +397,9 @@ impl Threads {
             self.fail(Failure { error: error.clone(), origin: self.rank, told: vec![self.rank, from] });
             return Err(error);
         }
-        backend.wait(&letter.ready)?;
+        backend.wait_event(&letter.ready)?;
         local::copy(backend, dtype, &letter.x, 0..numel, &mut y, 0)?;
-        let read = backend.mark()?;
+        let read = backend.record_event()?;
         if !read.is_complete() {
             self.entry(from).give_back(letter.x, read);
         }

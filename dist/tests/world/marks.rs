@@ -207,12 +207,12 @@ impl Backend for Stream {
         self.cpu.num_threads()
     }
 
-    fn mark(&self) -> Result<SyncEvent, KernelError> {
+    fn record_event(&self) -> Result<SyncEvent, KernelError> {
         Ok(SyncEvent::new(Arc::new(self.known())))
     }
 
-    fn wait(&self, mark: &SyncEvent) -> Result<(), KernelError> {
-        if let Some(what) = mark.point::<Knowledge>().filter(|_| self.lapse != Lapse::Waits) {
+    fn wait_event(&self, event: &SyncEvent) -> Result<(), KernelError> {
+        if let Some(what) = event.downcast_ref::<Knowledge>().filter(|_| self.lapse != Lapse::Waits) {
             self.account().learn(self.me, what);
         }
         Ok(())
@@ -236,7 +236,7 @@ impl Backend for Stream {
         Ok(())
     }
 
-    fn hold(&self, buffer: &Buffer) {
+    fn record_stream(&self, buffer: &Buffer) {
         if self.is_beside && self.lapse != Lapse::Holds {
             self.used.lock().unwrap().1.push(buffer.clone());
         }

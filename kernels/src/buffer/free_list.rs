@@ -1,8 +1,8 @@
-//! Chunks of memory that are cut into blocks, as addresses: of the host's memory and of a card's.
+//! A free list of chunks that are cut into blocks, by address: for host memory and for GPU memory.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Chunks, and what of them is free. Neighbours of one chunk are joined.
+/// Chunks and their free blocks. Neighbouring free blocks of one chunk are merged.
 #[derive(Debug, Default)]
 pub(crate) struct FreeList {
     /// Bytes of each chunk, by address.
@@ -13,26 +13,26 @@ pub(crate) struct FreeList {
 }
 
 impl FreeList {
-    /// A chunk that is all free.
+    /// Adds a chunk, all of it free.
     pub(crate) fn add_chunk(&mut self, address: u64, bytes: usize) {
         self.chunks.insert(address, bytes);
         self.add_free(address, bytes);
     }
 
-    /// Where the chunk begins that a block lies in, and its bytes.
+    /// Returns the start and the bytes of the chunk that contains an address.
     pub(crate) fn chunk_of(&self, address: u64) -> (u64, usize) {
         let (start, bytes) =
             self.chunks.range(..=address).next_back().expect("bug: a block outside of all chunks");
         (*start, *bytes)
     }
 
-    /// The chunks that there are.
+    /// Iterates over the addresses of the chunks.
     #[cfg(any(test, feature = "cuda"))]
     pub(crate) fn chunks(&self) -> impl Iterator<Item = u64> + '_ {
         self.chunks.keys().copied()
     }
 
-    /// A block of the smallest free one that is large enough; the lowest of several.
+    /// Allocates a block from the smallest free block that is large enough (best fit); the lowest of several.
     pub(crate) fn cut(&mut self, bytes: usize) -> Option<u64> {
         let (_, address) = *self.by_size.range((bytes, 0)..).next()?;
         let whole = self.remove_free(address);
@@ -42,7 +42,7 @@ impl FreeList {
         Some(address)
     }
 
-    /// Takes a block back.
+    /// Frees a block, merging it with free neighbours.
     pub(crate) fn give_back(&mut self, address: u64, mut bytes: usize) {
         let (start, whole) = self.chunk_of(address);
         let mut from = address;
@@ -58,7 +58,7 @@ impl FreeList {
         self.add_free(from, bytes);
     }
 
-    /// Strikes out the chunks in which nothing is in use: their addresses and bytes.
+    /// Removes the chunks in which nothing is in use, and returns their addresses and bytes.
     pub(crate) fn take_empty(&mut self) -> Vec<(u64, usize)> {
         let is_empty = |(address, bytes): &(&u64, &usize)| self.free.get(*address) == Some(*bytes);
         let empty: Vec<(u64, usize)> = self.chunks.iter().filter(is_empty).map(|(a, b)| (*a, *b)).collect();
@@ -69,7 +69,7 @@ impl FreeList {
         empty
     }
 
-    /// Whether nothing is in use, and all is joined.
+    /// Returns whether nothing is in use, and all free blocks are merged.
     #[cfg(test)]
     pub(crate) fn is_all_free(&self) -> bool {
         self.free == self.chunks
@@ -92,9 +92,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn neighbours_of_one_chunk_are_joined() {
+    fn free_neighbours_of_one_chunk_are_merged() {
         let mut free_list = FreeList::default();
-        // Chunks lie side by side: blocks of two must not be joined.
+        // The chunks are adjacent: blocks of two chunks must not be merged.
         free_list.add_chunk(100, 60);
         free_list.add_chunk(160, 40);
         let blocks = [20, 20, 20, 40].map(|bytes| free_list.cut(bytes).unwrap());

@@ -1,4 +1,4 @@
-//! The CPU: a pool of threads, run-time SIMD dispatch, and vector maths.
+//! CPU execution: thread pool, SIMD dispatch, vector maths and GEMM.
 
 pub mod simd;
 pub mod cores;

@@ -1,8 +1,8 @@
-//! Operands that products meet again, and the forms in which they keep them for the next time.
+//! The pack cache: prepacked forms of matrix product operands that several products read.
 //!
-//! A step of several microbatches reads the same weights in each of them, forward and backward. Each product would pack them anew;
-//! those that are held here are packed once for each way in which they are read. A buffer is immutable while it is shared, and the
-//! table holds a handle: what was packed is what lies there, as long as it is held.
+//! A step of several microbatches reads the same weights in each of them, forward and backward. Without the cache each product packs
+//! them anew; operands held here are packed once for each view. A buffer is immutable while it is shared, and the cache holds a handle,
+//! so a packed form stays valid as long as its operand is held.
 
 use crate::buffer::{Allocator, Buffer};
 use crate::dtype::DType;
@@ -11,21 +11,21 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// How a product reads a matrix: k rows of n elements, from some byte of the buffer on.
+/// How a product reads a matrix: k rows of n elements, from some byte of the buffer on. The key of a packed form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct OperandView {
     /// Rows and columns.
     pub(crate) extents: [usize; 2],
-    /// Distances of both, in elements.
+    /// Row and column stride, in elements.
     pub(crate) strides: [usize; 2],
-    /// What the elements are.
+    /// The dtype of the elements.
     pub(crate) dtype: DType,
 }
 
-/// The operands that recur on a back end.
+/// The cached operands of a back end.
 pub(crate) struct PackCache {
     allocator: Allocator,
-    /// Whether there is one.
+    /// Whether there is any operand.
     is_in_use: AtomicBool,
     table: Mutex<Table>,
 }
@@ -34,18 +34,18 @@ pub(crate) struct PackCache {
 struct Table {
     /// By the address of the first byte. Memories of two buffers do not overlap.
     operands: BTreeMap<usize, Operand>,
-    /// Whether memory was short: nothing more is packed until all operands are gone.
-    is_full: bool,
+    /// Whether memory ran out: nothing more is packed until all operands are gone.
+    is_disabled: bool,
 }
 
 struct Operand {
     buffer: Buffer,
-    /// How many hold it.
+    /// The number of guards.
     holders: usize,
     forms: Vec<PackedForm>,
 }
 
-/// What a product keeps of an operand.
+/// A packed form of an operand.
 struct PackedForm {
     /// Bytes of the operand before the first element.
     from: usize,
@@ -53,35 +53,35 @@ struct PackedForm {
     packed: Buffer,
 }
 
-/// An operand recurs while this lives.
+/// Holds an operand in the cache until dropped.
 pub(crate) struct CacheGuard {
-    home: Arc<PackCache>,
+    cache: Arc<PackCache>,
     address: usize,
 }
 
 impl PackCache {
-    /// Nothing recurs yet; what products keep is memory of an allocator.
+    /// Creates an empty cache whose packed forms are allocated from `allocator`.
     pub(crate) fn new(allocator: Allocator) -> PackCache {
         PackCache { allocator, is_in_use: AtomicBool::new(false), table: Mutex::default() }
     }
 
-    /// Whether any operand recurs.
+    /// Returns whether any operand is held.
     pub(crate) fn is_in_use(&self) -> bool {
         self.is_in_use.load(Ordering::Relaxed)
     }
 
-    /// Holds a buffer, whose memory nobody writes or takes until the hold is dropped.
+    /// Adds a buffer as an operand. Its memory is neither written nor allocated again until the guard is dropped.
     pub(crate) fn hold(self: &Arc<Self>, buffer: &Buffer) -> CacheGuard {
         let address = buffer.as_slice::<u8>().as_ptr().addr();
         let new = || Operand { buffer: buffer.clone(), holders: 0, forms: Vec::new() };
         let mut table = self.table();
         table.operands.entry(address).or_insert_with(new).holders += 1;
         self.is_in_use.store(true, Ordering::Relaxed);
-        CacheGuard { home: self.clone(), address }
+        CacheGuard { cache: self.clone(), address }
     }
 
-    /// What was packed of the operand that holds this memory, or is packed from now on: so many bytes, which `make` fills. `None` if no
-    /// operand holds it, or there is no memory.
+    /// Returns the packed form of the operand that contains `memory`, packing it on a miss: `make` fills a new buffer of `bytes` bytes.
+    /// `None` if no operand contains `memory`, or there is no memory for the form.
     pub(crate) fn get_or_pack(
         &self,
         memory: &[u8],
@@ -90,21 +90,17 @@ impl PackCache {
         make: impl FnOnce(&mut Buffer),
     ) -> Option<Buffer> {
         let at = memory.as_ptr().addr();
-        let known = self.table().find(at, |operand, from| {
-            operand
-                .forms
-                .iter()
-                .find(|get_or_pack| get_or_pack.fits(from, view))
-                .map(|get_or_pack| get_or_pack.packed.clone())
+        let cached = self.table().find(at, |operand, from| {
+            operand.forms.iter().find(|form| form.matches(from, view)).map(|form| form.packed.clone())
         });
-        if let Some(packed) = known? {
+        if let Some(packed) = cached? {
             return Some(packed);
         }
-        if self.table().is_full {
+        if self.table().is_disabled {
             return None;
         }
         let Ok(mut packed) = self.allocator.alloc(bytes) else {
-            self.table().is_full = true;
+            self.table().is_disabled = true;
             return None;
         };
         make(&mut packed);
@@ -114,14 +110,14 @@ impl PackCache {
         Some(packed)
     }
 
-    /// Gives the memory of all that is packed back, for somebody who needs it more; whether there was any. Nothing more is packed until
-    /// all operands are gone.
+    /// Frees all packed forms, because another allocation needs the memory; returns whether there were any. Nothing more is packed until all
+    /// operands are gone.
     pub(crate) fn evict_all(&self) -> bool {
         if !self.is_in_use() {
             return false;
         }
         let mut table = self.table();
-        table.is_full = true;
+        table.is_disabled = true;
         let forms: Vec<PackedForm> =
             table.operands.values_mut().flat_map(|operand| operand.forms.drain(..)).collect();
         drop(table);
@@ -132,7 +128,7 @@ impl PackCache {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The operands that recur, and the forms that are packed of them.
+    /// Returns the number of operands and of packed forms.
     #[cfg(test)]
     pub(crate) fn counts(&self) -> [usize; 2] {
         let table = self.table();
@@ -141,7 +137,7 @@ impl PackCache {
 }
 
 impl Table {
-    /// The operand that holds the byte at an address, and where in it that is.
+    /// Calls `f` with the operand that contains the byte at an address, and the offset of the byte.
     fn find<T>(&mut self, at: usize, f: impl FnOnce(&mut Operand, usize) -> T) -> Option<T> {
         let (start, operand) = self.operands.range_mut(..=at).next_back()?;
         let from = at - start;
@@ -150,14 +146,14 @@ impl Table {
 }
 
 impl PackedForm {
-    fn fits(&self, from: usize, view: OperandView) -> bool {
+    fn matches(&self, from: usize, view: OperandView) -> bool {
         (self.from, self.view) == (from, view)
     }
 }
 
 impl Drop for CacheGuard {
     fn drop(&mut self) {
-        let mut table = self.home.table();
+        let mut table = self.cache.table();
         let operand =
             table.operands.get_mut(&self.address).expect("bug: an operand is there while it is held");
         operand.holders -= 1;
@@ -166,8 +162,8 @@ impl Drop for CacheGuard {
         }
         let gone = table.operands.remove(&self.address);
         if table.operands.is_empty() {
-            table.is_full = false;
-            self.home.is_in_use.store(false, Ordering::Relaxed);
+            table.is_disabled = false;
+            self.cache.is_in_use.store(false, Ordering::Relaxed);
         }
         drop(table);
         drop(gone);

@@ -1,4 +1,4 @@
-//! Where a worker of a pool waits for work, and how it is handed over: one word, so that a cache line goes there and back.
+//! The slot through which a worker of a pool receives jobs: one atomic word, so that a cache line goes there and back.
 
 use super::sync::{AtomicPtr, Thread, park, yield_now};
 use std::ptr::{null_mut, without_provenance_mut};
@@ -7,19 +7,19 @@ use std::time::{Duration, Instant};
 
 /// How long an idle worker that may spin does so before it parks.
 const SPIN: Duration = Duration::from_micros(60);
-/// So often a caller that may spin looks whether a worker is done before it lets others run: the system may have stopped it.
-const LOOKS: usize = 20_000;
+/// Spins of a caller that waits for a worker before it yields: the operating system may have preempted the worker.
+const SPINS: usize = 20_000;
 
-/// Nothing to do; the worker spins.
+/// No job; the worker spins.
 const READY: *mut () = null_mut();
-/// Nothing to do; the worker has to be woken.
+/// No job; the worker is parked and must be woken.
 const PARKED: *mut () = without_provenance_mut(1);
-/// There will be no more work.
+/// The worker exits.
 const CLOSED: *mut () = without_provenance_mut(3);
 
-/// The place of one worker: `READY`, `PARKED`, `CLOSED`, an offer, or an offer that was taken.
+/// The state of one worker: `READY`, `PARKED`, `CLOSED`, an offered job, or a job in progress (its address with the lowest bit set).
 ///
-/// Whoever offers a job calls [`WorkerSlot::recall`] before the job ends, on every slot it was offered to. After that no worker has it.
+/// A caller that offers a job calls [`WorkerSlot::recall`] on every slot it was offered to, before the job ends. After that no worker uses it.
 #[derive(Debug)]
 #[repr(align(128))]
 pub(super) struct WorkerSlot {
@@ -27,18 +27,18 @@ pub(super) struct WorkerSlot {
     may_spin: bool,
 }
 
-/// The state while a job is worked on.
-fn taken(job: *mut ()) -> *mut () {
+/// Returns the state while a job is in progress.
+fn in_progress(job: *mut ()) -> *mut () {
     job.map_addr(|address| address | 1)
 }
 
 impl WorkerSlot {
-    /// A free slot. Where not every thread has a core, nobody may spin: whoever waits would hold the core of another.
+    /// Creates an idle slot. `may_spin` is false if not every thread has a core: a spinning thread would hold the core of another.
     pub(super) fn new(may_spin: bool) -> WorkerSlot {
         WorkerSlot { state: AtomicPtr::new(READY), may_spin }
     }
 
-    /// Waits for an offer and takes it; none, if the slot is closed. For the worker, who says [`WorkerSlot::done`] next.
+    /// Waits for an offer and takes it; `None` if the slot is closed. Called by the worker, which calls [`WorkerSlot::finish`] next.
     pub(super) fn take(&self) -> Option<*mut ()> {
         let spin = if self.may_spin { SPIN } else { Duration::ZERO };
         let mut idle = Instant::now();
@@ -49,12 +49,12 @@ impl WorkerSlot {
             }
             if state != READY {
                 // The job may have been recalled meanwhile.
-                if self.change(state, taken(state)) {
+                if self.exchange(state, in_progress(state)) {
                     return Some(state);
                 }
             } else if idle.elapsed() < spin {
                 std::hint::spin_loop();
-            } else if self.change(READY, PARKED) {
+            } else if self.exchange(READY, PARKED) {
                 while self.state.load(Ordering::Relaxed) == PARKED {
                     park();
                 }
@@ -63,42 +63,42 @@ impl WorkerSlot {
         }
     }
 
-    /// What was taken is done, and is not touched any more.
-    pub(super) fn done(&self) {
+    /// Ends the job in progress, which the worker does not touch any more.
+    pub(super) fn finish(&self) {
         self.state.store(READY, Ordering::Release);
     }
 
-    /// Offers a job, whose address is even, to the worker unless it is at work or has an offer; returns whether it did.
+    /// Offers a job, whose address is even, unless the worker is busy or has an offer; returns whether the worker was idle.
     pub(super) fn offer(&self, job: *mut (), worker: &Thread) -> bool {
-        if self.change(READY, job) {
+        if self.exchange(READY, job) {
             return true;
         }
-        let has_parked = self.change(PARKED, job);
+        let has_parked = self.exchange(PARKED, job);
         if has_parked {
             worker.unpark();
         }
         has_parked
     }
 
-    /// Takes a job back or, if the worker has taken it, waits until it is done. What the worker did is seen after that.
+    /// Takes a job back or, if the worker has taken it, waits until it is done. The worker's writes are visible after that.
     pub(super) fn recall(&self, job: *mut ()) {
-        if self.change(job, READY) {
+        if self.exchange(job, READY) {
             return;
         }
-        let mut looks = if self.may_spin { LOOKS } else { 0 };
-        while self.state.load(Ordering::Acquire) == taken(job) {
-            if looks > 0 {
+        let mut spins_left = if self.may_spin { SPINS } else { 0 };
+        while self.state.load(Ordering::Acquire) == in_progress(job) {
+            if spins_left > 0 {
                 std::hint::spin_loop()
             } else {
                 yield_now()
             }
-            looks = looks.saturating_sub(1);
+            spins_left = spins_left.saturating_sub(1);
         }
     }
 
-    /// Sends the worker home. Nobody offers anything now or later.
+    /// Makes the worker exit. No thread offers a job now or later.
     pub(super) fn close(&self, worker: &Thread) {
-        // The model of loom lets a plain store come before changes that it was too late for.
+        // In loom's model a plain store may take effect before changes that it came too late for.
         self.state.swap(CLOSED, Ordering::AcqRel);
         worker.unpark();
     }
@@ -114,7 +114,7 @@ impl WorkerSlot {
         ![READY, PARKED, CLOSED].contains(&state) && state.addr().is_multiple_of(2)
     }
 
-    fn change(&self, from: *mut (), to: *mut ()) -> bool {
+    fn exchange(&self, from: *mut (), to: *mut ()) -> bool {
         self.state.load(Ordering::Relaxed) == from
             && self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
@@ -126,27 +126,27 @@ mod tests {
     use std::sync::atomic::AtomicUsize;
 
     #[test]
-    fn a_job_is_taken_or_recalled() {
+    fn an_offer_is_taken_or_recalled() {
         let (slot, me) = (WorkerSlot::new(true), std::thread::current());
         let [first, second] = [16, 32].map(without_provenance_mut::<()>);
         assert!(slot.offer(first, &me));
         assert!(!slot.offer(second, &me));
-        assert_eq!(slot.take(), Some(first), "who is offered one thing is not offered another");
+        assert_eq!(slot.take(), Some(first), "a second offer is refused");
         assert!(!slot.offer(second, &me));
         slot.recall(second);
-        assert_eq!(slot.state.load(Ordering::Relaxed), taken(first), "nor is who works");
-        slot.done();
+        assert_eq!(slot.state.load(Ordering::Relaxed), in_progress(first), "a busy worker refuses offers");
+        slot.finish();
         slot.offer(second, &me);
         slot.recall(first);
-        assert_eq!(slot.take(), Some(second), "only the job itself is recalled");
-        slot.done();
+        assert_eq!(slot.take(), Some(second), "recalling another job has no effect");
+        slot.finish();
         slot.offer(first, &me);
         slot.recall(first);
         slot.close(&me);
         assert_eq!(slot.take(), None);
     }
 
-    /// Workers count twice for each job they take: whoever has recalled it finds whole pairs, and they stay as they are.
+    /// Workers count twice for each job they take: after a recall the caller sees even counts, and they do not change any more.
     fn race(may_spin: bool) {
         const ROUNDS: usize = 2000;
         let slots = [WorkerSlot::new(may_spin), WorkerSlot::new(may_spin)];
@@ -159,7 +159,7 @@ mod tests {
                     count.fetch_add(1, Ordering::Relaxed);
                     std::thread::yield_now();
                     count.fetch_add(1, Ordering::Relaxed);
-                    slot.done();
+                    slot.finish();
                 }
             };
             let workers = slots.each_ref().map(|slot| (slot, scope.spawn(move || work(slot))));
@@ -168,7 +168,7 @@ mod tests {
                 for (slot, worker) in &workers {
                     slot.offer(job(round), worker.thread());
                 }
-                // Now nobody has taken it yet, now both are done with it.
+                // In some rounds no worker has taken the job yet, in others both are done.
                 (0..round % 50 * 20).for_each(|_| std::hint::spin_loop());
                 workers.iter().for_each(|(slot, _)| slot.recall(job(round)));
                 seen.push(count.load(Ordering::Relaxed));
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_recalled_a_job_has_it_alone() {
+    fn no_worker_uses_a_recalled_job() {
         race(true);
         race(false);
     }

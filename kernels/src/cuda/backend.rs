@@ -9,11 +9,14 @@ use super::launch::{Operands, Programs};
 use super::library::{DRIVER, SearchPaths};
 use super::matmul::MatmulRunner;
 use super::memory::{Chunks, Memory};
-use crate::backend::{Backend, BackendConfig, BackendProvider, Device, Graph, SyncEvent};
+use crate::backend::{Backend, Graph, SyncEvent};
 use crate::buffer::Buffer;
+use crate::cost::Cost;
+use crate::device::Device;
 use crate::error::{KernelError, MemoryStats};
 use crate::gpu::{FAULTS_MAX, GridArg, LaunchPlan, Step};
-use crate::kernel::{Cost, Kernel, Launch};
+use crate::kernel::{Kernel, Launch};
+use crate::provider::{BackendConfig, BackendProvider};
 use smallvec::SmallVec;
 use std::iter;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -247,7 +250,7 @@ impl Cuda {
 
     /// Refuses what cannot be part of captured work.
     fn not_captured(&self, what: &'static str) -> Result<(), KernelError> {
-        if locked(&self.capture_state).is_some() { Err(KernelError::Captured { what }) } else { Ok(()) }
+        if locked(&self.capture_state).is_some() { Err(KernelError::NotCapturable { what }) } else { Ok(()) }
     }
 
     /// The first index that a kernel found outside since the last look.
@@ -321,19 +324,19 @@ impl Backend for Cuda {
         self.check_faults(&mut staging)
     }
 
-    fn mark(&self) -> Result<SyncEvent, KernelError> {
-        self.not_captured("shows a mark to others")?;
+    fn record_event(&self) -> Result<SyncEvent, KernelError> {
+        self.not_captured("records an event for other back ends")?;
         self.wait_all()?;
         Ok(SyncEvent::new(Arc::new(self.own.stream.mark()?)))
     }
 
-    fn wait(&self, mark: &SyncEvent) -> Result<(), KernelError> {
-        self.not_captured("waits for a mark of others")?;
-        mark.point::<Event>().map_or(Ok(()), |event| self.own.stream.wait(event))
+    fn wait_event(&self, event: &SyncEvent) -> Result<(), KernelError> {
+        self.not_captured("waits for an event of another back end")?;
+        event.downcast_ref::<Event>().map_or(Ok(()), |event| self.own.stream.wait(event))
     }
 
     fn begin_async(&self) -> Result<Option<&dyn Backend>, KernelError> {
-        self.not_captured("shows a mark to others")?;
+        self.not_captured("records an event for other back ends")?;
         let flights = match self.flights.get() {
             Some(flights) => flights,
             None => {
@@ -364,16 +367,16 @@ impl Backend for Cuda {
     fn replay(&self, graph: &Graph) -> Result<(), KernelError> {
         self.not_captured("replays other work")?;
         self.wait_all()?;
-        let Noted { captured, cost } = graph.work().expect("bug: a graph of another back end");
+        let Noted { captured, cost } = graph.downcast_ref().expect("bug: a graph of another back end");
         captured.replay(&self.own.stream)?;
         *self.own.cost() += *cost;
         Ok(())
     }
 
-    fn finish(&self) -> Result<(), KernelError> {
+    fn synchronize(&self) -> Result<(), KernelError> {
         self.not_captured("waits until all work is done")?;
-        self.own.stream.finish()?;
-        self.flights.get().map_or(Ok(()), |flights| flights.finish())?;
+        self.own.stream.synchronize()?;
+        self.flights.get().map_or(Ok(()), |flights| flights.synchronize())?;
         self.check_faults(&mut locked(&self.staging))
     }
 }

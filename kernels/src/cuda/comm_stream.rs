@@ -5,11 +5,13 @@
 use super::driver::{Event, Stream};
 use super::launch::{Operands, Programs};
 use super::memory::{Memory, Reclaim};
-use crate::backend::{Backend, Device, SyncEvent};
+use crate::backend::{Backend, SyncEvent};
 use crate::buffer::{Buffer, DeviceAllocator};
+use crate::cost::Cost;
+use crate::device::Device;
 use crate::error::{KernelError, MemoryStats};
 use crate::gpu::{GridArg, LaunchPlan, Step};
-use crate::kernel::{Cost, Kernel, Launch};
+use crate::kernel::{Kernel, Launch};
 use smallvec::SmallVec;
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -178,8 +180,8 @@ impl CommStream {
     }
 
     /// Waits until all flights are done; the rank's own work is.
-    pub(super) fn finish(&self) -> Result<(), KernelError> {
-        self.stream.finish()?;
+    pub(super) fn synchronize(&self) -> Result<(), KernelError> {
+        self.stream.synchronize()?;
         let mut pending = self.pending();
         let last = pending.last;
         pending.ended.clear();
@@ -253,15 +255,15 @@ impl Backend for CommStream {
         Err(KernelError::Unsupported { kernel: "download", device: "calls to others on cuda" })
     }
 
-    fn mark(&self) -> Result<SyncEvent, KernelError> {
+    fn record_event(&self) -> Result<SyncEvent, KernelError> {
         Ok(SyncEvent::new(Arc::new(self.stream.mark()?)))
     }
 
-    fn wait(&self, mark: &SyncEvent) -> Result<(), KernelError> {
-        mark.point::<Event>().map_or(Ok(()), |event| self.stream.wait(event))
+    fn wait_event(&self, event: &SyncEvent) -> Result<(), KernelError> {
+        event.downcast_ref::<Event>().map_or(Ok(()), |event| self.stream.wait(event))
     }
 
-    fn hold(&self, buffer: &Buffer) {
+    fn record_stream(&self, buffer: &Buffer) {
         let mut pending = self.pending();
         let last = pending.last;
         if let Some(used) = pending.used(buffer) {

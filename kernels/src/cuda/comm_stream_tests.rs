@@ -4,13 +4,14 @@
 use super::fake::{self, Folder};
 use super::tests::twice;
 use super::{CudaDevice, tests};
-use crate::backend::{Backend, BackendConfig, BackendProvider, download, upload};
+use crate::backend::{Backend, download, upload};
 use crate::buffer::Buffer;
 use crate::cpu::Pool;
 use crate::dtype::DType;
 use crate::error::KernelError;
 use crate::gpu::{Grid, GridArg};
-use crate::kernel::{Arg, ArgMut, Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Arg, ArgMut, Bound, GpuCode, Kernel, Launch};
+use crate::provider::{BackendConfig, BackendProvider};
 use crate::strides::Strides;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,7 +29,7 @@ static HELD: Kernel = Kernel {
     name: "held",
     reference: nothing,
     cpu: None,
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: "extern \"C\" __global__ void held(const float *gate, const float *x, float *y, int n) {\n\
                 if (threadIdx.x != 0) return;\n\
                 const volatile float *at = gate;\n\
@@ -61,7 +62,7 @@ impl Gate {
 
     fn of(keeper: &Arc<dyn Backend>) -> Gate {
         let buffer = upload(&**keeper, &[0f32]).unwrap();
-        keeper.finish().unwrap();
+        keeper.synchronize().unwrap();
         Gate { keeper: keeper.clone(), buffer }
     }
 
@@ -87,7 +88,7 @@ fn rank(folder: &Folder) -> (Arc<dyn Backend>, Gate) {
     let mut y = own.alloc(4 * N).unwrap();
     held(&*own, &open, &x, &mut y);
     twice(&*own, &x, &mut y, N, 1.0).unwrap();
-    own.finish().unwrap();
+    own.synchronize().unwrap();
     (own, Gate::new(&card))
 }
 
@@ -103,7 +104,7 @@ fn held(on: &dyn Backend, gate: &Gate, x: &Buffer, y: &mut Buffer) {
 /// A flight that copies, held back by a gate.
 fn flight(own: &dyn Backend, gate: &Gate, x: &Buffer) -> Buffer {
     let flight = own.begin_async().unwrap().expect("cards have flights");
-    flight.hold(x);
+    flight.record_stream(x);
     let mut y = flight.alloc(4 * N).unwrap();
     held(flight, gate, x, &mut y);
     own.end_async().unwrap();
@@ -192,7 +193,7 @@ fn what_a_flight_uses_is_not_used_again_before_it_is_done() {
     let junk: Vec<Buffer> = (0..20).map(|_| upload(&*own, &[5f32; N]).unwrap()).collect();
     gate.open();
     assert_eq!(floats(&*own, &y), [9.0; N]);
-    own.finish().unwrap();
+    own.synchronize().unwrap();
     assert!(junk.iter().all(|block| floats(&*own, block) == [5.0; N]));
     drop((y, junk));
     assert_eq!(own.memory().in_use_bytes, before, "all of it comes back");
@@ -219,7 +220,7 @@ fn the_end_of_a_rank_and_the_marks_that_it_shows_are_behind_its_flights() {
     let x = upload(&*own, &[9f32; N]).unwrap();
     let y = flight(&*own, &gate, &x);
     let reader = tests::backend(&folder);
-    own.mark().and_then(|point| reader.wait(&point)).unwrap();
+    own.record_event().and_then(|point| reader.wait_event(&point)).unwrap();
     let z = less(&*reader, &y);
     gate.open();
     assert_eq!(floats(&*reader, &z), [6.5; N]);
@@ -233,7 +234,7 @@ fn the_end_of_a_rank_and_the_marks_that_it_shows_are_behind_its_flights() {
             is_open.store(true, Ordering::Relaxed);
             gate.open();
         });
-        own.finish().unwrap();
+        own.synchronize().unwrap();
         assert!(is_open.load(Ordering::Relaxed));
     });
     assert_eq!(floats(&*own, &y), [9.0; N]);
@@ -247,14 +248,14 @@ fn flights_keep_no_more_memory_than_they_may() {
     // What is kept is let go where there is no other memory.
     for _ in 0..3 {
         let x = own.alloc(70 << 20).unwrap();
-        own.begin_async().unwrap().expect("cards have flights").hold(&x);
+        own.begin_async().unwrap().expect("cards have flights").record_stream(&x);
         own.end_async().unwrap();
     }
-    own.finish().unwrap();
+    own.synchronize().unwrap();
     let before = own.memory().in_use_bytes;
     for _ in 0..300 {
         let x = own.alloc(4 * N).unwrap();
-        own.begin_async().unwrap().expect("cards have flights").hold(&x);
+        own.begin_async().unwrap().expect("cards have flights").record_stream(&x);
         own.end_async().unwrap();
     }
     let kept = own.memory().in_use_bytes - before;
@@ -267,7 +268,7 @@ fn flights_and_captured_work_keep_out_of_each_others_way() {
     let (own, mut gate) = rank(&folder);
     let x = upload(&*own, &[9f32; N]).unwrap();
     let error = own.capture(&mut || own.begin_async().map(drop)).unwrap_err();
-    assert_eq!(error.to_string(), "work that is being captured shows a mark to others");
+    assert_eq!(error.to_string(), "work that is being captured records an event for other back ends");
     let (mut y, mut z) = (flight(&*own, &gate, &x), own.alloc(4 * N).unwrap());
     let graph = own.capture(&mut || twice(&*own, &y, &mut z, N, 1.0)).unwrap();
     own.replay(&graph).unwrap();

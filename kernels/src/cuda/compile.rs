@@ -23,7 +23,11 @@ foreign!(Table, NVRTC, cudarc::nvrtc::sys, nvrtcResult {
 
 impl Table {
     fn failed(&self, call: &'static str, answer: c_int) -> KernelError {
-        KernelError::Device { call, why: format!("the compiler failed with code {answer}"), lasting: false }
+        KernelError::Device {
+            call,
+            why: format!("the compiler failed with code {answer}"),
+            is_permanent: false,
+        }
     }
 }
 

@@ -55,7 +55,7 @@ impl Table {
         if answer == NOT_SUPPORTED {
             return KernelError::Unsupported { kernel: call, device: "cuBLASLt" };
         }
-        KernelError::Device { call, why: format!("cuBLASLt answers {answer}"), lasting: false }
+        KernelError::Device { call, why: format!("cuBLASLt answers {answer}"), is_permanent: false }
     }
 }
 
@@ -377,7 +377,11 @@ impl Planned {
         }
         if found < 1 {
             let why = format!("cuBLASLt has no algorithm for {task:?}");
-            return Err(KernelError::Device { call: "cublasLtMatmulAlgoGetHeuristic", why, lasting: false });
+            return Err(KernelError::Device {
+                call: "cublasLtMatmulAlgoGetHeuristic",
+                why,
+                is_permanent: false,
+            });
         }
         // SAFETY: one result was written; only its algorithm is read, which is eight numbers. (Its state is an enum that a
         // newer library may have more values of.)

@@ -66,7 +66,7 @@ impl Table {
     fn failed(&self, call: &'static str, answer: StatusCode) -> KernelError {
         if answer == OUT_OF_MEMORY {
             // Only the driver knows what it lacks memory for; who asks it for chunks adds what was asked for.
-            return KernelError::OutOfMemory { asked_bytes: 0, stats: MemoryStats::default() };
+            return KernelError::OutOfMemory { requested_bytes: 0, stats: MemoryStats::default() };
         }
         let mut name = ptr::null();
         // SAFETY: the bindings state this type, but for the number of an error, which need not be one that they know; the
@@ -81,7 +81,11 @@ impl Table {
                 _ => "no name".into(),
             }
         };
-        KernelError::Device { call, why: format!("{name} ({answer})"), lasting: LASTING.contains(&answer) }
+        KernelError::Device {
+            call,
+            why: format!("{name} ({answer})"),
+            is_permanent: LASTING.contains(&answer),
+        }
     }
 }
 
@@ -341,7 +345,7 @@ impl Stream {
     }
 
     /// Waits until all work is done.
-    pub(super) fn finish(&self) -> Result<(), KernelError> {
+    pub(super) fn synchronize(&self) -> Result<(), KernelError> {
         // SAFETY: the stream is alive.
         unsafe { self.context.bound()?.cuStreamSynchronize(self.handle()) }
     }

@@ -53,7 +53,7 @@ pub(super) fn capture(
 ) -> Result<CapturedGraph, KernelError> {
     let locked = || capture_state.lock().unwrap_or_else(PoisonError::into_inner);
     if locked().is_some() {
-        return Err(KernelError::Captured { what: "captures other work" });
+        return Err(KernelError::NotCapturable { what: "captures other work" });
     }
     // Memory of an earlier time is of more use to the graph. Nothing goes back to the driver while work is noted, since it waits
     // for all work first.

@@ -2,8 +2,9 @@
 
 use super::fake;
 use super::tests::{backend, twice};
-use crate::backend::{Backend, Cpu, download, upload};
+use crate::backend::{Backend, download, upload};
 use crate::buffer::Buffer;
+use crate::cpu_backend::Cpu;
 use crate::error::KernelError;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -77,8 +78,8 @@ fn what_cannot_be_part_of_a_graph_is_refused() {
     };
     refused(&mut || download::<f32>(&*card, &x, N).map(drop), "copies to the host");
     refused(&mut || upload(&*card, &[1f32]).map(drop), "copies from the host");
-    refused(&mut || card.mark().map(drop), "shows a mark to others");
-    refused(&mut || card.finish(), "waits until all work is done");
+    refused(&mut || card.record_event().map(drop), "records an event for other back ends");
+    refused(&mut || card.synchronize(), "waits until all work is done");
     refused(&mut || card.capture(&mut || Ok(())).map(drop), "captures other work");
     // Whatever ended a capture, the next begins anew.
     let unwound = catch_unwind(AssertUnwindSafe(|| card.capture(&mut || panic!("in between"))));
@@ -133,7 +134,7 @@ fn what_ended_early_leaves_no_memory_and_no_contents_behind() {
     let Some(folder) = fake::card("small-card") else { return };
     let card = backend(&folder);
     let before = card.memory();
-    let over = || KernelError::Captured { what: "is over" };
+    let over = || KernelError::NotCapturable { what: "is over" };
     // Of 160 MiB; what were not given back would be missed soon.
     for _ in 0..4 {
         let error = card.capture(&mut || card.alloc(60 << 20).and(Err(over()))).unwrap_err();
@@ -188,7 +189,7 @@ fn what_was_done_before_has_its_cost_however_a_capture_ends() {
     assert!(before.flops > 0);
     let refused = card.capture(&mut || {
         step(&*card, &mut x, &kept)?;
-        card.finish()
+        card.synchronize()
     });
     assert!(refused.is_err());
     assert_eq!(card.cost(), before);

@@ -152,7 +152,7 @@ impl Memory {
         let mut state = self.state();
         let refuse = |state: &AllocatorState| {
             let stats = self.home.as_ref().map_or(state.stats, |home| home.stats());
-            KernelError::OutOfMemory { asked_bytes: bytes, stats }
+            KernelError::OutOfMemory { requested_bytes: bytes, stats }
         };
         let Some(block) = bytes.max(1).checked_next_multiple_of(GRAIN) else { return Err(refuse(&state)) };
         let peak = state.stats.peak_bytes;

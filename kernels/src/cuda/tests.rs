@@ -2,16 +2,19 @@
 
 use super::fake::{self, Folder};
 use super::{CudaDevice, SearchPaths};
-use crate::backend::{Backend, BackendConfig, BackendProvider, Cpu, Device, download, upload};
+use crate::backend::{Backend, download, upload};
 use crate::buffer::Buffer;
 use crate::cpu::Pool;
+use crate::cpu_backend::Cpu;
+use crate::device::Device;
 use crate::dtype::{DType, Element};
 use crate::error::KernelError;
 use crate::gpu::{Epilogue, Grid, GridArg, LaunchPlan, Matmul};
-use crate::kernel::{Arg, ArgMut, Bound, Gpu, Kernel, Launch, Scalar};
+use crate::kernel::{Arg, ArgMut, Bound, GpuCode, Kernel, Launch, Scalar};
 use crate::match_float;
 use crate::op::batched_matmul::BATCHED_MATMUL;
 use crate::precision::MatmulPrecision;
+use crate::provider::{BackendConfig, BackendProvider};
 use crate::strides::Strides;
 use std::fs;
 use std::sync::Arc;
@@ -20,7 +23,7 @@ fn nothing(_: &Pool, _: &mut Launch<'_>) -> Result<(), KernelError> {
     unreachable!("only the card runs it")
 }
 
-const fn kernel(name: &'static str, gpu: Gpu) -> Kernel {
+const fn kernel(name: &'static str, gpu: GpuCode) -> Kernel {
     Kernel {
         name,
         reference: nothing,
@@ -35,7 +38,7 @@ const fn kernel(name: &'static str, gpu: Gpu) -> Kernel {
 /// y[i] = T(factor * x[i * stride[1]] + more + rate + shift), by way of scratch memory; a fault where x[i] is negative.
 static TWICE: Kernel = kernel(
     "twice",
-    Gpu {
+    GpuCode {
         source: "struct Three { i64 at[3]; };\n\
             extern \"C\" __global__ void first(const T *x, float *to, Three strides, int n, double factor) {\n\
                 int i = blockIdx.x * blockDim.x + threadIdx.x;\n\
@@ -84,7 +87,7 @@ static TWICE: Kernel = kernel(
 
 static PRODUCTS: Kernel = kernel(
     "batched_matmul",
-    Gpu {
+    GpuCode {
         source: "",
         plan: |_, plan: &mut LaunchPlan| {
             plan.product(Matmul { a: 0, b: 1, c: 0, epilogue: Epilogue::Plain });
@@ -166,7 +169,7 @@ fn contents_of_all_sizes_go_in_and_out() {
         assert!(buffer.device_address().is_some_and(|a| a % 256 == 0));
         assert!(download::<u8>(&*card, &buffer, bytes).unwrap() == data, "{bytes}");
     }
-    card.finish().unwrap();
+    card.synchronize().unwrap();
     assert_eq!(card.memory().num_system_allocs, 2, "a chunk of each kind");
 }
 
@@ -183,7 +186,7 @@ fn a_plan_is_run_with_its_arguments() {
     let mut outputs = [ArgMut { buffer: &mut y, dtype: DType::F32, view: &to }];
     let mut launch = Launch { inputs: &inputs, outputs: &mut outputs, scalars: &[Scalar::Real(2.0)] };
     card.launch(&TWICE, &mut launch).unwrap();
-    let none = Kernel { gpu: None, ..kernel("none", Gpu { source: "", plan: |_, _| Ok(()) }) };
+    let none = Kernel { gpu: None, ..kernel("none", GpuCode { source: "", plan: |_, _| Ok(()) }) };
     let error = card.launch(&none, &mut launch).unwrap_err();
     assert_eq!(error.to_string(), "none: no kernel for cuda");
     let expected: Vec<f32> = (0..100).map(|i| 2.0 * (8 + 4 * i) as f32 + 0.5 - 3.0).collect();
@@ -203,7 +206,7 @@ fn an_index_outside_is_reported_by_the_next_download() {
     twice(&*card, &x, &mut y, 5, 0.0).unwrap();
     assert_eq!(download::<f32>(&*card, &y, 5).unwrap(), [-2.5; 5], "and is forgotten then");
     twice(&*card, &x, &mut y, 5, -1.0).unwrap();
-    assert!(card.finish().is_err());
+    assert!(card.synchronize().is_err());
 }
 
 /// What a reader sees of what a writer on another stream has written in many steps, and the writer of what it writes next.
@@ -215,12 +218,12 @@ fn relay(folder: &Folder) -> bool {
         let mut x = upload(&*writer, &[round as f32 + 10.0; 300]).unwrap();
         let mut y = writer.alloc(1200).unwrap();
         twice(&*writer, &x, &mut y, 300, 1.0).unwrap();
-        let ready = writer.mark().unwrap();
-        reader.wait(&ready).unwrap();
+        let ready = writer.record_event().unwrap();
+        reader.wait_event(&ready).unwrap();
         let mut z = reader.alloc(1200).unwrap();
         twice(&*reader, &y, &mut z, 300, 1.0).unwrap();
-        let read = reader.mark().unwrap();
-        writer.wait(&read).unwrap();
+        let read = reader.record_event().unwrap();
+        writer.wait_event(&read).unwrap();
         // The next use of both blocks of the writer.
         drop(y);
         writer.upload(&[0xee; 1200], &mut x).unwrap();
@@ -228,7 +231,7 @@ fn relay(folder: &Folder) -> bool {
         let got = download::<f32>(&*reader, &z, 300);
         right &= got.is_ok_and(|z| z == [round as f32 + 5.0; 300]);
     }
-    let _ = (writer.finish(), reader.finish());
+    let _ = (writer.synchronize(), reader.synchronize());
     right
 }
 
@@ -247,7 +250,7 @@ fn a_full_card_is_an_error_with_figures_and_a_lost_one_says_so() {
     let held = card.alloc(80 << 20).unwrap();
     let error = card.alloc(80 << 20).unwrap_err();
     assert!(
-        matches!(error, KernelError::OutOfMemory { asked_bytes, .. } if asked_bytes == 80 << 20),
+        matches!(error, KernelError::OutOfMemory { requested_bytes, .. } if requested_bytes == 80 << 20),
         "{error}"
     );
     drop(held);
@@ -261,8 +264,8 @@ fn a_full_card_is_an_error_with_figures_and_a_lost_one_says_so() {
     let x = upload(&*card, &[1f32; 4]).unwrap();
     let mut y = card.alloc(16).unwrap();
     // The launch is accepted; whatever comes next is told.
-    let error = twice(&*card, &x, &mut y, 4, 1.0).and_then(|()| card.finish()).unwrap_err();
-    assert!(matches!(&error, KernelError::Device { lasting: true, .. }), "{error}");
+    let error = twice(&*card, &x, &mut y, 4, 1.0).and_then(|()| card.synchronize()).unwrap_err();
+    assert!(matches!(&error, KernelError::Device { is_permanent: true, .. }), "{error}");
     assert!(
         error.to_string().contains("CUDA_ERROR_LAUNCH_FAILED (719); the device answers nothing more"),
         "{error}"
@@ -320,7 +323,7 @@ fn products_of_all_strides_that_the_library_knows() {
 /// A product with the epilogue that a scalar names: inputs a, b, a bias and a residual; outputs c and what is formed.
 static ENDINGS: Kernel = kernel(
     "endings",
-    Gpu {
+    GpuCode {
         source: "",
         plan: |launch, plan: &mut LaunchPlan| {
             let epilogue = [

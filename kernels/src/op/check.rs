@@ -11,7 +11,7 @@ mod gpu;
 use crate::buffer::{Allocator, Buffer};
 use crate::cpu::Pool;
 use crate::dtype::{DType, Element};
-use crate::kernel::{Arg, ArgMut, HostCode, Kernel, Launch, Scalar};
+use crate::kernel::{Arg, ArgMut, CpuKernelFn, Kernel, Launch, Scalar};
 use crate::match_dtype;
 use crate::strides::Strides;
 use std::cell::Cell;
@@ -213,7 +213,7 @@ impl<'a> Case<'a> {
     fn launch(
         &self,
         pool: &Pool,
-        code: HostCode,
+        code: CpuKernelFn,
         tested: DType,
         inputs: &[Operand],
         outputs: &[Operand],

@@ -3,7 +3,7 @@
 use crate::buffer::{Allocator, Buffer};
 use crate::cpu::Pool;
 use crate::dtype::DType;
-use crate::kernel::{Arg, ArgMut, HostCode, Kernel, Launch, Scalar};
+use crate::kernel::{Arg, ArgMut, CpuKernelFn, Kernel, Launch, Scalar};
 use crate::op::check::{load, store};
 use crate::strides::Strides;
 
@@ -39,7 +39,7 @@ pub(crate) fn evaluate(
 
 /// The outputs (all of one dtype) of some code.
 pub(crate) fn evaluate_as(
-    code: HostCode,
+    code: CpuKernelFn,
     dtype: DType,
     inputs: &[Value],
     outputs: &[&[usize]],
@@ -60,7 +60,7 @@ pub(crate) fn update(kernel: &Kernel, inputs: &[Value], output: &Value, scalars:
 
 /// The outputs (all of one dtype) of some code, over what they hold.
 fn evaluate_over(
-    code: HostCode,
+    code: CpuKernelFn,
     dtype: DType,
     inputs: &[Value],
     (mut written, written_views): (Vec<Buffer>, &[Strides]),

@@ -380,7 +380,7 @@ macro_rules! pointwise {
                 name: $text,
                 reference,
                 cpu: Some(cpu),
-                gpu: Some(Gpu { source: gpu::SOURCE, plan }),
+                gpu: Some(GpuCode { source: gpu::SOURCE, plan }),
                 flops: |launch| $flops * launch.outputs[0].view.numel() as u64,
                 bytes: None,
                 bound: Bound { ulps: $ulps },

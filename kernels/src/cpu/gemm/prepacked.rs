@@ -1,35 +1,35 @@
-//! Right operands that products meet again ([`PackCache`](crate::cpu::pack_cache::PackCache)): packed once, by the first of them.
+//! Prepacked right operands of GEMM: packed by the first product that reads a cached operand ([`PackCache`](crate::cpu::pack_cache::PackCache)).
 
-use super::BatchedMatrix;
+use super::BatchedMatrixRef;
 use crate::buffer::{Buffer, bytes_of};
 use crate::cpu::Pool;
 use crate::cpu::pack_cache::OperandView;
-use crate::cpu::simd::pack::DEPTH_MAX;
-use crate::cpu::simd::prepacked::{Packed, pack_block};
+use crate::cpu::simd::pack::KC;
+use crate::cpu::simd::prepacked::{PackedB, pack_block};
 use crate::dtype::{Element, Float};
 
-/// A product of more rows does so much with what it has packed that packing hardly counts. Not one whose operands are widened, which
-/// packs them again for every [`ROWS_ROUNDED_TOGETHER`](super::ROWS_ROUNDED_TOGETHER) rows.
+/// A product of more rows amortizes packing, so that caching gains little. Does not apply to operands that are widened: those are packed
+/// again for every [`ROWS_PER_ROUNDING`](super::ROWS_PER_ROUNDING) rows.
 const ROWS_MAX: usize = 512;
 
-/// The packed get_or_pack of a b that recurs, as [`Packed`] has it, for a product of these extents (m, n, k) that would pack it: made now,
-/// unless an earlier product did so. `None` if there is no memory for it, or it would hardly be faster.
+/// Returns the packed form of b ([`PackedB`]) from the pack cache, packing b on a miss, for a product of extents (m, n, k) that would pack
+/// b. `None` if b is not a cached operand, there is no memory, or caching gains little.
 pub(super) fn prepack<T: Float>(
     pool: &Pool,
     [m, n, k]: [usize; 3],
-    b: BatchedMatrix<'_, T>,
+    b: BatchedMatrixRef<'_, T>,
     packs: impl FnOnce() -> bool,
 ) -> Option<Buffer> {
     let pack_cache = pool.pack_cache()?;
     if k == 0 || m > ROWS_MAX && T::DTYPE == T::Acc::DTYPE || !packs() {
         return None;
     }
-    let (strides, width) = ([b.strides[1], b.strides[2]], Packed::<T::Acc>::width(n));
+    let (strides, width) = ([b.strides[1], b.strides[2]], PackedB::<T::Acc>::width(n));
     let view = OperandView { extents: [k, n], strides, dtype: T::DTYPE };
     let bytes = width.checked_mul(k)?.checked_mul(size_of::<T::Acc>())?;
     pack_cache.get_or_pack(bytes_of(b.data), view, bytes, |packed| {
         let packed = packed.as_mut::<T::Acc>().expect("what was just taken has one handle");
-        pool.chunks(&mut packed[..width * k], DEPTH_MAX * width, |block, to| {
+        pool.chunks(&mut packed[..width * k], KC * width, |block, to| {
             pack_block((b.data, strides), [n, k], block, to);
         });
     })
@@ -39,7 +39,7 @@ pub(super) fn prepack<T: Float>(
 mod tests {
     use super::*;
     use crate::buffer::Allocator;
-    use crate::cpu::gemm::{BatchedMatrixMut, batched_gemm_with_epilogue, products};
+    use crate::cpu::gemm::{BatchedMatrixMut, batched_gemm, batched_gemm_with_epilogue};
     use crate::cpu::pack_cache::PackCache;
     use half::bf16;
     use std::sync::Arc;
@@ -68,11 +68,11 @@ mod tests {
     fn get_or_pack<T: Float>(
         pool: &Pool,
         [m, n, k]: [usize; 3],
-        a: BatchedMatrix<'_, T>,
-        b: BatchedMatrix<'_, T>,
+        a: BatchedMatrixRef<'_, T>,
+        b: BatchedMatrixRef<'_, T>,
     ) -> [Vec<T>; 2] {
         let mut c = vec![T::from_f64(9.0); m * n];
-        products(pool, [1, m, n, k], a, b, BatchedMatrixMut { data: &mut c[..], strides: [m * n, n, 1] });
+        batched_gemm(pool, [1, m, n, k], a, b, BatchedMatrixMut { data: &mut c[..], strides: [m * n, n, 1] });
         let mut epilogue = vec![T::from_f64(9.0); m * n];
         batched_gemm_with_epilogue(pool, [1, m, n, k], a, b, &mut epilogue, None, &|[row, col], c, _| {
             let place = |j| (row * n + col + j) as f64;
@@ -90,8 +90,9 @@ mod tests {
         let hold = pack_cache.hold(&memory);
         for (seed, transposed) in [(1, false), (4, true), (7, false)] {
             let x = numbers::<T>(seed, m * k);
-            let a = BatchedMatrix { data: &x[..], strides: if transposed { [0, 1, m] } else { [0, k, 1] } };
-            let b = BatchedMatrix { data, strides };
+            let a =
+                BatchedMatrixRef { data: &x[..], strides: if transposed { [0, 1, m] } else { [0, k, 1] } };
+            let b = BatchedMatrixRef { data, strides };
             let (held, right) =
                 (get_or_pack(&pool, [m, n, k], a, b), get_or_pack(&Pool::new(1), [m, n, k], a, b));
             assert!(held == right, "{} {m} {n} {k}, kind {kind}, {threads} threads", T::DTYPE);
@@ -104,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn products_of_what_is_kept_have_the_same_bits() {
+    fn prepacked_operands_give_the_same_bits() {
         // Strips that are not whole, blocks of columns and of depth that are not, tasks by rows and by columns.
         let shapes =
             [[29, 33, 5], [64, 100, 300], [57, 801, 70], [90, 40, 513], [70, 560, 256], [300, 70, 9]];
@@ -133,24 +134,24 @@ mod tests {
     }
 
     #[test]
-    fn a_product_reads_what_is_kept() {
+    fn products_read_the_prepacked_operand() {
         let (m, n, k) = (64, 96, 300);
         let memory = buffer(&numbers::<f32>(2, k * n));
         let (pool, pack_cache) = keeping(2);
         let _hold = pack_cache.hold(&memory);
         let b = memory.as_slice::<f32>();
         let view = OperandView { extents: [k, n], strides: [n, 1], dtype: f32::DTYPE };
-        let bytes = Packed::<f32>::width(n) * k * 4;
+        let bytes = PackedB::<f32>::width(n) * k * 4;
         let packed = pack_cache.get_or_pack(bytes_of(b), view, bytes, |packed| {
             packed.as_mut::<f32>().unwrap().fill(0.0);
         });
         let x = numbers::<f32>(1, m * k);
-        let a = BatchedMatrix { data: &x[..], strides: [0, k, 1] };
-        let [c, _] = get_or_pack(&pool, [m, n, k], a, BatchedMatrix { data: b, strides: [0, n, 1] });
+        let a = BatchedMatrixRef { data: &x[..], strides: [0, k, 1] };
+        let [c, _] = get_or_pack(&pool, [m, n, k], a, BatchedMatrixRef { data: b, strides: [0, n, 1] });
         assert!(c.iter().all(|c| *c == 0.0), "zeros were packed in the place of b");
         // Parts of b, also those of like extents, and b transposed are other operands.
         for (from, n, strides) in [(0, n - 32, [0, n, 1]), (32, n - 32, [0, n, 1]), (0, n, [0, 1, k])] {
-            let b = BatchedMatrix { data: &b[from..], strides };
+            let b = BatchedMatrixRef { data: &b[from..], strides };
             assert!(
                 get_or_pack(&pool, [m, n, k], a, b) == get_or_pack(&Pool::new(1), [m, n, k], a, b),
                 "{from} {n}"
@@ -161,13 +162,13 @@ mod tests {
     }
 
     #[test]
-    fn who_holds_what_others_hold_ends_only_his_own() {
+    fn operand_stays_cached_until_its_last_guard_is_dropped() {
         let memory = buffer(&numbers::<f32>(2, 100 * 300));
         let (pool, pack_cache) = keeping(1);
         let [first, second] = [(); 2].map(|()| pack_cache.hold(&memory));
         let x = numbers::<f32>(1, 64 * 300);
-        let a = BatchedMatrix { data: &x[..], strides: [0, 300, 1] };
-        let b = BatchedMatrix { data: memory.as_slice::<f32>(), strides: [0, 100, 1] };
+        let a = BatchedMatrixRef { data: &x[..], strides: [0, 300, 1] };
+        let b = BatchedMatrixRef { data: memory.as_slice::<f32>(), strides: [0, 100, 1] };
         get_or_pack(&pool, [64, 100, 300], a, b);
         drop(first);
         assert_eq!(pack_cache.counts(), [1, 1]);

@@ -1,45 +1,44 @@
-//! Sums of products of bf16 in vectors: AVX512-BF16.
+//! Dot products of bf16 in vectors: AVX512-BF16.
 
-use crate::cpu::simd::pack_bf16::{LINES, WORDS};
+use crate::cpu::simd::pack_bf16::{PANEL, STEP_WORDS};
 use std::arch::x86_64::*;
 
-/// Rows of sums that are formed at a time: with two vectors each, they and what they are formed from fit the registers.
+/// Rows of sums formed at a time: with two vectors each, they and their operands fit the registers.
 const ROWS: usize = 8;
 
-/// c_ij = the sum over `steps` steps of the products of line i of a (packed by line) and line j of b (by place), for
-/// `extents` lines of each, 16 or 32; rows of c are [`LINES`] apart. A sum starts at 0 and takes up a pair of products at a
-/// time, in the order of the depth.
+/// c_ij = the dot product of vector i of a (vector-major) and vector j of b (pair-major) over `steps` steps, for `extents` vectors of
+/// each, 16 or 32; rows of c are [`PANEL`] apart. A sum starts at 0 and takes up a pair of products at a time, in the order of k.
 ///
 /// # Safety
-/// The strips are packed, c has room, and the CPU has AVX512-BF16.
+/// The panels are packed, c has room, and the CPU has AVX512-BF16.
 #[target_feature(enable = "avx512f,avx512bf16")]
-pub(crate) unsafe fn strip(steps: usize, a: *const u32, b: *const u32, extents: [usize; 2], c: *mut f32) {
+pub(crate) unsafe fn dot_panel(steps: usize, a: *const u32, b: *const u32, extents: [usize; 2], c: *mut f32) {
     let [rows, cols] = extents;
     for first in (0..rows).step_by(ROWS) {
-        let (a, c) = (a.wrapping_add(first * WORDS), c.wrapping_add(first * LINES));
+        let (a, c) = (a.wrapping_add(first * STEP_WORDS), c.wrapping_add(first * PANEL));
         // SAFETY: as promised by the caller.
         unsafe {
             match cols {
-                LINES => tile::<2>(steps, (a, rows), b, c),
+                PANEL => tile::<2>(steps, (a, rows), b, c),
                 _ => tile::<1>(steps, (a, rows), b, c),
             }
         }
     }
 }
 
-/// [`strip`] for some rows, and W vectors of columns.
+/// [`dot_panel`] for some rows, and W vectors of columns.
 ///
 /// # Safety
-/// As for [`strip`].
+/// As for [`dot_panel`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn tile<const W: usize>(steps: usize, (a, rows): (*const u32, usize), b: *const u32, c: *mut f32) {
     let mut sums = [[_mm512_setzero_ps(); W]; ROWS];
     for step in 0..steps {
-        for word in 0..WORDS {
-            let a = a.wrapping_add(step * rows * WORDS + word);
-            let b = b.wrapping_add((step * WORDS + word) * 16 * W);
-            // SAFETY: the caller vouches for `steps` steps of these lines; every pattern of bits is a vector.
+        for word in 0..STEP_WORDS {
+            let a = a.wrapping_add(step * rows * STEP_WORDS + word);
+            let b = b.wrapping_add((step * STEP_WORDS + word) * 16 * W);
+            // SAFETY: the caller vouches for `steps` steps of these vectors; every bit pattern is a vector.
             let b: [__m512bh; W] = std::array::from_fn(|w| unsafe {
                 std::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(b.wrapping_add(16 * w).cast()))
             });
@@ -47,7 +46,7 @@ unsafe fn tile<const W: usize>(steps: usize, (a, rows): (*const u32, usize), b: 
                 // SAFETY: as above.
                 let pair: __m512bh = unsafe {
                     std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(
-                        *a.wrapping_add(i * WORDS) as i32
+                        *a.wrapping_add(i * STEP_WORDS) as i32,
                     ))
                 };
                 for (sum, b) in sums.iter_mut().zip(b) {
@@ -59,7 +58,7 @@ unsafe fn tile<const W: usize>(steps: usize, (a, rows): (*const u32, usize), b: 
     for (i, sums) in sums.into_iter().enumerate() {
         for (w, sum) in sums.into_iter().enumerate() {
             // SAFETY: the caller vouches for the room.
-            unsafe { _mm512_storeu_ps(c.wrapping_add(i * LINES + 16 * w), sum) };
+            unsafe { _mm512_storeu_ps(c.wrapping_add(i * PANEL + 16 * w), sum) };
         }
     }
 }

@@ -1,26 +1,26 @@
-//! A row times a matrix: what decoding one token is made of. Every element of the matrix is used once, so it is read where
-//! it lies, in long runs, and never packed. ([`crate::cpu::simd::gemv_transposed`] is for columns that are.)
+//! gemv, a row vector times a row-major matrix: the product of decoding one token. Every element of the matrix is used once, so the
+//! matrix is read in place, in long runs, and never packed. ([`crate::cpu::simd::gemv_transposed`] is for contiguous columns.)
 //!
-//! Sums are those of [`crate::cpu::gemm`], bit for bit.
+//! The bits of the sums are those of [`crate::cpu::gemm`].
 
-use crate::cpu::simd::pack::DEPTH_MAX;
+use crate::cpu::simd::pack::KC;
 use crate::cpu::simd::vectorized;
 use crate::dtype::{Float, Real};
 
-/// Columns whose sums are held at a time, where rows lie side by side: they stay in the first-level cache.
+/// Columns whose sums are held at a time: they stay in the first-level cache.
 const COLS: usize = 1024;
-/// Rows that are taken at a time: each sum is read and written once for all of them.
+/// Rows taken at a time: each sum is loaded and stored once for all of them.
 const ROWS: usize = 8;
 
-/// y = x b for a `b` of x.len() rows of y.len() elements; row p begins at `p * stride`.
+/// y = x b for a row-major `b` of x.len() rows of y.len() elements; row p begins at `p * stride`.
 pub(crate) fn gemv_row_major<T: Float>(x: &[T::Acc], b: &[T], stride: usize, y: &mut [T::Acc]) {
     vectorized(
         #[inline(always)]
         || {
             y.fill(T::Acc::ZERO);
-            for (block, x) in x.chunks(DEPTH_MAX).enumerate() {
+            for (block, x) in x.chunks(KC).enumerate() {
                 for (part, y) in y.chunks_mut(COLS).enumerate() {
-                    let rows = |p: usize| &b[(block * DEPTH_MAX + p) * stride + part * COLS..][..y.len()];
+                    let rows = |p: usize| &b[(block * KC + p) * stride + part * COLS..][..y.len()];
                     let mut sums = [T::Acc::ZERO; COLS];
                     let sums = &mut sums[..y.len()];
                     let (many, rest) = x.as_chunks::<ROWS>();
@@ -44,7 +44,7 @@ pub(crate) fn gemv_row_major<T: Float>(x: &[T::Acc], b: &[T], stride: usize, y: 
     );
 }
 
-/// Brings the sums of a block to those before it.
+/// Adds the sums of a block of k to y; the first block stores them.
 #[inline(always)]
 fn add<R: Real>(block: usize, sums: &[R], y: &mut [R]) {
     for (y, sum) in y.iter_mut().zip(sums) {

@@ -1,8 +1,8 @@
-//! A row times a transposed matrix: what decoding one token with weights `[out, in]` is made of. Each element of the result is
-//! made from a run of memory of its own. Squares of the matrix are transposed in registers on their way in, one lane for an
-//! element of the result, so that nothing is written but the result and every sum is taken in the order of k.
+//! gemv by a transposed matrix, whose columns are contiguous: the product of decoding one token with weights `[out, in]`. Squares of the
+//! matrix are transposed in registers while loading, one lane per element of the result, so that nothing but the result is written and
+//! every sum is taken in the order of k.
 //!
-//! Sums are those of [`crate::cpu::gemm`], bit for bit.
+//! The bits of the sums are those of [`crate::cpu::gemm`].
 
 #![cfg_attr(
     not(target_arch = "x86_64"),
@@ -11,40 +11,40 @@
 
 use crate::cpu::simd::Level;
 use crate::cpu::simd::microkernel::Vector;
-use crate::cpu::simd::pack::DEPTH_MAX;
+use crate::cpu::simd::pack::KC;
 use crate::dtype::{DType, Float, Real};
 #[cfg(target_arch = "x86_64")]
 use half::{bf16, f16};
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
-/// y = x b for a b whose columns are runs of memory. In this order: x; the first column and how many bytes lie between
-/// two of them; y.
+/// y = x b for a b of contiguous columns. Arguments: x and its length; the first column and the distance of columns in bytes; y and its
+/// length.
 ///
 /// # Safety
-/// x and y are of the accumulator type; y.1 columns of x.1 elements lie inside of the memory; the CPU has the level.
-type Dots = unsafe fn((*const u8, usize), (*const u8, usize), (*mut u8, usize));
+/// x and y are of the accumulator type; y.1 columns of x.1 elements lie inside of the memory; the CPU has the instruction set.
+type GemvFn = unsafe fn((*const u8, usize), (*const u8, usize), (*mut u8, usize));
 
-/// Whether a level has vectors for a dtype.
+/// Returns whether an instruction set has a kernel for a dtype.
 pub(crate) fn is_supported(at: Level, dtype: DType) -> bool {
-    dots(dtype, at).is_some()
+    gemv_fn(dtype, at).is_some()
 }
 
-/// y = x b for a `b` of y.len() columns of x.len() elements; column j begins at `j * stride`. A level for which this
-/// does not [supported](is_supported) panics.
+/// y = x b for a `b` of y.len() columns of x.len() elements; column j begins at `j * stride`. Panics if the instruction set is not
+/// [supported](is_supported).
 pub(crate) fn gemv_column_major<T: Float>(at: Level, x: &[T::Acc], b: &[T], stride: usize, y: &mut [T::Acc]) {
     assert!(at as u8 <= super::level() as u8, "this CPU has the level");
-    let dots = dots(T::DTYPE, at).expect("the level has vectors for the dtype");
+    let gemv = gemv_fn(T::DTYPE, at).expect("the level has vectors for the dtype");
     if let Some(last) = y.len().checked_sub(1) {
         assert!(last * stride + x.len() <= b.len(), "b lies inside of its memory");
     }
     let (x, b) = ((x.as_ptr().cast(), x.len()), (b.as_ptr().cast(), stride * size_of::<T>()));
-    // SAFETY: the reach and the level were checked above; `dots` are those of the dtype.
-    unsafe { dots(x, b, (y.as_mut_ptr().cast(), y.len())) };
+    // SAFETY: the reach and the level were checked above; `gemv` is those of the dtype.
+    unsafe { gemv(x, b, (y.as_mut_ptr().cast(), y.len())) };
 }
 
-/// What there is for a dtype on a level.
-fn dots(dtype: DType, at: Level) -> Option<Dots> {
+/// Returns the kernel for a dtype on an instruction set.
+fn gemv_fn(dtype: DType, at: Level) -> Option<GemvFn> {
     #[cfg(target_arch = "x86_64")]
     match (at, dtype) {
         (Level::Avx512, DType::F32) => return Some(avx512_f32),
@@ -61,25 +61,25 @@ fn dots(dtype: DType, at: Level) -> Option<Dots> {
     None
 }
 
-/// Vectors made of places side by side in as many runs of memory as there are lanes.
-trait Turns<T, const K: usize>: Vector {
-    /// The next K elements of `LANES` runs that lie `step` bytes apart: vector p holds the p-th of each.
+/// A load that transposes: vectors of neighbours from as many columns as there are lanes.
+trait LoadTransposed<T, const K: usize>: Vector {
+    /// Loads the next K elements of `LANES` columns that are `step` bytes apart: vector p holds the p-th of each.
     ///
     /// # Safety
     /// They lie inside of the memory.
-    unsafe fn transposed(from: *const u8, step: usize) -> [Self; K];
+    unsafe fn load_transposed(from: *const u8, step: usize) -> [Self; K];
 }
 
-/// Columns that are taken together are this many vectors: sums that wait for one another leave room for others.
+/// Vectors of columns taken together: independent sums hide latency.
 const GROUPS: usize = 2;
-/// Turned pieces of one cache line of a column.
+/// Transposed loads per cache line of a column.
 const PIECES: usize = 4;
-/// So many bytes ahead of its use a cache line is asked for.
-const AHEAD: usize = 512;
+/// Prefetch distance in bytes.
+const PREFETCH_BYTES: usize = 512;
 
-/// See [`Dots`].
+/// See [`GemvFn`].
 #[inline(always)]
-unsafe fn all<V: Turns<T, K>, T: Float<Acc = V::Item>, const K: usize>(
+unsafe fn gemv<V: LoadTransposed<T, K>, T: Float<Acc = V::Item>, const K: usize>(
     (x, k): (*const u8, usize),
     (b, step): (*const u8, usize),
     (y, n): (*mut u8, usize),
@@ -91,8 +91,8 @@ unsafe fn all<V: Turns<T, K>, T: Float<Acc = V::Item>, const K: usize>(
     let (many, rest) = y.split_at_mut(n - n % (GROUPS * V::LANES));
     for (i, y) in many.chunks_exact_mut(GROUPS * V::LANES).enumerate() {
         let b = b.wrapping_add(i * GROUPS * V::LANES * step);
-        for (block, x) in x.chunks(DEPTH_MAX).enumerate() {
-            let b = b.wrapping_add(block * DEPTH_MAX * size_of::<T>());
+        for (block, x) in x.chunks(KC).enumerate() {
+            let b = b.wrapping_add(block * KC * size_of::<T>());
             // SAFETY: all of these columns lie inside of the memory.
             let sums = unsafe { sums::<V, T, K, GROUPS>(x, b, step) };
             for (y, sum) in y.chunks_exact_mut(V::LANES).zip(sums) {
@@ -103,26 +103,26 @@ unsafe fn all<V: Turns<T, K>, T: Float<Acc = V::Item>, const K: usize>(
     let b = b.wrapping_add(many.len() * step);
     for (i, y) in rest.chunks_mut(V::LANES).enumerate() {
         let b = b.wrapping_add(i * V::LANES * step);
-        let mut copies = [T::from_f64(0.0); LANES_MAX * DEPTH_MAX];
-        for (block, x) in x.chunks(DEPTH_MAX).enumerate() {
-            let b = b.wrapping_add(block * DEPTH_MAX * size_of::<T>()).cast::<T>();
-            for (j, to) in copies.chunks_exact_mut(DEPTH_MAX).take(y.len()).enumerate() {
+        let mut copies = [T::from_f64(0.0); LANES_MAX * KC];
+        for (block, x) in x.chunks(KC).enumerate() {
+            let b = b.wrapping_add(block * KC * size_of::<T>()).cast::<T>();
+            for (j, to) in copies.chunks_exact_mut(KC).take(y.len()).enumerate() {
                 // SAFETY: the caller vouches for the column.
                 to[..x.len()].copy_from_slice(unsafe {
                     std::slice::from_raw_parts(b.wrapping_byte_add(j * step), x.len())
                 });
             }
-            // SAFETY: there are copies, or zeros, of as many columns as there are lanes.
-            let [sum] = unsafe { sums::<V, T, K, 1>(x, copies.as_ptr().cast(), DEPTH_MAX * size_of::<T>()) };
+            // SAFETY: the copies hold as many columns as there are lanes, the missing ones zeros.
+            let [sum] = unsafe { sums::<V, T, K, 1>(x, copies.as_ptr().cast(), KC * size_of::<T>()) };
             add(block, sum, y);
         }
     }
 }
 
-/// No vector has more lanes.
+/// The most lanes of a vector.
 const LANES_MAX: usize = 16;
 
-/// Brings the sums of a block to those before it; only those for which there is room.
+/// Adds the sums of a block of k to y, as many as y has; the first block stores them.
 #[inline(always)]
 fn add<V: Vector>(block: usize, sums: V, y: &mut [V::Item]) {
     let mut lanes = [V::Item::ZERO; LANES_MAX];
@@ -133,12 +133,12 @@ fn add<V: Vector>(block: usize, sums: V, y: &mut [V::Item]) {
     }
 }
 
-/// The sums of a block for G vectors of columns, from 0 upwards in the order of k.
+/// Returns the sums of a block for G vectors of columns, from 0 upwards in the order of k.
 ///
 /// # Safety
 /// As many columns of x.len() elements lie inside of the memory.
 #[inline(always)]
-unsafe fn sums<V: Turns<T, K>, T: Float<Acc = V::Item>, const K: usize, const G: usize>(
+unsafe fn sums<V: LoadTransposed<T, K>, T: Float<Acc = V::Item>, const K: usize, const G: usize>(
     x: &[V::Item],
     from: *const u8,
     step: usize,
@@ -149,13 +149,16 @@ unsafe fn sums<V: Turns<T, K>, T: Float<Acc = V::Item>, const K: usize, const G:
     let rest = lines.remainder();
     for x in lines {
         for column in 0..G * V::LANES {
-            V::prefetch(at.wrapping_add(column * step + AHEAD).cast());
+            V::prefetch(at.wrapping_add(column * step + PREFETCH_BYTES).cast());
         }
         for piece in 0..PIECES {
             for (g, sum) in sums.iter_mut().enumerate() {
                 // SAFETY: the caller vouches for the columns.
                 let transposed = unsafe {
-                    V::transposed(at.wrapping_add(g * V::LANES * step + piece * K * size_of::<T>()), step)
+                    V::load_transposed(
+                        at.wrapping_add(g * V::LANES * step + piece * K * size_of::<T>()),
+                        step,
+                    )
                 };
                 for (x, b) in x[piece * K..][..K].iter().zip(transposed) {
                     *sum = V::splat(*x).fma(b, *sum);
@@ -179,7 +182,7 @@ unsafe fn sums<V: Turns<T, K>, T: Float<Acc = V::Item>, const K: usize, const G:
     sums
 }
 
-/// 16 bytes each from runs that lie `apart` bytes apart, in one vector: then nothing has to cross these parts later.
+/// Loads 16 bytes each from four columns that are `apart` bytes apart into one vector, so that no later shuffle crosses these parts.
 ///
 /// # Safety
 /// They lie inside of the memory; used only inside of functions compiled for this level.
@@ -195,7 +198,7 @@ unsafe fn four_parts(from: *const u8, apart: usize) -> __m512 {
     }
 }
 
-/// As [`four_parts`], from two runs.
+/// [`four_parts`] from two columns.
 ///
 /// # Safety
 /// As [`four_parts`].
@@ -206,16 +209,16 @@ unsafe fn two_parts(from: *const u8, apart: usize) -> __m256 {
     unsafe { _mm256_loadu2_m128(from.wrapping_add(apart).cast(), from.cast()) }
 }
 
-macro_rules! turns {
+macro_rules! load_transposed {
     ($v:ident: $($half:ident $widened:ident),*) => {$(
-        /// Two neighbours of 16 bits are transposed as one place of 32.
+        /// Transposes pairs of 16-bit neighbours as 32-bit elements.
         #[cfg(target_arch = "x86_64")]
-        impl Turns<$half, 8> for $v {
+        impl LoadTransposed<$half, 8> for $v {
             #[inline(always)]
-            unsafe fn transposed(from: *const u8, step: usize) -> [$v; 8] {
+            unsafe fn load_transposed(from: *const u8, step: usize) -> [$v; 8] {
                 // SAFETY: as promised by the caller; used only inside of functions compiled for this level.
                 unsafe {
-                    let [a, b, c, d] = <$v as Turns<f32, 4>>::transposed(from, step);
+                    let [a, b, c, d] = <$v as LoadTransposed<f32, 4>>::load_transposed(from, step);
                     let ([a, e], [b, f], [c, g], [d, h]) = ($widened(a), $widened(b), $widened(c), $widened(d));
                     [a, e, b, f, c, g, d, h]
                 }
@@ -225,9 +228,9 @@ macro_rules! turns {
     ($v:ident $wide:ident: $parts:ident, $low:ident $high:ident $mix:ident, $to_wide:ident $low_wide:ident $high_wide:ident,
      bf16 $bf16:ident, f16 $f16:ident) => {
         #[cfg(target_arch = "x86_64")]
-        impl Turns<f32, 4> for $v {
+        impl LoadTransposed<f32, 4> for $v {
             #[inline(always)]
-            unsafe fn transposed(from: *const u8, step: usize) -> [$v; 4] {
+            unsafe fn load_transposed(from: *const u8, step: usize) -> [$v; 4] {
                 // SAFETY: as promised by the caller; used only inside of functions compiled for this level.
                 unsafe {
                     let r0 = $parts(from, 4 * step);
@@ -246,9 +249,9 @@ macro_rules! turns {
         }
 
         #[cfg(target_arch = "x86_64")]
-        impl Turns<f64, 2> for $wide {
+        impl LoadTransposed<f64, 2> for $wide {
             #[inline(always)]
-            unsafe fn transposed(from: *const u8, step: usize) -> [$wide; 2] {
+            unsafe fn load_transposed(from: *const u8, step: usize) -> [$wide; 2] {
                 // SAFETY: as above.
                 unsafe {
                     let r0 = $to_wide($parts(from, 2 * step));
@@ -258,17 +261,17 @@ macro_rules! turns {
             }
         }
 
-        turns!($v: bf16 $bf16, f16 $f16);
+        load_transposed!($v: bf16 $bf16, f16 $f16);
     };
 }
-turns!(__m512 __m512d: four_parts, _mm512_unpacklo_ps _mm512_unpackhi_ps _mm512_shuffle_ps,
+load_transposed!(__m512 __m512d: four_parts, _mm512_unpacklo_ps _mm512_unpackhi_ps _mm512_shuffle_ps,
     _mm512_castps_pd _mm512_unpacklo_pd _mm512_unpackhi_pd, bf16 bf16_512, f16 f16_512);
-turns!(__m256 __m256d: two_parts, _mm256_unpacklo_ps _mm256_unpackhi_ps _mm256_shuffle_ps,
+load_transposed!(__m256 __m256d: two_parts, _mm256_unpacklo_ps _mm256_unpackhi_ps _mm256_shuffle_ps,
     _mm256_castps_pd _mm256_unpacklo_pd _mm256_unpackhi_pd, bf16 bf16_256, f16 f16_256);
 
 macro_rules! widened {
     ($($name:ident $v:ident: |$pairs:ident| $first:expr, $second:expr;)*) => {$(
-        /// The first and the second of pairs of 16 bits.
+        /// Widens the first and the second of pairs of 16-bit floats.
         ///
         /// # Safety
         /// Used only inside of functions compiled for this level.
@@ -291,7 +294,7 @@ widened! {
         _mm256_cvtph_ps(narrowed_256(_mm256_castps_si256(x)));
 }
 
-/// The upper 16 bits of each 32.
+/// Returns the upper 16 bits of each 32.
 ///
 /// # Safety
 /// Used only inside of functions compiled for this level.
@@ -311,7 +314,7 @@ macro_rules! compiled {
         #[target_feature(enable = $features)]
         unsafe fn $name(x: (*const u8, usize), b: (*const u8, usize), y: (*mut u8, usize)) {
             // SAFETY: as promised by the caller.
-            unsafe { all::<$v, $t, $k>(x, b, y) }
+            unsafe { gemv::<$v, $t, $k>(x, b, y) }
         }
     )*};
 }
@@ -333,9 +336,9 @@ mod tests {
     #[cfg(not(target_arch = "x86_64"))]
     use half::{bf16, f16};
 
-    /// Columns of which some are whole vectors and some are not, depths around those of lines and blocks, columns that
-    /// lie close and apart, on every level: the bits of the definition, and nothing is read or written beyond.
-    fn examine<T: Float>() {
+    /// Checks on every instruction set the bits of the definition, and that nothing is read or written outside: column counts that are whole
+    /// vectors and not, depths around those of cache lines and blocks, columns close together and apart.
+    fn check<T: Float>() {
         for at in [Level::Avx2, Level::Avx512].into_iter().filter(|at| *at as u8 <= level() as u8) {
             for n in [1, 2, 7, 8, 15, 16, 17, 31, 33, 65, 100] {
                 for k in [1, 2, 3, 5, 8, 15, 16, 17, 31, 40, 255, 256, 257, 300, 513] {
@@ -345,17 +348,14 @@ mod tests {
                         let x: Vec<T::Acc> = (0..k).map(|i| T::from_f64(number(i + 5)).widen()).collect();
                         let mut y = vec![T::Acc::ONE; n + 1];
                         gemv_column_major(at, &x, &b, stride, &mut y[..n]);
-                        assert!(y[n] == T::Acc::ONE, "what lies behind is left alone");
+                        assert!(y[n] == T::Acc::ONE, "memory behind y is not written");
                         for (j, y) in y[..n].iter().enumerate() {
-                            let right =
-                                x.chunks(DEPTH_MAX).enumerate().fold(T::Acc::ZERO, |all, (block, x)| {
-                                    let b = &b[j * stride + block * DEPTH_MAX..];
-                                    let sum = x
-                                        .iter()
-                                        .zip(b)
-                                        .fold(T::Acc::ZERO, |sum, (x, b)| x.fma(b.widen(), sum));
-                                    if block == 0 { sum } else { all + sum }
-                                });
+                            let right = x.chunks(KC).enumerate().fold(T::Acc::ZERO, |all, (block, x)| {
+                                let b = &b[j * stride + block * KC..];
+                                let sum =
+                                    x.iter().zip(b).fold(T::Acc::ZERO, |sum, (x, b)| x.fma(b.widen(), sum));
+                                if block == 0 { sum } else { all + sum }
+                            });
                             assert!(
                                 *y == right,
                                 "{} {at:?} n {n} k {k} stride {stride}, column {j}",
@@ -370,15 +370,15 @@ mod tests {
 
     #[test]
     fn bits_are_those_of_the_definition() {
-        examine::<f32>();
-        examine::<f64>();
-        examine::<bf16>();
-        examine::<f16>();
+        check::<f32>();
+        check::<f64>();
+        check::<bf16>();
+        check::<f16>();
     }
 
     #[test]
     #[cfg(target_arch = "x86_64")]
-    fn every_f16_is_widened_as_it_is_elsewhere() {
+    fn every_f16_is_widened_exactly() {
         let all: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
         for at in [Level::Avx2, Level::Avx512].into_iter().filter(|at| *at as u8 <= level() as u8) {
             let mut y = vec![0.0; all.len()];
@@ -390,7 +390,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "b lies inside of its memory")]
-    fn a_short_memory_is_refused() {
+    fn short_memory_is_refused() {
         assert!(is_supported(level(), DType::F32), "b lies inside of its memory, as nothing reads it");
         gemv_column_major(level(), &[1f32; 4], &[0f32; 11], 4, &mut [0.0; 3]);
     }

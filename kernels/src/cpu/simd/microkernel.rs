@@ -1,4 +1,4 @@
-//! The innermost loops of a matrix product: tiles of sums held in registers.
+//! GEMM micro-kernels: tiles of c summed in registers (BLIS: MR rows, NR columns), for each instruction set.
 
 use crate::cpu::simd::Level;
 use crate::cpu::simd::transpose_tile::{self, TransposeTile};
@@ -6,44 +6,45 @@ use crate::dtype::{DType, Real};
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
-/// Rows of a: where they begin, and the distances of rows and columns.
-pub(crate) type Rows<R> = (*const R, usize, usize);
+/// A panel of rows of a: pointer, row stride, column stride.
+pub(crate) type APanel<R> = (*const R, usize, usize);
 
-/// Memory that later tiles will read: where it begins, and how far further each step of the depth asks for a cache line of it. It
-/// may lie anywhere.
-pub(crate) type Ahead<R> = (*const R, usize);
+/// Memory to prefetch for later tiles: pointer, and the distance by which each step of k advances to the next cache line. Any address is
+/// allowed.
+pub(crate) type PrefetchPtr<R> = (*const R, usize);
 
-/// c (+)= a b for a tile of c. In this order: depth; a and the distances of its rows and columns; b and
-/// the distance of its rows (columns lie side by side); c and the distance of its rows; whether to add to what c
-/// holds; what to ask for ahead, of which only tiles in [`Tiles::asking`] take notice. Sums start at 0 and take one fused multiply-add per step of the depth.
+/// A micro-kernel: c = a b or c += a b for a tile of c. Arguments: k; the panel of a; b and its row stride (columns are contiguous); c
+/// and its row stride; whether to add to c; memory to prefetch, which only kernels in [`MicroKernels::prefetching`] heed. Sums start at 0
+/// and take one fused multiply-add per step of k.
 ///
 /// # Safety
-/// The extents lie inside of the memories, c is not read by anyone else, and the CPU has the level of the [`Tiles`].
-pub(crate) type Tile<R> = unsafe fn(usize, Rows<R>, (*const R, usize), (*mut R, usize), bool, Ahead<R>);
+/// The extents lie inside of the memories, no other thread reads c, and the CPU has the instruction set of the [`MicroKernels`].
+pub(crate) type MicroKernel<R> =
+    unsafe fn(usize, APanel<R>, (*const R, usize), (*mut R, usize), bool, PrefetchPtr<R>);
 
-/// No tile is higher.
-pub(crate) const ROWS_MAX: usize = 14;
-/// No tile is wider.
-pub(crate) const COLS_MAX: usize = 32;
+/// The most rows of a tile on any instruction set.
+pub(crate) const MR_MAX: usize = 14;
+/// The most columns of a tile on any instruction set.
+pub(crate) const NR_MAX: usize = 32;
 
-/// The tiles of one instruction set.
-pub(crate) struct Tiles<R: 'static> {
-    /// Columns of a tile one vector wide.
+/// The micro-kernels of one instruction set.
+pub(crate) struct MicroKernels<R: 'static> {
+    /// Lanes of a vector: columns of a tile one vector wide.
     pub(crate) lanes: usize,
-    /// By height, from 1 row to the tallest, then one or two vectors wide.
-    pub(crate) table: &'static [[Tile<R>; 2]],
-    /// The same, which ask for memory ahead. What others do not ask for costs them nothing.
-    pub(crate) asking: &'static [[Tile<R>; 2]],
-    /// Rows that are transposed at a time, and how.
-    pub(crate) turn: (usize, TransposeTile<R>),
+    /// Indexed by rows - 1, from 1 row to the tallest tile, then by width: one or two vectors.
+    pub(crate) by_height: &'static [[MicroKernel<R>; 2]],
+    /// The same kernels with prefetching; the others do not spend time on prefetches.
+    pub(crate) prefetching: &'static [[MicroKernel<R>; 2]],
+    /// Rows transposed at a time, and the function that does.
+    pub(crate) transpose: (usize, TransposeTile<R>),
 }
 
-impl<R: Real> Tiles<R> {
-    /// The tiles for a level, which the CPU must have.
-    pub(crate) fn at(level: Level) -> Tiles<R> {
+impl<R: Real> MicroKernels<R> {
+    /// Returns the micro-kernels for an instruction set, which the CPU must have.
+    pub(crate) fn for_level(level: Level) -> MicroKernels<R> {
         macro_rules! pick {
             ($t:ty, $avx512:expr, $avx2:expr, $plain:expr) => {{
-                let tiles: Tiles<$t> = match level {
+                let kernels: MicroKernels<$t> = match level {
                     #[cfg(target_arch = "x86_64")]
                     Level::Avx512 => $avx512,
                     #[cfg(target_arch = "x86_64")]
@@ -51,7 +52,7 @@ impl<R: Real> Tiles<R> {
                     _ => $plain,
                 };
                 // SAFETY: R is this very type: `Real` is sealed, and its dtype tells the two implementors apart.
-                unsafe { std::mem::transmute_copy(&tiles) }
+                unsafe { std::mem::transmute_copy(&kernels) }
             }};
         }
         match R::DTYPE {
@@ -61,7 +62,7 @@ impl<R: Real> Tiles<R> {
     }
 }
 
-/// One register of numbers.
+/// A vector register.
 pub(super) trait Vector: Copy {
     type Item: Real;
     const LANES: usize;
@@ -72,41 +73,41 @@ pub(super) trait Vector: Copy {
     /// # Safety
     /// There are `LANES` elements to write.
     unsafe fn store(self, to: *mut Self::Item);
-    /// Asks for a cache line ahead of its use, wherever that may be.
+    /// Prefetches a cache line into the first-level cache; any address is allowed.
     fn prefetch(at: *const Self::Item);
-    /// The same, not further than into the second-level cache.
-    fn expect_later(at: *const Self::Item);
+    /// Prefetches a cache line into the second-level cache; any address is allowed.
+    fn prefetch_l2(at: *const Self::Item);
     fn fma(self, a: Self, b: Self) -> Self;
     fn plus(self, a: Self) -> Self;
 }
 
-/// A row of c is asked for in one of so many steps: all at once they would fill the queue that rows of b have to pass, too.
-const EXPECT_EVERY: usize = 4;
+/// Prefetch a row of c once in so many steps: all at once would fill the queue that loads of b pass, too.
+const PREFETCH_EVERY: usize = 4;
 
-/// See [`Tile`].
+/// See [`MicroKernel`].
 #[inline(always)]
-unsafe fn tile<V: Vector, const H: usize, const W: usize, const ASKS: bool>(
+unsafe fn microkernel<V: Vector, const H: usize, const W: usize, const PREFETCHES: bool>(
     depth: usize,
-    (a, a_row, a_col): Rows<V::Item>,
+    (a, a_row, a_col): APanel<V::Item>,
     (mut b, b_step): (*const V::Item, usize),
     (c, c_step): (*mut V::Item, usize),
     add: bool,
-    (mut later, later_step): Ahead<V::Item>,
+    (mut later, later_step): PrefetchPtr<V::Item>,
 ) {
-    // One pointer for three rows: as many as there are registers for, and each within reach of an address.
-    let mut a: [_; ROWS_MAX.div_ceil(3)] = std::array::from_fn(|third| a.wrapping_add(3 * third * a_row));
+    // One pointer for three rows: there are registers for so many pointers, and each row is within reach of an addressing mode.
+    let mut a: [_; MR_MAX.div_ceil(3)] = std::array::from_fn(|third| a.wrapping_add(3 * third * a_row));
     let mut sums = [[V::splat(V::Item::ZERO); W]; H];
     let mut ahead = c.cast_const();
     for step in 0..depth {
-        if step % EXPECT_EVERY == 0 && step < EXPECT_EVERY * H {
-            // The first and the last element of a row stand for all of its cache lines, of which there are at most three.
+        if step % PREFETCH_EVERY == 0 && step < PREFETCH_EVERY * H {
+            // The first and the last element of a row cover all of its cache lines, of which there are at most three.
             (0..W).for_each(|w| V::prefetch(ahead.wrapping_add(w * V::LANES)));
             V::prefetch(ahead.wrapping_add(W * V::LANES - 1));
             ahead = ahead.wrapping_add(c_step);
         }
         // SAFETY: the caller vouches for `depth` columns of a and rows of b; `wrapping_add` may step past the last.
         let row: [V; W] = std::array::from_fn(|w| unsafe { V::load(b.wrapping_add(w * V::LANES)) });
-        // Loops of few turns each, so that the compiler unrolls them all.
+        // Loops of few iterations each, so that the compiler unrolls them all.
         for (third, a) in a.into_iter().enumerate() {
             for place in 0..3 {
                 let h = 3 * third + place;
@@ -121,8 +122,8 @@ unsafe fn tile<V: Vector, const H: usize, const W: usize, const ASKS: bool>(
         }
         a = a.map(|a| a.wrapping_add(a_col));
         b = b.wrapping_add(b_step);
-        if ASKS {
-            V::expect_later(later);
+        if PREFETCHES {
+            V::prefetch_l2(later);
             later = later.wrapping_add(later_step);
         }
     }
@@ -135,7 +136,7 @@ unsafe fn tile<V: Vector, const H: usize, const W: usize, const ASKS: bool>(
     }
 }
 
-/// Plain arrays: for CPUs without the instruction sets below.
+/// Arrays as vectors, for CPUs without the instruction sets below.
 impl<R: Real, const N: usize> Vector for [R; N] {
     type Item = R;
     const LANES: usize = N;
@@ -156,7 +157,7 @@ impl<R: Real, const N: usize> Vector for [R; N] {
     #[inline(always)]
     fn prefetch(_: *const R) {}
     #[inline(always)]
-    fn expect_later(_: *const R) {}
+    fn prefetch_l2(_: *const R) {}
     #[inline(always)]
     fn fma(self, a: Self, b: Self) -> Self {
         std::array::from_fn(|i| self[i].fma(a[i], b[i]))
@@ -175,17 +176,17 @@ macro_rules! vector {
             const LANES: usize = $lanes;
             #[inline(always)]
             fn splat(x: $t) -> Self {
-                // SAFETY: used only inside of tiles compiled for this level.
+                // SAFETY: used only inside of kernels compiled for this level.
                 unsafe { $splat(x) }
             }
             #[inline(always)]
             unsafe fn load(from: *const $t) -> Self {
-                // SAFETY: as promised by the caller; used only inside of tiles compiled for this level.
+                // SAFETY: as promised by the caller; used only inside of kernels compiled for this level.
                 unsafe { $load(from) }
             }
             #[inline(always)]
             unsafe fn store(self, to: *mut $t) {
-                // SAFETY: as promised by the caller; used only inside of tiles compiled for this level.
+                // SAFETY: as promised by the caller; used only inside of kernels compiled for this level.
                 unsafe { $store(to, self) }
             }
             #[inline(always)]
@@ -194,18 +195,18 @@ macro_rules! vector {
                 unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
             }
             #[inline(always)]
-            fn expect_later(at: *const $t) {
+            fn prefetch_l2(at: *const $t) {
                 // SAFETY: as above.
                 unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) };
             }
             #[inline(always)]
             fn fma(self, a: Self, b: Self) -> Self {
-                // SAFETY: used only inside of tiles compiled for this level.
+                // SAFETY: used only inside of kernels compiled for this level.
                 unsafe { $fma(self, a, b) }
             }
             #[inline(always)]
             fn plus(self, a: Self) -> Self {
-                // SAFETY: used only inside of tiles compiled for this level.
+                // SAFETY: used only inside of kernels compiled for this level.
                 unsafe { $plus(self, a) }
             }
         }
@@ -216,29 +217,29 @@ vector!(__m512d of 8 f64: _mm512_set1_pd _mm512_loadu_pd _mm512_storeu_pd _mm512
 vector!(__m256 of 8 f32: _mm256_set1_ps _mm256_loadu_ps _mm256_storeu_ps _mm256_fmadd_ps _mm256_add_ps);
 vector!(__m256d of 4 f64: _mm256_set1_pd _mm256_loadu_pd _mm256_storeu_pd _mm256_fmadd_pd _mm256_add_pd);
 
-macro_rules! tiles {
-    ($(#[$attribute:meta])* $name:ident, $v:ty, $t:ty, $features:literal, [$($height:literal)*], $turn:expr) => {
+macro_rules! microkernels {
+    ($(#[$attribute:meta])* $name:ident, $v:ty, $t:ty, $features:literal, [$($height:literal)*], $transpose:expr) => {
         $(#[$attribute])*
-        fn $name() -> Tiles<$t> {
+        fn $name() -> MicroKernels<$t> {
             #[cfg_attr(target_arch = "x86_64", target_feature(enable = $features))]
-            unsafe fn compiled<const H: usize, const W: usize, const ASKS: bool>(
+            unsafe fn compiled<const H: usize, const W: usize, const PREFETCHES: bool>(
                 depth: usize,
-                a: Rows<$t>,
+                a: APanel<$t>,
                 b: (*const $t, usize),
                 c: (*mut $t, usize),
                 add: bool,
-                later: Ahead<$t>,
+                later: PrefetchPtr<$t>,
             ) {
                 // SAFETY: as promised by the caller.
-                unsafe { tile::<$v, H, W, ASKS>(depth, a, b, c, add, later) }
+                unsafe { microkernel::<$v, H, W, PREFETCHES>(depth, a, b, c, add, later) }
             }
-            const TABLE: &[[Tile<$t>; 2]] = &[$([compiled::<$height, 1, false>, compiled::<$height, 2, false>]),*];
-            const ASKING: &[[Tile<$t>; 2]] = &[$([compiled::<$height, 1, true>, compiled::<$height, 2, true>]),*];
-            Tiles { lanes: <$v as Vector>::LANES, table: TABLE, asking: ASKING, turn: $turn }
+            const TABLE: &[[MicroKernel<$t>; 2]] = &[$([compiled::<$height, 1, false>, compiled::<$height, 2, false>]),*];
+            const PREFETCHING: &[[MicroKernel<$t>; 2]] = &[$([compiled::<$height, 1, true>, compiled::<$height, 2, true>]),*];
+            MicroKernels { lanes: <$v as Vector>::LANES, by_height: TABLE, prefetching: PREFETCHING, transpose: $transpose }
         }
     };
 }
-tiles!(
+microkernels!(
     #[cfg(target_arch = "x86_64")]
     avx512_f32,
     __m512,
@@ -247,7 +248,7 @@ tiles!(
     [1 2 3 4 5 6 7 8 9 10 11 12 13 14],
     (8, transpose_tile::eight_f32)
 );
-tiles!(
+microkernels!(
     #[cfg(target_arch = "x86_64")]
     avx512_f64,
     __m512d,
@@ -256,7 +257,7 @@ tiles!(
     [1 2 3 4 5 6 7 8 9 10 11 12 13 14],
     (4, transpose_tile::four_f64)
 );
-tiles!(
+microkernels!(
     #[cfg(target_arch = "x86_64")]
     avx2_f32,
     __m256,
@@ -265,7 +266,7 @@ tiles!(
     [1 2 3 4 5 6],
     (8, transpose_tile::eight_f32)
 );
-tiles!(
+microkernels!(
     #[cfg(target_arch = "x86_64")]
     avx2_f64,
     __m256d,
@@ -274,5 +275,5 @@ tiles!(
     [1 2 3 4 5 6],
     (4, transpose_tile::four_f64)
 );
-tiles!(plain_f32, [f32; 8], f32, "sse2", [1 2 3 4 5 6], (8, transpose_tile::plain::<f32, 8>));
-tiles!(plain_f64, [f64; 4], f64, "sse2", [1 2 3 4 5 6], (4, transpose_tile::plain::<f64, 4>));
+microkernels!(plain_f32, [f32; 8], f32, "sse2", [1 2 3 4 5 6], (8, transpose_tile::plain::<f32, 8>));
+microkernels!(plain_f64, [f64; 4], f64, "sse2", [1 2 3 4 5 6], (4, transpose_tile::plain::<f64, 4>));

@@ -1,4 +1,4 @@
-//! Memory for the time of a task, kept from task to task: a step takes none from the system.
+//! Scratch memory of tasks, reused from task to task: steady-state steps allocate none from the system.
 
 use crate::dtype::Float;
 use std::fmt;
@@ -8,12 +8,12 @@ use std::fmt;
 #[repr(C, align(64))]
 struct Line([u8; 64]);
 
-/// Memory with arbitrary contents. It grows to the largest request and stays.
+/// Scratch memory with arbitrary contents. It grows to the largest request and keeps that size.
 #[derive(Default)]
 pub struct Scratch(Vec<Line>);
 
 impl Scratch {
-    /// Room for `len` elements, from the start of a cache line on, until the next request.
+    /// Returns memory for `len` elements, aligned to a cache line, valid until the next request.
     pub(crate) fn room<R: Float>(&mut self, len: usize) -> *mut R {
         let lines = (len * size_of::<R>()).div_ceil(size_of::<Line>());
         if self.0.len() < lines {
@@ -23,14 +23,14 @@ impl Scratch {
         self.0.as_mut_ptr().cast()
     }
 
-    /// Slices of these lengths with arbitrary contents, each from the start of a cache line on.
+    /// Returns slices of these lengths with arbitrary contents, each aligned to a cache line.
     pub(crate) fn slices<R: Float, const N: usize>(&mut self, lens: [usize; N]) -> [&mut [R]; N] {
         let line = size_of::<Line>() / size_of::<R>();
         let whole = lens.map(|len| len.next_multiple_of(line));
         let mut start = self.room::<R>(whole.iter().sum());
         std::array::from_fn(|i| {
-            // SAFETY: the room holds all slices, one behind the other; its bytes were zeros or floats before, and every
-            // pattern is a float; `self` stays borrowed.
+            // SAFETY: the memory holds all slices, one behind the other; its bytes were zeros or floats before, and every pattern is a float;
+            // `self` stays borrowed.
             let slice = unsafe { std::slice::from_raw_parts_mut(start, lens[i]) };
             start = start.wrapping_add(whole[i]);
             slice

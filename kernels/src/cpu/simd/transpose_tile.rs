@@ -1,18 +1,17 @@
-//! Turned blocks: what lies along rows is laid out along columns.
+//! Transposition of a few rows of any length, in registers.
 
 use crate::dtype::Real;
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
-/// to[j][i] = from[i][j] for j below the length and i below the number of rows that is transposed at a time; pointers
-/// and the distances of rows.
+/// to[j][i] = from[i][j] for j below the length and i below the number of rows transposed at a time; pointers and row strides.
 ///
 /// # Safety
-/// The rows and columns lie inside of their memories, there is at least a square of them, nobody else touches `to`,
-/// and the CPU has the instructions.
+/// The rows and columns lie inside of their memories, hold at least a square, no other thread touches `to`, and the CPU has the
+/// instructions.
 pub(crate) type TransposeTile<R> = unsafe fn(usize, (*const R, usize), (*mut R, usize));
 
-/// Where blocks start that cover `len` elements; the last may overlap the one before.
+/// Returns the starts of blocks that cover `len` elements; the last may overlap the one before.
 pub(crate) fn starts(len: usize, block: usize) -> impl Iterator<Item = usize> {
     (0..len).step_by(block).map(move |at| at.min(len - block))
 }
@@ -25,7 +24,7 @@ pub(crate) unsafe fn plain<R: Real, const N: usize>(
 ) {
     for i in 0..N {
         for j in 0..len {
-            // SAFETY: the caller vouches for N rows of `len` elements, transposed or not.
+            // SAFETY: the caller vouches for N rows of `len` elements on both sides.
             unsafe { *to.add(j * to_step + i) = *from.add(i * from_step + j) };
         }
     }
@@ -41,7 +40,7 @@ pub(crate) unsafe fn eight_f32(
 ) {
     for first in starts(len, 8) {
         for half in [0, 4] {
-            // Rows i and i + 4 in the halves of one vector: then nothing has to cross the halves later.
+            // Rows i and i + 4 in the halves of one vector, so that no later shuffle crosses the halves.
             let row = |i: usize| {
                 let from = from.wrapping_add(i * from_step + first + half);
                 // SAFETY: the caller vouches for 8 rows of at least 8 elements.

@@ -27,7 +27,7 @@ fn card() -> Option<&'static Turns> {
         };
         let machine = CudaDevice::open(&places, 0).unwrap_or_else(|e| panic!("{e}"));
         Some(Turns(Mutex::new(
-            crate::backend::BackendProvider::backend(&*machine, crate::backend::BackendConfig::default())
+            crate::provider::BackendProvider::backend(&*machine, crate::provider::BackendConfig::default())
                 .unwrap_or_else(|e| panic!("{e}")),
         )))
     };
@@ -58,5 +58,5 @@ fn copied(card: &dyn Backend, kernel: &Kernel, launch: &mut Launch<'_>) -> Resul
     for (y, buffer) in launch.outputs.iter_mut().zip(&written) {
         card.download(buffer, y.buffer.as_mut::<u8>().expect("an output buffer has one handle"))?;
     }
-    if written.is_empty() { card.finish() } else { Ok(()) }
+    if written.is_empty() { card.synchronize() } else { Ok(()) }
 }

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::dtype::DType;
-use crate::kernel::{Bound, Gpu};
+use crate::kernel::{Bound, GpuCode};
 use crate::match_float;
 use crate::op::check::{Case, Kind, values};
 use std::io::Write as _;
@@ -44,7 +44,7 @@ fn kernel<const FAULT: usize>() -> Kernel {
             }, else unreachable!())
         },
         cpu: None,
-        gpu: Some(Gpu {
+        gpu: Some(GpuCode {
             source: SOURCE,
             plan: |launch, plan| {
                 let args = vec![GridArg::Input(0), GridArg::Output(0), GridArg::I32(200)];

@@ -7,7 +7,7 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::{Element, Float};
 use crate::error::KernelError;
-use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch, Scalar};
+use crate::kernel::{Arg, Bound, GpuCode, Kernel, Launch, Scalar};
 use crate::match_float;
 use crate::op::rows::{read, write};
 
@@ -28,7 +28,7 @@ pub static STEP: Kernel = Kernel {
     name: "adamw",
     reference,
     cpu: Some(cpu::step),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::step }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::step }),
     flops: |launch| grads(launch.inputs).iter().map(|grad| 16 * grad.view.numel() as u64).sum(),
     bytes: Some(|launch| launch.updated_bytes()),
     bound: Bound { ulps: 8.0 },

@@ -33,7 +33,7 @@ pub(super) fn backward(kernel: &Kernel, pool: &Pool, launch: &mut Launch<'_>) ->
             outputs => apart::<T>(&problem, outputs.try_into().expect("a launch has the outputs of its contract")),
         };
         with_operand!(T, P => pool.chunks_on_threads(&mut tasks, 1, |thread, task, outputs| {
-            let mut own = pool.scratches_of(thread);
+            let mut own = pool.scratch_array_for(thread);
             let own = own.each_mut().map(|scratch| &mut **scratch);
             backward_head::<T, P>(&problem, own, inputs, task, &mut outputs[0]);
         }));

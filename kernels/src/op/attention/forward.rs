@@ -25,7 +25,7 @@ pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kernel
         let outputs = write::<T>(o).chunks_exact_mut(problem.c).zip(write::<<T as Float>::Acc>(lse));
         let mut tasks = by_tile(&problem, outputs);
         with_operand!(T, P => pool.chunks_on_threads(&mut tasks, 1, |thread, task, outputs| {
-            let mut own = pool.scratches_of(thread);
+            let mut own = pool.scratch_array_for(thread);
             let own = own.each_mut().map(|scratch| &mut **scratch);
             forward_tile::<T, P>(&problem, own, [q, k, v], task, &mut outputs[0]);
         }));

@@ -161,7 +161,7 @@ fn check_grid(kernel: &'static str, problem: &Problem) -> Result<(), KernelError
         return Ok(());
     }
     let why = format!("{b} sequences of {g} heads of keys; a card takes {BLOCKS_MAX} of either at a time");
-    Err(KernelError::Device { call: kernel, why, lasting: false })
+    Err(KernelError::Device { call: kernel, why, is_permanent: false })
 }
 
 pub(super) fn forward(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {

@@ -15,7 +15,7 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::{Element, Float};
 use crate::error::KernelError;
-use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch, Scalar};
+use crate::kernel::{Arg, Bound, GpuCode, Kernel, Launch, Scalar};
 use crate::match_float;
 use crate::op::rows::{operands, write};
 use std::ops::Range;
@@ -37,7 +37,7 @@ pub static FORWARD: Kernel = Kernel {
     name: "attention",
     reference: forward,
     cpu: Some(forward::forward),
-    gpu: Some(Gpu { source: gpu::FORWARD_SOURCE, plan: gpu::forward }),
+    gpu: Some(GpuCode { source: gpu::FORWARD_SOURCE, plan: gpu::forward }),
     flops: |launch| 4 * multiply_adds(launch),
     bytes: Some(bytes),
     bound: Bound { ulps: 64.0 },
@@ -57,7 +57,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "attention_backward",
     reference: backward,
     cpu: Some(|pool, launch| backward::backward(&BACKWARD, pool, launch)),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: gpu::BACKWARD_SOURCE,
         plan: |launch, plan| gpu::backward(&BACKWARD, launch, plan),
     }),
@@ -77,7 +77,7 @@ pub static BACKWARD_JOINED: Kernel = Kernel {
     name: "attention_backward_joined",
     reference: backward_joined,
     cpu: Some(|pool, launch| backward::backward(&BACKWARD_JOINED, pool, launch)),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: gpu::BACKWARD_SOURCE,
         plan: |launch, plan| gpu::backward(&BACKWARD_JOINED, launch, plan),
     }),

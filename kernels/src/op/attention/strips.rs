@@ -1,11 +1,11 @@
-//! Tiles whose queries fill strips, where operands meet in the accumulator type: what is packed is packed once for all
+//! MicroKernels whose queries fill strips, where operands meet in the accumulator type: what is packed is packed once for all
 //! tiles that read it, and pairs that nobody sees are left out in steps of a strip. What is left out are terms of 0 at an end
 //! of a sum, so bits are those of the products of whole tiles.
 
 use super::Problem;
 use super::tile::{Operand, Pairs, columns, rows, rows_mut};
-use crate::cpu::gemm::{Matrix, product};
-use crate::cpu::simd::pack::strips_of_rows;
+use crate::cpu::gemm::{MatrixRef, gemm};
+use crate::cpu::simd::pack::pack_row_panels;
 use crate::cpu::simd::scratch::Scratch;
 use crate::dtype::{Float, Real};
 
@@ -22,7 +22,7 @@ pub(super) fn in_strips<P: Operand>(queries: usize) -> usize {
 
 /// Turns the queries, rows of c channels, that lie in strips: `transposed` has room for these.
 pub(super) fn turn<P: Operand>(rows: &[P], c: usize, transposed: &mut [P::Acc]) {
-    strips_of_rows(rows, c, STRIP, transposed);
+    pack_row_panels(rows, c, STRIP, transposed);
 }
 
 /// Queries as the columns that keys meet: those in strips transposed, and all of them as rows.
@@ -50,7 +50,7 @@ impl Pairs {
         problem: &Problem,
         scratch: &mut Scratch,
         q: Queries<'_, P>,
-        keys: Matrix<'_, T>,
+        keys: MatrixRef<'_, T>,
         scores: &mut [R],
     ) {
         let (whole, c) = (q.transposed.len() / self.c, self.c);
@@ -58,13 +58,13 @@ impl Pairs {
             let dims = [self.seen(problem, first + STRIP), STRIP, c];
             let (q, scores) =
                 (rows(&q.transposed[first * c..], STRIP), rows_mut(&mut scores[first..], self.row_len()));
-            product(scratch, dims, keys, q, false, scores);
+            gemm(scratch, dims, keys, q, false, scores);
         }
         let first = whole.max(self.skip);
         if first < self.queries {
             let (q, scores) =
                 (columns(&q.rows[first * c..], c), rows_mut(&mut scores[first..], self.row_len()));
-            product(scratch, [self.keys, self.queries - first, c], keys, q, false, scores);
+            gemm(scratch, [self.keys, self.queries - first, c], keys, q, false, scores);
         }
     }
 
@@ -82,7 +82,7 @@ impl Pairs {
             let count = PART.min(self.queries - first);
             let dims = [count, c, self.seen(problem, first + count)];
             let to = rows_mut(&mut to[first * c..], c);
-            product(scratch, dims, columns(&scores[first..], self.row_len()), rows(keys, c), true, to);
+            gemm(scratch, dims, columns(&scores[first..], self.row_len()), rows(keys, c), true, to);
         }
     }
 
@@ -102,7 +102,7 @@ impl Pairs {
             if start < end {
                 let scores = rows(&scores[key * self.row_len() + start..], self.row_len());
                 let to = rows_mut(&mut to[(self.first_key + key) * c..], c);
-                product(scratch, [count, c, end - start], scores, rows(&q[start * c..], c), true, to);
+                gemm(scratch, [count, c, end - start], scores, rows(&q[start * c..], c), true, to);
             }
         }
     }

@@ -1,8 +1,8 @@
-//! Tiles of attention: rows of queries against rows of keys, in scratch memory of the accumulator type, or of bf16 where
+//! MicroKernels of attention: rows of queries against rows of keys, in scratch memory of the accumulator type, or of bf16 where
 //! products of that are worth it.
 
 use super::{Head, Problem};
-use crate::cpu::gemm::{Matrix, MatrixMut, product};
+use crate::cpu::gemm::{MatrixMut, MatrixRef, gemm};
 use crate::cpu::math::Maths;
 use crate::cpu::simd::scratch::Scratch;
 use crate::dtype::{Float, Real};
@@ -94,8 +94,8 @@ pub(super) use with_operand;
 
 impl<'a, T: Float> Head<'a, T> {
     /// The vectors from `row` on as a matrix with one row each.
-    pub(super) fn matrix(&self, row: usize) -> Matrix<'a, T> {
-        Matrix {
+    pub(super) fn matrix(&self, row: usize) -> MatrixRef<'a, T> {
+        MatrixRef {
             data: &self.data[self.start + row * self.step..],
             row_stride: self.step,
             col_stride: self.inner,
@@ -136,7 +136,7 @@ impl Pairs {
     /// The tiles of keys that queries from `first` on see.
     pub(super) fn of(problem: Problem, first: usize, queries: usize) -> impl Iterator<Item = Pairs> {
         let (start, limit) = (problem.visible(first).start, problem.visible(first + queries - 1).end);
-        // Tiles start at the same keys for every window and every query.
+        // MicroKernels start at the same keys for every window and every query.
         (start / KEYS * KEYS..limit).step_by(KEYS).map(move |first_key| {
             let keys = KEYS.min(limit - first_key);
             let pairs = Pairs { first, queries, skip: 0, first_key, keys, c: problem.c };
@@ -184,7 +184,7 @@ impl Pairs {
         let dims = [self.keys, self.queries - self.skip, self.c];
         let (q, scores) =
             (columns(&q[self.skip * self.c..], self.c), rows_mut(&mut scores[self.skip..], self.row_len()));
-        product(scratch, dims, k.matrix(self.first_key), q, false, scores);
+        gemm(scratch, dims, k.matrix(self.first_key), q, false, scores);
     }
 
     /// Adds to each row of `to` (one per query) the rows of `k`, weighed by the scores.
@@ -198,7 +198,7 @@ impl Pairs {
         let dims = [self.queries - self.skip, self.c, self.keys];
         let (scores, to) =
             (columns(&scores[self.skip..], self.row_len()), rows_mut(&mut to[self.skip * self.c..], self.c));
-        product(scratch, dims, scores, k.matrix(self.first_key), true, to);
+        gemm(scratch, dims, scores, k.matrix(self.first_key), true, to);
     }
 
     /// Adds to each row of `to` (one per key) the rows of `q` (in scratch), weighed by the scores.
@@ -212,18 +212,18 @@ impl Pairs {
         let dims = [self.keys, self.c, self.queries - self.skip];
         let (scores, q) =
             (rows(&scores[self.skip..], self.row_len()), rows(&q[self.skip * self.c..], self.c));
-        product(scratch, dims, scores, q, true, rows_mut(&mut to[self.first_key * self.c..], self.c));
+        gemm(scratch, dims, scores, q, true, rows_mut(&mut to[self.first_key * self.c..], self.c));
     }
 }
 
 /// A matrix in scratch, row-major.
-pub(super) fn rows<R>(data: &[R], width: usize) -> Matrix<'_, R> {
-    Matrix { data, row_stride: width, col_stride: 1 }
+pub(super) fn rows<R>(data: &[R], width: usize) -> MatrixRef<'_, R> {
+    MatrixRef { data, row_stride: width, col_stride: 1 }
 }
 
 /// The same transposed.
-pub(super) fn columns<R>(data: &[R], width: usize) -> Matrix<'_, R> {
-    Matrix { data, row_stride: 1, col_stride: width }
+pub(super) fn columns<R>(data: &[R], width: usize) -> MatrixRef<'_, R> {
+    MatrixRef { data, row_stride: 1, col_stride: width }
 }
 
 /// A matrix in scratch to be written, row-major.

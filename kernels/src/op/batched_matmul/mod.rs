@@ -3,10 +3,12 @@
 mod gpu;
 
 use crate::cpu::Pool;
-use crate::cpu::gemm::{BatchedMatrix, BatchedMatrixMut, Epilogue, batched_gemm_with_epilogue, products};
+use crate::cpu::gemm::{
+    BatchedMatrixMut, BatchedMatrixRef, Epilogue, batched_gemm, batched_gemm_with_epilogue,
+};
 use crate::dtype::{Element, Float};
 use crate::error::KernelError;
-use crate::kernel::{Arg, ArgMut, Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Arg, ArgMut, Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{operands, write};
 use crate::strides::Strides;
@@ -26,7 +28,7 @@ pub static BATCHED_MATMUL: Kernel = Kernel {
     name: "batched_matmul",
     reference: plain,
     cpu: Some(fast),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::batched_matmul }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::batched_matmul }),
     flops: |launch| 2 * launch.inputs[0].view.numel() as u64 * launch.outputs[0].view.shape[2] as u64,
     bytes: None,
     bound: Bound { ulps: 64.0 },
@@ -47,7 +49,7 @@ fn fast(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     match_float!(a.dtype, T => {
         let memory = c.buffer.as_mut::<T>().expect("an output buffer has one handle");
         let data = if c.view.reach() == 0 { &mut [] } else { &mut memory[c.view.offset..] };
-        products(pool, dims, stack::<T>(a), stack::<T>(b), BatchedMatrixMut { data, strides: strides(c.view) });
+        batched_gemm(pool, dims, stack::<T>(a), stack::<T>(b), BatchedMatrixMut { data, strides: strides(c.view) });
     }, else return Err(KernelError::DType { kernel: BATCHED_MATMUL.name, dtype: a.dtype }));
     Ok(())
 }
@@ -65,9 +67,9 @@ pub(in crate::op) fn ended<T: Float>(
     batched_gemm_with_epilogue(pool, dims, stack(a), stack(b), write(c), other.map(write), ending);
 }
 
-fn stack<'a, T: Element>(x: &Arg<'a>) -> BatchedMatrix<'a, T> {
+fn stack<'a, T: Element>(x: &Arg<'a>) -> BatchedMatrixRef<'a, T> {
     let data = if x.view.reach() == 0 { &[] } else { &x.buffer.as_slice()[x.view.offset..] };
-    BatchedMatrix { data, strides: strides(x.view) }
+    BatchedMatrixRef { data, strides: strides(x.view) }
 }
 
 fn plain(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {

@@ -5,7 +5,7 @@ use crate::cpu::math::Maths;
 use crate::dtype::{DType, Element};
 use crate::error::KernelError;
 use crate::gpu::LaunchPlan;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::formula::{choose, is_nan, pow_exponent_slope, pow_slope};
 use crate::op::pointwise::{
@@ -85,7 +85,7 @@ pub static ACCUMULATE: Kernel = Kernel {
         }
         Ok(())
     }),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: gpu::SOURCE,
         plan: |launch, plan| {
             let dtype = launch.inputs[0].dtype;

@@ -9,7 +9,7 @@ use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::KernelError;
 use crate::gpu::LaunchPlan;
-use crate::kernel::{Arg, ArgMut, Bound, Gpu, HostCode, Kernel, Launch};
+use crate::kernel::{Arg, ArgMut, Bound, CpuKernelFn, GpuCode, Kernel, Launch};
 use crate::match_dtype;
 use crate::op::pointwise::{TASK, gpu::SOURCE, map_as, names, plain_as};
 use crate::op::rows::{holds, operands, write};
@@ -18,9 +18,9 @@ use crate::op::walk::{Walk, place};
 type LaunchPlanFn = fn(&Launch<'_>, &mut LaunchPlan) -> Result<(), KernelError>;
 
 /// A kernel that rounds nothing and counts one operation an element.
-const fn exact(name: &'static str, reference: HostCode, cpu: HostCode, plan: LaunchPlanFn) -> Kernel {
+const fn exact(name: &'static str, reference: CpuKernelFn, cpu: CpuKernelFn, plan: LaunchPlanFn) -> Kernel {
     let flops = |launch: &Launch<'_>| launch.outputs[0].view.numel() as u64;
-    let gpu = Some(Gpu { source: SOURCE, plan });
+    let gpu = Some(GpuCode { source: SOURCE, plan });
     Kernel { name, reference, cpu: Some(cpu), gpu, flops, bytes: None, bound: Bound { ulps: 0.0 } }
 }
 

@@ -1,8 +1,8 @@
 //! Copies by runs: side by side, spread out, or transposed in tiles.
 
 use super::{convert, truth_of};
-use crate::cpu::simd::stream::Stream;
-use crate::cpu::simd::transpose::{Rows, transpose};
+use crate::cpu::simd::stream::StreamingStores;
+use crate::cpu::simd::transpose::{StridedRows, transpose};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{DType, Element, Float};
 use crate::error::KernelError;
@@ -14,9 +14,9 @@ use crate::op::walk::Walk;
 use half::{bf16, f16};
 use std::ops::Range;
 
-/// Rows and columns of a tile that is transposed: a few cache lines of both sides, which stay in the first-level cache.
+/// StridedRows and columns of a tile that is transposed: a few cache lines of both sides, which stay in the first-level cache.
 const TILE: usize = 64;
-/// Rows of y in a task that turns, if there are enough for all threads: a page of f32 in each column of x.
+/// StridedRows of y in a task that turns, if there are enough for all threads: a page of f32 in each column of x.
 const ROWS: usize = 1024;
 /// Columns of y that are transposed for all rows of a task before the next ones: as many pages of x as have their translations at hand.
 const COLS: usize = 512;
@@ -57,8 +57,8 @@ pub(super) fn copy(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelErr
 
 /// Two matrices of as many rows and columns: x with its columns side by side, y with its rows.
 struct Turned<'m, S, D> {
-    x: Rows<&'m [S]>,
-    y: Rows<&'m mut [D]>,
+    x: StridedRows<&'m [S]>,
+    y: StridedRows<&'m mut [D]>,
     extents: [usize; 2],
 }
 
@@ -68,7 +68,7 @@ fn each<S: Element, D: Element, F: Fn(S) -> D + Sync>(
     x: &Arg<'_>,
     y: &mut ArgMut<'_>,
     f: F,
-    matrix: impl Fn(Turned<'_, S, D>, Option<&Stream>, &F) + Sync,
+    matrix: impl Fn(Turned<'_, S, D>, Option<&StreamingStores>, &F) + Sync,
 ) {
     let from = x.buffer.as_slice::<S>();
     let walk = Walk::in_memory_order([y.view, x.view]);
@@ -81,7 +81,7 @@ fn each<S: Element, D: Element, F: Fn(S) -> D + Sync>(
         _ => 1,
     };
     scatter::<2, D>(pool, &walk, y, rows_min, |walk, to, start| {
-        let stream = Stream::of::<D>(numel);
+        let stream = StreamingStores::of::<D>(numel);
         match transposed {
             Some(transposed) => {
                 turn(walk, transposed, from, to, start, |transposed| matrix(transposed, stream.as_ref(), &f))
@@ -108,7 +108,7 @@ fn runs<S: Element, D: Element>(
     from: &[S],
     to: &mut [D],
     start: usize,
-    stream: Option<&Stream>,
+    stream: Option<&StreamingStores>,
     f: &impl Fn(S) -> D,
 ) {
     let [to_step, from_step] = walk.steps();
@@ -133,7 +133,12 @@ fn runs<S: Element, D: Element>(
 
 /// A long run, converted piece by piece.
 #[inline(always)]
-fn past_caches<S: Element, D: Element>(from: &[S], to: &mut [D], stream: &Stream, f: &impl Fn(S) -> D) {
+fn past_caches<S: Element, D: Element>(
+    from: &[S],
+    to: &mut [D],
+    stream: &StreamingStores,
+    f: &impl Fn(S) -> D,
+) {
     let mut piece = [D::default(); RUN];
     for (to, from) in to.chunks_mut(RUN).zip(from.chunks(RUN)) {
         piece.iter_mut().zip(from).for_each(|(to, from)| *to = f(*from));
@@ -156,22 +161,26 @@ fn turn<S: Element, D: Element>(
     let [to_step, from_step] = others.steps();
     others.runs(0..others.numel(), |[to_at, from_at], length| {
         for other in 0..length {
-            let x = Rows { memory: &from[from_at + other * from_step..], step: col_step };
-            let y = Rows { memory: &mut to[to_at + other * to_step - start..], step: row_step };
+            let x = StridedRows { memory: &from[from_at + other * from_step..], step: col_step };
+            let y = StridedRows { memory: &mut to[to_at + other * to_step - start..], step: row_step };
             matrix(Turned { x, y, extents: [rows, cols] });
         }
     });
 }
 
 /// In registers, of 32 bits that stay as they are.
-fn squares(Turned { x, y, extents }: Turned<'_, f32, f32>, stream: Option<&Stream>, _: &impl Fn(f32) -> f32) {
+fn squares(
+    Turned { x, y, extents }: Turned<'_, f32, f32>,
+    stream: Option<&StreamingStores>,
+    _: &impl Fn(f32) -> f32,
+) {
     transpose(x, y, extents, stream);
 }
 
 /// Tile after tile, so that whole cache lines of both are used.
 fn tiles<S: Element, D: Element, F: Fn(S) -> D>(
     Turned { x, y, extents: [rows, cols] }: Turned<'_, S, D>,
-    _: Option<&Stream>,
+    _: Option<&StreamingStores>,
     f: &F,
 ) {
     let mut tile = [[S::default(); TILE]; TILE];

@@ -6,7 +6,7 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::{DType, Element};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_dtype;
 use crate::op::rows::operands;
 use crate::op::walk::place;
@@ -22,7 +22,7 @@ pub static COPY: Kernel = Kernel {
     name: "copy",
     reference: plain,
     cpu: Some(cpu::copy),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::plan }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |_| 0,
     bytes: None,
     bound: Bound { ulps: 0.0 },

@@ -87,8 +87,8 @@ fn many_tasks_and_small_ones() {
 #[test]
 fn equal_dtypes_move_bits() {
     let big = (1i64 << 53) + 1;
-    let buffer = crate::backend::upload(&*crate::backend::Cpu::backend(1), &[big, -big]).unwrap();
-    let mut to = crate::backend::upload(&*crate::backend::Cpu::backend(1), &[0i64; 2]).unwrap();
+    let buffer = crate::backend::upload(&*crate::cpu_backend::Cpu::backend(1), &[big, -big]).unwrap();
+    let mut to = crate::backend::upload(&*crate::cpu_backend::Cpu::backend(1), &[0i64; 2]).unwrap();
     let view = Strides::contiguous(&[2]);
     for code in [COPY.cpu.unwrap(), COPY.reference] {
         let inputs = [Arg { buffer: &buffer, dtype: DType::I64, view: &view }];
@@ -101,7 +101,7 @@ fn equal_dtypes_move_bits() {
 /// Straight, converted and transposed, from elements on that start a cache line and that do not; the second thread stores too.
 #[test]
 fn what_passes_the_caches_by_arrives() {
-    let cpu = crate::backend::Cpu::backend(2);
+    let cpu = crate::cpu_backend::Cpu::backend(2);
     let (side, odd) = (2912, 2900);
     let numbers: Vec<f32> = (0..side * side + 1).map(|i| i as f32).collect();
     let x = crate::backend::upload(&*cpu, &numbers).unwrap();

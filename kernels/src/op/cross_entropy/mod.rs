@@ -7,7 +7,7 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::{Element, Float};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{check_indices, operands, read, row_len, width, write};
 
@@ -24,7 +24,7 @@ pub static TERMS: Kernel = Kernel {
     name: "cross_entropy",
     reference: terms,
     cpu: Some(cpu::terms),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::terms }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::terms }),
     flops: |launch| 4 * launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 16.0 },
@@ -42,7 +42,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "cross_entropy_backward",
     reference: backward,
     cpu: Some(cpu::backward),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::backward }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::backward }),
     flops: |launch| 3 * launch.outputs[0].view.numel() as u64,
     bytes: Some(|launch| launch.updated_bytes()),
     bound: Bound { ulps: 16.0 },

@@ -1,7 +1,7 @@
 //! Embedding on the CPU. The backward sorts the tokens by row, so that each row of the table is one sum.
 
 use super::{BACKWARD, FORWARD, local};
-use crate::cpu::simd::stream::Stream;
+use crate::cpu::simd::stream::StreamingStores;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Float, Real};
 use crate::error::KernelError;
@@ -53,7 +53,7 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
             let start = tokens.partition_point(|&(row, _)| row < i * rows);
             let mut sums = vec![<T as Float>::Acc::ZERO; LEVELS * d];
             let (tokens, first_row) = (&tokens[start..], i * rows);
-            let Some(stream) = Stream::of::<T>(v * d) else {
+            let Some(stream) = StreamingStores::of::<T>(v * d) else {
                 return vectorized(#[inline(always)] || {
                     sum_rows(tokens, first_row, dy, &mut sums, dtable, take_sums);
                 });

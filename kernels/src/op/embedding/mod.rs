@@ -6,7 +6,7 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Arg, Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{check_indices, operands, read, width, write};
 
@@ -21,7 +21,7 @@ pub static FORWARD: Kernel = Kernel {
     name: "embedding",
     reference: forward,
     cpu: Some(cpu::forward),
-    gpu: Some(Gpu { source: gpu::PICKING, plan: gpu::forward }),
+    gpu: Some(GpuCode { source: gpu::PICKING, plan: gpu::forward }),
     flops: |_| 0,
     bytes: Some(|launch| {
         // No more rows of the table than there are indices.
@@ -45,7 +45,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "embedding_backward",
     reference: backward,
     cpu: Some(cpu::backward),
-    gpu: Some(Gpu { source: gpu::ADDING, plan: gpu::backward }),
+    gpu: Some(GpuCode { source: gpu::ADDING, plan: gpu::backward }),
     flops: |launch| launch.inputs[1].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 64.0 },
@@ -155,7 +155,7 @@ mod tests {
 
     #[test]
     fn a_table_that_passes_the_caches_by_has_the_sums_of_a_small_one() {
-        let (cpu, d, tokens) = (crate::backend::Cpu::backend(2), 1023, [5i64, 8191, 0, 5, 40, 5]);
+        let (cpu, d, tokens) = (crate::cpu_backend::Cpu::backend(2), 1023, [5i64, 8191, 0, 5, 40, 5]);
         let dy: Vec<f32> = (0..tokens.len() * d).map(|i| (i as f32).sqrt()).collect();
         let [index, dy] =
             [crate::backend::upload(&*cpu, &tokens), crate::backend::upload(&*cpu, &dy)].map(Result::unwrap);

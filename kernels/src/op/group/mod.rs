@@ -4,7 +4,7 @@ mod gpu;
 
 use crate::cpu::Pool;
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::op::rows::{check_indices, operands, read, write};
 
 /// The rows of each group that is here, one group after the other, in the order in which they stand; then those of groups that
@@ -22,7 +22,7 @@ pub static GROUP: Kernel = Kernel {
     name: "group",
     reference: plain,
     cpu: Some(fast),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::plan }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |_| 0,
     bytes: None,
     bound: Bound { ulps: 0.0 },

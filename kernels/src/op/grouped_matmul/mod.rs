@@ -7,7 +7,7 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch, Scalar};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch, Scalar};
 use crate::match_float;
 use crate::op::rows::{operands, read, write};
 use crate::op::walk::place;
@@ -24,7 +24,7 @@ pub static PRODUCT: Kernel = Kernel {
     name: "grouped_matmul",
     reference: plain_product,
     cpu: Some(cpu::product),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::product }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::product }),
     flops: |launch| {
         let (x, w) = (launch.inputs[0].view, launch.inputs[1].view);
         operations(x.numel(), w.shape[2], w.shape[0], launch.scalars)
@@ -44,7 +44,7 @@ pub static GRADIENT: Kernel = Kernel {
     name: "grouped_matmul_gradient",
     reference: plain_gradient,
     cpu: Some(cpu::gradient),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::gradient }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::gradient }),
     flops: |launch| {
         let (x, dw) = (launch.inputs[0].view, launch.outputs[0].view);
         operations(x.numel(), dw.shape[2], dw.shape[0], launch.scalars)

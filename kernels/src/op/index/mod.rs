@@ -6,7 +6,7 @@ pub(in crate::op) mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::{DType, Element};
 use crate::error::KernelError;
-use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Arg, Bound, GpuCode, Kernel, Launch};
 use crate::op::rows::{check_indices, operands, read, write};
 use crate::strides::Strides;
 use crate::{match_dtype, match_float};
@@ -22,7 +22,7 @@ pub static GATHER: Kernel = Kernel {
     name: "gather",
     reference: gather,
     cpu: Some(cpu::gather),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: gpu::PICKING,
         plan: |launch, plan| {
             let (x, index) = (&launch.inputs[0], &launch.inputs[1]);
@@ -54,7 +54,7 @@ pub static SCATTER_ADD: Kernel = Kernel {
     name: "scatter_add",
     reference: scatter_add,
     cpu: Some(cpu::scatter_add),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: gpu::ADDING,
         plan: |launch, plan| {
             let (index, dy, dx) = (&launch.inputs[0], &launch.inputs[1], &launch.outputs[0]);

@@ -7,7 +7,7 @@ pub(super) mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::{Element, Float};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{operands, operands_and_last, read, width, write};
 
@@ -23,7 +23,7 @@ pub static FORWARD: Kernel = Kernel {
     name: "layer_norm",
     reference: forward,
     cpu: Some(cpu::forward),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::forward }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::forward }),
     flops: |launch| 8 * launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 16.0 },
@@ -42,7 +42,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "layer_norm_backward",
     reference: backward,
     cpu: Some(cpu::backward),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::backward }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::backward }),
     flops: |launch| (14 + u64::from(launch.inputs.len() > 5)) * launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 64.0 },

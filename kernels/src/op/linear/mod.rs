@@ -9,7 +9,7 @@ mod tests;
 use crate::dtype::Element;
 use crate::error::KernelError;
 use crate::gpu::Epilogue;
-use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Arg, Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::batched_matmul::BATCHED_MATMUL;
 use crate::op::formula::{gelu_gate, gelu_slope};
@@ -39,7 +39,7 @@ pub static LINEAR: Kernel = Kernel {
         Ok(())
     },
     cpu: Some(cpu::linear),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: "",
         plan: |launch, plan| gpu::ended(&LINEAR, launch, plan, Epilogue::Bias { bias: 2 }),
     }),
@@ -68,7 +68,7 @@ pub static LINEAR_ADD: Kernel = Kernel {
         Ok(())
     },
     cpu: Some(cpu::linear_add),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: "",
         plan: |launch, plan| {
             gpu::ended(&LINEAR_ADD, launch, plan, Epilogue::Add { bias: Some(2), residual: 3 })
@@ -96,7 +96,7 @@ pub static PRODUCT_ADD: Kernel = Kernel {
         Ok(())
     },
     cpu: Some(cpu::product_add),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: "",
         plan: |launch, plan| {
             gpu::ended(&PRODUCT_ADD, launch, plan, Epilogue::Add { bias: None, residual: 2 })
@@ -129,7 +129,7 @@ pub static LINEAR_GELU: Kernel = Kernel {
         Ok(())
     },
     cpu: Some(cpu::linear_gelu),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: "",
         plan: |launch, plan| {
             gpu::ended(&LINEAR_GELU, launch, plan, Epilogue::BiasGelu { bias: 2, before: 1 })
@@ -165,7 +165,7 @@ pub static PRODUCT_GELU_GRAD: Kernel = Kernel {
         Ok(())
     },
     cpu: Some(cpu::product_gelu_grad),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::gelu_grad }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::gelu_grad }),
     flops,
     bytes: None,
     bound: BOUND,
@@ -191,7 +191,7 @@ pub static PRODUCT_SUMS: Kernel = Kernel {
         Ok(())
     },
     cpu: Some(cpu::product_sums),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: "",
         plan: |launch, plan| gpu::ended(&PRODUCT_SUMS, launch, plan, Epilogue::SumsOfB { sums: 1 }),
     }),

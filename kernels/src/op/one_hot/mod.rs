@@ -5,7 +5,7 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_dtype;
 use crate::op::rows::{check_indices, operands, read, rows_per_task, write};
 
@@ -20,7 +20,7 @@ pub static ONE_HOT: Kernel = Kernel {
     name: "one_hot",
     reference: plain,
     cpu: Some(fast),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::plan }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |_| 0,
     bytes: None,
     bound: Bound { ulps: 0.0 },

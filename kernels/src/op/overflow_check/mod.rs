@@ -5,7 +5,7 @@ mod gpu;
 
 use crate::cpu::Pool;
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::op::rows::{operands, read, write};
 
 /// The control word of a step, which ranks add up: the sum of squares of all gradients, the loss, then the caller's numbers.
@@ -20,7 +20,7 @@ pub static WORD: Kernel = Kernel {
     name: "control_word",
     reference: word,
     cpu: None,
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::word }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::word }),
     flops: |launch| 2 * launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 0.0 },
@@ -38,7 +38,7 @@ pub static GATE: Kernel = Kernel {
     name: "gate",
     reference: gate,
     cpu: None,
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::gate }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::gate }),
     flops: |_| 4,
     bytes: None,
     bound: Bound { ulps: 0.0 },

@@ -11,7 +11,7 @@ pub use philox::{bits_at, philox, uniform_at};
 use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch, Scalar};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch, Scalar};
 use crate::match_float;
 use crate::op::rows::{operands, read, write};
 use smallvec::SmallVec;
@@ -27,7 +27,7 @@ pub static UNIFORM: Kernel = Kernel {
     name: "uniform",
     reference: uniform,
     cpu: Some(cpu::uniform),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::uniform }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::uniform }),
     flops: |launch| 2 * launch.outputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 1.0 },
@@ -45,7 +45,7 @@ pub static NORMAL: Kernel = Kernel {
     name: "normal",
     reference: normal,
     cpu: Some(cpu::normal),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::normal }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::normal }),
     flops: |launch| 40 * launch.outputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 8.0 },
@@ -62,7 +62,7 @@ pub static DROPOUT: Kernel = Kernel {
     name: "dropout",
     reference: dropout,
     cpu: Some(cpu::dropout),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::dropout }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::dropout }),
     flops: |launch| launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 2.0 },

@@ -331,7 +331,7 @@ fn across<F: Fold, T: Float<Acc = F::From>, U: Element>(
     let mut parts = vec![F::EMPTY; y.len() / neighbours * tiles * blocks * COLUMNS];
     let per_task = (TASK / (count.clamp(1, BLOCK) * neighbours.min(COLUMNS))).max(1);
     pool.chunks_on_threads(&mut parts, per_task * COLUMNS, |thread, task, parts| {
-        let mut scratch = pool.scratch_of(thread);
+        let mut scratch = pool.scratch_for(thread);
         for (i, part) in parts.chunks_mut(COLUMNS).enumerate() {
             let (number, block) = ((task * per_task + i) / blocks, (task * per_task + i) % blocks);
             let (row, first) = (number / tiles, number % tiles * COLUMNS);

@@ -13,7 +13,7 @@ use crate::cpu::Pool;
 use crate::dtype::{Element, Float, Real};
 use crate::error::KernelError;
 use crate::gpu::LaunchPlan;
-use crate::kernel::{Arg, ArgMut, Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Arg, ArgMut, Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{operands, write};
 use crate::op::walk::place;
@@ -42,7 +42,7 @@ pub static SUM: Kernel = Kernel {
         }, else return Err(KernelError::DType { kernel: SUM.name, dtype: x.dtype }));
         Ok(())
     }),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: gpu::SOURCE,
         plan: |launch, plan| {
             described(
@@ -80,7 +80,7 @@ pub static MAX: Kernel = Kernel {
         }, else return Err(KernelError::DType { kernel: MAX.name, dtype: x.dtype }));
         Ok(())
     }),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: gpu::SOURCE,
         plan: |launch, plan| described("max", launch, plan, launch.scalars[0].int() as usize, gpu::Fold::Max),
     }),
@@ -106,7 +106,7 @@ pub static MIN: Kernel = Kernel {
         }, else return Err(KernelError::DType { kernel: MIN.name, dtype: x.dtype }));
         Ok(())
     }),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: gpu::SOURCE,
         plan: |launch, plan| described("min", launch, plan, launch.scalars[0].int() as usize, gpu::Fold::Min),
     }),
@@ -123,7 +123,7 @@ pub static SUM_SQUARES: Kernel = Kernel {
     name: "sum_squares",
     reference: |_, launch| plain_squares(&SUM_SQUARES, launch),
     cpu: Some(|pool, launch| squares(&SUM_SQUARES, pool, launch)),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: gpu::SOURCE,
         plan: |launch, plan| {
             described("sum_squares", launch, plan, launch.inputs[0].view.ndim(), gpu::Fold::Squares)
@@ -142,7 +142,7 @@ pub static SUM_SQUARES_MANY: Kernel = Kernel {
     name: "sum_squares_many",
     reference: |_, launch| plain_squares(&SUM_SQUARES_MANY, launch),
     cpu: Some(|pool, launch| squares(&SUM_SQUARES_MANY, pool, launch)),
-    gpu: Some(Gpu { source: squares::SOURCE, plan: squares::plan }),
+    gpu: Some(GpuCode { source: squares::SOURCE, plan: squares::plan }),
     flops: |launch| launch.inputs.iter().map(|x| 2 * x.view.numel() as u64).sum(),
     bytes: None,
     bound: Bound { ulps: 16.0 },

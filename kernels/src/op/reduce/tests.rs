@@ -1,7 +1,8 @@
 //! Known sums, agreement with the reference, and the stated order, bit for bit, however the operand lies.
 
 use super::*;
-use crate::backend::{Cpu, upload};
+use crate::backend::upload;
+use crate::cpu_backend::Cpu;
 use crate::dtype::DType;
 use crate::kernel::Scalar;
 use crate::op::check::{Case, Kind, values};

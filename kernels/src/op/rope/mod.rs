@@ -6,7 +6,7 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch, Scalar};
+use crate::kernel::{Arg, Bound, GpuCode, Kernel, Launch, Scalar};
 use crate::match_float;
 use crate::op::rows::{operands, read, width, write};
 
@@ -23,7 +23,7 @@ pub static ROTATE: Kernel = Kernel {
     name: "rope",
     reference,
     cpu: Some(cpu::rotate),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::rotate }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::rotate }),
     flops: |launch| 3 * launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 4.0 },

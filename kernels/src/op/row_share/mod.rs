@@ -10,7 +10,7 @@ mod gpu;
 
 use crate::dtype::{DType, Element, Float};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{operands, read, write};
 
@@ -32,7 +32,7 @@ pub static TIES: Kernel = Kernel {
         }, else no_float(TIES.name, x.dtype))
     },
     cpu: Some(cpu::ties),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: |launch, plan| gpu::row_value(launch, plan, "0") }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: |launch, plan| gpu::row_value(launch, plan, "0") }),
     flops: |launch| launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 0.0 },
@@ -57,7 +57,7 @@ pub static TIE_SHARE: Kernel = Kernel {
         }, else no_float(TIE_SHARE.name, x.dtype))
     },
     cpu: Some(cpu::tie_share),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: gpu::FORMULA_SOURCE,
         plan: |launch, plan| {
             gpu::shares(TIE_SHARE.name, launch, plan, "[x, y, c, dy]", "choose(x == y, dy / c, R::ZERO)")
@@ -88,7 +88,7 @@ pub static EXP_SUM: Kernel = Kernel {
         }, else no_float(EXP_SUM.name, x.dtype))
     },
     cpu: Some(cpu::exp_sum),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: |launch, plan| gpu::row_value(launch, plan, "1") }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: |launch, plan| gpu::row_value(launch, plan, "1") }),
     flops: |launch| 3 * launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 16.0 },
@@ -122,7 +122,7 @@ pub static JOIN: Kernel = Kernel {
         }, else no_float(JOIN.name, m.dtype))
     },
     cpu: None,
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: gpu::FORMULA_SOURCE,
         plan: |launch, plan| {
             gpu::shares(JOIN.name, launch, plan, "[m, s]", "choose(is_nan(m - m), m, m + s.ln())")
@@ -153,7 +153,7 @@ pub static EXP_SHARE: Kernel = Kernel {
         }, else no_float(EXP_SHARE.name, x.dtype))
     },
     cpu: Some(cpu::exp_share),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: gpu::FORMULA_SOURCE,
         plan: |launch, plan| {
             gpu::shares(

@@ -5,7 +5,7 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::{Element, Float};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{operands, read, rows_per_task, width, write};
 
@@ -34,7 +34,7 @@ pub static CUMSUM: Kernel = Kernel {
         }, else Err(KernelError::DType { kernel: CUMSUM.name, dtype: x.dtype }))
     },
     cpu: Some(cumsum),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::plan }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |launch| launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 64.0 },

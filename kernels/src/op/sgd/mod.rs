@@ -5,7 +5,7 @@ mod gpu;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Element, Float, Real};
 use crate::error::KernelError;
-use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch, Scalar};
+use crate::kernel::{Arg, Bound, GpuCode, Kernel, Launch, Scalar};
 use crate::match_float;
 use crate::op::rows::{operands, read, rows_per_task, write};
 
@@ -23,7 +23,7 @@ pub static STEP: Kernel = Kernel {
     name: "sgd",
     reference,
     cpu: Some(cpu),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::step }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::step }),
     flops: |launch| 8 * launch.inputs[0].view.numel() as u64,
     bytes: Some(|launch| launch.updated_bytes()),
     bound: Bound { ulps: 8.0 },

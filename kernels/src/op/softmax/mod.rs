@@ -6,7 +6,7 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{operands, read, width, write};
 
@@ -21,7 +21,7 @@ pub static FORWARD: Kernel = Kernel {
     name: "softmax",
     reference: forward,
     cpu: Some(cpu::forward),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::forward }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::forward }),
     flops: |launch| 5 * launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 8.0 },
@@ -37,7 +37,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "softmax_backward",
     reference: backward,
     cpu: Some(cpu::backward),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::backward }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::backward }),
     flops: |launch| 4 * launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 16.0 },

@@ -6,7 +6,7 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::{DType, Element};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{operands, read, width, write};
 use std::cmp::Ordering;
@@ -24,7 +24,7 @@ pub static SORT: Kernel = Kernel {
     name: "sort",
     reference: plain,
     cpu: Some(cpu::sort),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::plan }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |launch| {
         let x = launch.inputs[0].view;
         let n = x.shape.last().copied().unwrap_or(1);

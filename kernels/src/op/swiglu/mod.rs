@@ -7,7 +7,7 @@ use crate::cpu::{Pool, vectorized};
 use crate::dtype::{DType, Element, Float};
 use crate::error::KernelError;
 use crate::gpu::LaunchPlan;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::formula::{gate_slope, sigmoid};
 use crate::op::pointwise::{Formula, TASK, gpu, map, map_as, names, plain, plain_as, pointwise, two_reals};
@@ -31,7 +31,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "swiglu_backward",
     reference,
     cpu: Some(cpu),
-    gpu: Some(Gpu { source: cotangents::SOURCE, plan: cotangents::backward }),
+    gpu: Some(GpuCode { source: cotangents::SOURCE, plan: cotangents::backward }),
     flops: |launch| 11 * launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 16.0 },

@@ -5,7 +5,7 @@ mod gpu;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::pointwise::TASK;
 use crate::op::rows::{read, write};
@@ -37,7 +37,7 @@ macro_rules! joins {
             name: $name,
             reference: |_, launch| plain::<$join>($name, launch),
             cpu: Some(|pool, launch| fast::<$join>($name, pool, launch)),
-            gpu: Some(Gpu {
+            gpu: Some(GpuCode {
                 source: gpu::SOURCE,
                 plan: |launch, plan| {
                     gpu::plan(launch, plan, $device_join);

@@ -4,7 +4,7 @@ mod gpu;
 
 use crate::cpu::Pool;
 use crate::error::KernelError;
-use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch, Scalar};
+use crate::kernel::{Arg, Bound, GpuCode, Kernel, Launch, Scalar};
 use crate::match_dtype;
 use crate::op::rows::{operands, read, rows_per_task, width, write};
 use std::ops::Range;
@@ -22,7 +22,7 @@ pub static TRIANGULAR: Kernel = Kernel {
     name: "triangle",
     reference: plain,
     cpu: Some(fast),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::plan }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |_| 0,
     bytes: Some(|launch| {
         // What is not kept is not read.

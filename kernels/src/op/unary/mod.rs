@@ -11,7 +11,7 @@ use crate::cpu::math::Maths;
 use crate::dtype::DType;
 use crate::error::KernelError;
 use crate::gpu::LaunchPlan;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::op::formula::{choose, erf_slope, gate_slope, gelu_exact_slope, gelu_gate, gelu_slope, sigmoid};
 use crate::op::pointwise::{Formula, gpu, map, map_as, names, plain, plain_as, pointwise, two_reals};
 use crate::op::rows::operands;

@@ -1,10 +1,26 @@
-//! What the launches of one back end have cost.
+//! The cost of kernel launches: floating-point operations and bytes, and a counter of both for a back end.
 
-use crate::kernel::Cost;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Sums that any thread reads and one at a time adds to, as launches of a back end come one after another: a load and a store each.
-/// To lock the memory for that would take as long as half the kernel of a small launch.
+/// The cost of a launch; the same on every device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Cost {
+    /// Floating-point operations (a multiply-add counts two).
+    pub flops: u64,
+    /// Bytes that must be read and written at least once.
+    pub bytes: u64,
+}
+
+impl std::ops::AddAssign for Cost {
+    fn add_assign(&mut self, other: Cost) {
+        self.flops += other.flops;
+        self.bytes += other.bytes;
+    }
+}
+
+/// The summed cost of all launches of one back end. Any thread may read the sums; only one thread at a time adds to them, because
+/// launches of a back end are sequential. So an addition is a plain load and store: an atomic read-modify-write would take as long as
+/// half the kernel of a small launch.
 #[derive(Debug, Default)]
 pub(crate) struct CostCounter {
     flops: AtomicU64,
@@ -14,17 +30,17 @@ pub(crate) struct CostCounter {
 impl CostCounter {
     /// Adds the cost of a launch.
     pub(crate) fn add(&self, cost: Cost) {
-        raise(&self.flops, cost.flops);
-        raise(&self.bytes, cost.bytes);
+        add(&self.flops, cost.flops);
+        add(&self.bytes, cost.bytes);
     }
 
-    /// What all launches so far have cost.
+    /// Returns the summed cost of all launches so far.
     pub(crate) fn sum(&self) -> Cost {
         Cost { flops: self.flops.load(Ordering::Relaxed), bytes: self.bytes.load(Ordering::Relaxed) }
     }
 }
 
-fn raise(sum: &AtomicU64, by: u64) {
+fn add(sum: &AtomicU64, by: u64) {
     let before = sum.load(Ordering::Relaxed);
     if cfg!(debug_assertions) {
         let stored = sum.compare_exchange(before, before + by, Ordering::Relaxed, Ordering::Relaxed);
@@ -39,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn costs_add_up_whoever_launches_after_whom() {
+    fn sums_costs_of_launches_from_different_threads() {
         let counter = CostCounter::default();
         counter.add(Cost { flops: 3, bytes: 40 });
         std::thread::scope(|s| s.spawn(|| counter.add(Cost { flops: 4, bytes: 2 })).join().unwrap());

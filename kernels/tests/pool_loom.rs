@@ -14,9 +14,9 @@ use job::{Job, Worker, serve};
 use loom::sync::atomic::AtomicUsize;
 use loom::sync::{Condvar, Mutex};
 use loom::thread;
-use slot::WorkerSlot;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use worker_slot::WorkerSlot;
 
 /// Every order of a caller and so many workers, with at most so many preemptions; the caller's part comes in.
 fn model(workers: usize, preemptions: usize, caller: impl Fn(&[Worker]) + Send + Sync + 'static) {
