@@ -5,7 +5,7 @@ use crate::control::{counted_once, sum_over_world, sum_squares};
 use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
-use shardgrad_kernels::op::overflow_check::{GATE, WORD};
+use shardgrad_kernels::op::overflow_check::{CONTROL_WORD, OVERFLOW_CHECK};
 use shardgrad_kernels::{DType, Scalar, Strides, upload_into};
 use std::ops::Range;
 use std::panic::Location;
@@ -150,10 +150,10 @@ impl GatedStep {
         let count = if self.has_loss { losses.1 as f64 } else { 0.0 };
         let scalars = [Scalar::Int(counted.len() as i64), Scalar::Real(count)];
         let control = self.told_part(HEAD, &[self.told.control.len()]);
-        launch(rank, &WORD, &[&sums, &control], &mut [&mut word], &scalars)?;
+        launch(rank, &CONTROL_WORD, &[&sums, &control], &mut [&mut word], &scalars)?;
         let word = sum_over_world(rank, word, site)?;
         let head = self.told_part(0, &[HEAD]);
-        launch(rank, &GATE, &[&word, &head], &mut [&mut self.found], &[])
+        launch(rank, &OVERFLOW_CHECK, &[&word, &head], &mut [&mut self.found], &[])
     }
 
     /// What was found, once all work that was given is done. On the null back end, which has no numbers, a norm of 0 and this rank's

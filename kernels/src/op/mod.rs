@@ -1,17 +1,18 @@
-//! The kernels: one folder each, with the contract, the plain reference, the fast path and the tests.
+//! The kernels: one folder each, with contract, reference, fast paths and tests.
 
 #[cfg(test)]
-pub(crate) mod check;
+pub(crate) mod kernel_check;
 #[cfg(test)]
-mod bytes;
+mod byte_count_tests;
 #[cfg(test)]
-mod differences;
+mod finite_difference;
 mod rows;
 mod gpu_rows;
 mod gpu_sort;
-mod walk;
+mod strided_iter;
 mod formula;
 mod pointwise;
+mod gpu_row_values;
 pub mod copy;
 pub mod fill;
 pub mod unary;
@@ -23,7 +24,8 @@ pub mod batched_matmul;
 pub mod linear;
 pub mod grouped_matmul;
 pub mod tree_reduce;
-pub mod row_share;
+pub mod amax_backward;
+pub mod log_sum_exp;
 pub mod scan;
 pub mod arg_extreme;
 pub mod softmax;
@@ -36,7 +38,7 @@ pub mod embedding;
 pub mod one_hot;
 pub mod triangular;
 pub mod sort;
-pub mod group;
+pub mod sort_by_group;
 pub mod overflow_check;
 pub mod adamw;
 pub mod sgd;
@@ -46,7 +48,7 @@ pub mod swiglu;
 
 use crate::kernel::Kernel;
 
-/// Every kernel, in the order of the folders.
+/// All kernels, in the order of the folders.
 pub static KERNELS: &[&Kernel] = &[
     &copy::COPY,
     &fill::FILL,
@@ -139,11 +141,11 @@ pub static KERNELS: &[&Kernel] = &[
     &tree_reduce::SUM,
     &tree_reduce::MAX,
     &tree_reduce::MIN,
-    &row_share::TIES,
-    &row_share::TIE_SHARE,
-    &row_share::EXP_SUM,
-    &row_share::JOIN,
-    &row_share::EXP_SHARE,
+    &amax_backward::COUNT_TIES,
+    &amax_backward::BACKWARD,
+    &log_sum_exp::SUM_EXP,
+    &log_sum_exp::FINISH,
+    &log_sum_exp::BACKWARD,
     &scan::CUMSUM,
     &arg_extreme::ARG_EXTREME,
     &softmax::FORWARD,
@@ -164,9 +166,9 @@ pub static KERNELS: &[&Kernel] = &[
     &one_hot::ONE_HOT,
     &triangular::TRIANGULAR,
     &sort::SORT,
-    &group::GROUP,
-    &overflow_check::WORD,
-    &overflow_check::GATE,
+    &sort_by_group::SORT_BY_GROUP,
+    &overflow_check::CONTROL_WORD,
+    &overflow_check::OVERFLOW_CHECK,
     &adamw::STEP,
     &sgd::STEP,
     &random::UNIFORM,

@@ -10,9 +10,9 @@ use crate::tensor::Tensor;
 use shardgrad_dist::{Rank, Result};
 use shardgrad_kernels::op::batched_matmul::BATCHED_MATMUL;
 use shardgrad_kernels::op::binary::{ADD, MUL};
-use shardgrad_kernels::op::group::GROUP;
 use shardgrad_kernels::op::grouped_matmul::{GRADIENT, PRODUCT};
 use shardgrad_kernels::op::index::{GATHER, SCATTER_ADD};
+use shardgrad_kernels::op::sort_by_group::SORT_BY_GROUP;
 use shardgrad_kernels::op::swiglu;
 use shardgrad_kernels::{DType, Kernel, Scalar, Strides};
 use smallvec::SmallVec;
@@ -69,7 +69,13 @@ impl<'a> Pairs<'a> {
         let [mut order, mut row, mut place] = [line(count)?, line(count)?, line(count)?];
         let mut starts = line(here.len() + 1)?;
         let scalars = [here.start, num_experts, per_row.max(1)].map(|n| Scalar::Int(n as i64));
-        launch(rank, &GROUP, &[&index], &mut [&mut order, &mut row, &mut place, &mut starts], &scalars)?;
+        launch(
+            rank,
+            &SORT_BY_GROUP,
+            &[&index],
+            &mut [&mut order, &mut row, &mut place, &mut starts],
+            &scalars,
+        )?;
         Ok(Pairs { rank, order, row, place, starts, num_rows, num_experts })
     }
 

@@ -4,7 +4,7 @@ use super::*;
 use crate::dtype::DType;
 use crate::kernel::{Bound, GpuCode};
 use crate::match_float;
-use crate::op::check::{Case, Kind, values};
+use crate::op::kernel_check::{Case, Kind, values};
 use std::io::Write as _;
 
 /// One block adds up 200 numbers; a macro plants a fault.

@@ -104,7 +104,7 @@ struct State<'s, P: Operand> {
     total: &'s mut [P::Acc],
 }
 
-/// What scores are measured from. Without a finite maximum that is 0; the sum then tells 0 from not-a-number.
+/// What scores are measured from. Without a finite maximum that is 0; the sum then tells 0 from NaN.
 #[inline(always)]
 fn origin<R: Real>(max: R) -> R {
     if max == R::NEG_INFINITY { R::ZERO } else { max }

@@ -4,7 +4,7 @@
 //! Query head (g, r) reads key and value head g. If causal, key j is visible to query i (both counted on this rank) if
 //! j <= t_start + i, where t_start is the global index of the first query less that of the first key; it may be
 //! negative. A window of w hides the keys below t_start + i + 1 - w too. A query that sees no key gives zeros and lse = -inf. If all scores of a query are -inf, or one is
-//! not a number or +inf, its row is not a number. Hidden keys and values must be finite: they may meet a factor 0.
+//! not a number or +inf, its row is NaN. Hidden keys and values must be finite: they may meet a factor 0.
 
 mod tile;
 mod strips;

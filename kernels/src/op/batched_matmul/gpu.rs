@@ -1,4 +1,4 @@
-//! Products on GPUs: those of the device's library; sums over nothing are filled in.
+//! Batched matrix products on GPUs: by the device's library; sums over k = 0 are filled with zeros.
 
 use super::{BATCHED_MATMUL, strides};
 use crate::error::KernelError;
@@ -6,7 +6,7 @@ use crate::gpu::{Epilogue, Grid, GridArg, LaunchPlan, Matmul, type_name};
 use crate::kernel::Launch;
 use crate::op::gpu_rows::float;
 
-/// The kernel of this folder.
+/// The CUDA source.
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
 pub(super) fn batched_matmul(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {

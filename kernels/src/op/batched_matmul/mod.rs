@@ -1,4 +1,4 @@
-//! Products of stacks of matrices.
+//! Batched matrix products.
 
 mod gpu;
 
@@ -18,12 +18,11 @@ use crate::strides::Strides;
 /// - in: a (g, m, k), b (g, k, n), one float dtype, any strides (0 shares one matrix among all g)
 /// - out: c (g, m, n), same dtype, any strides without overlap
 ///
-/// The sum over k is formed in the accumulator, in the order that [`crate::cpu::gemm`] states (it depends on k only), and
-/// rounded once; k = 0 gives zeros. Any sum is off by half a unit in the last place of the accumulator, at the sum of the
-/// magnitudes of its terms, for each of the terms of a block and each of the blocks: on a CPU (256 + k / 256) / 2 units, which long
-/// sums of equal terms come near to; the bound is that of terms of changing signs. On CPUs with dot products of bf16, and there only, subnormal bf16 count as 0.
-/// So does f32 under a [`MatmulPrecision`](crate::MatmulPrecision) that rounds it; the bound is that of the highest.
-/// Counted: 2 g m n k.
+/// The sum over k is formed in the accumulator, in the order that [`crate::cpu::gemm`] states (it depends on k only), and rounded once;
+/// k = 0 gives zeros. The error of a sum is half a unit in the last place of the accumulator, at the sum of the magnitudes of its terms,
+/// per term of a block and per block: on a CPU (256 + k / 256) / 2 units, which long sums of equal terms approach; the bound is that of
+/// terms of changing signs. On CPUs with bf16 dot products, and only there, subnormal bf16 count as 0. The same holds for f32 under a
+/// [`MatmulPrecision`](crate::MatmulPrecision) that rounds it; the bound is that of the highest. Counted: 2 g m n k.
 pub static BATCHED_MATMUL: Kernel = Kernel {
     name: "batched_matmul",
     reference: plain,
@@ -54,7 +53,7 @@ fn fast(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     Ok(())
 }
 
-/// [`BATCHED_MATMUL`] into a contiguous c, whose rows `ending` then sees (see [`batched_gemm_with_epilogue`]).
+/// [`BATCHED_MATMUL`] into a contiguous c with an epilogue (see [`batched_gemm_with_epilogue`]).
 pub(in crate::op) fn ended<T: Float>(
     pool: &Pool,
     [a, b]: [&Arg<'_>; 2],
@@ -91,8 +90,8 @@ fn plain(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
 mod tests {
     use super::*;
     use crate::dtype::DType;
-    use crate::op::check::{Case, Kind, unit, values};
-    use crate::op::differences::{Value, evaluate};
+    use crate::op::finite_difference::{Value, evaluate};
+    use crate::op::kernel_check::{Case, Kind, unit, values};
 
     fn case([g, m, n, k]: [usize; 4]) -> Case<'static> {
         let (a, b) = (values(1, g * m * k), values(2, g * k * n));
@@ -100,31 +99,31 @@ mod tests {
     }
 
     #[test]
-    fn by_hand() {
+    fn matches_known_values() {
         let a = Value::real(&[2, 1, 2], &[1.0, 2.0, 3.0, 4.0]);
         let b = Value::real(&[2, 2, 2], &[1.0, 0.0, 0.0, 1.0, 1.0, -1.0, 2.0, 0.5]);
         assert_eq!(evaluate(&BATCHED_MATMUL, &[a, b], &[&[2, 1, 2]], &[]).remove(0), [1.0, 2.0, 11.0, -1.0]);
     }
 
     #[test]
-    fn the_fast_path_agrees() {
+    fn fast_path_matches_the_reference() {
         for [g, m, n, k] in
             [[1, 1, 1, 1], [3, 5, 7, 9], [2, 33, 17, 65], [1, 1, 130, 40], [1, 90, 1, 300], [40, 4, 4, 8]]
         {
             case([g, m, n, k]).output(&[g, m, n]).strided().run();
         }
-        // Around the tiles of every level and dtype.
+        // Around the tile sizes of every instruction set and dtype.
         for [g, m, n, k] in [[1, 33, 31, 3], [2, 16, 65, 1], [1, 15, 64, 33], [1, 47, 34, 97]] {
             case([g, m, n, k]).output(&[g, m, n]).strided().run();
         }
         case([1, 150, 140, 70]).output(&[1, 150, 140]).run();
-        // Rows of b that lie as close as packed ones.
+        // Rows of b as close as packed ones.
         case([1, 60, 32, 40]).output(&[1, 60, 32]).run();
         case([1, 60, 29, 300]).output(&[1, 60, 29]).run();
     }
 
     #[test]
-    fn long_sums_of_equal_terms_are_as_far_off_as_is_said_and_no_further() {
+    fn error_of_long_sums_of_equal_terms_is_as_documented() {
         let k = 1 << 20;
         for n in [1, 5, 40] {
             let case = Case::new(&BATCHED_MATMUL).input(&[1, 3, k], &vec![0.7; 3 * k]);
@@ -162,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn other_dtypes_are_refused() {
+    fn unsupported_dtypes_are_errors() {
         let refused = case([1, 2, 2, 2]).output(&[1, 2, 2]).verify(&[DType::I64]);
         assert!(refused.unwrap_err().contains("contract: no kernel for dtype i64"));
     }

@@ -12,7 +12,7 @@ use crate::op::pointwise::{
     Formula, gpu, map, map_as, names, plain, plain_as, pointwise, two_reals, update, update_as,
 };
 use crate::op::rows::{operands, write};
-use crate::op::walk::place;
+use crate::op::strided_iter::element_offset;
 
 pointwise! {
     /// y = a + b.
@@ -67,12 +67,12 @@ pub static ACCUMULATE: Kernel = Kernel {
             DType::I64 => {
                 let from = x.buffer.as_slice::<i64>();
                 let sums = write::<i64>(y).iter_mut().enumerate();
-                sums.for_each(|(i, y)| *y = y.wrapping_add(from[place(x.view, i)]));
+                sums.for_each(|(i, y)| *y = y.wrapping_add(from[element_offset(x.view, i)]));
             }
             dtype => match_float!(dtype, T => {
                 let from = x.buffer.as_slice::<T>();
                 let sums = write::<T>(y).iter_mut().enumerate();
-                sums.for_each(|(i, y)| *y = T::from_f64(y.to_f64() + from[place(x.view, i)].to_f64()));
+                sums.for_each(|(i, y)| *y = T::from_f64(y.to_f64() + from[element_offset(x.view, i)].to_f64()));
             }, else return Err(KernelError::DType { kernel: ACCUMULATE.name, dtype })),
         }
         Ok(())
@@ -106,8 +106,8 @@ pub static ACCUMULATE: Kernel = Kernel {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::op::check::{Case, Kind, values};
-    use crate::op::differences::{Value, evaluate};
+    use crate::op::finite_difference::{Value, evaluate};
+    use crate::op::kernel_check::{Case, Kind, values};
     use crate::strides::Strides;
 
     const ALL: [&Kernel; 6] = [&ADD, &SUB, &MUL, &DIV, &MAXIMUM, &MINIMUM];

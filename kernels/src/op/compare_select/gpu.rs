@@ -1,16 +1,16 @@
-//! Comparisons and choices as formulas of the elementwise source.
+//! Comparisons and selections as formulas of the elementwise source.
 
 use crate::dtype::DType;
 use crate::gpu::{GridArg, LaunchPlan, bits_name, bits_of, type_name};
 use crate::kernel::{Arg, Launch};
 use crate::op::pointwise::gpu::{Formula, Input, Scalars, map};
 
-/// An input whose elements are compare_select values.
+/// A boolean input.
 fn compare_select<'a>(n: usize, x: &Arg<'a>) -> Input<'a> {
     Input { arg: GridArg::Input(n), view: x.view, dtype: x.dtype, storage: "u8", value: "bool" }
 }
 
-/// An input whose bits are moved.
+/// An input whose bits are copied.
 fn bits<'a>(n: usize, x: &Arg<'a>) -> Input<'a> {
     let name = bits_name(x.dtype);
     Input { arg: GridArg::Input(n), view: x.view, dtype: x.dtype, storage: name, value: name }
@@ -27,14 +27,14 @@ fn compared<'a>(n: usize, x: &Arg<'a>) -> Input<'a> {
     Input { arg: GridArg::Input(n), view: x.view, dtype: x.dtype, storage: type_name(x.dtype), value }
 }
 
-/// y = whether a and b compare so.
+/// y = the result of comparing a and b.
 pub(super) fn compare(plan: &mut LaunchPlan, launch: &Launch<'_>, text: &'static str) {
     let inputs: Vec<Input<'_>> = launch.inputs.iter().enumerate().map(|(n, x)| compared(n, x)).collect();
     let formula = Formula { args: "[a, b]", scalars: "_", text };
     map(plan, &inputs, &launch.outputs[0], "u8", formula, Scalars::none());
 }
 
-/// y = a formula of compare_select values.
+/// y = a formula of booleans.
 pub(super) fn table(plan: &mut LaunchPlan, launch: &Launch<'_>, args: &'static str, text: &'static str) {
     let inputs: Vec<Input<'_>> =
         launch.inputs.iter().enumerate().map(|(n, x)| compare_select(n, x)).collect();

@@ -1,7 +1,7 @@
-//! Comparisons, compare_select tables, and choices between elements by compare_select values.
+//! Comparisons, logical operations, and selection by a boolean mask.
 //!
-//! Truth values are bytes (bool or u8): 0 is false, anything else is true; results are 0 or 1. Operands have one shape
-//! and any strides, results are contiguous.
+//! Booleans are bytes (bool or u8): 0 is false, anything else is true; results are 0 or 1. Operands have one shape and any strides,
+//! results are contiguous.
 
 mod gpu;
 
@@ -13,11 +13,11 @@ use crate::kernel::{Arg, ArgMut, Bound, CpuKernelFn, GpuCode, Kernel, Launch};
 use crate::match_dtype;
 use crate::op::pointwise::{TASK, gpu::SOURCE, map_as, names, plain_as};
 use crate::op::rows::{holds, operands, write};
-use crate::op::walk::{Walk, place};
+use crate::op::strided_iter::{StridedIter, element_offset};
 
 type LaunchPlanFn = fn(&Launch<'_>, &mut LaunchPlan) -> Result<(), KernelError>;
 
-/// A kernel that rounds nothing and counts one operation an element.
+/// A kernel that is exact and counts one operation per element.
 const fn exact(name: &'static str, reference: CpuKernelFn, cpu: CpuKernelFn, plan: LaunchPlanFn) -> Kernel {
     let flops = |launch: &Launch<'_>| launch.outputs[0].view.numel() as u64;
     let gpu = Some(GpuCode { source: SOURCE, plan });
@@ -54,17 +54,17 @@ macro_rules! comparisons {
 }
 
 comparisons! {
-    /// y = a == b. In: a, b: one dtype (any); out: y, bool. False where one is not a number.
+    /// y = a == b. In: a, b: one dtype (any); out: y, bool. False if one is NaN.
     EQ "eq" ==;
-    /// y = a != b; true where one is not a number. Operands as in [`EQ`].
+    /// y = a != b; true if one is NaN. Operands as in [`EQ`].
     NE "ne" !=;
-    /// y = a < b; false where one is not a number. Operands as in [`EQ`].
+    /// y = a < b; false if one is NaN. Operands as in [`EQ`].
     LT "lt" <;
-    /// y = a <= b; false where one is not a number. Operands as in [`EQ`].
+    /// y = a <= b; false if one is NaN. Operands as in [`EQ`].
     LE "le" <=;
-    /// y = a > b; false where one is not a number. Operands as in [`EQ`].
+    /// y = a > b; false if one is NaN. Operands as in [`EQ`].
     GT "gt" >;
-    /// y = a >= b; false where one is not a number. Operands as in [`EQ`].
+    /// y = a >= b; false if one is NaN. Operands as in [`EQ`].
     GE "ge" >=;
 }
 
@@ -103,17 +103,17 @@ macro_rules! tables {
 }
 
 tables! {
-    /// y = a and b. In: a, b, compare_select values; out: y, bool.
+    /// y = a and b. In: a, b, booleans; out: y, bool.
     AND "logical_and" |[a, b]| a && b;
-    /// y = a or b. In: a, b, compare_select values; out: y, bool.
+    /// y = a or b. In: a, b, booleans; out: y, bool.
     OR "logical_or" |[a, b]| a || b;
-    /// y = either a or b. In: a, b, compare_select values; out: y, bool.
+    /// y = a xor b. In: a, b, booleans; out: y, bool.
     XOR "logical_xor" |[a, b]| a != b;
-    /// y = not a. In: a, compare_select values; out: y, bool.
+    /// y = not a. In: a, booleans; out: y, bool.
     NOT "logical_not" |[a]| !a;
 }
 
-/// Refuses what are no compare_select values.
+/// Returns an error if an operand is not boolean.
 fn check<const N: usize>(kernel: &'static str, inputs: [&Arg<'_>; N]) -> Result<(), KernelError> {
     match inputs.iter().find(|x| !holds::<u8>(x.dtype)) {
         None => Ok(()),
@@ -123,7 +123,7 @@ fn check<const N: usize>(kernel: &'static str, inputs: [&Arg<'_>; N]) -> Result<
 
 /// y = a where m is true, else b.
 ///
-/// - in: m, compare_select values; a, b: one dtype (any)
+/// - in: m, booleans; a, b: one dtype (any)
 /// - out: y, the dtype of a
 pub static CHOOSE: Kernel = exact(
     "where",
@@ -133,8 +133,8 @@ pub static CHOOSE: Kernel = exact(
         match_dtype!(a.dtype, T => {
             let (a_memory, b_memory) = (a.buffer.as_slice::<T>(), b.buffer.as_slice::<T>());
             for (i, y) in write::<T>(y).iter_mut().enumerate() {
-                let (a, b) = (&a_memory[place(a.view, i)..], &b_memory[place(b.view, i)..]);
-                *y = if m.buffer.as_slice::<u8>()[place(m.view, i)] != 0 { a[0] } else { b[0] };
+                let (a, b) = (&a_memory[element_offset(a.view, i)..], &b_memory[element_offset(b.view, i)..]);
+                *y = if m.buffer.as_slice::<u8>()[element_offset(m.view, i)] != 0 { a[0] } else { b[0] };
             }
         });
         Ok(())
@@ -153,12 +153,12 @@ pub static CHOOSE: Kernel = exact(
 );
 
 fn choose<T: Element>(pool: &Pool, [m, a, b]: [&Arg<'_>; 3], y: &mut ArgMut<'_>) {
-    let walk = Walk::new([m.view, a.view, b.view]);
+    let iter = StridedIter::new([m.view, a.view, b.view]);
     let (mask, yes, no) = (m.buffer.as_slice::<u8>(), a.buffer.as_slice::<T>(), b.buffer.as_slice::<T>());
-    let steps = walk.steps();
+    let steps = iter.steps();
     pool.chunks(write::<T>(y), TASK, |i, y| {
         let mut done = 0;
-        walk.runs(i * TASK..i * TASK + y.len(), |at, length| {
+        iter.for_each_run(i * TASK..i * TASK + y.len(), |at, length| {
             for (k, y) in y[done..done + length].iter_mut().enumerate() {
                 let is_yes = mask[at[0] + k * steps[0]] != 0;
                 *y = if is_yes { yes[at[1] + k * steps[1]] } else { no[at[2] + k * steps[2]] };
@@ -170,7 +170,7 @@ fn choose<T: Element>(pool: &Pool, [m, a, b]: [&Arg<'_>; 3], y: &mut ArgMut<'_>)
 
 /// y = c where m is true (if `on`) or false (if not), else x.
 ///
-/// - in: x, any dtype; m, compare_select values
+/// - in: x, any dtype; m, booleans
 /// - out: y, the dtype of x
 /// - scalars: \[Real c, Int on (1 or 0)\]
 pub static MASKED_FILL: Kernel = exact(
@@ -181,9 +181,9 @@ pub static MASKED_FILL: Kernel = exact(
         match_dtype!(x.dtype, T => {
             let (memory, mask) = (x.buffer.as_slice::<T>(), m.buffer.as_slice::<u8>());
             for (i, y) in write::<T>(y).iter_mut().enumerate() {
-                let is_true = mask[place(m.view, i)] != 0;
+                let is_true = mask[element_offset(m.view, i)] != 0;
                 let fills = is_true == (scalars[1].int() != 0);
-                *y = if fills { T::from_f64(scalars[0].real()) } else { memory[place(x.view, i)] };
+                *y = if fills { T::from_f64(scalars[0].real()) } else { memory[element_offset(x.view, i)] };
             }
         });
         Ok(())
@@ -204,12 +204,12 @@ pub static MASKED_FILL: Kernel = exact(
 );
 
 fn masked_fill<T: Element>(pool: &Pool, [x, m]: [&Arg<'_>; 2], y: &mut ArgMut<'_>, value: T, on: bool) {
-    let walk = Walk::new([x.view, m.view]);
+    let iter = StridedIter::new([x.view, m.view]);
     let (memory, mask) = (x.buffer.as_slice::<T>(), m.buffer.as_slice::<u8>());
-    let steps = walk.steps();
+    let steps = iter.steps();
     pool.chunks(write::<T>(y), TASK, |i, y| {
         let mut done = 0;
-        walk.runs(i * TASK..i * TASK + y.len(), |at, length| {
+        iter.for_each_run(i * TASK..i * TASK + y.len(), |at, length| {
             for (k, y) in y[done..done + length].iter_mut().enumerate() {
                 let is_true = mask[at[1] + k * steps[1]] != 0;
                 *y = if is_true == on { value } else { memory[at[0] + k * steps[0]] };
@@ -224,8 +224,8 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::kernel::Scalar;
-    use crate::op::check::{Case, Kind, values};
-    use crate::op::differences::{Value, evaluate_as};
+    use crate::op::finite_difference::{Value, evaluate_as};
+    use crate::op::kernel_check::{Case, Kind, values};
 
     const BOOL: Kind = Kind::Fixed(DType::Bool);
 
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn comparisons_by_hand() {
+    fn comparisons_match_known_values() {
         let a = Value::real(&[4], &[1.0, 2.0, 3.0, f64::NAN]);
         let b = Value::real(&[4], &[2.0, 2.0, 2.0, 2.0]);
         for (kernel, right) in [
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_by_hand() {
+    fn logical_operations_match_known_values() {
         let (a, b) =
             (compare_select(&[4], &[0.0, 0.0, 1.0, 1.0]), compare_select(&[4], &[0.0, 1.0, 0.0, 1.0]));
         for (kernel, inputs, right) in [
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn fast_paths_agree() {
+    fn fast_paths_match_the_reference() {
         let n = 3 * 5 * 67;
         let (a, b) = (coarse(1, n), coarse(2, n));
         let shape = [3, 5, 67];
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_no_truth_values() {
+    fn masks_must_be_booleans() {
         let case = Case::new(&NOT).input(&[1], &[1.0]).output_as(BOOL, &[1]);
         assert!(case.verify(&[DType::F32]).unwrap_err().contains("no kernel for dtype"));
     }

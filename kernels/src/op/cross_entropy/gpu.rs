@@ -1,4 +1,4 @@
-//! The terms of a cross-entropy on GPUs: a block a row, one pass.
+//! The terms of a cross-entropy on GPUs: one block per row, one pass.
 
 use super::{BACKWARD, TERMS};
 use crate::dtype::DType;
@@ -8,7 +8,7 @@ use crate::kernel::Launch;
 use crate::op::gpu_rows::{Rows, float, ints};
 use crate::op::rows::{row_len, width};
 
-/// The kernels of this folder.
+/// The CUDA source.
 pub(super) const SOURCE: &str = concat!(include_str!("../gpu_rows.cu"), include_str!("gpu.cu"));
 
 pub(super) fn terms(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {

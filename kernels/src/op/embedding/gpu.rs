@@ -1,4 +1,4 @@
-//! Rows of a table are places of a dim (1, v, d): picking and adding by index.
+//! Embedding on GPUs: rows of a table are places of a dim (1, v, d), so the index kernels apply.
 
 pub(super) use crate::op::index::gpu::{ADDING, PICKING};
 

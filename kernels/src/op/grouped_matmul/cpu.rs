@@ -1,4 +1,4 @@
-//! One product for each group, by the kernels of stacks of matrices.
+//! Grouped matrix products on the CPU: one batched product per group.
 
 use super::{GRADIENT, PRODUCT};
 use crate::cpu::Pool;

@@ -1,4 +1,4 @@
-//! Grouped products on GPUs: each block finds the group of its tile, so that the host need not know how many rows a group has.
+//! Grouped matrix products on GPUs: each block finds the group of its tile, so that the host need not know the sizes of groups.
 
 use super::{GRADIENT, PRODUCT};
 use crate::error::KernelError;
@@ -8,7 +8,7 @@ use crate::op::gpu_rows::float;
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// As in the source.
+/// The same constant as in the source.
 const TILE: usize = 64;
 const THREADS: u32 = 256;
 
@@ -19,7 +19,7 @@ pub(super) fn product(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), 
     if n * m == 0 {
         return Ok(());
     }
-    // Each group, and what is behind the last one, may end in the middle of a tile.
+    // Each group, and the rows behind the last one, may end inside a tile.
     let tiles = n.div_ceil(TILE) + v;
     let numbers = [n, v, k, m, w.strides[0], w.strides[1], w.strides[2]];
     plan.grid(Grid {
@@ -49,7 +49,7 @@ pub(super) fn gradient(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(),
     plan.grid(Grid {
         entry: "gradient",
         defines: vec![("T", type_name(dtype).into())],
-        // Groups stand along x, of whose blocks there may be most.
+        // Groups are along x, which allows the most blocks.
         blocks: [(v * k.div_ceil(TILE)) as u32, m.div_ceil(TILE) as u32, 1],
         threads: THREADS,
         shared_bytes: 0,

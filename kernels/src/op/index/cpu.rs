@@ -1,4 +1,4 @@
-//! Picking and adding by index on the CPU. Tasks own whole parts of the result, so that no sum is shared.
+//! Gather and scatter-add on the CPU. Tasks own whole parts of the result, so that no sum is shared.
 
 use super::{GATHER, LaunchPlan, SCATTER_ADD};
 use crate::cpu::{Pool, vectorized};
@@ -9,9 +9,9 @@ use crate::match_dtype;
 use crate::op::rows::{operands, read, rows_per_task, write};
 use half::{bf16, f16};
 
-/// Into so many parts a single long dim is cut where one list of indices serves all; each part looks at the whole list.
+/// Parts into which a single long dim is cut if one list of indices serves all; each part scans the whole list.
 const PARTS: usize = 16;
-/// The same where every element has an index.
+/// The same if every element has an index.
 const PARTS_OF_MANY: usize = 2;
 
 pub(super) fn gather(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
@@ -103,7 +103,7 @@ pub(super) fn scatter_add(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Ke
 /// A part of the result and the (a, v) with which it begins.
 type Part<'a, S> = ([usize; 2], &'a mut [S]);
 
-/// FreeList the result into whole a, or a single one into ranges of v, and zeroes it; `task` adds up a part from dy.
+/// Splits the result into whole a, or a single one into ranges of v, and zeroes it; `task` adds up a part from dy.
 fn each<T: Element>(
     pool: &Pool,
     plan: &LaunchPlan<'_>,
@@ -127,7 +127,7 @@ fn each<T: Element>(
     });
 }
 
-/// Adds up what belongs to a part, in the order of n.
+/// Adds up the terms of a part, in the order of n.
 fn add_part<T: Element, S: Copy>(
     plan: &LaunchPlan<'_>,
     ([a, first], sums): Part<'_, S>,

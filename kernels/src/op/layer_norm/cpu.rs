@@ -1,4 +1,4 @@
-//! Layer normalisation on the CPU: rows in fixed tasks; sums over rows in fixed blocks, combined in order.
+//! Layer normalisation on the CPU: tasks of whole rows; sums over rows in fixed blocks, combined in order.
 
 use super::{BACKWARD, FORWARD};
 use crate::cpu::simd::{prefetch, prefetch_after};
@@ -96,7 +96,7 @@ fn backward_row<T: Float>(
         *db += dy.widen();
     }
     let count = T::Acc::lit(x.len() as f64);
-    // The sums read what the caches have. Meanwhile what is written is brought, and then the next rows.
+    // The sums read cached rows; meanwhile the outputs, then the next rows, are prefetched.
     let g_mean =
         sum_prefetching(dy, w, &*dx, |_, dx| prefetch(dx), |dy, w, _| dy.widen() * w.widen()) / count;
     let row_bytes = size_of_val(x);

@@ -1,4 +1,4 @@
-//! The processor's way: the product, and what stands around it while rows of it are in the cache.
+//! Linear layers on the CPU: a product with an epilogue on rows in the cache.
 
 use super::{LINEAR, LINEAR_ADD, LINEAR_GELU, PRODUCT_ADD, PRODUCT_GELU_GRAD, PRODUCT_SUMS};
 use crate::cpu::{Pool, vectorized};
@@ -102,7 +102,7 @@ fn column_sums(pool: &Pool, x: &Arg<'_>, sums: &mut ArgMut<'_>) -> Result<(), Ke
     run(pool, &SUM, &mut Launch { inputs: &inputs, outputs: &mut [to], scalars: &scalars })
 }
 
-/// What was written, to be read.
+/// Returns an output as an input.
 fn seen<'a>(x: &'a ArgMut<'_>) -> Arg<'a> {
     Arg { buffer: x.buffer, dtype: x.dtype, view: x.view }
 }

@@ -1,4 +1,4 @@
-//! Products and their surroundings on GPUs: endings of the device's library where it has them in one kernel, else passes of our own.
+//! Linear layers on GPUs: epilogues of the device's library where it fuses them, else passes of our own.
 
 use super::PRODUCT_GELU_GRAD;
 use crate::error::KernelError;
@@ -8,14 +8,14 @@ use crate::op::gpu_rows::float;
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// As in the source.
+/// The same constant as in the source.
 const LANES: usize = 32;
 const GROUPS: usize = 8;
 const ROWS: usize = 256;
-/// Bytes that a thread loads at once where columns lie so.
+/// Bytes per load of a thread if columns are contiguous.
 const VECTOR_BYTES: usize = 16;
 
-/// A product that the library ends.
+/// A product with an epilogue of the library.
 pub(super) fn ended(
     kernel: &Kernel,
     launch: &Launch<'_>,
@@ -23,7 +23,7 @@ pub(super) fn ended(
     epilogue: Epilogue,
 ) -> Result<(), KernelError> {
     if float(kernel.name, launch)?.size() == 2 {
-        // What comes out of a product may be rounded before the epilogue, and once more between its parts.
+        // The product may be rounded before the epilogue, and once more between parts of the epilogue.
         let is_one = matches!(epilogue, Epilogue::Bias { .. } | Epilogue::Add { bias: None, .. });
         plan.allow(if is_one { 1.0 } else { 2.0 });
     }
@@ -31,8 +31,8 @@ pub(super) fn ended(
     Ok(())
 }
 
-/// A product, what gelu does to it, and sums of columns. The library has an epilogue for that too, and runs it as a kernel that took
-/// 0.67 ms where this pass takes 0.24 (H100, cuBLASLt 13.1).
+/// Plans a product, the gelu gradient, and sums of columns as separate passes: the library's epilogue runs as a kernel that took 0.67 ms
+/// where this pass takes 0.24 (H100, cuBLASLt 13.1).
 pub(super) fn gelu_grad(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let (dtype, c) = (float(PRODUCT_GELU_GRAD.name, launch)?, launch.outputs[0].view);
     if dtype.size() == 2 {

@@ -1,4 +1,4 @@
-//! Rows of the unit matrix on GPUs.
+//! One-hot encoding on GPUs.
 
 use crate::error::KernelError;
 use crate::gpu::{Grid, GridArg, LaunchPlan, bits_name, bits_of};
@@ -6,7 +6,7 @@ use crate::kernel::Launch;
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// Threads of a block, as in the source.
+/// Threads per block; the same constant as in the source.
 const THREADS: usize = 256;
 
 pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {

@@ -1,17 +1,17 @@
-// What decides about a step, by one thread block: sums from the first term to the last, so with the bits of the host.
+// Control word and overflow check, by one thread block: sums from the first term to the last, with the bits of the reference.
 
 constexpr int THREADS = 256;
 
-// How many sums of squares there are, all terms, and the caller's numbers.
+// The number of sums of squares, of all terms, and of the caller's numbers.
 struct Counts {
-    i64 squares, terms, told;
+    i64 squares, terms, extras;
 };
 
-// The whole block brings terms; its first thread adds them up.
+// The block loads terms; its first thread sums them.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    control_word(const double *__restrict__ terms, const double *__restrict__ told, double *word, Counts counts, double count, const Fault *faults, int num_faults) {
+    control_word(const double *__restrict__ terms, const double *__restrict__ extras, double *word, Counts counts, double count, const Fault *faults, int num_faults) {
     __shared__ double tile[THREADS];
-    const int noted = block_reduce(int(int(threadIdx.x) < num_faults && faults[threadIdx.x].found != 0), Sum{}, 0);
+    const int faulty = block_reduce(int(int(threadIdx.x) < num_faults && faults[threadIdx.x].found != 0), Sum{}, 0);
     double squares = 0, loss = 0;
     for (i64 from = 0; from < counts.terms; from += THREADS) {
         const i64 at = from + threadIdx.x;
@@ -28,16 +28,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     const int first = count > 0 ? 2 : 1;
     if (threadIdx.x == 0) {
-        word[0] = noted > 0 ? __longlong_as_double(0x7ff8000000000000ll) : squares;
+        word[0] = faulty > 0 ? __longlong_as_double(0x7ff8000000000000ll) : squares;
         if (count > 0) word[1] = loss;
     }
-    for (i64 i = threadIdx.x; i < counts.told; i += THREADS) word[first + i] = told[i];
+    for (i64 i = threadIdx.x; i < counts.extras; i += THREADS) word[first + i] = extras[i];
 }
 
 __device__ __forceinline__ bool is_finite(double x) { return x - x == 0; }
 
-extern "C" __global__ void __launch_bounds__(THREADS) gate(const double *__restrict__ word, const double *__restrict__ told, double *y, i64 len) {
-    const double root = sqrt(word[0]), bound = told[0], scale = told[1], norm = root / scale;
+extern "C" __global__ void __launch_bounds__(THREADS) overflow_check(const double *__restrict__ word, const double *__restrict__ limits, double *y, i64 len) {
+    const double root = sqrt(word[0]), bound = limits[0], scale = limits[1], norm = root / scale;
     int odd = is_finite(root) ? 0 : 1;
     for (i64 i = threadIdx.x; i < len; i += THREADS) {
         if (i > 0 && !is_finite(word[i])) odd = 1;

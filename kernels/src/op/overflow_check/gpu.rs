@@ -1,4 +1,4 @@
-//! The gate of a step on GPUs: a few numbers, by one thread block.
+//! Control word and overflow check on GPUs: a few numbers, by one thread block.
 
 use crate::error::KernelError;
 use crate::gpu::{FAULTS_MAX, Grid, GridArg, LaunchPlan};
@@ -6,16 +6,16 @@ use crate::kernel::Launch;
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// As in the source.
+/// The same constant as in the source.
 const THREADS: u32 = 256;
 
-pub(super) fn word(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
-    let [num_sums, num_told] = [0, 1].map(|i| launch.inputs[i].view.numel() as i64);
+pub(super) fn control_word(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
+    let [num_sums, num_extras] = [0, 1].map(|i| launch.inputs[i].view.numel() as i64);
     let args = vec![
         GridArg::Input(0),
         GridArg::Input(1),
         GridArg::Output(0),
-        GridArg::I64s(vec![launch.scalars[0].int(), num_sums, num_told]),
+        GridArg::I64s(vec![launch.scalars[0].int(), num_sums, num_extras]),
         GridArg::F64(launch.scalars[1].real()),
         GridArg::Faults,
         GridArg::I32(FAULTS_MAX as i32),
@@ -24,9 +24,9 @@ pub(super) fn word(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), Ker
     Ok(())
 }
 
-pub(super) fn gate(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
+pub(super) fn overflow_check(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let len = GridArg::I64(launch.inputs[0].view.numel() as i64);
-    plan.grid(block("gate", vec![GridArg::Input(0), GridArg::Input(1), GridArg::Output(0), len]));
+    plan.grid(block("overflow_check", vec![GridArg::Input(0), GridArg::Input(1), GridArg::Output(0), len]));
     Ok(())
 }
 

@@ -1,4 +1,4 @@
-//! Random numbers on GPUs, with the bits of the host.
+//! Random numbers on GPUs, with the bits of the CPU.
 
 use super::{Place, seed};
 use crate::error::KernelError;
@@ -7,23 +7,23 @@ use crate::kernel::{ArgMut, Launch};
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// As in the source.
+/// The same constant as in the source.
 const THREADS: usize = 256;
 const EACH: usize = 4;
 
-/// y = a + (b - a) times a uniform number.
+/// y = a + (b - a) u for uniform u.
 pub(super) fn uniform(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let s = launch.scalars;
     draw(super::UNIFORM.name, launch, plan, ("0", 0), [s[2].real(), s[3].real(), 0.0])
 }
 
-/// y = a + b times a normal number.
+/// y = a + b n for normal n.
 pub(super) fn normal(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let s = launch.scalars;
     draw(super::NORMAL.name, launch, plan, ("1", 0), [s[2].real(), s[3].real(), 0.0])
 }
 
-/// y = x / (1 - p) where a uniform number is at least p.
+/// y = x / (1 - p) if a uniform number is at least p, else 0 (dropout).
 pub(super) fn dropout(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let p = launch.scalars[0].real();
     // A uniform number is k / 2^24, so that it is at least p exactly if k is at least this.
@@ -65,7 +65,7 @@ fn draw(
         threads: THREADS as u32,
         shared_bytes: 0,
         args: vec![
-            // Only dropout reads.
+            // Only dropout has an input.
             if launch.inputs.is_empty() { GridArg::Output(0) } else { GridArg::Input(0) },
             GridArg::Output(0),
             GridArg::I64s(walk),

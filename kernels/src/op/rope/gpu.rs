@@ -1,4 +1,4 @@
-//! Rotary positions on GPUs: a table of cosines and sines in scratch memory, then one pass.
+//! RoPE on GPUs: a table of cosines and sines in scratch memory, then one pass.
 
 use super::{Problem, ROTATE};
 use crate::error::KernelError;
@@ -6,10 +6,10 @@ use crate::gpu::{Grid, GridArg, LaunchPlan, type_name};
 use crate::kernel::Launch;
 use crate::op::gpu_rows::float;
 
-/// The kernels of this folder.
+/// The CUDA source.
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// Frequencies of one grid: arguments have at most 4 KiB.
+/// Frequencies per grid: kernel arguments have at most 4 KiB.
 const PAIRS: usize = 256;
 
 pub(super) fn rotate(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {

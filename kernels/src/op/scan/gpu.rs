@@ -1,4 +1,4 @@
-//! Running sums on GPUs.
+//! Cumulative sums on GPUs.
 
 use super::CUMSUM;
 use crate::error::KernelError;
@@ -8,9 +8,9 @@ use crate::op::rows::width;
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// Threads of a block, as in the source.
+/// Threads per block; the same constant as in the source.
 const THREADS: usize = 256;
-/// Rows that are longer than this have a block each, others a warp.
+/// Longer rows have a block each, others a warp.
 const WARP_MAX: usize = 512;
 
 pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {

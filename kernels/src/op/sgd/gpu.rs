@@ -1,4 +1,4 @@
-//! Gradient descent on GPUs: one pass.
+//! SGD on GPUs: one pass.
 
 use super::STEP;
 use crate::error::KernelError;
@@ -6,7 +6,7 @@ use crate::gpu::{Grid, GridArg, LaunchPlan};
 use crate::kernel::Launch;
 use crate::op::gpu_rows::{FLAT, flat_defines, float, width};
 
-/// The kernels of this folder.
+/// The CUDA source.
 pub(super) const SOURCE: &str = concat!(include_str!("../gpu_rows.cu"), include_str!("gpu.cu"));
 
 pub(super) fn step(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {

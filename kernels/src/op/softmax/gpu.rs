@@ -1,4 +1,4 @@
-//! Softmax on GPUs: a row a warp or a block, read once up to 8192 elements of 32 bits or 16384 of 16.
+//! Softmax on GPUs: a warp or a block per row, read once up to 8192 elements of 32 bits or 16384 of 16.
 
 use super::{BACKWARD, FORWARD};
 use crate::error::KernelError;
@@ -7,10 +7,10 @@ use crate::kernel::Launch;
 use crate::op::gpu_rows::{Rows, float};
 use crate::op::rows::width;
 
-/// The kernels of this folder.
+/// The CUDA source.
 pub(super) const SOURCE: &str = concat!(include_str!("../gpu_rows.cu"), include_str!("gpu.cu"));
 
-/// Threads that hold a row in registers at most: where there are more, two blocks of them do not fit a multiprocessor.
+/// The most threads that hold a row in registers: with more, two blocks do not fit a multiprocessor.
 const HOLDING: usize = 512;
 const HOLDING_BACKWARD: usize = 256;
 

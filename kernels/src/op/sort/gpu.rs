@@ -1,4 +1,4 @@
-//! Sorting on GPUs: tiles in shared memory, then joined in pairs.
+//! Sorting on GPUs: tiles in shared memory, then merged in pairs.
 
 use super::SORT;
 use crate::error::KernelError;

@@ -1,4 +1,4 @@
-//! The cotangents of the gated unit on GPUs.
+//! The gradient of SwiGLU on GPUs.
 
 use super::BACKWARD;
 use crate::error::KernelError;
@@ -6,7 +6,7 @@ use crate::gpu::{GridArg, LaunchPlan};
 use crate::kernel::Launch;
 use crate::op::gpu_rows::{flat, float};
 
-/// The kernels of this folder.
+/// The CUDA source.
 pub(super) const SOURCE: &str = concat!(include_str!("../gpu_rows.cu"), include_str!("gpu.cu"));
 
 pub(super) fn backward(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {

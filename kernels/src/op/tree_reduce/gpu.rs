@@ -1,4 +1,4 @@
-//! The fixed tree on GPUs: one program for each number of operands, in which the tree is unrolled.
+//! Tree reduction on GPUs: one program for each number of operands, in which the tree is unrolled.
 
 use crate::dtype::DType;
 use crate::gpu::{Grid, GridArg, LaunchPlan, type_name};
@@ -6,10 +6,10 @@ use crate::kernel::Launch;
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// Threads of a block, as in the source.
+/// Threads per block; the same constant as in the source.
 const THREADS: usize = 256;
 
-/// `join` is how two values become one, in the words of the prelude.
+/// `join` is the expression that combines two values, in CUDA C++ with the prelude.
 pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan, join: &'static str) {
     let (inputs, y) = (launch.inputs, &launch.outputs[0]);
     let numel = y.view.numel();

@@ -1,4 +1,4 @@
-//! One result from the operands of several ranks, combined in a fixed balanced tree over the operand number.
+//! Tree reduction: one result from the operands of several ranks, combined in a fixed balanced tree over the operand number.
 
 mod gpu;
 
@@ -13,7 +13,7 @@ use crate::op::rows::{read, write};
 /// Elements combined at a time: the partial results of a branch stay in the first-level cache.
 const BLOCK: usize = 512;
 
-/// How two elements become one; floats are widened before and rounded after the whole tree.
+/// How two elements are combined; floats are widened before and rounded after the whole tree.
 trait Join: Sync {
     fn floats<R: Real>(a: R, b: R) -> R;
     fn integers(a: i64, b: i64) -> i64;
@@ -60,20 +60,20 @@ joins! {
     ///
     /// 16-bit floats are combined in f32 and rounded once; integers wrap around.
     SUM Sum "Sum" "tree_sum" |a, b| a + b, a.wrapping_add(b);
-    /// y = the largest of x_0, x_1, ...; not-a-number wins. Operands as in [`SUM`].
+    /// y = the largest of x_0, x_1, ...; NaN propagates. Operands as in [`SUM`].
     MAX Max "Larger" "tree_max" |a, b| nan_or(a, b, a > b), a.max(b);
-    /// y = the smallest of x_0, x_1, ...; not-a-number wins. Operands as in [`SUM`].
+    /// y = the smallest of x_0, x_1, ...; NaN propagates. Operands as in [`SUM`].
     MIN Min "Smaller" "tree_min" |a, b| nan_or(a, b, a < b), a.min(b);
 }
 
-/// a if it `wins` or is not a number, else b.
+/// Returns a if `wins` or a is NaN, else b.
 #[inline(always)]
 #[expect(clippy::eq_op, reason = "only not-a-number differs from itself")]
 fn nan_or<R: Real>(a: R, b: R, wins: bool) -> R {
     if wins || a != a { a } else { b }
 }
 
-/// Where a run of `count` operands is cut.
+/// Returns where a run of `count` operands is cut into branches.
 fn middle(count: usize) -> usize {
     count.next_power_of_two() / 2
 }
@@ -125,7 +125,7 @@ fn fast<J: Join>(kernel: &'static str, pool: &Pool, launch: &mut Launch<'_>) -> 
     Ok(())
 }
 
-/// Block after block, so that every operand is read once and no partial result leaves the cache.
+/// Combines block after block, so that every operand is read once and no partial result leaves the cache.
 fn blocks<T: Element, V: Element>(
     pool: &Pool,
     launch: &mut Launch<'_>,
@@ -155,7 +155,7 @@ struct Tree<O, L, J> {
 }
 
 impl<O, L, J> Tree<O, L, J> {
-    /// What operands of `range` give for the elements from `at` on.
+    /// Combines the operands of `range` for the elements from `at` on.
     fn of<'a, T: Element, V: Element>(&self, range: std::ops::Range<usize>, at: usize, out: &mut [V])
     where
         O: Fn(usize) -> &'a [T],
@@ -200,8 +200,8 @@ impl<O, L, J> Tree<O, L, J> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::op::check::{Case, Kind, values};
-    use crate::op::differences::{Value, evaluate, evaluate_as};
+    use crate::op::finite_difference::{Value, evaluate, evaluate_as};
+    use crate::op::kernel_check::{Case, Kind, values};
     use crate::strides::Strides;
 
     fn case(kernel: &Kernel, k: usize, n: usize) -> Case<'_> {
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn by_hand() {
+    fn matches_known_values() {
         let inputs: Vec<Value> =
             [[1.0, 9.0], [5.0, -9.0], [2.0, 0.5]].iter().map(|x| Value::real(&[2], x)).collect();
         let run = |kernel| evaluate(kernel, &inputs, &[&[2]], &[]).remove(0);
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn fast_paths_agree() {
+    fn fast_paths_match_the_reference() {
         let view = Strides::contiguous(&[1300]).at(3);
         for kernel in [&SUM, &MAX, &MIN] {
             for k in [1, 2, 3, 5, 8, 13] {
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn the_tree_is_the_one_that_is_stated() {
+    fn tree_order_is_as_documented() {
         let x = [1e8f32, 1.0, -1e8, 1.0, 1.0, 1.0, 1.0];
         let inputs: Vec<Value> =
             x.iter().map(|&x| Value { dtype: DType::F32, ..Value::real(&[1], &[f64::from(x)]) }).collect();
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn not_a_number_wins() {
+    fn nan_propagates() {
         for kernel in [&SUM, &MAX, &MIN] {
             for place in 0..3 {
                 let mut operands = [[1.0], [2.0], [3.0]];

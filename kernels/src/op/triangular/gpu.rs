@@ -1,4 +1,4 @@
-//! Triangles on GPUs.
+//! triu and tril on GPUs.
 
 use crate::error::KernelError;
 use crate::gpu::{Grid, GridArg, LaunchPlan, bits_name};
@@ -7,7 +7,7 @@ use crate::op::rows::width;
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// Threads of a block, as in the source.
+/// Threads per block; the same constant as in the source.
 const THREADS: usize = 256;
 
 pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {

@@ -1,4 +1,4 @@
-//! One side of a diagonal of (possibly split) matrices, zeros on the other.
+//! triu and tril: one side of a diagonal of (possibly sharded) matrices, zeros on the other.
 
 mod gpu;
 
@@ -14,10 +14,10 @@ use std::ops::Range;
 ///
 /// - in: x `(.., r, c)`, any dtype, contiguous
 /// - out: y like x, contiguous
-/// - scalars: Int 1 for the upper side, 0 for the lower one; Int d; Int the global number of the first row here; Int that
+/// - scalars: Int 1 for the upper side, 0 for the lower one; Int d; Int the global number of the first local row; Int that
 ///   of the first column
 ///
-/// What is not kept is zero even where x is not a number. Exact. Counted: no operations.
+/// Masked elements are zero even if x is NaN. Exact. Counted: no operations.
 pub static TRIANGULAR: Kernel = Kernel {
     name: "triangle",
     reference: plain,
@@ -25,7 +25,7 @@ pub static TRIANGULAR: Kernel = Kernel {
     gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |_| 0,
     bytes: Some(|launch| {
-        // What is not kept is not read.
+        // Masked elements are not read.
         let (x, sides) = (&launch.inputs[0], Sides::new(&launch.inputs[0], launch.scalars));
         let kept: usize = (0..sides.rows).map(|row| sides.of(row).0.len()).sum();
         let num_kept = x.view.numel() / (sides.rows * sides.cols).max(1) * kept;
@@ -48,24 +48,24 @@ fn plain(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     Ok(())
 }
 
-/// Where the rows of a launch are cut.
+/// The position of the diagonal in the rows of a launch.
 struct Sides {
     rows: usize,
     cols: usize,
     upper: bool,
-    /// Where the first row is.
+    /// The offset of the first row.
     first: i64,
 }
 
 impl Sides {
     fn new(x: &Arg<'_>, scalars: &[Scalar]) -> Sides {
         let [upper, d, row_start, col_start] = [0, 1, 2, 3].map(|i| scalars[i].int());
-        // The first local column with j - i >= d; one further for the lower side, which keeps what comes before.
+        // The first local column with j - i >= d; one further for the lower side, which keeps the columns before.
         let first = row_start + d - col_start + i64::from(upper == 0);
         Sides { rows: x.view.shape[x.view.ndim() - 2], cols: width(x), upper: upper == 1, first }
     }
 
-    /// The columns of a row that are kept, and the others.
+    /// Returns the columns of a row that are kept, and the others.
     fn of(&self, row: usize) -> (Range<usize>, Range<usize>) {
         let edge = (self.first + row as i64).clamp(0, self.cols as i64) as usize;
         if self.upper { (edge..self.cols, 0..edge) } else { (0..edge, edge..self.cols) }
@@ -98,15 +98,15 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::kernel::Scalar;
-    use crate::op::check::{Case, values};
-    use crate::op::differences::{Value, evaluate};
+    use crate::op::finite_difference::{Value, evaluate};
+    use crate::op::kernel_check::{Case, values};
 
     fn scalars(upper: i64, d: i64, row: i64, col: i64) -> [Scalar; 4] {
         [upper, d, row, col].map(Scalar::Int)
     }
 
     #[test]
-    fn by_hand() {
+    fn matches_known_values() {
         let x = Value::real(&[2, 3], &[1.0, 2.0, 3.0, f64::NAN, 5.0, 6.0]);
         let run = |s: [Scalar; 4]| evaluate(&TRIANGULAR, std::slice::from_ref(&x), &[&[2, 3]], &s).remove(0);
         assert_eq!(run(scalars(1, 0, 0, 0)), [1.0, 2.0, 3.0, 0.0, 5.0, 6.0]);
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fast_path_agrees() {
+    fn fast_path_matches_the_reference() {
         for shape in [&[5, 7][..], &[3, 40, 30], &[2, 3, 200, 300], &[0, 4], &[4, 0], &[1, 1]] {
             let x = values(1, shape.iter().product());
             for (upper, d, row, col) in

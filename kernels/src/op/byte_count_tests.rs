@@ -1,6 +1,6 @@
-//! Bytes that launches must move, counted by hand.
+//! Bytes that launches must move, compared with counts by hand.
 
-use super::check::{Case, Kind};
+use super::kernel_check::{Case, Kind};
 use super::{
     KERNELS, adamw, attention, batched_matmul, binary, copy, cross_entropy, embedding, index, sgd, triangular,
 };
@@ -9,12 +9,12 @@ use crate::kernel::Scalar::{self, Int, Real};
 use crate::strides::Strides;
 
 const INDEX: Kind = Kind::Fixed(DType::I64);
-const TOLD: Kind = Kind::Fixed(DType::F64);
+const F64: Kind = Kind::Fixed(DType::F64);
 
 trait Shaped: Sized {
-    /// Inputs of these shapes.
+    /// Adds inputs of these shapes.
     fn of(self, kind: Kind, shapes: &[&[usize]]) -> Self;
-    /// Outputs of these shapes.
+    /// Adds outputs of these shapes.
     fn to(self, kind: Kind, shapes: &[&[usize]]) -> Self;
 }
 
@@ -31,16 +31,16 @@ impl Shaped for Case<'_> {
 }
 
 #[test]
-fn what_is_updated_is_read_and_written() {
-    // What a step is told: seven numbers of each parameter, and two of the gate.
-    let step = Case::new(&adamw::STEP).of(Kind::Tested, &[&[5]]).of(TOLD, &[&[1, 7], &[2]]);
+fn updated_outputs_count_as_read_and_written() {
+    // The step's inputs: seven numbers per parameter, and the first two of the overflow check.
+    let step = Case::new(&adamw::STEP).of(Kind::Tested, &[&[5]]).of(F64, &[&[1, 7], &[2]]);
     let step = step.to(Kind::Tested, &[&[5]]);
-    // A gradient; twice the parameter and two wide means.
+    // A gradient; twice the parameter and two f32 moments.
     assert_eq!(step.to(Kind::Accumulator, &[&[5], &[5]]).bytes(BF16), 10 + 56 + 16 + 2 * (10 + 20 + 20));
-    let many = Case::new(&adamw::STEP).of(Kind::Tested, &[&[3], &[4]]).of(TOLD, &[&[2, 7], &[2]]);
+    let many = Case::new(&adamw::STEP).of(Kind::Tested, &[&[3], &[4]]).of(F64, &[&[2, 7], &[2]]);
     let many = many.to(Kind::Tested, &[&[3], &[3], &[3], &[4], &[4], &[4]]);
     assert_eq!(many.bytes(F32), (12 + 16) + 112 + 16 + 2 * 3 * (12 + 16));
-    let step = Case::new(&sgd::STEP).of(Kind::Tested, &[&[5]]).of(TOLD, &[&[3], &[2]]);
+    let step = Case::new(&sgd::STEP).of(Kind::Tested, &[&[5]]).of(F64, &[&[3], &[2]]);
     let step = step.to(Kind::Tested, &[&[5]]);
     assert_eq!(step.to(Kind::Accumulator, &[&[5]]).bytes(F16), 10 + 24 + 16 + 2 * (10 + 20));
     // A row that is added to two.
@@ -52,7 +52,7 @@ fn what_is_updated_is_read_and_written() {
 }
 
 #[test]
-fn of_a_table_no_more_rows_are_read_than_are_picked() {
+fn lookups_count_at_most_the_picked_rows() {
     let picked = |shape: &[usize]| {
         let case = Case::new(&embedding::FORWARD).of(Kind::Tested, &[&[7, 3]]).of(INDEX, &[shape]);
         case.to(Kind::Tested, &[&[shape, &[3]].concat()]).bytes(F32)
@@ -60,7 +60,7 @@ fn of_a_table_no_more_rows_are_read_than_are_picked() {
     assert_eq!(picked(&[2]), 2 * 12 + 2 * 8 + 2 * 12);
     assert_eq!(picked(&[2, 5]), 7 * 12 + 10 * 8 + 10 * 12);
     assert_eq!(picked(&[0]), 0);
-    // Its gradient is written whole.
+    // The gradient is written whole.
     let back = Case::new(&embedding::BACKWARD).of(INDEX, &[&[2]]).of(Kind::Tested, &[&[2, 3]]);
     assert_eq!(back.to(Kind::Tested, &[&[7, 3]]).bytes(F32), 2 * 8 + 2 * 12 + 7 * 12);
 
@@ -75,7 +75,7 @@ fn of_a_table_no_more_rows_are_read_than_are_picked() {
 }
 
 #[test]
-fn of_a_triangle_one_side_is_read() {
+fn triangular_counts_the_kept_triangle() {
     let bytes = |scalars: [i64; 4]| {
         let case = Case::new(&triangular::TRIANGULAR)
             .of(Kind::Tested, &[&[2, 3, 4]])
@@ -90,7 +90,7 @@ fn of_a_triangle_one_side_is_read() {
 }
 
 #[test]
-fn of_keys_and_values_those_are_read_that_a_query_sees() {
+fn attention_counts_the_visible_keys_and_values() {
     let scalars = |causal: i64, t_start: i64, window: i64| -> [Scalar; 4] {
         [Real(1.0), Int(causal), Int(t_start), Int(window)]
     };
@@ -123,7 +123,7 @@ fn of_keys_and_values_those_are_read_that_a_query_sees() {
 }
 
 #[test]
-fn all_others_read_and_write_their_operands_once() {
+fn other_kernels_count_their_operands_once() {
     let own: Vec<&str> = KERNELS.iter().filter(|kernel| kernel.bytes.is_some()).map(|k| k.name).collect();
     let known = [
         "accumulate",
@@ -138,7 +138,7 @@ fn all_others_read_and_write_their_operands_once() {
         "sgd",
     ];
     assert_eq!(own, known);
-    // A bias, and a matrix that a stack shares, once.
+    // A bias, and a matrix shared by a batch, count once.
     let bias = Strides::contiguous(&[3]).broadcast(&[2, 3]).unwrap();
     let sum = Case::new(&binary::ADD).of(Kind::Tested, &[&[2, 3]]).input_view(Kind::Tested, bias, &[0.0; 3]);
     assert_eq!(sum.to(Kind::Tested, &[&[2, 3]]).bytes(F32), 24 + 12 + 24);
@@ -146,7 +146,7 @@ fn all_others_read_and_write_their_operands_once() {
     let stack = Case::new(&batched_matmul::BATCHED_MATMUL).of(Kind::Tested, &[&[2, 3, 4]]);
     let stack = stack.input_view(Kind::Tested, shared, &[0.0; 20]).to(Kind::Tested, &[&[2, 3, 5]]);
     assert_eq!(stack.bytes(F32), 96 + 80 + 120);
-    // New rows in the memory of more, as keys are put behind those that are kept.
+    // Rows appended in a larger memory, as in a KV cache.
     let room = Strides::contiguous(&[4, 3]).narrow(0, 2, 4);
     let append = Case::new(&copy::COPY).of(Kind::Tested, &[&[2, 3]]);
     assert_eq!(append.output_view(Kind::Tested, room, &[0.0; 12]).bytes(F32), 24 + 24);

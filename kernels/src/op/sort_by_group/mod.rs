@@ -1,4 +1,4 @@
-//! Rows put in order of the groups that they belong to, where some groups may be elsewhere: tokens by expert.
+//! Stable sort of rows by group, where some groups may be on other ranks: tokens by expert.
 
 mod gpu;
 
@@ -7,19 +7,19 @@ use crate::error::KernelError;
 use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::op::rows::{check_indices, operands, read, write};
 
-/// The rows of each group that is here, one group after the other, in the order in which they stand; then those of groups that
-/// are not here.
+/// Sorts rows by group: the rows of each local group, one group after the other, each in its original order; then the rows of groups that
+/// are not local.
 ///
 /// - in: index `(n)`, i64, contiguous: the group of each row
-/// - out: order `(n)`, the rows in their new order; owner `(n)`, that number divided by `share`; place `(n)`, where each row
-///   stands in the new order; starts `(v + 1)`, where each group that is here begins, and where the last one ends; all i64,
-///   contiguous
-/// - scalars: Int v_start, the global number of the first group here; Int v_global, the number of all groups; Int share, how many
+/// - out: order `(n)`, the rows in sorted order; owner `(n)`, those numbers divided by `share`; place `(n)`, the position of each row in
+///   the sorted order; starts `(v + 1)`, the first position of each local group, and the end of the last; all i64, contiguous
+/// - scalars: Int v_start, the global number of the first local group; Int v_global, the number of all groups; Int share, the number of
+///   consecutive rows with one owner (a token has `share` rows, one for each of its experts)
 ///   neighbours have one owner (a token has `share` rows, one for each of its experts)
 ///
 /// An index outside of `0..v_global` is [`KernelError::Index`]. Exact. Counted: no operations.
-pub static GROUP: Kernel = Kernel {
-    name: "group",
+pub static SORT_BY_GROUP: Kernel = Kernel {
+    name: "sort_by_group",
     reference: plain,
     cpu: Some(fast),
     gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::plan }),
@@ -28,7 +28,7 @@ pub static GROUP: Kernel = Kernel {
     bound: Bound { ulps: 0.0 },
 };
 
-/// Which of the `v` groups here a row belongs to; `v` if it is none of them.
+/// Returns the local number of a row's group; `v` if the group is not local.
 fn local(index: i64, v_start: i64, v: usize) -> usize {
     usize::try_from(index - v_start).map_or(v, |at| at.min(v))
 }
@@ -37,7 +37,7 @@ fn plain(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([index], [order, owner, place, starts], scalars) = operands(launch);
     let [v_start, v_global, share] = [0, 1, 2].map(|i| scalars[i].int());
     let index = read::<i64>(index);
-    check_indices(GROUP.name, index, v_global)?;
+    check_indices(SORT_BY_GROUP.name, index, v_global)?;
     let (order, owner, place, starts) =
         (write::<i64>(order), write::<i64>(owner), write::<i64>(place), write::<i64>(starts));
     let v = starts.len() - 1;
@@ -52,12 +52,12 @@ fn plain(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     Ok(())
 }
 
-/// By counting: one pass for the counts, one for the places.
+/// Counting sort: one pass for the counts, one for the positions.
 fn fast(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([index], [order, owner, place, starts], scalars) = operands(launch);
     let [v_start, v_global, share] = [0, 1, 2].map(|i| scalars[i].int());
     let index = read::<i64>(index);
-    check_indices(GROUP.name, index, v_global)?;
+    check_indices(SORT_BY_GROUP.name, index, v_global)?;
     let (order, owner, place, starts) =
         (write::<i64>(order), write::<i64>(owner), write::<i64>(place), write::<i64>(starts));
     let v = starts.len() - 1;
@@ -80,18 +80,18 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::kernel::Scalar;
-    use crate::op::check::{Case, Kind};
+    use crate::op::kernel_check::{Case, Kind};
 
     const WHOLE: Kind = Kind::Fixed(DType::I64);
 
     fn case(index: &[f64], v: usize, [v_start, v_global, share]: [i64; 3]) -> Case<'static> {
-        let case = Case::new(&GROUP).input_as(WHOLE, &[index.len()], index);
+        let case = Case::new(&SORT_BY_GROUP).input_as(WHOLE, &[index.len()], index);
         let case = [index.len(); 3].iter().fold(case, |case, n| case.output_as(WHOLE, &[*n]));
         case.output_as(WHOLE, &[v + 1]).scalars(&[v_start, v_global, share].map(Scalar::Int))
     }
 
     #[test]
-    fn by_hand() {
+    fn matches_known_values() {
         // Groups 1 and 2 of four; of two rows each one owner.
         let made = case(&[2.0, 0.0, 1.0, 2.0, 3.0, 1.0], 2, [1, 4, 2]).fast(DType::F32);
         assert_eq!(made[0], [2.0, 5.0, 0.0, 3.0, 1.0, 4.0]);
@@ -101,8 +101,8 @@ mod tests {
     }
 
     #[test]
-    fn the_fast_path_agrees() {
-        // None, groups without rows, groups elsewhere, none here; beyond one tile, and beyond two.
+    fn fast_path_matches_the_reference() {
+        // No rows, groups without rows, groups elsewhere, no local group; beyond one tile, and beyond two.
         for (n, v, v_start, v_global) in [
             (0, 3, 0, 3),
             (1, 1, 0, 1),
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn an_index_that_is_no_group_is_an_error() {
+    fn group_index_out_of_range_is_an_error() {
         for bad in [-1.0, 4.0] {
             let error = case(&[0.0, bad], 2, [1, 4, 1]).verify(&[DType::F32]).unwrap_err();
             assert!(error.contains(&format!("index {bad} at position 1 is outside of 0..4")), "{error}");

@@ -1,10 +1,10 @@
-//! The proof that every backward kernel owes: its f64 reference agrees with finite differences of the forward's.
+//! Gradient checks of backward kernels: the f64 reference is compared with finite differences of the forward kernel.
 
 use crate::buffer::{Allocator, Buffer};
 use crate::cpu::Pool;
 use crate::dtype::DType;
 use crate::kernel::{Arg, ArgMut, CpuKernelFn, Kernel, Launch, Scalar};
-use crate::op::check::{load, store};
+use crate::op::kernel_check::{load, store};
 use crate::strides::Strides;
 
 /// A contiguous operand with its contents.
@@ -16,18 +16,18 @@ pub(crate) struct Value {
 }
 
 impl Value {
-    /// An f64 operand.
+    /// Creates an f64 operand.
     pub(crate) fn real(shape: &[usize], data: &[f64]) -> Value {
         Value { dtype: DType::F64, shape: shape.to_vec(), data: data.to_vec() }
     }
 
-    /// An operand of indices.
+    /// Creates an operand of indices.
     pub(crate) fn index(shape: &[usize], data: &[f64]) -> Value {
         Value { dtype: DType::I64, ..Value::real(shape, data) }
     }
 }
 
-/// The outputs (all f64) of a kernel's reference.
+/// Returns the outputs (all f64) of a kernel's reference.
 pub(crate) fn evaluate(
     kernel: &Kernel,
     inputs: &[Value],
@@ -37,7 +37,7 @@ pub(crate) fn evaluate(
     evaluate_as(kernel.reference, DType::F64, inputs, outputs, scalars)
 }
 
-/// The outputs (all of one dtype) of some code.
+/// Returns the outputs (all of one dtype) of a CPU implementation.
 pub(crate) fn evaluate_as(
     code: CpuKernelFn,
     dtype: DType,
@@ -51,14 +51,14 @@ pub(crate) fn evaluate_as(
     evaluate_over(code, dtype, inputs, (written, &shapes), scalars)
 }
 
-/// What a kernel's reference makes of an f64 operand that it writes over.
+/// Returns an f64 operand after a kernel's reference has updated it in place.
 pub(crate) fn update(kernel: &Kernel, inputs: &[Value], output: &Value, scalars: &[Scalar]) -> Vec<f64> {
     let written = vec![store(&Allocator::default(), DType::F64, &output.data)];
     let shape = [Strides::contiguous(&output.shape)];
     evaluate_over(kernel.reference, DType::F64, inputs, (written, &shape), scalars).remove(0)
 }
 
-/// The outputs (all of one dtype) of some code, over what they hold.
+/// Returns the outputs (all of one dtype) of a CPU implementation that may read their old contents.
 fn evaluate_over(
     code: CpuKernelFn,
     dtype: DType,
@@ -80,9 +80,9 @@ fn evaluate_over(
     written.iter().map(|b| load(b, dtype)).collect()
 }
 
-/// Compares gradients with central differences of `loss`: `gradients` names, per checked input, its number and
-/// what the backward kernel says.
-pub(crate) fn compare(
+/// Compares gradients with central differences of `loss`. `gradients` lists, per checked input, its number and the backward kernel's
+/// result.
+pub(crate) fn check_gradients(
     inputs: &[Value],
     gradients: &[(usize, Vec<f64>)],
     loss: impl Fn(&[Value]) -> f64,
@@ -96,12 +96,12 @@ pub(crate) fn compare(
                 moved[*number].data[place] += shift;
                 loss(&moved)
             };
-            let found = (at(step) - at(-step)) / (2.0 * step);
-            // What is no number is not near.
-            let near = (found - claimed).abs() <= 1e-7 * (1.0 + found.abs());
+            let difference = (at(step) - at(-step)) / (2.0 * step);
+            // Written so that NaN fails.
+            let near = (difference - claimed).abs() <= 1e-7 * (1.0 + difference.abs());
             if !near {
                 return Err(format!(
-                    "input {number}, element {place}: {claimed} but differences give {found}"
+                    "input {number}, element {place}: {claimed} but finite differences give {difference}"
                 ));
             }
         }
@@ -109,7 +109,7 @@ pub(crate) fn compare(
     Ok(())
 }
 
-/// The sum of products: a loss whose cotangent is `weights`.
+/// Returns the dot product of values and weights: a loss whose cotangent is `weights`.
 pub(crate) fn dot(values: &[f64], weights: &[f64]) -> f64 {
     values.iter().zip(weights).map(|(v, w)| v * w).sum()
 }
@@ -119,15 +119,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_right_gradient_passes_and_a_wrong_one_is_found() {
+    fn correct_gradients_pass_and_wrong_ones_are_found() {
         let x = [Value::real(&[3], &[0.5, -1.0, 2.0])];
         let loss = |x: &[Value]| x[0].data.iter().map(|v| v * v * v).sum();
-        compare(&x, &[(0, vec![0.75, 3.0, 12.0])], loss).unwrap();
-        let wrong = compare(&x, &[(0, vec![0.75, 3.0, 12.001])], loss).unwrap_err();
+        check_gradients(&x, &[(0, vec![0.75, 3.0, 12.0])], loss).unwrap();
+        let wrong = check_gradients(&x, &[(0, vec![0.75, 3.0, 12.001])], loss).unwrap_err();
         assert!(wrong.contains("element 2"), "{wrong}");
-        let none = compare(&x, &[(0, vec![0.75, f64::NAN, 12.0])], loss).unwrap_err();
+        let none = check_gradients(&x, &[(0, vec![0.75, f64::NAN, 12.0])], loss).unwrap_err();
         assert!(none.contains("element 1: NaN"), "{none}");
-        let bare = compare(&x, &[(0, vec![0.75, 3.0, 12.0])], |_| f64::NAN).unwrap_err();
+        let bare = check_gradients(&x, &[(0, vec![0.75, 3.0, 12.0])], |_| f64::NAN).unwrap_err();
         assert!(bare.contains("differences give NaN"), "{bare}");
     }
 }

@@ -1,43 +1,43 @@
-//! Walks over operands with any strides: dims that lie evenly are merged, the innermost is handed out in runs.
+//! Iteration over operands with any strides: mergeable dims are merged, and the innermost dim is visited in runs.
 
 use crate::strides::Strides;
 use smallvec::{SmallVec, smallvec};
 use std::ops::Range;
 
-/// The order in which N operands of one shape are visited together.
+/// The iteration order of N operands of one shape.
 #[derive(Clone, Debug)]
-pub(crate) struct Walk<const N: usize> {
-    /// Extent and distance per operand, outermost first; never empty.
+pub(crate) struct StridedIter<const N: usize> {
+    /// Extent and stride per operand, outermost first; never empty.
     dims: SmallVec<[(usize, [usize; N]); 6]>,
     start: [usize; N],
 }
 
-impl<const N: usize> Walk<N> {
-    /// All elements, row-major.
+impl<const N: usize> StridedIter<N> {
+    /// Iterates over all elements, row-major.
     #[inline]
-    pub(crate) fn new(views: [&Strides; N]) -> Walk<N> {
-        Walk::over(views, 0..views[0].ndim(), views.map(|v| v.offset))
+    pub(crate) fn new(views: [&Strides; N]) -> StridedIter<N> {
+        StridedIter::over(views, 0..views[0].ndim(), views.map(|v| v.offset))
     }
 
-    /// Only some dims, row-major, from somewhere in memory.
+    /// Iterates over some dims, row-major, from given offsets.
     #[inline]
-    pub(crate) fn over(views: [&Strides; N], dims: Range<usize>, start: [usize; N]) -> Walk<N> {
+    pub(crate) fn over(views: [&Strides; N], dims: Range<usize>, start: [usize; N]) -> StridedIter<N> {
         debug_assert!(views.iter().all(|v| v.shape == views[0].shape), "the contract asks for one shape");
         let dims = dims.map(|d| (views[0].shape[d], views.map(|v| v.strides[d])));
-        Walk::merged(dims, start)
+        StridedIter::merged(dims, start)
     }
 
-    /// All elements in the order in which they lie in the first operand, whatever the order of its dims.
-    pub(crate) fn in_memory_order(views: [&Strides; N]) -> Walk<N> {
+    /// Iterates over all elements in the memory order of the first operand, whatever the order of its dims.
+    pub(crate) fn in_memory_order(views: [&Strides; N]) -> StridedIter<N> {
         debug_assert!(views.iter().all(|v| v.shape == views[0].shape), "the contract asks for one shape");
         let dims = (0..views[0].ndim()).map(|d| (views[0].shape[d], views.map(|v| v.strides[d])));
         let mut dims: SmallVec<[(usize, [usize; N]); 6]> = dims.collect();
         dims.sort_by_key(|(_, steps)| std::cmp::Reverse(steps[0]));
-        Walk::merged(dims.into_iter(), views.map(|v| v.offset))
+        StridedIter::merged(dims.into_iter(), views.map(|v| v.offset))
     }
 
     #[inline]
-    fn merged(from: impl Iterator<Item = (usize, [usize; N])>, start: [usize; N]) -> Walk<N> {
+    fn merged(from: impl Iterator<Item = (usize, [usize; N])>, start: [usize; N]) -> StridedIter<N> {
         let mut dims: SmallVec<[(usize, [usize; N]); 6]> = SmallVec::new();
         for (extent, steps) in from.filter(|&(extent, _)| extent != 1) {
             match dims.last_mut() {
@@ -51,42 +51,42 @@ impl<const N: usize> Walk<N> {
         if dims.is_empty() {
             dims = smallvec![(1, [1; N])];
         }
-        Walk { dims, start }
+        StridedIter { dims, start }
     }
 
-    /// How many elements there are.
+    /// Returns the number of elements.
     #[inline]
     pub(crate) fn numel(&self) -> usize {
         self.dims.iter().map(|&(extent, _)| extent).product()
     }
 
-    /// The merged dims: extent and distance per operand, outermost first.
+    /// Returns the merged dims: extent and stride per operand, outermost first.
     #[inline]
     pub(crate) fn dims(&self) -> &[(usize, [usize; N])] {
         &self.dims
     }
 
-    /// The distances along the innermost dim.
+    /// Returns the strides of the innermost dim.
     #[inline]
     pub(crate) fn steps(&self) -> [usize; N] {
         self.dims[self.dims.len() - 1].1
     }
 
-    /// Only `rows` of the outermost merged dim.
-    pub(crate) fn rows(&self, rows: Range<usize>) -> Walk<N> {
+    /// Restricts the iteration to `rows` of the outermost merged dim.
+    pub(crate) fn rows(&self, rows: Range<usize>) -> StridedIter<N> {
         let mut part = self.clone();
         (0..N).for_each(|n| part.start[n] += rows.start * part.dims[0].1[n]);
         part.dims[0].0 = rows.len();
         part
     }
 
-    /// The same with two of the merged dims, `first` and the innermost, standing at 0.
-    pub(crate) fn without(&self, first: usize) -> Walk<N> {
+    /// Returns the iteration with two merged dims, `first` and the innermost, fixed at index 0.
+    pub(crate) fn without_dim_and_innermost(&self, first: usize) -> StridedIter<N> {
         let kept = self.dims[..self.dims.len() - 1].iter().enumerate().filter(|&(d, _)| d != first);
-        Walk::merged(kept.map(|(_, &dim)| dim), self.start)
+        StridedIter::merged(kept.map(|(_, &dim)| dim), self.start)
     }
 
-    /// Where the operands' elements number `position` lie.
+    /// Returns the operands' offsets of element number `position`.
     #[inline]
     pub(crate) fn at(&self, mut position: usize) -> [usize; N] {
         let mut at = self.start;
@@ -98,9 +98,9 @@ impl<const N: usize> Walk<N> {
         at
     }
 
-    /// Calls `run(where, length)` for runs along the innermost dim that cover the elements number `range` in order.
+    /// Calls `run(offsets, length)` for runs along the innermost dim that cover the elements number `range` in order.
     #[inline(always)]
-    pub(crate) fn runs(&self, range: Range<usize>, mut run: impl FnMut([usize; N], usize)) {
+    pub(crate) fn for_each_run(&self, range: Range<usize>, mut run: impl FnMut([usize; N], usize)) {
         let (inner, steps) = self.dims[self.dims.len() - 1];
         if range.is_empty() {
             return;
@@ -140,8 +140,8 @@ impl<const N: usize> Walk<N> {
     }
 }
 
-/// Where element number `position` of a view lies: the plain way, for references.
-pub(crate) fn place(view: &Strides, mut position: usize) -> usize {
+/// Returns the offset of element number `position` of a view: the plain way, for references.
+pub(crate) fn element_offset(view: &Strides, mut position: usize) -> usize {
     let mut place = view.offset;
     for (extent, step) in view.shape.iter().zip(&view.strides).rev() {
         place += position % extent * step;
@@ -154,16 +154,16 @@ pub(crate) fn place(view: &Strides, mut position: usize) -> usize {
 mod tests {
     use super::*;
 
-    fn visited<const N: usize>(walk: &Walk<N>, range: Range<usize>) -> Vec<[usize; N]> {
-        let (mut all, steps) = (vec![], walk.steps());
-        walk.runs(range, |at, length| {
+    fn visited<const N: usize>(iter: &StridedIter<N>, range: Range<usize>) -> Vec<[usize; N]> {
+        let (mut all, steps) = (vec![], iter.steps());
+        iter.for_each_run(range, |at, length| {
             all.extend((0..length).map(|i| std::array::from_fn::<_, N, _>(|n| at[n] + i * steps[n])));
         });
         all
     }
 
     #[test]
-    fn runs_visit_every_element_in_order() {
+    fn runs_visit_every_element_in_row_major_order() {
         let plain = Strides::contiguous(&[3, 1, 4, 5]);
         let views = [
             plain.clone(),
@@ -173,39 +173,39 @@ mod tests {
         ];
         for view in &views {
             let other = Strides::contiguous(&view.shape);
-            let walk = Walk::new([view, &other]);
-            assert_eq!(walk.numel(), view.numel());
+            let iter = StridedIter::new([view, &other]);
+            assert_eq!(iter.numel(), view.numel());
             for range in [0..view.numel(), 0..1, 3..view.numel() - 1, 7..7] {
-                let expected: Vec<_> = range.clone().map(|i| [place(view, i), i]).collect();
-                assert_eq!(visited(&walk, range.clone()), expected);
-                assert!(range.map(|i| walk.at(i)).eq(expected));
+                let expected: Vec<_> = range.clone().map(|i| [element_offset(view, i), i]).collect();
+                assert_eq!(visited(&iter, range.clone()), expected);
+                assert!(range.map(|i| iter.at(i)).eq(expected));
             }
         }
     }
 
     #[test]
-    fn even_dims_are_merged() {
+    fn mergeable_dims_are_merged() {
         let view = Strides::contiguous(&[2, 3, 4, 5]);
-        assert_eq!(Walk::new([&view]).dims(), [(120, [1])]);
-        assert_eq!(Walk::new([&view.narrow(1, 0, 2)]).dims(), [(2, [60]), (40, [1])]);
+        assert_eq!(StridedIter::new([&view]).dims(), [(120, [1])]);
+        assert_eq!(StridedIter::new([&view.narrow(1, 0, 2)]).dims(), [(2, [60]), (40, [1])]);
         let transposed = view.permute(&[3, 2, 1, 0]);
-        assert_eq!(Walk::in_memory_order([&transposed]).dims(), [(120, [1])]);
+        assert_eq!(StridedIter::in_memory_order([&transposed]).dims(), [(120, [1])]);
         let bias = Strides::contiguous(&[5]).broadcast(&[2, 3, 4, 5]).unwrap();
-        assert_eq!(Walk::new([&bias, &view]).dims(), [(24, [0, 5]), (5, [1, 1])]);
-        assert_eq!(Walk::new([&Strides::contiguous(&[])]).numel(), 1);
-        assert_eq!(Walk::new([&Strides::contiguous(&[2, 0])]).numel(), 0);
+        assert_eq!(StridedIter::new([&bias, &view]).dims(), [(24, [0, 5]), (5, [1, 1])]);
+        assert_eq!(StridedIter::new([&Strides::contiguous(&[])]).numel(), 1);
+        assert_eq!(StridedIter::new([&Strides::contiguous(&[2, 0])]).numel(), 0);
     }
 
     #[test]
-    fn parts_of_a_walk() {
+    fn rows_and_fixed_dims() {
         let view = Strides::contiguous(&[2, 3, 4]).narrow(2, 0, 2);
-        let walk = Walk::new([&view]);
-        assert_eq!(walk.dims(), [(6, [4]), (2, [1])]);
-        assert_eq!(visited(&walk.rows(2..4), 0..4), [[8], [9], [12], [13]]);
-        let transposed = Walk::new([&Strides::contiguous(&[2, 3, 4]).permute(&[2, 0, 1])]);
+        let iter = StridedIter::new([&view]);
+        assert_eq!(iter.dims(), [(6, [4]), (2, [1])]);
+        assert_eq!(visited(&iter.rows(2..4), 0..4), [[8], [9], [12], [13]]);
+        let transposed = StridedIter::new([&Strides::contiguous(&[2, 3, 4]).permute(&[2, 0, 1])]);
         assert_eq!(transposed.dims(), [(4, [1]), (6, [4])]);
-        assert_eq!(visited(&transposed.without(0), 0..1), [[0]]);
-        let apart = Walk::new([&Strides::contiguous(&[2, 3, 4]).permute(&[2, 1, 0])]);
-        assert_eq!(visited(&apart.without(0), 0..3), [[0], [4], [8]]);
+        assert_eq!(visited(&transposed.without_dim_and_innermost(0), 0..1), [[0]]);
+        let apart = StridedIter::new([&Strides::contiguous(&[2, 3, 4]).permute(&[2, 1, 0])]);
+        assert_eq!(visited(&apart.without_dim_and_innermost(0), 0..3), [[0], [4], [8]]);
     }
 }

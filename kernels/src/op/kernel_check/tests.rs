@@ -1,10 +1,10 @@
-//! Planted faults, which the check of kernels must find.
+//! Planted bugs, which the conformance test must find.
 
 use super::*;
 use crate::error::KernelError;
 use crate::kernel::Bound;
 
-/// y = 2x, with a fault that a scalar chooses.
+/// y = 2x, with a bug selected by a scalar.
 fn double(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let (x, fault) = (launch.inputs[0], launch.scalars[0].int());
     write(x, &mut launch.outputs[0], fault, pool);
@@ -55,7 +55,7 @@ fn verdict(fault: i64) -> Result<(), String> {
 }
 
 #[test]
-fn a_right_kernel_passes_and_planted_faults_are_found() {
+fn correct_kernel_passes_and_planted_bugs_are_found() {
     verdict(0).unwrap();
     let wrong = verdict(1).unwrap_err();
     assert!(wrong.contains("double f64: fast path, output 0, element 10"), "{wrong}");
@@ -70,7 +70,7 @@ fn bits_that_depend_on_the_number_of_threads_are_found() {
 }
 
 #[test]
-fn units_and_places_by_hand() {
+fn units_and_offsets_match_known_values() {
     assert_eq!(unit(DType::F32, 1.0), f64::from(f32::EPSILON));
     assert_eq!(unit(DType::BF16, 3.0), 2f64.powi(-6));
     assert_eq!(unit(DType::F16, 0.0), 2f64.powi(-24));

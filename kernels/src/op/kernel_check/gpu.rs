@@ -1,4 +1,4 @@
-//! The same cases on GPUs: the source through the shim, and on a card where one was asked for.
+//! Conformance test of GPU sources: through the shim on the host, and on a GPU if one was requested.
 
 use super::{Case, Operand};
 #[cfg(feature = "cuda")]
@@ -12,7 +12,7 @@ use crate::kernel::Launch;
 use std::cell::Cell;
 
 impl Case<'_> {
-    /// The GPU source agrees, whatever the order of threads, and gives the same bits in all of them.
+    /// Checks that the GPU source agrees, with equal bits in every order of threads.
     #[cfg(feature = "cuda")]
     pub(super) fn verify_on_gpu(
         &self,
@@ -45,7 +45,7 @@ impl Case<'_> {
         self.verify_on_card(tested, inputs, outputs, exact, allowed)
     }
 
-    /// So does it as it is planned for cards with little shared memory.
+    /// Checks the plan for GPUs with little shared memory.
     #[cfg(feature = "cuda")]
     fn verify_on_small_card(
         &self,
@@ -68,7 +68,7 @@ impl Case<'_> {
         }
     }
 
-    /// A card agrees too, where one was asked for.
+    /// Checks the kernel on a GPU, if one was requested.
     #[cfg(feature = "cuda")]
     fn verify_on_card(
         &self,
@@ -88,7 +88,7 @@ impl Case<'_> {
         if ran.get() { self.compare("card", tested, &got, exact, allowance) } else { Ok(()) }
     }
 
-    /// The GPU source refuses what the reference refuses, with the same words.
+    /// Checks that the GPU source rejects what the reference rejects, with the same message.
     #[cfg(feature = "cuda")]
     pub(super) fn refused_on_gpu(
         &self,

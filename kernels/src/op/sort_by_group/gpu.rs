@@ -1,4 +1,4 @@
-//! Grouping on GPUs: rows are sorted by group, and stay in the order in which they stand there.
+//! Sort by group on GPUs: a stable sort of rows by group, then a search for the starts.
 
 use crate::error::KernelError;
 use crate::gpu::{Grid, GridArg, LaunchPlan};
@@ -7,7 +7,7 @@ use crate::op::gpu_sort::Sorting;
 
 pub(super) const SOURCE: &str = concat!(include_str!("../gpu_sort.cu"), include_str!("gpu.cu"));
 
-/// As in the source.
+/// The same constant as in the source.
 const THREADS: usize = 256;
 
 pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {

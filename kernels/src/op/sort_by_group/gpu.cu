@@ -1,11 +1,11 @@
-// Rows in the order of their groups. Macros: those of gpu_sort.cu.
+// Rows sorted by group. Macros: those of gpu_sort.cu.
 
-// Rows; the groups here, the first of them, all; neighbours that have one owner.
+// Rows; the number of local groups, the first of them, the number of all groups; consecutive rows with one owner.
 struct Groups {
     i64 n, v, v_start, v_global, share;
 };
 
-// The group of a row, counted from the first one here; v if it is not here.
+// The local number of a row's group; v if the group is not local.
 __device__ __forceinline__ u32 group_of(i64 index, const Groups &g) {
     const i64 local = index - g.v_start;
     return u64(local) < u64(g.v) ? u32(local) : u32(g.v);
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS)
     join_runs(from, r, [=](i64, i64, i64 j, const Item &item) { hand_out(order, owner, place, g, j, item); });
 }
 
-// starts[i] = the first row, in the new order, of group i or one behind it, for i in 0..=v.
+// starts[i] = the first position of group i or a later one in the sorted order, for i in 0..=v.
 extern "C" __global__ void __launch_bounds__(SORT_THREADS)
     find_starts(const i64 *__restrict__ index, const i64 *__restrict__ order, i64 *__restrict__ starts, Groups g) {
     const i64 group = i64(blockIdx.x) * SORT_THREADS + threadIdx.x;

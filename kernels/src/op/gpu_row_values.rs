@@ -1,28 +1,37 @@
-//! Values of rows on GPUs, and formulas of elements and values of their rows.
+//! GPU plans of kernels with one value per row: reductions of rows, and formulas of elements and the values of their rows.
 
-use super::no_float;
 use crate::error::KernelError;
 use crate::gpu::{Grid, GridArg, LaunchPlan, type_name};
 use crate::kernel::Launch;
 use crate::op::pointwise::gpu::{Formula, rows_map};
+use crate::op::rows::no_float;
 
-pub(super) use crate::op::pointwise::gpu::SOURCE as FORMULA_SOURCE;
-pub(super) const SOURCE: &str = include_str!("gpu.cu");
+pub(in crate::op) use crate::op::pointwise::gpu::SOURCE as FORMULA_SOURCE;
+pub(in crate::op) const SOURCE: &str = include_str!("gpu_row_values.cu");
 
-/// Threads of a block, as in the source.
+/// Threads of a block; the same constant as in the source.
 const THREADS: usize = 256;
-/// Rows that are longer than this have a block each, others a warp.
+/// Longer rows have a block each, others a warp.
 const WARP_MAX: usize = 1024;
 
-/// c = how many elements equal y (`"0"`), or s = the sum of exp(x - m) (`"1"`).
-pub(super) fn row_value(
+/// A reduction of the elements x of a row, given a value of the row.
+pub(in crate::op) enum RowValue {
+    /// The number of elements that equal y.
+    Ties,
+    /// The sum of exp(x - m).
+    SumExp,
+}
+
+/// Plans a reduction of every row.
+pub(in crate::op) fn row_value(
+    kernel: &'static str,
     launch: &Launch<'_>,
     plan: &mut LaunchPlan,
-    exp: &'static str,
+    value: RowValue,
 ) -> Result<(), KernelError> {
     let (x, y) = (&launch.inputs[0], &launch.outputs[0]);
     if !x.dtype.is_float() {
-        return no_float(if exp == "1" { super::EXP_SUM.name } else { super::TIES.name }, x.dtype);
+        return no_float(kernel, x.dtype);
     }
     let (rows, n) = (y.view.numel(), launch.scalars[0].int() as usize);
     let vector = 16 / x.dtype.size();
@@ -36,7 +45,7 @@ pub(super) fn row_value(
             ("A", type_name(y.dtype).into()),
             ("WIDTH", threads_of_row.to_string().into()),
             ("VEC", vector.to_string().into()),
-            ("EXP", exp.into()),
+            ("EXP", if matches!(value, RowValue::SumExp) { "1" } else { "0" }.into()),
         ],
         blocks: [u32::try_from(blocks).expect("fewer than 2^31 rows fit a device"), 1, 1],
         threads: THREADS as u32,
@@ -52,8 +61,8 @@ pub(super) fn row_value(
     Ok(())
 }
 
-/// A formula of x, whose last dim is a row, and of values of its row.
-pub(super) fn shares(
+/// Plans an elementwise formula of x, whose rows have n elements, and of values of its row.
+pub(in crate::op) fn row_formula(
     kernel: &'static str,
     launch: &Launch<'_>,
     plan: &mut LaunchPlan,

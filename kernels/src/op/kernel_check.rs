@@ -1,6 +1,6 @@
-//! The proof that every kernel owes: its fast path agrees with its reference in f64, for every float dtype and on
-//! pools of 1, 2 and 3 threads bit for bit. So does its GPU source, run on the host with the threads of a block in several
-//! orders, bit for bit (feature `cuda`, where there is a g++).
+//! Conformance test of kernels: the fast path must agree with the f64 reference for every float dtype, with equal bits on pools of 1, 2 and
+//! 3 threads. So must the GPU source, run on the host with the threads of a block in several orders, with equal bits (feature `cuda`, if
+//! g++ is installed).
 //!
 //! ```text
 //! Case::new(&KERNEL).input(&[2, 3], &values(1, 6)).output(&[2]).scalars(&[Scalar::Int(1)]).strided().run();
@@ -21,9 +21,9 @@ use std::cell::Cell;
 pub(crate) enum Kind {
     /// The dtype under test.
     Tested,
-    /// Its accumulator: f32 for the 16-bit floats.
+    /// The accumulator of the dtype under test: f32 for the 16-bit floats.
     Accumulator,
-    /// Always the same: indices, f64 statistics.
+    /// A fixed dtype: indices, f64 statistics.
     Fixed(DType),
 }
 
@@ -37,7 +37,7 @@ impl Kind {
     }
 }
 
-/// One operand: the contents of its memory as f64 and the view of it.
+/// One operand: the contents of its memory as f64, and the view of it.
 #[derive(Clone, Debug)]
 struct Operand {
     kind: Kind,
@@ -45,7 +45,7 @@ struct Operand {
     memory: Vec<f64>,
 }
 
-/// One launch of one kernel that is to be examined.
+/// A test case: one launch of one kernel.
 #[derive(Clone, Debug)]
 pub(crate) struct Case<'a> {
     kernel: &'a Kernel,
@@ -57,7 +57,7 @@ pub(crate) struct Case<'a> {
     allowance: f64,
 }
 
-/// What an output holds before the launch, unless the case says otherwise: a kernel must not read it.
+/// The contents of an output before the launch, unless the case sets others: a kernel must not read them.
 const STALE: f64 = 77.0;
 
 impl<'a> Case<'a> {
@@ -73,37 +73,37 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// A contiguous input of the dtype under test.
+    /// Adds a contiguous input of the dtype under test.
     pub(crate) fn input(self, shape: &[usize], values: &[f64]) -> Self {
         self.input_as(Kind::Tested, shape, values)
     }
 
-    /// A contiguous input of another dtype.
+    /// Adds a contiguous input of another dtype.
     pub(crate) fn input_as(self, kind: Kind, shape: &[usize], values: &[f64]) -> Self {
         assert_eq!(values.len(), shape.iter().product::<usize>(), "an input has as many values as elements");
         self.input_view(kind, Strides::contiguous(shape), values)
     }
 
-    /// An input that is any view of a memory with the given contents.
+    /// Adds an input that is any view of a memory with the given contents.
     pub(crate) fn input_view(mut self, kind: Kind, view: Strides, memory: &[f64]) -> Self {
         assert!(view.reach() <= memory.len(), "a view stays inside of its memory");
         self.inputs.push(Operand { kind, view, memory: memory.to_vec() });
         self
     }
 
-    /// A contiguous output of the dtype under test.
+    /// Adds a contiguous output of the dtype under test.
     pub(crate) fn output(self, shape: &[usize]) -> Self {
         self.output_as(Kind::Tested, shape)
     }
 
-    /// A contiguous output of another dtype.
+    /// Adds a contiguous output of another dtype.
     pub(crate) fn output_as(self, kind: Kind, shape: &[usize]) -> Self {
         let view = Strides::contiguous(shape);
         let memory = vec![STALE; view.numel()];
         self.output_view(kind, view, &memory)
     }
 
-    /// An output that is updated: any view of a memory with the given contents.
+    /// Adds an output that is updated in place: any view of a memory with the given contents.
     pub(crate) fn output_view(mut self, kind: Kind, view: Strides, memory: &[f64]) -> Self {
         assert!(view.reach() <= memory.len(), "a view stays inside of its memory");
         self.outputs.push(Operand { kind, view, memory: memory.to_vec() });
@@ -115,38 +115,38 @@ impl<'a> Case<'a> {
         self
     }
 
-    /// Runs again with every input's dims reversed in memory, and again with gaps between all elements.
+    /// Tests also with every input's dims reversed in memory, and with gaps between all elements.
     pub(crate) fn strided(mut self) -> Self {
         self.strided = true;
         self
     }
 
-    /// Measures errors at this scale if the largest output is smaller (sums that cancel).
+    /// Sets the smallest scale at which errors are measured (for sums that cancel).
     pub(crate) fn scale(mut self, scale: f64) -> Self {
         self.scale = scale;
         self
     }
 
-    /// Grants the fast path so many units in the last place of a 16-bit output at its largest magnitude: what its contract
-    /// allows where operands are rounded on the way.
+    /// Allows the fast path so many units in the last place of a 16-bit output at its largest magnitude, where the contract allows operands to
+    /// be rounded.
     pub(crate) fn allow(mut self, units: f64) -> Self {
         self.allowance = units;
         self
     }
 
-    /// Examines the launch in every float dtype.
+    /// Tests the launch in every float dtype.
     pub(crate) fn run(&self) {
         self.run_for(&DType::FLOATS);
     }
 
-    /// Examines the launch in some dtypes.
+    /// Tests the launch in the given dtypes.
     pub(crate) fn run_for(&self, dtypes: &[DType]) {
         if let Err(difference) = self.verify(dtypes) {
             panic!("{difference}");
         }
     }
 
-    /// The contents of the outputs' memory after the fast path, on one thread.
+    /// Returns the contents of the outputs' memory after the fast path, on one thread.
     pub(crate) fn fast(&self, dtype: DType) -> Vec<Vec<f64>> {
         let rounded = |operands: &[Operand]| operands.iter().map(|o| o.rounded(dtype)).collect::<Vec<_>>();
         let code = self.kernel.cpu.unwrap_or(self.kernel.reference);
@@ -154,7 +154,7 @@ impl<'a> Case<'a> {
         self.launch(&Pool::new(1), code, dtype, &inputs, &outputs).expect("the kernel runs")
     }
 
-    /// Bytes that the kernel counts for the launch.
+    /// Returns the bytes that the kernel counts for the launch.
     pub(crate) fn bytes(&self, dtype: DType) -> u64 {
         let counted = Cell::new(0);
         let count = |launch: &mut Launch<'_>| {
@@ -165,7 +165,7 @@ impl<'a> Case<'a> {
         counted.get()
     }
 
-    /// What [`Case::run_for`] panics with, as a value.
+    /// [`Case::run_for`] with the failure as an error instead of a panic.
     pub(crate) fn verify(&self, dtypes: &[DType]) -> Result<(), String> {
         let pools = [1, 2, 3].map(Pool::new);
         for &dtype in dtypes {
@@ -209,7 +209,7 @@ impl<'a> Case<'a> {
         self.verify_on_gpu(tested, &rounded, &written, &exact)
     }
 
-    /// Runs the code on fresh buffers; the contents of the outputs' memory afterwards.
+    /// Runs an implementation on fresh buffers; returns the contents of the outputs' memory afterwards.
     fn launch(
         &self,
         pool: &Pool,
@@ -282,20 +282,20 @@ impl<'a> Case<'a> {
 }
 
 impl Operand {
-    /// The same operand with values that its dtype can hold.
+    /// Returns the operand with its values rounded to its dtype.
     fn rounded(&self, tested: DType) -> Operand {
         let dtype = self.kind.dtype(tested);
         Operand { memory: self.memory.iter().map(|&x| round(dtype, x)).collect(), ..self.clone() }
     }
 }
 
-/// A number within `allowed` of what is exact, or the same infinity, or both not a number.
+/// Returns whether a value is within `allowed` of the exact one, or equal to it after rounding, or both are NaN.
 fn agrees(dtype: DType, got: f64, exact: f64, allowed: f64) -> bool {
     let exact_rounded = round(dtype, exact);
     got == exact_rounded || (got.is_nan() && exact.is_nan()) || (got - exact).abs() <= allowed
 }
 
-/// One unit in the last place of a dtype at a magnitude (0 for integers, which must agree exactly).
+/// Returns one unit in the last place of a dtype at a magnitude (0 for integers, which must agree exactly).
 pub(crate) fn unit(dtype: DType, at: f64) -> f64 {
     let (digits, exponent_min) = match dtype {
         DType::F64 => (52, -1022),
@@ -308,12 +308,12 @@ pub(crate) fn unit(dtype: DType, at: f64) -> f64 {
     2f64.powi(exponent.max(exponent_min) - digits)
 }
 
-/// The nearest value that a dtype can hold.
+/// Rounds to the nearest value of a dtype.
 pub(crate) fn round(dtype: DType, x: f64) -> f64 {
     match_dtype!(dtype, T => T::from_f64(x).to_f64())
 }
 
-/// New memory with the given contents.
+/// Allocates memory with the given contents.
 pub(crate) fn store(allocator: &Allocator, dtype: DType, values: &[f64]) -> Buffer {
     let mut buffer = allocator.alloc(values.len() * dtype.size()).expect("a test has memory");
     match_dtype!(dtype, T => {
@@ -323,12 +323,12 @@ pub(crate) fn store(allocator: &Allocator, dtype: DType, values: &[f64]) -> Buff
     buffer
 }
 
-/// The whole contents of a memory.
+/// Returns the contents of a buffer.
 pub(crate) fn load(buffer: &Buffer, dtype: DType) -> Vec<f64> {
     match_dtype!(dtype, T => buffer.as_slice::<T>().iter().map(|x| x.to_f64()).collect())
 }
 
-/// Where the elements of a view lie, in row-major order of the view.
+/// Returns the offsets of the elements of a view, in row-major order.
 pub(crate) fn places(view: &Strides) -> Vec<usize> {
     (0..view.numel())
         .map(|mut at| {
@@ -342,14 +342,14 @@ pub(crate) fn places(view: &Strides) -> Vec<usize> {
         .collect()
 }
 
-/// The same values in a memory whose dims stand in reversed order.
+/// Returns the same values in a memory whose dims are in reversed order.
 fn reversed(operand: &Operand) -> Operand {
     let order: Vec<usize> = (0..operand.view.ndim()).rev().collect();
     let shape: Vec<usize> = order.iter().map(|&d| operand.view.shape[d]).collect();
     moved(operand, Strides::contiguous(&shape).permute(&order))
 }
 
-/// The same values with unused elements before, between and behind them.
+/// Returns the same values with unused elements before, between and behind them.
 fn gapped(operand: &Operand) -> Operand {
     let mut view =
         Strides::contiguous(&operand.view.shape.iter().map(|n| n + 1).collect::<Vec<_>>()).geometry();
@@ -359,7 +359,7 @@ fn gapped(operand: &Operand) -> Operand {
     moved(operand, view.into())
 }
 
-/// The same values seen through another view; the rest of the memory is not a number (or stale).
+/// Returns the same values through another view; the rest of the memory is NaN.
 fn moved(operand: &Operand, view: Strides) -> Operand {
     let mut memory = vec![f64::NAN; view.reach() + 2];
     for (from, to) in places(&operand.view).into_iter().zip(places(&view)) {
@@ -368,7 +368,7 @@ fn moved(operand: &Operand, view: Strides) -> Operand {
     Operand { kind: operand.kind, view, memory }
 }
 
-/// Numbers between -2 and 2 that look random and are the same in every run.
+/// Returns reproducible pseudo-random numbers between -2 and 2.
 pub(crate) fn values(seed: u64, count: usize) -> Vec<f64> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x5851_f42d_4c95_7f2d;
     let mut next = || {

@@ -1,4 +1,4 @@
-// One value for each row of x (rows, n): how often y stands in it, or the sum of exp(x - m). Macros: S, storage; A, results;
+// One value per row of x (rows, n): the number of elements that equal y, or the sum of exp(x - m). Macros: S, storage; A, results;
 // WIDTH threads of a row; VEC elements of a vector; EXP, whether exponentials are summed.
 
 constexpr int THREADS = 256;
@@ -12,13 +12,13 @@ typedef A Part;
 typedef A Given;
 __device__ __forceinline__ Part term(S x, A m) { return exponential(widen(x) - m); }
 #else
-// Counted in integers: a float counts up to 2^24 only, one by one.
+// Counted in integers: a float counts up to 2^24 only.
 typedef u64 Part;
 typedef S Given;
 __device__ __forceinline__ Part term(S x, A y) { return widen(x) == y; }
 #endif
 
-// n is counted in elements; the order of a sum follows from n alone.
+// The order of a sum depends on n alone.
 extern "C" __global__ void __launch_bounds__(THREADS) row_value(const S *__restrict__ x, const Given *__restrict__ given, A *__restrict__ y,
                                                                 i64 rows, i64 n) {
     const i64 row = i64(blockIdx.x) * ROWS + threadIdx.x / WIDTH;
