@@ -247,7 +247,7 @@ impl SquareKernel for Eight {
         (to, to_step): (*mut f32, usize),
     ) {
         for half in [0, 4] {
-            // StridedRows i and i + 4 in the halves of one vector, as above.
+            // Rows i and i + 4 in the halves of one vector, as above.
             let row = |i: usize| {
                 let from = from.wrapping_add(i * from_step + half);
                 // SAFETY: the caller vouches for 8 rows of 8 elements.

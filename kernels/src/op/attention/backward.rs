@@ -1,5 +1,5 @@
-//! The backward of attention on the CPU: one task per batch element and key head. Probabilities come again from the
-//! scores and the saved logarithms.
+//! The backward of attention on the CPU: one task per batch element and key head. Probabilities are recomputed from the scores and the
+//! saved log-sum-exp.
 
 use super::strips::{Queries, in_strips, turn};
 use super::tile::{KEYS, Operand, Pairs, QUERIES, rows, with_operand};
@@ -13,14 +13,14 @@ use crate::kernel::{Arg, ArgMut, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{LANES, sum_pairs, write};
 
-/// Where the results of one key head go: a row of channels per query (in the order (t, r)), key and value.
+/// The outputs of one key head: a row of channels per query (in the order (t, r)), key and value.
 struct Outputs<'a, T> {
     dq: Vec<&'a mut [T]>,
     dk: Vec<&'a mut [T]>,
     dv: Vec<&'a mut [T]>,
 }
 
-/// Into three outputs, or into one that has a part for each.
+/// Writes three outputs, or one joined output.
 pub(super) fn backward(kernel: &Kernel, pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let inputs: &[Arg<'_>; 6] = launch.inputs.try_into().expect("a launch has the inputs of its contract");
     let problem = Problem::new(&inputs[0], &inputs[1], launch.scalars);
@@ -61,7 +61,7 @@ fn joined<'s, T: Float>(problem: &Problem, d_qkv: &'s mut ArgMut<'_>) -> Vec<Out
     tasks
 }
 
-/// Hands outputs, which come in the order (b, rows, g, `each`), out to tasks in the order (b, g): `count` each.
+/// Distributes outputs in the order (b, rows, g, `each`) to tasks in the order (b, g): `count` rows each.
 fn by_key_head<O>(
     problem: &Problem,
     count: usize,
@@ -113,7 +113,7 @@ fn backward_head<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
             store(state.dq, problem.c, T::Acc::lit(problem.scale), rows);
         }
     }
-    // What queries were not multiplied by is missing in dk.
+    // Scale dk by the factor that queries were not multiplied by.
     let missing = P::factors(problem.scale)[1];
     for (out, sums, factor) in
         [(&mut outputs.dk, &state.dk, missing), (&mut outputs.dv, &state.dv, T::Acc::ONE)]
@@ -122,7 +122,7 @@ fn backward_head<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
     }
 }
 
-/// Stores rows of c sums, times a factor, where each of them goes.
+/// Stores rows of c sums, times a factor, to their destinations.
 fn store<'o, 'a: 'o, T: Float>(
     sums: &[T::Acc],
     c: usize,
@@ -141,19 +141,18 @@ fn store<'o, 'a: 'o, T: Float>(
     );
 }
 
-/// The sums of one key head, and one tile of queries on its way over the keys.
+/// The sums of one key head, and the current tile of queries.
 struct State<'s, P: Operand> {
     dk: &'s mut [P::Acc],
     dv: &'s mut [P::Acc],
     /// The queries, times the first of [`Operand::factors`].
     q: &'s mut [P],
     d_out: &'s mut [P],
-    /// Both transposed, as far as they lie in strips, and all keys and values, if tiles are taken by strips.
+    /// Queries and cotangents transposed, as far as they fill strips, and all keys and values, for tiles taken by strips.
     transposed: [&'s mut [P::Acc]; 2],
     keys: [&'s mut [P::Acc]; 2],
     dq: &'s mut [P::Acc],
-    /// Per query, filled up to a full vector: the logarithm of the sum of exponentials, and the product of o and its
-    /// cotangent.
+    /// Per query, padded to a full vector: the log-sum-exp, and the dot product of o and its cotangent.
     lse: &'s mut [P::Acc],
     delta: &'s mut [P::Acc],
     /// A row per key: the scores, then the probabilities.
@@ -183,7 +182,7 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         State { dk, dv, q, d_out, transposed, keys, dq, lse, delta, prob, d_score, weights }
     }
 
-    /// Takes up a tile of queries.
+    /// Loads a tile of queries.
     #[inline(always)]
     fn load<T: Float<Acc = R>>(
         &mut self,
@@ -195,7 +194,7 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         let (c, len) = (problem.c, queries * problem.c);
         q.gather(first, c, P::factors(problem.scale)[0], &mut self.q[..len]);
         d_out.gather(first, c, R::ONE, &mut self.d_out[..len]);
-        // The place of dq serves for o first.
+        // The memory of dq holds o first.
         o.gather(first, c, R::ONE, &mut self.dq[..len]);
         for i in 0..queries {
             self.delta[i] =
@@ -205,7 +204,7 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         self.dq.fill(R::ZERO);
     }
 
-    /// Takes the tile over the keys that it sees.
+    /// Multiplies the tile with the keys that it sees.
     fn walk<T: Float<Acc = R>>(
         &mut self,
         problem: &Problem,
@@ -228,7 +227,7 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         }
     }
 
-    /// Takes the tile in strips over the keys that it sees.
+    /// Multiplies the tile in strips with the keys that it sees.
     fn walk_strips(&mut self, problem: &Problem, scratch: &mut Scratch, [first, queries]: [usize; 2]) {
         let (c, whole) = (problem.c, in_strips::<P>(queries) * problem.c);
         turn(self.q, c, &mut self.transposed[0][..whole]);
@@ -253,7 +252,7 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         }
     }
 
-    /// From scores and cotangents of probabilities to probabilities and cotangents of scores.
+    /// Converts scores to probabilities, and cotangents of probabilities to cotangents of scores.
     #[inline(always)]
     fn differentiate(&mut self, problem: &Problem, pairs: Pairs) {
         let (row_len, factor) = (pairs.row_len(), P::factors(problem.scale)[1]);
