@@ -1,8 +1,8 @@
 //! The fake card of the back end for NVIDIA cards: libraries that g++ makes of the sources that its own tests use.
 
 use crate::cli::Folder;
-use shardgrad::kernels::Machine;
-use shardgrad::kernels::cuda::{Card, Places};
+use shardgrad::kernels::BackendProvider;
+use shardgrad::kernels::cuda::{CudaDevice, SearchPaths};
 use std::fs;
 use std::io::Write as _;
 use std::os::unix::fs::symlink;
@@ -11,7 +11,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 /// The card, whose libraries lie in a folder; `None` without g++, which is then said.
-pub(super) fn open(folder: &Folder) -> Option<Arc<dyn Machine>> {
+pub(super) fn open(folder: &Folder) -> Option<Arc<dyn BackendProvider>> {
     if Command::new("g++").arg("--version").output().is_err() {
         let _ = writeln!(std::io::stderr(), "skipped: no g++ for a fake card");
         return None;
@@ -30,5 +30,5 @@ pub(super) fn open(folder: &Folder) -> Option<Arc<dyn Machine>> {
     folder.file("fake.txt", "");
     let named = ["SHARDGRAD_CUDA_PATH", "SHARDGRAD_NVRTC_PATH", "SHARDGRAD_CUBLASLT_PATH"];
     let named = named.map(|name| (name, Path::new(&driver).parent().unwrap().to_path_buf())).into();
-    Some(Card::open(&Places { named, ..Places::default() }, 0).unwrap())
+    Some(CudaDevice::open(&SearchPaths { named, ..SearchPaths::default() }, 0).unwrap())
 }

@@ -7,7 +7,7 @@ use shardgrad::dist::{AxisSet, Call, Origin, Phase, ReduceOp};
 use shardgrad::kernels::gpu::{Grid, GridArg};
 use shardgrad::kernels::op::copy::COPY;
 use shardgrad::kernels::{
-    Arg, ArgMut, Backend, Bound, Buffer, Gpu, Kernel, Launch, Strides, download, upload,
+    Arg, ArgMut, Backend, Bound, Buffer, GpuCode, Kernel, Launch, Strides, download, upload,
 };
 use shardgrad::nn::{Gpt2, Gpt2Config, LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
@@ -124,7 +124,7 @@ static HELD: Kernel = Kernel {
     name: "held",
     reference: |_, _| unreachable!("only the card runs it"),
     cpu: None,
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: "extern \"C\" __global__ void held(const float *gate, const float *x, float *y, int n) {\n\
                 if (threadIdx.x != 0) return;\n\
                 const volatile float *at = gate;\n\
@@ -148,10 +148,10 @@ static HELD: Kernel = Kernel {
 fn what_is_computed_next_is_done_before_a_sum_that_is_held_back() {
     let folder = Folder::new("flights-held");
     let Some(card) = card::open(&folder) else { return };
-    let keeper = card.backend(shardgrad::kernels::Settings::default()).unwrap();
+    let keeper = card.backend(shardgrad::kernels::BackendConfig::default()).unwrap();
     let gate = |value: f32| upload(&*keeper, &[value]).unwrap();
     let (open, closed) = (gate(1.0), Mutex::new(gate(0.0)));
-    keeper.finish().unwrap();
+    keeper.synchronize().unwrap();
     let is_opened = AtomicBool::new(false);
     let sums = world("tp=2").on(card.clone()).launch(|rank| {
         let own = &**rank.backend();
@@ -160,7 +160,7 @@ fn what_is_computed_next_is_done_before_a_sum_that_is_held_back() {
         let copy = launch(own, &HELD, &[(&open, 1), (&x, N)])?;
         rank.all_reduce(&over_tp(rank), &copy, N, ReduceOp::Sum)?;
         launch(own, &COPY, &[(&x, N)])?;
-        own.finish()?;
+        own.synchronize()?;
         rank.barrier(&over_tp(rank))?;
         // Rank 1 brings what is held back.
         let late = match rank.index() {

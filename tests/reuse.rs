@@ -1,8 +1,8 @@
 //! Weights that the microbatches of a step share: what a back end keeps of them changes no bit, and is gone before the update.
 
 use shardgrad::kernels::{
-    Backend, Buffer, Cost, Device, Host, Kernel, KernelError, Launch, Machine, MemoryStats, Reuse,
-    Settings as Asked,
+    Backend, BackendConfig as Asked, BackendProvider, Buffer, Cost, CpuProvider, Device, Kernel, KernelError,
+    Launch, MemoryStats, PackCacheGuard,
 };
 use shardgrad::nn::model::{Gpt2, Gpt2Config};
 use shardgrad::prelude::*;
@@ -32,7 +32,7 @@ struct OfRank {
 }
 
 /// Counts one less when it is dropped.
-struct Held(Arc<AtomicUsize>, #[expect(dead_code, reason = "it ends with this")] Reuse);
+struct Held(Arc<AtomicUsize>, #[expect(dead_code, reason = "it ends with this")] PackCacheGuard);
 
 impl Drop for Held {
     fn drop(&mut self) {
@@ -40,13 +40,13 @@ impl Drop for Held {
     }
 }
 
-impl Machine for Watched {
+impl BackendProvider for Watched {
     fn device(&self) -> Device {
         Device::Cpu
     }
 
     fn backend(&self, asked: Asked) -> Result<Arc<dyn Backend>, KernelError> {
-        let (host, counts, held) = (Host.backend(asked)?, self.counts.clone(), Arc::default());
+        let (host, counts, held) = (CpuProvider.backend(asked)?, self.counts.clone(), Arc::default());
         Ok(Arc::new(OfRank { host, is_told: self.is_told, held, counts }))
     }
 }
@@ -79,13 +79,13 @@ impl Backend for OfRank {
         self.host.num_threads()
     }
 
-    fn reuse(&self, buffer: &Buffer) -> Reuse {
+    fn cache_packed(&self, buffer: &Buffer) -> PackCacheGuard {
         if !self.is_told {
-            return Reuse::default();
+            return PackCacheGuard::default();
         }
         self.held.fetch_add(1, Ordering::Relaxed);
         self.counts[1].fetch_add(1, Ordering::Relaxed);
-        Reuse::new(Held(self.held.clone(), self.host.reuse(buffer)))
+        PackCacheGuard::new(Held(self.held.clone(), self.host.cache_packed(buffer)))
     }
 }
 

@@ -2,7 +2,8 @@
 
 use crate::pipelines::Run;
 use shardgrad::kernels::{
-    Backend, Buffer, Cost, Device, Host, Kernel, KernelError, Launch, Machine, MemoryStats, Settings,
+    Backend, BackendConfig, BackendProvider, Buffer, Cost, CpuProvider, Device, Kernel, KernelError, Launch,
+    MemoryStats,
 };
 use shardgrad::nn::{LlamaConfig, LlamaKind};
 use shardgrad::prelude::*;
@@ -21,13 +22,13 @@ type Launches = Arc<Mutex<Vec<(&'static str, Vec<usize>)>>>;
 #[derive(Clone, Debug, Default)]
 struct Noting(Launches);
 
-impl Machine for Noting {
+impl BackendProvider for Noting {
     fn device(&self) -> Device {
         Device::Cpu
     }
 
-    fn backend(&self, settings: Settings) -> std::result::Result<Arc<dyn Backend>, KernelError> {
-        Ok(Arc::new(OneRank { host: Host.backend(settings)?, launches: self.0.clone() }))
+    fn backend(&self, settings: BackendConfig) -> std::result::Result<Arc<dyn Backend>, KernelError> {
+        Ok(Arc::new(OneRank { host: CpuProvider.backend(settings)?, launches: self.0.clone() }))
     }
 }
 

@@ -43,7 +43,7 @@ impl Leaf {
     }
 
     /// Takes over the tensor of another one, and how it came about. Cotangents that were added up stay.
-    fn refill(&mut self, other: Leaf) {
+    fn upload_into(&mut self, other: Leaf) {
         (self.tensor, self.last, self.origin) = (other.tensor, other.last, other.origin);
         self.reuse = other.reuse;
         (self.layout, self.sums, self.site) = (other.layout, other.sums, other.site);
@@ -128,7 +128,7 @@ impl Arena {
             return refused("lies otherwise than its gradient", "take Tape::gradients() before it changes");
         }
         self.forget(&family);
-        self.leaves[at].refill(new);
+        self.leaves[at].upload_into(new);
         Ok(())
     }
 }
@@ -236,7 +236,7 @@ impl Tape {
             Some(at) => {
                 let family = arena.family(at);
                 arena.forget(&family);
-                arena.leaves[at].refill(form);
+                arena.leaves[at].upload_into(form);
             }
             None => {
                 arena.leaves[origin_at].forms.push(at as u32);

@@ -13,7 +13,7 @@ use crate::id::{ByKey, Draws, Gradients, Id, Key, Noise};
 use crate::program::{Keeper, OpRecord, Recorder, Slot, SumDType};
 use shardgrad_dist::{Error, Rank};
 use shardgrad_tensor::op::{Cotangents, Offer, Vjp, check_given, check_lawful};
-use shardgrad_tensor::{Context, Inference, Layout, Op, Reuse, Tensor};
+use shardgrad_tensor::{Context, Inference, Layout, Op, PackCacheGuard, Tensor};
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell, RefMut};
 use std::collections::HashSet;
@@ -29,7 +29,7 @@ pub(crate) struct Leaf {
     /// Given up when gradients are handed out, so that the optimizer can update the parameter in place.
     pub(crate) tensor: Option<Tensor>,
     /// While it is held for rounds that read it again.
-    pub(crate) reuse: Option<Reuse>,
+    pub(crate) reuse: Option<PackCacheGuard>,
     /// The [identity](Tensor::identity) of the tensor that it is, or was; 0 for one that is no more.
     pub(crate) last: usize,
     pub(crate) origin: Option<(u32, Rc<dyn Op>)>,

@@ -156,8 +156,8 @@ impl From<shardgrad_kernels::KernelError> for Error {
             shardgrad_kernels::KernelError::Index { .. } => Kind::Data,
             shardgrad_kernels::KernelError::Library { .. }
             | shardgrad_kernels::KernelError::Unsupported { .. }
-            | shardgrad_kernels::KernelError::Captured { .. }
-            | shardgrad_kernels::KernelError::Unmade { .. } => Kind::Unsupported,
+            | shardgrad_kernels::KernelError::NotCapturable { .. }
+            | shardgrad_kernels::KernelError::CaptureOutputHeld { .. } => Kind::Unsupported,
             _ => Kind::Device,
         };
         let error = Error::new(kind, e.to_string());

@@ -11,7 +11,7 @@ use crate::transport::record::Recording;
 use crate::transport::thread::{Shared, Threads};
 use crate::transport::wire::{Values, WaitHook};
 use shardgrad_kernels::cpu::cores;
-use shardgrad_kernels::{Host, Machine, MatmulPrecision, Null, Settings};
+use shardgrad_kernels::{BackendConfig, BackendProvider, CpuProvider, MatmulPrecision, Null};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -41,7 +41,7 @@ pub struct World {
     precision: MatmulPrecision,
     jitter: Option<u64>,
     pinned: bool,
-    machine: Arc<dyn Machine>,
+    machine: Arc<dyn BackendProvider>,
     consistent: Vec<Values>,
     wait_hook: Option<WaitHook>,
 }
@@ -58,7 +58,7 @@ impl World {
             precision: MatmulPrecision::Highest,
             jitter: None,
             pinned: false,
-            machine: Arc::new(Host),
+            machine: Arc::new(CpuProvider),
             consistent: Vec::new(),
             wait_hook: None,
         }
@@ -105,7 +105,7 @@ impl World {
     /// Where the ranks compute ([`open`](shardgrad_kernels::open()) gives a device by its name). All of them share it.
     /// Default: the processor of this machine.
     #[must_use]
-    pub fn on(mut self, machine: Arc<dyn Machine>) -> World {
+    pub fn on(mut self, machine: Arc<dyn BackendProvider>) -> World {
         self.machine = machine;
         self
     }
@@ -149,8 +149,8 @@ impl World {
         let one = |index: usize| {
             let rank = || {
                 let cores = homes.chunks(num_threads).nth(index).unwrap_or_default().to_vec();
-                cores.first().iter().for_each(|core| cores::stay_on(**core));
-                let settings = Settings { num_threads, may_spin, cores, memory_bytes_max, precision };
+                cores.first().iter().for_each(|core| cores::pin_thread(**core));
+                let settings = BackendConfig { num_threads, may_spin, cores, memory_bytes_max, precision };
                 let backend = self.machine.backend(settings)?;
                 let transport = Box::new(Threads::new(shared.clone(), index));
                 Ok(Rank::new(self.mesh.clone(), index, backend, transport))
@@ -201,7 +201,7 @@ impl World {
 /// A core for each thread of each rank.
 fn homes(num_ranks: usize, num_threads: usize) -> Result<Vec<usize>> {
     let wanted = num_ranks.saturating_mul(num_threads);
-    let cores = cores::apart(wanted);
+    let cores = cores::choose(wanted);
     if cores.len() < wanted {
         let there = cores.len();
         let why = format!("{num_ranks} ranks of {num_threads} threads cannot be pinned to {there} cores");
@@ -231,7 +231,7 @@ fn live<T>(
         }
     };
     // What a device has yet to report counts as the rank's end.
-    let whole = |rank: &Rank| f(rank).and_then(|result| Ok(rank.backend().finish().map(|()| result)?));
+    let whole = |rank: &Rank| f(rank).and_then(|result| Ok(rank.backend().synchronize().map(|()| result)?));
     match caught(&table.mesh, index, rank) {
         Ok(rank) => tell(caught(&table.mesh, index, || whole(&rank))),
         Err(error) => tell(Err(error)),

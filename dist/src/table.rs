@@ -7,7 +7,7 @@ use crate::group::Group;
 use crate::mesh::{AxisSet, Mesh};
 use crate::park::Parking;
 use crate::sync::{AtomicBool, AtomicU64, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
-use shardgrad_kernels::{Buffer, Mark};
+use shardgrad_kernels::{Buffer, SyncEvent};
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
@@ -28,7 +28,7 @@ pub(crate) struct Posted {
     pub(crate) issued: Issued,
     pub(crate) x: Option<Buffer>,
     /// Behind what fills the buffer.
-    pub(crate) ready: Mark,
+    pub(crate) ready: SyncEvent,
 }
 
 /// A message under way: what was called, by whom, and a copy of the contents.
@@ -38,7 +38,7 @@ pub(crate) struct Letter {
     pub(crate) issued: Issued,
     pub(crate) x: Buffer,
     /// Behind what fills the buffer.
-    pub(crate) ready: Mark,
+    pub(crate) ready: SyncEvent,
 }
 
 /// One rank's line in the table. Lines lie on cache lines of their own.
@@ -47,11 +47,11 @@ pub(crate) struct Letter {
 pub(crate) struct Entry {
     posted: RwLock<Posted>,
     /// A reduced chunk that the others gather in the second half of an all-reduce, with the point behind what fills it.
-    part: RwLock<Option<(Buffer, Mark)>>,
+    part: RwLock<Option<(Buffer, SyncEvent)>>,
     /// Behind this rank's last reading of buffers that others show.
-    read: RwLock<Mark>,
+    read: RwLock<SyncEvent>,
     /// Contents of letters from this rank, each with the point behind its reading: memory of its back end.
-    returned: Mutex<Vec<(Buffer, Mark)>>,
+    returned: Mutex<Vec<(Buffer, SyncEvent)>>,
     /// Odd from the post until every member of the group has arrived (or the message is there), even
     /// otherwise.
     ticket: AtomicU64,
@@ -63,11 +63,11 @@ pub(crate) struct Entry {
 impl Entry {
     pub(crate) fn new() -> Entry {
         let posted =
-            Posted { state: State::Running, issued: Issued::nothing(), x: None, ready: Mark::default() };
+            Posted { state: State::Running, issued: Issued::nothing(), x: None, ready: SyncEvent::default() };
         Entry {
             posted: RwLock::new(posted),
             part: RwLock::new(None),
-            read: RwLock::new(Mark::default()),
+            read: RwLock::new(SyncEvent::default()),
             returned: Mutex::default(),
             ticket: AtomicU64::new(0),
             inbox: Mutex::default(),
@@ -86,31 +86,31 @@ impl Entry {
         self.posted.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn part(&self) -> RwLockReadGuard<'_, Option<(Buffer, Mark)>> {
+    pub(crate) fn part(&self) -> RwLockReadGuard<'_, Option<(Buffer, SyncEvent)>> {
         self.part.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn set_part(&self, part: Option<(Buffer, Mark)>) {
+    pub(crate) fn set_part(&self, part: Option<(Buffer, SyncEvent)>) {
         *self.part.write().unwrap_or_else(PoisonError::into_inner) = part;
     }
 
     /// Behind this rank's last reading; a later one than was asked for does no harm, since it lies behind work that was
     /// given already.
-    pub(crate) fn read(&self) -> Mark {
+    pub(crate) fn read(&self) -> SyncEvent {
         self.read.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    pub(crate) fn set_read(&self, mark: Mark) {
+    pub(crate) fn set_read(&self, mark: SyncEvent) {
         *self.read.write().unwrap_or_else(PoisonError::into_inner) = mark;
     }
 
     /// Hands back the contents of a letter from this rank, which may be freed behind a point.
-    pub(crate) fn give_back(&self, x: Buffer, mark: Mark) {
+    pub(crate) fn give_back(&self, x: Buffer, mark: SyncEvent) {
         self.returned.lock().unwrap_or_else(PoisonError::into_inner).push((x, mark));
     }
 
     /// What was handed back since.
-    pub(crate) fn take_returned(&self) -> Vec<(Buffer, Mark)> {
+    pub(crate) fn take_returned(&self) -> Vec<(Buffer, SyncEvent)> {
         std::mem::take(&mut *self.returned.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
@@ -120,7 +120,7 @@ impl Entry {
 
     /// Writes down a call for those who ask why nobody comes, and for the members of its group the buffer that they read, which
     /// is filled at `ready`. One that waits must be ended by [`Entry::met`] when all have come.
-    pub(crate) fn post(&self, request: &Request<'_>, waits: bool, x: Option<&Buffer>, ready: Mark) {
+    pub(crate) fn post(&self, request: &Request<'_>, waits: bool, x: Option<&Buffer>, ready: SyncEvent) {
         let mut posted = self.posted_mut();
         posted.issued.set(request);
         posted.x = x.cloned();
@@ -461,7 +461,7 @@ mod tests {
         let request =
             Request { call: &call, op, seat: &seat, number: 1, counts: &[], received: &[], x: None };
         let group = table.group(0, axes);
-        table.entry(0).post(&request, true, None, Mark::default());
+        table.entry(0).post(&request, true, None, SyncEvent::default());
         let nap = std::time::Duration::ZERO;
         let mut seen = Vec::new();
         // While it naps, the other one comes, and leaves for good.

@@ -1,144 +1,104 @@
-//! Where kernels run: the object-safe traits, and the CPU.
+//! The [`Backend`] trait: one device as one rank sees it, with its memory, launches, events, async work and graph capture.
 
-use crate::buffer::{Allocator, Buffer, bytes_of, bytes_of_mut};
-use crate::cpu::Pool;
-use crate::cpu::recurring::Recurring;
+use crate::buffer::{Buffer, bytes_of, bytes_of_mut};
+use crate::cost::Cost;
+use crate::device::Device;
 use crate::dtype::Element;
 use crate::error::{KernelError, MemoryStats};
-use crate::host_vec::{caught, try_filled};
-use crate::kernel::{Cost, Kernel, Launch};
-use crate::precision::MatmulPrecision;
-use crate::tally::Tally;
+use crate::host_vec::try_filled;
+use crate::kernel::{Kernel, Launch};
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-/// What a tensor lives on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Device {
-    /// Host memory, host threads.
-    Cpu,
-    /// An NVIDIA card, by the number that its driver gives it.
-    Cuda(usize),
-    /// No memory and no arithmetic: shapes, bytes and costs only.
-    Null,
-}
-
-impl Device {
-    /// Reads `cpu`, `null`, `cuda:1`, and `cuda` for the first card.
-    #[must_use]
-    pub fn parse(text: &str) -> Option<Device> {
-        match text {
-            "cpu" => Some(Device::Cpu),
-            "null" => Some(Device::Null),
-            "cuda" => Some(Device::Cuda(0)),
-            _ => {
-                let card = text.strip_prefix("cuda:")?;
-                let plain = card.bytes().all(|b| b.is_ascii_digit());
-                card.parse().ok().filter(|_| plain).map(Device::Cuda)
-            }
-        }
-    }
-}
-
-impl fmt::Display for Device {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Device::Cpu => f.write_str("cpu"),
-            Device::Cuda(card) => write!(f, "cuda:{card}"),
-            Device::Null => f.write_str("null"),
-        }
-    }
-}
-
-/// A point in the work that was given to a back end. The default is a point that is always behind: a back end that has
-/// done its work when a call returns knows no other.
+/// A recorded point in the work of a back end, as a CUDA event ([`Backend::record_event`]). The default event is always complete:
+/// synchronous back ends return no other.
 #[derive(Clone, Debug, Default)]
-pub struct Mark(Option<Arc<dyn Any + Send + Sync>>);
+pub struct SyncEvent(Option<Arc<dyn Any + Send + Sync>>);
 
-impl Mark {
-    /// A point as its back end knows it.
+impl SyncEvent {
+    /// Wraps the event type of a back end.
     #[must_use]
-    pub fn new<T: Any + Send + Sync>(point: Arc<T>) -> Mark {
-        Mark(Some(point))
+    pub fn new<T: Any + Send + Sync>(event: Arc<T>) -> SyncEvent {
+        SyncEvent(Some(event))
     }
 
-    /// Whether nobody needs to wait for it.
+    /// Returns whether waiting for the event is never necessary.
     #[must_use]
-    pub fn is_behind(&self) -> bool {
+    pub fn is_complete(&self) -> bool {
         self.0.is_none()
     }
 
-    /// The point, if it is of this type.
+    /// Returns the back end's event if its type is `T`.
     #[must_use]
-    pub fn point<T: Any>(&self) -> Option<&T> {
+    pub fn downcast_ref<T: Any>(&self) -> Option<&T> {
         self.0.as_ref()?.downcast_ref()
     }
 }
 
-/// Work that a back end has noted as a whole, with all the memory that it uses: what it reads and writes is kept with it, whoever
-/// else drops it.
+/// Captured work of a back end, as a CUDA graph ([`Backend::capture`]). The graph keeps every buffer that the work reads or writes
+/// alive.
 #[derive(Clone, Debug)]
 pub struct Graph(Arc<dyn Any + Send + Sync>);
 
 impl Graph {
-    /// Work as its back end knows it.
+    /// Wraps the graph type of a back end.
     #[must_use]
-    pub fn new<T: Any + Send + Sync>(work: Arc<T>) -> Graph {
-        Graph(work)
+    pub fn new<T: Any + Send + Sync>(graph: Arc<T>) -> Graph {
+        Graph(graph)
     }
 
-    /// The work, if it is of this type.
+    /// Returns the back end's graph if its type is `T`.
     #[must_use]
-    pub fn work<T: Any>(&self) -> Option<&T> {
+    pub fn downcast_ref<T: Any>(&self) -> Option<&T> {
         self.0.downcast_ref()
     }
 }
 
-/// While this lives, a buffer is one that kernels read again and again ([`Backend::reuse`]). The default is a word that nobody heeds.
+/// Keeps the packed forms of a buffer in the pack cache until dropped ([`Backend::cache_packed`]). The default guard does nothing.
 #[derive(Debug, Default)]
-pub struct Reuse {
-    _hold: Option<Box<dyn Any + Send + Sync>>,
+pub struct PackCacheGuard {
+    _guard: Option<Box<dyn Any + Send + Sync>>,
 }
 
-impl Reuse {
-    /// What ends when it is dropped, as its back end knows it.
+impl PackCacheGuard {
+    /// Wraps the guard type of a back end, whose drop ends the caching.
     #[must_use]
-    pub fn new<T: Any + Send + Sync>(hold: T) -> Reuse {
-        Reuse { _hold: Some(Box::new(hold)) }
+    pub fn new<T: Any + Send + Sync>(guard: T) -> PackCacheGuard {
+        PackCacheGuard { _guard: Some(Box::new(guard)) }
     }
 }
 
-/// One device as one rank sees it: its memory and its way to run kernels.
+/// One device as one rank sees it: allocates its memory and launches its kernels.
 pub trait Backend: fmt::Debug + Send + Sync {
-    /// Which device this is.
+    /// Returns the device.
     fn device(&self) -> Device;
 
-    /// Memory of at least `bytes` bytes with arbitrary contents.
+    /// Allocates at least `bytes` bytes with arbitrary contents.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`].
     fn alloc(&self, bytes: usize) -> Result<Buffer, KernelError>;
 
-    /// Runs a kernel. Every output buffer has one handle. One launch comes after another: a back end is that of one rank.
+    /// Launches a kernel. Every output buffer has exactly one handle. Launches are sequential: one rank owns the back end.
     ///
     /// # Errors
-    /// What the kernel reports.
+    /// The error that the kernel reports.
     fn launch(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError>;
 
-    /// What is in use now.
+    /// Returns the memory in use.
     fn memory(&self) -> MemoryStats;
 
-    /// What the launches so far cost.
+    /// Returns the summed cost of all launches so far.
     fn cost(&self) -> Cost;
 
-    /// How many threads a kernel may use.
+    /// Returns how many threads a kernel may use.
     fn num_threads(&self) -> usize;
 
-    /// Copies bytes from the host to the start of a buffer that has one handle. The bytes may change when it returns.
+    /// Copies bytes from the host to the start of a buffer that has one handle. `from` may be overwritten once the call returns.
     ///
     /// # Errors
-    /// What the device reports.
+    /// An error of the device.
     fn upload(&self, from: &[u8], to: &mut Buffer) -> Result<(), KernelError> {
         let memory = to.as_mut::<u8>().expect("a buffer that is written has one handle");
         if !memory.is_empty() {
@@ -147,11 +107,10 @@ pub trait Backend: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// Copies bytes from the start of a buffer to the host, after all work that was given before. Leaves them as they are
-    /// where there is no memory.
+    /// Copies bytes from the start of a buffer to the host, after all earlier work. Leaves `to` unchanged if the buffer has no memory.
     ///
     /// # Errors
-    /// What the device reports, errors of earlier launches among it.
+    /// An error of the device, errors of earlier launches included.
     fn download(&self, from: &Buffer, to: &mut [u8]) -> Result<(), KernelError> {
         let memory = from.as_slice::<u8>();
         if !memory.is_empty() {
@@ -160,143 +119,93 @@ pub trait Backend: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// The point behind all work that was given so far, for [`Backend::wait`] of others on the same device.
+    /// Records an event after all work submitted so far, for [`Backend::wait_event`] of other back ends on the same device.
     ///
     /// # Errors
-    /// What the device reports.
-    fn mark(&self) -> Result<Mark, KernelError> {
-        Ok(Mark::default())
+    /// An error of the device.
+    fn record_event(&self) -> Result<SyncEvent, KernelError> {
+        Ok(SyncEvent::default())
     }
 
-    /// Lets all work that is given from now on begin after a point in the work of another back end. The caller does not
-    /// wait.
+    /// Makes all work submitted from now on wait for an event of another back end. The calling thread does not wait.
     ///
     /// # Errors
-    /// What the device reports.
-    fn wait(&self, mark: &Mark) -> Result<(), KernelError> {
-        debug_assert!(mark.is_behind(), "a mark belongs to back ends of one kind");
+    /// An error of the device.
+    fn wait_event(&self, event: &SyncEvent) -> Result<(), KernelError> {
+        debug_assert!(event.is_complete(), "an event belongs to back ends of one kind");
         Ok(())
     }
 
-    /// Begins a flight: work that is done beside all that is given here, for calls to others. It is given to the back end that
-    /// comes back, which has this one's memory and account, and begins behind what was given here before. What is given here
-    /// after [`Backend::end_flight`] may begin before the flight is done, unless it reads what a flight has taken for itself
-    /// ([`Backend::alloc`] there) or writes that or what a flight holds ([`Backend::hold`]). Nothing is given here in between.
-    /// `None` where all work is done in one order.
+    /// Begins async work on the communication stream, which overlaps with work of this back end. Returns the back end to submit the
+    /// async work to, or `None` if the device has one stream only. Nothing is submitted to this back end before [`Backend::end_async`].
+    ///
+    /// The async work starts after all work submitted here before, and shares memory and cost counter with this back end. Work that is
+    /// submitted here after [`Backend::end_async`] may start before the async work completes, unless it reads or writes a buffer that was
+    /// allocated ([`Backend::alloc`]) on the async back end, or writes a buffer recorded there by [`Backend::record_stream`].
     ///
     /// # Errors
-    /// What the device reports; then there is no flight.
-    fn begin_flight(&self) -> Result<Option<&dyn Backend>, KernelError> {
+    /// An error of the device; then no async work has begun.
+    fn begin_async(&self) -> Result<Option<&dyn Backend>, KernelError> {
         Ok(None)
     }
 
-    /// Ends the flight that runs, if one does.
+    /// Ends the submission of async work, if any has begun.
     ///
     /// # Errors
-    /// What the device reports.
-    fn end_flight(&self) -> Result<(), KernelError> {
+    /// An error of the device.
+    fn end_async(&self) -> Result<(), KernelError> {
         Ok(())
     }
 
-    /// On the back end of a flight: the flight reads this buffer, or waits for others who do. Until it is done nobody else
-    /// writes the buffer or takes its memory.
-    fn hold(&self, buffer: &Buffer) {
+    /// On the async back end: records that the async work reads this buffer, or waits for peers that read it, as PyTorch's
+    /// `Tensor.record_stream`. Until the async work completes, the buffer is neither written nor is its memory allocated again.
+    fn record_stream(&self, buffer: &Buffer) {
         let _ = buffer;
     }
 
-    /// Says that kernels will read a buffer several times while what comes back lives: the weights of a step of several
-    /// microbatches. The back end holds the buffer so long, so that nobody writes it, and may keep beside it what kernels make of
-    /// it: on the CPU, the form in which products pack a right operand, which takes about as much memory as that (in 16-bit floats
-    /// twice as much) for each way in which it is read, as it is and turned. That is counted, and given up where memory is short.
-    /// Results do not depend on it. Not for what is read once, nor for what is to be updated in place before the end.
-    fn reuse(&self, buffer: &Buffer) -> Reuse {
+    /// Caches the packed forms of a matrix product operand while the returned guard lives: for weights that a step of several
+    /// microbatches reads several times.
+    ///
+    /// The back end holds a handle of the buffer, so that nothing writes it. On the CPU, matrix products pack a right operand into
+    /// panels; the pack cache keeps one packed form of the buffer for each view in which it is read (plain, transposed). A form takes
+    /// about as much memory as the buffer (twice as much for 16-bit floats), is counted as in use, and is evicted when memory runs out.
+    /// Results do not depend on the cache. Not worthwhile for a buffer that is read once, nor possible for a buffer that is updated in
+    /// place while the guard lives.
+    fn cache_packed(&self, buffer: &Buffer) -> PackCacheGuard {
         let _ = buffer;
-        Reuse::default()
+        PackCacheGuard::default()
     }
 
-    /// Notes the launches that a function gives, without doing them, for [`Backend::replay`]. Buffers that come out of the
-    /// function have contents once that has been called, and keep their addresses; so do those that it reads and writes. Numbers
-    /// that are passed by value stay as they are.
+    /// Captures the launches of a function into a graph, without running them, for [`Backend::replay`]. Buffers that the function
+    /// allocates have contents after the first replay. All buffers keep their addresses; scalars passed by value keep their values.
     ///
     /// # Errors
-    /// [`KernelError::Unsupported`] where there is no such thing; [`KernelError::Captured`] for work that copies to or from the
-    /// host, orders itself with other back ends, waits, or captures; what the function or the device reports, unless somebody
-    /// still holds what the function has made until then, which is [`KernelError::Unmade`].
+    /// [`KernelError::Unsupported`] if the back end has no graph capture; [`KernelError::NotCapturable`] for work that copies to or
+    /// from the host, synchronizes with other back ends or with the host, or captures; an error of the function or of the device,
+    /// except that [`KernelError::CaptureOutputHeld`] replaces such an error if a buffer that the function allocated is still held.
     fn capture(&self, work: &mut dyn FnMut() -> Result<(), KernelError>) -> Result<Graph, KernelError> {
         let _ = work;
         Err(KernelError::Unsupported { kernel: "capture", device: "this back end" })
     }
 
-    /// Gives all work of a graph of this back end again, with what is in its buffers now.
+    /// Submits all work of a graph of this back end again, with the current contents of its buffers.
     ///
     /// # Errors
-    /// What the device reports.
+    /// An error of the device.
     fn replay(&self, graph: &Graph) -> Result<(), KernelError> {
         unreachable!("a graph of another back end: {graph:?}")
     }
 
-    /// Waits until all work is done.
+    /// Blocks until all work is complete.
     ///
     /// # Errors
-    /// What launches have reported since.
-    fn finish(&self) -> Result<(), KernelError> {
+    /// Errors of launches since the last call.
+    fn synchronize(&self) -> Result<(), KernelError> {
         Ok(())
     }
 }
 
-/// What a rank asks of its back end.
-#[derive(Clone, Debug)]
-pub struct Settings {
-    /// Host threads that its kernels use, the rank's own among them (0 counts as 1).
-    pub num_threads: usize,
-    /// Whether these may spin for a while where they wait: all threads of all ranks have cores.
-    pub may_spin: bool,
-    /// Bytes that it takes from the system at most; 0 for no limit.
-    pub memory_bytes_max: usize,
-    /// How it forms matrix products of f32.
-    pub precision: MatmulPrecision,
-    /// The cores on which these threads stay, the rank's own first. Empty: where the system lets them run.
-    pub cores: Vec<usize>,
-}
-
-impl Default for Settings {
-    /// One thread anywhere, which may spin, no limit, the most exact products.
-    fn default() -> Self {
-        let precision = MatmulPrecision::Highest;
-        Settings { num_threads: 1, may_spin: true, cores: Vec::new(), memory_bytes_max: 0, precision }
-    }
-}
-
-/// What gives each rank of a world a back end of its own.
-pub trait Machine: fmt::Debug + Send + Sync {
-    /// Which device its back ends are on.
-    fn device(&self) -> Device;
-
-    /// A back end.
-    ///
-    /// # Errors
-    /// What the device reports.
-    fn backend(&self, settings: Settings) -> Result<Arc<dyn Backend>, KernelError>;
-}
-
-/// The processor of this machine.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Host;
-
-impl Machine for Host {
-    fn device(&self) -> Device {
-        Device::Cpu
-    }
-
-    fn backend(&self, settings: Settings) -> Result<Arc<dyn Backend>, KernelError> {
-        let allocator = Allocator::with_limit(settings.memory_bytes_max);
-        let Settings { num_threads, may_spin, precision, ref cores, .. } = settings;
-        let pool = Pool::placed(num_threads, may_spin, cores)?.with_precision(precision);
-        Ok(Cpu::on(pool, allocator))
-    }
-}
-
-/// Copies elements from the host into new memory (without contents on the null back end).
+/// Copies elements from the host into a new buffer (without contents on the null back end).
 ///
 /// # Errors
 /// [`KernelError::OutOfMemory`].
@@ -309,15 +218,19 @@ pub fn upload<T: Element>(backend: &dyn Backend, data: &[T]) -> Result<Buffer, K
 /// Copies elements from the host to the start of a buffer that has one handle (not on the null back end).
 ///
 /// # Errors
-/// What the device reports.
-pub fn refill<T: Element>(backend: &dyn Backend, data: &[T], to: &mut Buffer) -> Result<(), KernelError> {
+/// An error of the device.
+pub fn upload_into<T: Element>(
+    backend: &dyn Backend,
+    data: &[T],
+    to: &mut Buffer,
+) -> Result<(), KernelError> {
     backend.upload(bytes_of(data), to)
 }
 
-/// The first `numel` elements of a buffer on the host (none on the null back end).
+/// Copies the first `numel` elements of a buffer to the host (none on the null back end).
 ///
 /// # Errors
-/// What the device reports.
+/// An error of the device.
 pub fn download<T: Element>(
     backend: &dyn Backend,
     buffer: &Buffer,
@@ -329,172 +242,4 @@ pub fn download<T: Element>(
     let mut data = try_filled(T::default(), numel, "a copy of a tensor on the host")?;
     backend.download(buffer, bytes_of_mut(&mut data))?;
     Ok(data)
-}
-
-/// The embedded default: host memory, a pool of threads, run-time SIMD detection.
-#[derive(Debug)]
-pub struct Cpu {
-    allocator: Allocator,
-    pool: Pool,
-    recurring: Arc<Recurring>,
-    cost: Tally,
-}
-
-impl Cpu {
-    /// A CPU back end whose kernels use `num_threads` threads, the caller's among them (at least 1).
-    #[must_use]
-    pub fn backend(num_threads: usize) -> Arc<dyn Backend> {
-        Cpu::with_allocator(num_threads, Allocator::default())
-    }
-
-    /// The same on memory of a given allocator.
-    pub fn with_allocator(num_threads: usize, allocator: Allocator) -> Arc<dyn Backend> {
-        Cpu::on(Pool::new(num_threads), allocator)
-    }
-
-    fn on(pool: Pool, allocator: Allocator) -> Arc<dyn Backend> {
-        let recurring = Arc::new(Recurring::new(allocator.clone()));
-        let pool = pool.with_recurring(recurring.clone());
-        Arc::new(Cpu { allocator, pool, recurring, cost: Tally::default() })
-    }
-
-    /// Memory once more after a refusal: what makes products faster is worth less than what the program cannot do without.
-    #[cold]
-    fn alloc_in_need(&self, bytes: usize, refused: KernelError) -> Result<Buffer, KernelError> {
-        if self.recurring.give_up() { self.allocator.alloc(bytes) } else { Err(refused) }
-    }
-}
-
-impl Backend for Cpu {
-    fn device(&self) -> Device {
-        Device::Cpu
-    }
-
-    fn alloc(&self, bytes: usize) -> Result<Buffer, KernelError> {
-        match self.allocator.alloc(bytes) {
-            Err(refused) => self.alloc_in_need(bytes, refused),
-            taken => taken,
-        }
-    }
-
-    fn reuse(&self, buffer: &Buffer) -> Reuse {
-        if buffer.has_memory() { Reuse::new(self.recurring.hold(buffer)) } else { Reuse::default() }
-    }
-
-    fn launch(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
-        debug_assert!(
-            launch.inputs.iter().all(|a| a.buffer.bytes() >= a.view.reach() * a.dtype.size())
-                && launch.outputs.iter().all(|a| a.buffer.bytes() >= a.view.reach() * a.dtype.size()),
-            "{}: a view reaches outside of its buffer",
-            kernel.name
-        );
-        self.cost.add(kernel.cost(launch));
-        caught(|| kernel.cpu.unwrap_or(kernel.reference)(&self.pool, launch))
-    }
-
-    fn memory(&self) -> MemoryStats {
-        self.allocator.stats()
-    }
-
-    fn cost(&self) -> Cost {
-        self.cost.sum()
-    }
-
-    fn num_threads(&self) -> usize {
-        self.pool.num_threads()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::dtype::DType;
-    use crate::kernel::{Arg, ArgMut};
-    use crate::op::contract::CONTRACT;
-    use crate::strides::Strides;
-
-    #[test]
-    fn devices_are_shown_and_read() {
-        for (text, device) in [("cpu", Device::Cpu), ("null", Device::Null), ("cuda:3", Device::Cuda(3))] {
-            assert_eq!((Device::parse(text), &*device.to_string()), (Some(device), text));
-        }
-        assert_eq!(Device::parse("cuda"), Some(Device::Cuda(0)));
-        for text in ["", "gpu", "cuda:", "cuda:x", "cuda:+1", "cuda1", "CPU"] {
-            assert_eq!(Device::parse(text), None, "{text}");
-        }
-    }
-
-    /// 64 rows by a weight of 100 rows and 300 columns.
-    fn product(cpu: &dyn Backend, x: &Buffer, weight: &Buffer) -> Vec<f32> {
-        let mut y = cpu.alloc(64 * 300 * 4).unwrap();
-        let [a, b, c] =
-            [[64, 100], [100, 300], [64, 300]].map(|[rows, cols]| Strides::contiguous(&[1, rows, cols]));
-        let arg = |buffer, view| Arg { buffer, dtype: DType::F32, view };
-        let inputs = [arg(x, &a), arg(weight, &b)];
-        let outputs = &mut [ArgMut { buffer: &mut y, dtype: DType::F32, view: &c }];
-        cpu.launch(&CONTRACT, &mut Launch { inputs: &inputs, outputs, scalars: &[] }).unwrap();
-        download(cpu, &y, 64 * 300).unwrap()
-    }
-
-    fn numbers(seed: usize, len: usize) -> Vec<f32> {
-        (0..len).map(|i| ((i * 7919 + seed) % 1000) as f32 - 500.0).collect()
-    }
-
-    #[test]
-    fn what_is_reused_is_packed_once_and_updated_after() {
-        let cpu = Cpu::backend(2);
-        let x = upload(&*cpu, &numbers(1, 64 * 100)).unwrap();
-        let mut weight = upload(&*cpu, &numbers(2, 100 * 300)).unwrap();
-        let in_use = || cpu.memory().in_use_bytes;
-        let (right, before) = (product(&*cpu, &x, &weight), in_use());
-        for seed in [3, 4] {
-            let reuse = cpu.reuse(&weight);
-            assert_eq!(in_use(), before, "nothing is kept before a product needs it");
-            assert!(!weight.is_unique(), "nobody else writes it");
-            let first = product(&*cpu, &x, &weight);
-            let with_form = in_use();
-            assert!(with_form >= before + 100 * 304 * 4);
-            assert!(product(&*cpu, &x, &weight) == first && in_use() == with_form);
-            drop(reuse);
-            assert_eq!(in_use(), before);
-            cpu.upload(bytes_of(&numbers(seed, 100 * 300)), &mut weight).unwrap();
-            assert!(product(&*cpu, &x, &weight) != first, "it is another weight now");
-        }
-        cpu.upload(bytes_of(&numbers(2, 100 * 300)), &mut weight).unwrap();
-        let _reuse = cpu.reuse(&weight);
-        assert!(product(&*cpu, &x, &weight) == right);
-    }
-
-    #[test]
-    fn what_is_kept_gives_way_to_what_is_needed() {
-        let (limit, form) = (1 << 20, 100 * 304 * 4);
-        let cpu = Cpu::with_allocator(1, Allocator::with_limit(limit));
-        let x = upload(&*cpu, &numbers(1, 64 * 100)).unwrap();
-        let weight = upload(&*cpu, &numbers(2, 100 * 300)).unwrap();
-        let in_use = || cpu.memory().in_use_bytes;
-        let (right, before) = (product(&*cpu, &x, &weight), in_use());
-        let reuse = cpu.reuse(&weight);
-        assert!(product(&*cpu, &x, &weight) == right && in_use() >= before + form);
-        let needed = cpu.alloc(limit - in_use() + form / 4).expect("there is as much without the form");
-        let after = in_use();
-        assert!(after < before + needed.bytes() + form, "it was given up");
-        assert!(product(&*cpu, &x, &weight) == right && in_use() == after);
-        drop(reuse);
-        let _reuse = cpu.reuse(&weight);
-        assert!(
-            product(&*cpu, &x, &weight) == right && in_use() == after,
-            "what is refused is packed as ever"
-        );
-        drop(needed);
-        assert!(product(&*cpu, &x, &weight) == right && in_use() == before, "nor kept later");
-    }
-
-    #[test]
-    fn elements_go_in_and_out() {
-        let cpu = Cpu::backend(1);
-        let buffer = upload(&*cpu, &[1.5f32, -2.0, 7.0]).unwrap();
-        assert_eq!(download::<f32>(&*cpu, &buffer, 2).unwrap(), [1.5, -2.0]);
-        assert_eq!(download::<f32>(&*cpu, &Buffer::without_memory(8), 2).unwrap(), []);
-        assert!(cpu.mark().unwrap().is_behind());
-    }
 }

@@ -1,17 +1,16 @@
-//! Ref-counted memory on one device, and the caching allocator it comes from.
+//! Ref-counted device memory, and the caching allocator that it comes from.
 //!
-//! A buffer is immutable while it is shared: it can be written by who holds the only handle. Host memory is never
-//! uninitialised: new blocks are zeroed by the system, reused blocks hold old values. Memory of a device is an address
-//! here; contents come and go by [`Backend::upload`](crate::Backend::upload) and
-//! [`Backend::download`](crate::Backend::download).
+//! A buffer is immutable while it is shared: only the holder of its single handle can write it. Host memory is never uninitialised: the
+//! system zeroes new blocks, reused blocks hold old values. Device memory is only an address here; contents are copied by
+//! [`Backend::upload`](crate::Backend::upload) and [`Backend::download`](crate::Backend::download).
 
-mod cuts;
+mod free_list;
 mod raw;
 
 use crate::dtype::Element;
 use crate::error::{KernelError, MemoryStats};
-use crate::latch::Latch;
-pub(crate) use cuts::Cuts;
+use crate::spin_lock::SpinLock;
+pub(crate) use free_list::FreeList;
 pub use raw::ALIGNMENT;
 pub(crate) use raw::has_margin;
 use raw::{Chunk, Class, Raw};
@@ -21,12 +20,12 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering, fence};
 
-/// A caching allocator. Small blocks that are freed are kept by size and handed out again; large ones are cut from chunks, where
-/// they are joined again.
+/// A caching allocator of host memory. Freed small blocks are cached by size class and reused; large blocks are cut from chunks, where
+/// neighbouring free blocks are merged.
 #[derive(Clone, Default)]
 pub struct Allocator(Arc<Owner>);
 
-/// The handle of those who allocate. Blocks hold what is shared, and their cache lies there: it goes with this handle.
+/// The handle of an allocator's users. Blocks hold [`Shared`], which contains their cache: dropping this handle empties the cache.
 #[derive(Default)]
 struct Owner(Arc<Shared>);
 
@@ -39,45 +38,45 @@ impl Drop for Owner {
 
 #[derive(Default)]
 struct Shared {
-    state: Latch<State>,
+    state: SpinLock<State>,
     limit_bytes: usize,
 }
 
-/// No chunk is smaller, unless there is not so much. A page of it is memory once it was touched.
+/// The smallest chunk, unless the limit leaves less. Its pages are backed by memory once they are touched.
 const CHUNK_MIN: usize = 64 << 20;
 
-/// After so many bytes of small blocks the system is asked whether it has a margin left.
+/// Bytes of small blocks between two checks of the system's free-memory margin.
 const CHECK_BYTES: usize = 1 << 20;
 
-/// The bytes of the block for so many bytes; as they are where no memory is so large.
+/// Returns the bytes of the block that holds `bytes` bytes; `bytes` itself if no size class is that large.
 fn block_bytes(bytes: usize) -> usize {
     Class::of(bytes).map_or(bytes, |class| class.bytes)
 }
 
-/// What goes back to the system, after the release of the latch.
+/// Memory to return to the system, after the lock is released.
 struct Useless {
     block: Arc<Block>,
     _chunks: Vec<Chunk>,
 }
 
-/// What an allocator holds and counts: one latch serves both.
+/// The caches and statistics of an allocator, behind one lock.
 #[derive(Default)]
 struct State {
-    /// By the number of the size class, small blocks whose last handle is here.
+    /// Free small blocks, by the number of their size class.
     free: Vec<Vec<Arc<Block>>>,
-    cuts: Cuts,
-    /// By address.
+    free_list: FreeList,
+    /// Chunks by address.
     chunks: BTreeMap<u64, Chunk>,
     stats: MemoryStats,
-    /// Nobody allocates any more.
+    /// Whether the allocator has been dropped.
     is_closed: bool,
-    /// Bytes of small blocks taken from the system since it was last asked for a margin.
+    /// Bytes of small blocks taken from the system since the last check of its margin.
     unchecked_bytes: usize,
 }
 
 impl State {
     fn count(&mut self, bytes: usize) {
-        // On the null back end tensors may add up to more than memory has addresses.
+        // On the null back end the sum may exceed usize.
         self.stats.in_use_bytes = self.stats.in_use_bytes.saturating_add(bytes);
         self.stats.peak_bytes = self.stats.peak_bytes.max(self.stats.in_use_bytes);
     }
@@ -87,28 +86,28 @@ impl State {
         self.stats.num_system_allocs += 1;
     }
 
-    /// A small block that was given back, counted as in use.
+    /// Takes a cached small block, counted as in use.
     fn recycled(&mut self, class: Class) -> Option<Arc<Block>> {
         let block = self.free.get_mut(class.number?)?.pop()?;
         self.count(class.bytes);
         Some(block)
     }
 
-    /// A block of a chunk, counted as in use.
+    /// Cuts a block from a chunk, counted as in use.
     fn cut(&mut self, class: Class) -> Option<Raw> {
-        let address = self.cuts.cut(class.bytes)?;
+        let address = self.free_list.cut(class.bytes)?;
         self.count(class.bytes);
-        Some(self.chunks[&self.cuts.chunk_of(address).0].block(address, class))
+        Some(self.chunks[&self.free_list.chunk_of(address).0].block(address, class))
     }
 
-    /// Keeps a block, or what it was cut from; gives back what is of no more use: of small blocks nearly always nothing, which
-    /// takes one register to say.
+    /// Caches a small block, or returns a large one to its chunk. Returns memory for the system, if any; boxed, so that the usual `None`
+    /// takes one register.
     #[must_use]
     fn keep(&mut self, block: Arc<Block>) -> Option<Box<Useless>> {
         let Class { bytes, number } = block.raw().class;
         self.stats.in_use_bytes -= bytes;
         let Some(number) = number else {
-            self.cuts.give_back(block.raw().start.addr().get() as u64, bytes);
+            self.free_list.give_back(block.raw().start.addr().get() as u64, bytes);
             let chunks = if self.is_closed { self.take_chunks() } else { Vec::new() };
             return Some(Box::new(Useless { block, _chunks: chunks }));
         };
@@ -122,28 +121,28 @@ impl State {
         None
     }
 
-    /// Takes the chunks of which nobody uses anything.
+    /// Takes the chunks of which nothing is in use.
     fn take_chunks(&mut self) -> Vec<Chunk> {
-        let empty = self.cuts.take_empty();
+        let empty = self.free_list.take_empty();
         self.stats.reserved_bytes -= empty.iter().map(|(_, bytes)| bytes).sum::<usize>();
         empty.iter().filter_map(|(address, _)| self.chunks.remove(address)).collect()
     }
 }
 
 impl Allocator {
-    /// An allocator that refuses to hold more than `limit_bytes` from the system (0: no limit).
+    /// Creates an allocator that takes at most `limit_bytes` from the system (0: no limit).
     #[must_use]
     pub fn with_limit(limit_bytes: usize) -> Allocator {
-        Allocator(Arc::new(Owner(Arc::new(Shared { state: Latch::default(), limit_bytes }))))
+        Allocator(Arc::new(Owner(Arc::new(Shared { state: SpinLock::default(), limit_bytes }))))
     }
 
-    /// A block of at least `bytes` bytes. Contents are arbitrary but initialised.
+    /// Allocates at least `bytes` bytes. Contents are arbitrary but initialised.
     ///
     /// # Errors
-    /// [`KernelError::OutOfMemory`] when the system or the limit refuses, after the cache was emptied.
+    /// [`KernelError::OutOfMemory`] if the system or the limit refuses, after the cache was emptied.
     pub fn alloc(&self, bytes: usize) -> Result<Buffer, KernelError> {
         let shared = &self.0.0;
-        let refuse = || KernelError::OutOfMemory { asked_bytes: bytes, stats: self.stats() };
+        let refuse = || KernelError::OutOfMemory { requested_bytes: bytes, stats: self.stats() };
         let class = Class::of(bytes).ok_or_else(refuse)?;
         let block = match shared.state.with(|state| state.recycled(class)) {
             Some(block) => block,
@@ -153,19 +152,19 @@ impl Allocator {
         Ok(Buffer(ManuallyDrop::new(block)))
     }
 
-    /// A buffer that only has a size, which is counted as if it were memory: as the block that it would get.
+    /// Allocates a meta buffer: a size without memory, counted as the block that it would get (PyTorch: a meta tensor).
     #[must_use]
-    pub fn outline(&self, bytes: usize) -> Buffer {
+    pub fn alloc_meta(&self, bytes: usize) -> Buffer {
         self.0.0.state.with(|state| state.count(block_bytes(bytes)));
-        Buffer::of(Memory::Outline { home: Some(self.0.0.clone()) }, bytes)
+        Buffer::of(Memory::Meta { home: Some(self.0.0.clone()) }, bytes)
     }
 
-    /// Gives every cached block back to the system.
+    /// Returns every cached block to the system.
     pub fn release_cache(&self) {
         self.0.0.release_cache();
     }
 
-    /// What is in use now.
+    /// Returns the statistics.
     #[must_use]
     pub fn stats(&self) -> MemoryStats {
         self.0.0.state.with(|state| state.stats)
@@ -173,7 +172,7 @@ impl Allocator {
 }
 
 impl Shared {
-    /// A block that no handle was given of, counted as in use. Nobody waits for the system on the latch.
+    /// Allocates a new block, counted as in use. Calls into the system are made without the lock.
     fn fresh(&self, class: Class) -> Option<Raw> {
         let of_chunk = Class::of_chunk(class.bytes)?;
         let try_once = || if class.number.is_some() { self.small(class) } else { self.large(of_chunk) };
@@ -181,7 +180,7 @@ impl Shared {
             self.release_cache();
             try_once()
         });
-        // What there is may all be in chunks.
+        // All free memory may be in chunks.
         found.or_else(|| self.state.with(|state| state.cut(of_chunk)))
     }
 
@@ -190,7 +189,7 @@ impl Shared {
         self.limit_bytes == 0 || reserved().saturating_add(bytes) <= self.limit_bytes
     }
 
-    /// A small block from the system.
+    /// Allocates a small block from the system.
     fn small(&self, class: Class) -> Option<Raw> {
         let raw = if self.fits(class.bytes) { Raw::new(class)? } else { return None };
         let is_due = self.state.with(|state| {
@@ -210,26 +209,26 @@ impl Shared {
         Some(raw)
     }
 
-    /// A block of a chunk; of a new one, if need be.
+    /// Cuts a block from a chunk, adding a chunk if necessary.
     fn large(&self, class: Class) -> Option<Raw> {
         loop {
             if let Some(raw) = self.state.with(|state| state.cut(class)) {
                 return Some(raw);
             }
-            // Chunks grow with what there is, so that they stay few: blocks of two are never joined. Under a limit one is all that
-            // it leaves; small blocks are cut from it, too, when nothing else is left.
+            // Chunks grow with the memory in use, so that they stay few: blocks of two chunks are never merged. Under a limit one chunk takes
+            // all that is left; small blocks are cut from it, too, when nothing else is left.
             let reserved = self.state.with(|state| state.stats.reserved_bytes);
             let usual = match self.limit_bytes {
                 0 => CHUNK_MIN.max(reserved / 2),
                 limit => limit.saturating_sub(reserved),
             };
             let sizes = [usual.max(class.bytes), class.bytes].into_iter().filter(|bytes| self.fits(*bytes));
-            // The chunk is held while the margin is asked for.
+            // The chunk is held during the check, so that the margin excludes it.
             let chunk = sizes.filter_map(Chunk::new).find(|_chunk| has_margin())?;
-            // Another thread may take it before this one comes to cut it.
+            // Another thread may cut this chunk before this thread does; then loop.
             self.state.with(|state| {
                 state.count_reserved(chunk.bytes());
-                state.cuts.add_chunk(chunk.address(), chunk.bytes());
+                state.free_list.add_chunk(chunk.address(), chunk.bytes());
                 state.chunks.insert(chunk.address(), chunk);
             });
         }
@@ -244,8 +243,8 @@ impl Shared {
     }
 }
 
-/// Takes a block that nobody uses.
-fn take_back(home: &Latch<State>, block: Arc<Block>) {
+/// Returns a block without handles to the cache.
+fn take_back(home: &SpinLock<State>, block: Arc<Block>) {
     if let Some(useless) = home.with(|state| state.keep(block)) {
         let Useless { block, _chunks } = *useless;
         release(block);
@@ -258,19 +257,19 @@ impl fmt::Debug for Allocator {
     }
 }
 
-/// What takes memory of a device back.
-pub trait Keeper: fmt::Debug + Send + Sync {
-    /// The last handle of the memory at an address is gone. Work that the device has yet to do may still use it.
+/// The allocator of device memory, to which buffers return their memory.
+pub trait DeviceAllocator: fmt::Debug + Send + Sync {
+    /// Frees the memory at an address, after its last handle was dropped. Submitted work of the device may still use it.
     fn give_back(&self, address: u64);
 
-    /// Keeps the memory at an address from being used again, once its last handle is gone, until it is let go as often.
+    /// Prevents the memory at an address from being reused after its last handle is dropped, until [`DeviceAllocator::release`] is called as often.
     fn keep(&self, _address: u64) {}
 
-    /// The end of one [`Keeper::keep`].
-    fn let_go(&self, _address: u64) {}
+    /// Ends one [`DeviceAllocator::keep`].
+    fn release(&self, _address: u64) {}
 }
 
-/// What is behind a buffer.
+/// The memory behind a buffer.
 enum Memory {
     Host {
         raw: Raw,
@@ -278,17 +277,17 @@ enum Memory {
     },
     Device {
         address: u64,
-        home: Arc<dyn Keeper>,
+        home: Arc<dyn DeviceAllocator>,
     },
-    /// Nothing but a size, and who counts it.
-    Outline {
+    /// A meta buffer: a size without memory, and the allocator that counts it.
+    Meta {
         home: Option<Arc<Shared>>,
     },
 }
 
 struct Block {
     memory: Memory,
-    /// What was asked for. It changes when the block is handed out again.
+    /// The requested size. It changes when the block is reused.
     bytes: AtomicUsize,
 }
 
@@ -301,16 +300,16 @@ impl Block {
         Arc::new(Block::of(Memory::Host { raw, home }))
     }
 
-    /// Of a block in the cache.
+    /// The memory of a cached block.
     fn raw(&self) -> &Raw {
         match &self.memory {
             Memory::Host { raw, .. } => raw,
-            Memory::Device { .. } | Memory::Outline { .. } => unreachable!("only memory of the host is kept"),
+            Memory::Device { .. } | Memory::Meta { .. } => unreachable!("only host memory is cached"),
         }
     }
 
     fn take(&mut self) -> Memory {
-        std::mem::replace(&mut self.memory, Memory::Outline { home: None })
+        std::mem::replace(&mut self.memory, Memory::Meta { home: None })
     }
 }
 
@@ -318,34 +317,34 @@ impl Drop for Block {
     fn drop(&mut self) {
         match self.take() {
             Memory::Host { raw, home } => {
-                // Two handles were the last ones at once, and left it to this.
+                // Two threads dropped the last two handles at once, and neither saw itself as the last.
                 let shared = home.clone();
                 let block = Block::host(raw, home);
                 take_back(&shared.state, block);
             }
             Memory::Device { address, home } => home.give_back(address),
-            Memory::Outline { home: Some(home) } => {
+            Memory::Meta { home: Some(home) } => {
                 let bytes = block_bytes(*self.bytes.get_mut());
-                // The sum may have come to its end before ([`State::count`]).
+                // The sum may have saturated ([`State::count`]).
                 let less = |in_use: usize| in_use.saturating_sub(bytes);
                 home.state.with(|state| state.stats.in_use_bytes = less(state.stats.in_use_bytes));
             }
-            Memory::Outline { home: None } => {}
+            Memory::Meta { home: None } => {}
         }
     }
 }
 
-// SAFETY: a block is written only by who holds its only handle, mutably (one thread), and read otherwise.
+// SAFETY: a block is written only through its single handle, borrowed mutably (one thread), and read otherwise.
 unsafe impl Sync for Block {}
 
 /// A ref-counted run of bytes on one device. Cloning copies the handle, never the bytes.
 #[derive(Clone)]
 pub struct Buffer(
-    /// There are no weak handles of it.
+    /// Has no weak handles.
     ManuallyDrop<Arc<Block>>,
 );
 
-/// Gives a small block that nobody uses back to the system; a block of a chunk was given back already.
+/// Returns a small block to the system; a block of a chunk was returned to its chunk already.
 fn release(block: Arc<Block>) {
     if let Some(Memory::Host { raw, home }) = Arc::into_inner(block).map(|mut block| block.take())
         && raw.class.number.is_some()
@@ -354,7 +353,7 @@ fn release(block: Arc<Block>) {
     }
 }
 
-/// Whether a handle is the only one, and all that others did with theirs is done.
+/// Returns whether a handle is the only one; accesses through dropped handles happen before.
 fn is_last(block: &Arc<Block>) -> bool {
     let last = Arc::strong_count(block) == 1;
     fence(Ordering::Acquire);
@@ -363,14 +362,14 @@ fn is_last(block: &Arc<Block>) -> bool {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // SAFETY: this is the end of the handle, which nothing uses afterwards.
+        // SAFETY: the handle is being dropped; nothing uses it afterwards.
         let block = unsafe { ManuallyDrop::take(&mut self.0) };
         if let Memory::Host { home, .. } = &block.memory
             && is_last(&block)
         {
             let home = Arc::as_ptr(home);
-            // SAFETY: the block keeps its home alive until that has it, under its latch; after the release of the latch nothing
-            // of the home is used here, unless the block comes back, which still holds it.
+            // SAFETY: the block keeps `home` alive until `home` has the block, under its lock; after the lock is released, `home` is not used
+            // here, unless the block comes back, which still holds it.
             take_back(unsafe { &(*home).state }, block);
         }
     }
@@ -382,70 +381,70 @@ impl Buffer {
         Buffer(ManuallyDrop::new(Arc::new(block)))
     }
 
-    /// A buffer that only has a size, and is counted nowhere.
+    /// Creates a meta buffer that no allocator counts: a size without memory.
     #[must_use]
     pub fn without_memory(bytes: usize) -> Buffer {
-        Buffer::of(Memory::Outline { home: None }, bytes)
+        Buffer::of(Memory::Meta { home: None }, bytes)
     }
 
-    /// A buffer of memory that only a device reaches, which `home` gets back.
+    /// Wraps device memory, which is returned to `home`.
     #[must_use]
-    pub fn on_device(address: u64, bytes: usize, home: Arc<dyn Keeper>) -> Buffer {
+    pub fn on_device(address: u64, bytes: usize, home: Arc<dyn DeviceAllocator>) -> Buffer {
         Buffer::of(Memory::Device { address, home }, bytes)
     }
 
-    /// Where the memory of a device begins; `None` for every other buffer.
+    /// Returns the device address; `None` for every other buffer.
     #[must_use]
     pub fn device_address(&self) -> Option<u64> {
         match self.0.memory {
             Memory::Device { address, .. } => Some(address),
-            Memory::Host { .. } | Memory::Outline { .. } => None,
+            Memory::Host { .. } | Memory::Meta { .. } => None,
         }
     }
 
-    /// Where the memory of a device begins, and who gets it back.
+    /// Returns the device address and the allocator of the memory.
     #[cfg(feature = "cuda")]
-    pub(crate) fn on_its_device(&self) -> Option<(u64, &Arc<dyn Keeper>)> {
+    pub(crate) fn on_its_device(&self) -> Option<(u64, &Arc<dyn DeviceAllocator>)> {
         match &self.0.memory {
             Memory::Device { address, home } => Some((*address, home)),
-            Memory::Host { .. } | Memory::Outline { .. } => None,
+            Memory::Host { .. } | Memory::Meta { .. } => None,
         }
     }
 
-    /// The size that was asked for.
+    /// Returns the requested size.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.0.bytes.load(Ordering::Relaxed)
     }
 
-    /// Whether there is memory behind this buffer (not on the null back end).
+    /// Returns whether there is memory behind this buffer (not on the null back end).
     #[must_use]
     pub fn has_memory(&self) -> bool {
-        !matches!(self.0.memory, Memory::Outline { .. })
+        !matches!(self.0.memory, Memory::Meta { .. })
     }
 
-    /// Whether this is the only handle.
+    /// Returns whether this is the only handle.
     #[must_use]
     pub fn is_unique(&mut self) -> bool {
         is_last(&self.0)
     }
 
-    /// Whether two handles name the same memory.
+    /// Returns whether two handles share the same memory.
     #[must_use]
     pub fn same_as(&self, other: &Buffer) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// A number that differs between any two live buffers.
+    /// Returns a number that differs between any two live buffers.
     #[must_use]
     pub fn address(&self) -> usize {
         Arc::as_ptr(&self.0).addr()
     }
 
-    /// The contents as elements; empty without memory. A tail shorter than an element is left out.
+    /// Returns the contents as elements; empty without memory. A tail shorter than an element is omitted.
     ///
     /// # Panics
-    /// On memory of a device: kernels for the host are never given any.
+    /// On device memory: CPU kernels never get any.
     #[must_use]
     pub(crate) fn as_slice<T: Element>(&self) -> &[T] {
         match &self.0.memory {
@@ -454,15 +453,15 @@ impl Buffer {
             Memory::Host { raw, .. } => unsafe {
                 std::slice::from_raw_parts(raw.start.as_ptr().cast::<T>(), self.bytes() / size_of::<T>())
             },
-            Memory::Device { .. } => panic!("bug: memory of a device is read as if it were the host's"),
-            Memory::Outline { .. } => &[],
+            Memory::Device { .. } => panic!("bug: device memory is read as host memory"),
+            Memory::Meta { .. } => &[],
         }
     }
 
-    /// The contents for writing; `None` if another handle exists, empty without memory.
+    /// Returns the contents for writing; `None` if another handle exists, empty without memory.
     ///
     /// # Panics
-    /// On memory of a device.
+    /// On device memory.
     pub(crate) fn as_mut<T: Element>(&mut self) -> Option<&mut [T]> {
         if !self.is_unique() {
             return None;
@@ -472,19 +471,19 @@ impl Buffer {
             Memory::Host { raw, .. } => unsafe {
                 std::slice::from_raw_parts_mut(raw.start.as_ptr().cast::<T>(), self.bytes() / size_of::<T>())
             },
-            Memory::Device { .. } => panic!("bug: memory of a device is written as if it were the host's"),
-            Memory::Outline { .. } => &mut [],
+            Memory::Device { .. } => panic!("bug: device memory is written as host memory"),
+            Memory::Meta { .. } => &mut [],
         })
     }
 }
 
-/// The bytes of some elements.
+/// Returns the bytes of a slice of elements.
 pub(crate) fn bytes_of<T: Element>(data: &[T]) -> &[u8] {
     // SAFETY: elements have no padding (Element is sealed), and any memory may be read as bytes.
     unsafe { std::slice::from_raw_parts(data.as_ptr().cast(), size_of_val(data)) }
 }
 
-/// The bytes of some elements, for writing.
+/// Returns the bytes of a slice of elements, for writing.
 pub(crate) fn bytes_of_mut<T: Element>(data: &mut [T]) -> &mut [u8] {
     // SAFETY: as in `bytes_of`; every bit pattern is a valid element.
     unsafe { std::slice::from_raw_parts_mut(data.as_mut_ptr().cast(), size_of_val(data)) }

@@ -1,9 +1,9 @@
-//! Element types: the run-time label [`DType`] and the Rust types behind it.
+//! Element types: the run-time [`DType`] and the Rust types behind it.
 
 use half::{bf16, f16};
 use std::fmt;
 
-/// What one element of a buffer is. Chosen at run time; kernels are generic inside.
+/// The element type of a tensor, chosen at run time; kernels are generic over the Rust type inside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum DType {
     /// IEEE 754 binary64.
@@ -18,7 +18,7 @@ pub enum DType {
     I64,
     /// Unsigned byte.
     U8,
-    /// Truth value, one byte, 0 or 1.
+    /// Boolean, one byte, 0 or 1.
     Bool,
 }
 
@@ -46,7 +46,7 @@ impl DType {
         matches!(self, DType::F64 | DType::F32 | DType::BF16 | DType::F16)
     }
 
-    /// The dtype in which sums of this dtype are formed: f32 for the 16-bit floats, itself otherwise.
+    /// Returns the dtype of sums of this dtype: f32 for the 16-bit floats, the dtype itself otherwise.
     #[must_use]
     pub const fn accumulator(self) -> DType {
         match self {
@@ -55,7 +55,7 @@ impl DType {
         }
     }
 
-    /// The text form used in layouts, files and messages: `f32`, `bf16`, `i64`, ...
+    /// Returns the name used in layouts, files and messages: `f32`, `bf16`, `i64`, ...
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -69,7 +69,7 @@ impl DType {
         }
     }
 
-    /// Reads what [`DType::name`] writes.
+    /// Parses what [`DType::name`] writes.
     #[must_use]
     pub fn parse(text: &str) -> Option<DType> {
         DType::ALL.into_iter().find(|d| d.name() == text)
@@ -83,17 +83,17 @@ impl fmt::Display for DType {
 }
 
 mod sealed {
-    /// Keeps other crates from adding elements whose bit patterns are not all valid.
+    /// Keeps other crates from adding element types whose bit patterns are not all valid.
     pub trait Sealed {}
 }
 
-/// A Rust type that a buffer can hold. Sealed: every bit pattern of an implementor is a valid value.
+/// A Rust type of buffer elements. Sealed: every bit pattern of an implementor is a valid value.
 pub trait Element: sealed::Sealed + Copy + Send + Sync + PartialEq + fmt::Debug + Default + 'static {
-    /// The run-time label of this type.
+    /// The dtype of this type.
     const DTYPE: DType;
-    /// Conversion to f64: exact for floats, rounded to nearest for large integers.
+    /// Converts to f64: exact for floats, rounded to nearest for large integers.
     fn to_f64(self) -> f64;
-    /// Conversion from f64: nearest for floats, towards zero and saturating for integers.
+    /// Converts from f64: to nearest for floats, towards zero and saturating for integers.
     fn from_f64(x: f64) -> Self;
 }
 
@@ -119,8 +119,8 @@ element! {
     u8 => U8, |x| f64::from(x), |y| y as u8;
 }
 
-/// The nearest f32, or the odd one of its two neighbours if x lies between: rounding that once more to 16 bits gives what
-/// rounding x itself gives (`half`'s own conversions from f64 drop the low half of x, and with it what breaks a tie).
+/// Rounds x to f32 by round-to-odd: the nearest f32 if x is exact there, else the one of its two neighbours with an odd mantissa. Rounding
+/// that to 16 bits gives the same as rounding x directly (`half`'s own conversions from f64 drop the low half of x, which breaks ties).
 #[inline(always)]
 fn to_odd(x: f64) -> f32 {
     let near = x as f32;
@@ -131,19 +131,19 @@ fn to_odd(x: f64) -> f32 {
     f32::from_bits(towards_zero | 1)
 }
 
-/// A float that kernels compute with: loads widen to the accumulator type, stores round once.
+/// A float type of kernels: loads widen to the accumulator type, stores round once.
 pub trait Float: Element {
     /// f64 for f64, f32 for everything narrower.
     type Acc: Real;
-    /// Exact widening.
+    /// Widens to the accumulator type, exactly.
     fn widen(self) -> Self::Acc;
-    /// Rounds to nearest, ties to even.
+    /// Rounds from the accumulator type to nearest, ties to even.
     fn narrow(x: Self::Acc) -> Self;
-    /// The row itself, if nothing has to be widened.
+    /// Returns the slice itself if this type is its own accumulator.
     fn as_wide(row: &[Self]) -> Option<&[Self::Acc]>;
 }
 
-/// The two accumulator types and the arithmetic kernels need of them.
+/// The accumulator types, f32 and f64, with the arithmetic that kernels need.
 pub trait Real:
     Float<Acc = Self>
     + std::ops::Add<Output = Self>
@@ -163,13 +163,13 @@ pub trait Real:
     const NEG_INFINITY: Self;
     /// Infinity, the identity of min.
     const INFINITY: Self;
-    /// From a literal; rounds to nearest in f32.
+    /// Converts a literal; rounds to nearest in f32.
     fn lit(x: f64) -> Self;
-    /// self * a + b with one rounding.
+    /// Fused multiply-add: self * a + b with one rounding.
     fn fma(self, a: Self, b: Self) -> Self;
     /// Square root, correctly rounded.
     fn root(self) -> Self;
-    /// The larger of two; the other one if one is NaN.
+    /// The larger of two; if one is NaN, the other one.
     fn greater(self, other: Self) -> Self;
 }
 
@@ -202,8 +202,8 @@ macro_rules! real {
 }
 real!(f32, f64);
 
-// The conversions of `half` branch and ask for the CPU's features element by element; these have no branch, so that
-// loops over them become vector code. They give the same values.
+// The conversions of `half` branch and check CPU features per element; these have no branch, so that loops over them vectorize. The
+// values are the same.
 
 impl Float for bf16 {
     type Acc = f32;
@@ -317,35 +317,35 @@ macro_rules! match_dtype {
 mod tests {
     use super::*;
 
-    /// Whether two conversions agree; any not-a-number is as good as another.
+    /// Returns whether two values are the same bits, or both NaN.
     fn same(a: f32, b: f32) -> bool {
         a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan()
     }
 
     #[test]
-    fn short_floats_are_converted_as_half_does() {
+    fn sixteen_bit_conversions_match_half() {
         for bits in 0..=u16::MAX {
             assert!(same(bf16::from_bits(bits).widen(), bf16::from_bits(bits).to_f32()), "bf16 {bits:#x}");
             assert!(same(f16::from_bits(bits).widen(), f16::from_bits(bits).to_f32()), "f16 {bits:#x}");
         }
         let every = (0..=u32::MAX).step_by(1021);
-        let beside_ties = (0..=u32::MAX).step_by(1 << 12).flat_map(|x| [x.wrapping_sub(1), x, x + 1]);
-        for x in every.chain(beside_ties).map(f32::from_bits) {
+        let next_to_ties = (0..=u32::MAX).step_by(1 << 12).flat_map(|x| [x.wrapping_sub(1), x, x + 1]);
+        for x in every.chain(next_to_ties).map(f32::from_bits) {
             assert!(same(bf16::narrow(x).to_f32(), bf16::from_f32(x).to_f32()), "bf16 {:#x}", x.to_bits());
             assert!(same(f16::narrow(x).to_f32(), f16::from_f32(x).to_f32()), "f16 {:#x}", x.to_bits());
         }
         let above_a_tie = f32::from_bits(0x3f80_8001);
-        assert!(!same(bf16::narrow(above_a_tie).to_f32(), 1.0), "the comparison sees what is cut off");
+        assert!(!same(bf16::narrow(above_a_tie).to_f32(), 1.0), "the comparison detects truncation");
     }
 
     #[test]
-    fn what_lies_just_beside_a_tie_rounds_to_its_own_side() {
+    fn values_next_to_a_tie_round_to_nearest() {
         let tie = 1.0 + 2f64.powi(-8);
-        for beside in [2f64.powi(-23), 2f64.powi(-40), 2f64.powi(-52)] {
-            assert_eq!(<bf16 as Element>::from_f64(tie + beside).to_f64(), 1.0 + 2f64.powi(-7));
-            assert_eq!(<bf16 as Element>::from_f64(tie - beside).to_f64(), 1.0);
+        for offset in [2f64.powi(-23), 2f64.powi(-40), 2f64.powi(-52)] {
+            assert_eq!(<bf16 as Element>::from_f64(tie + offset).to_f64(), 1.0 + 2f64.powi(-7));
+            assert_eq!(<bf16 as Element>::from_f64(tie - offset).to_f64(), 1.0);
             assert_eq!(
-                <f16 as Element>::from_f64(-1.0 - 2f64.powi(-11) - beside).to_f64(),
+                <f16 as Element>::from_f64(-1.0 - 2f64.powi(-11) - offset).to_f64(),
                 -1.0 - 2f64.powi(-10)
             );
         }

@@ -1,111 +1,111 @@
-//! What can go wrong on a device, as facts; the public error wraps them.
+//! Errors of allocations, launches and devices; the public error type wraps them.
 
 use crate::dtype::DType;
 use std::fmt;
 
-/// What an allocator has given out and taken from the system.
+/// Memory statistics of an allocator.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryStats {
     /// Bytes in live buffers.
     pub in_use_bytes: usize,
-    /// The most that `in_use_bytes` has been.
+    /// The peak of `in_use_bytes`.
     pub peak_bytes: usize,
-    /// Bytes taken from the system and not given back.
+    /// Bytes taken from the system and not returned.
     pub reserved_bytes: usize,
-    /// How often memory was taken from the system.
+    /// The number of allocations from the system.
     pub num_system_allocs: usize,
 }
 
-/// A fact about a failed allocation or launch.
+/// An error of an allocation, a launch or a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KernelError {
-    /// Memory could not be had.
+    /// An allocation failed.
     OutOfMemory {
-        /// What was asked for.
-        asked_bytes: usize,
-        /// What the allocator held then.
+        /// The size of the request.
+        requested_bytes: usize,
+        /// The allocator's statistics at that moment.
         stats: MemoryStats,
     },
-    /// The system has no host memory for something beside buffers.
+    /// The system has no host memory for an allocation other than a buffer.
     HostMemory {
-        /// What was asked for.
-        asked_bytes: usize,
-        /// What it is for.
+        /// The size of the request.
+        requested_bytes: usize,
+        /// What the memory is for.
         what: &'static str,
     },
     /// A kernel has no code for a dtype.
     DType {
         /// The kernel.
         kernel: &'static str,
-        /// The dtype it was given.
+        /// The unsupported dtype.
         dtype: DType,
     },
-    /// An index points outside of a table.
+    /// An index is outside of a table.
     Index {
         /// The kernel.
         kernel: &'static str,
-        /// The index found.
+        /// The index.
         index: i64,
-        /// Where it stands among the indices, counted row-major on this rank.
+        /// Its position among the indices, counted row-major on this rank.
         position: usize,
         /// The number of rows of the table.
         rows: usize,
     },
-    /// A library that is needed is missing, or cannot be used.
+    /// A required library is missing or unusable.
     Library {
-        /// What it is called.
+        /// The name of the library.
         library: &'static str,
-        /// What is wrong with it.
+        /// The reason.
         why: String,
-        /// What to do about it.
+        /// How to fix it.
         help: String,
     },
-    /// A kernel has no code for a device.
+    /// A kernel does not support a device.
     Unsupported {
         /// The kernel.
         kernel: &'static str,
         /// The device.
         device: &'static str,
     },
-    /// The compiler refused the source of a kernel.
+    /// The run-time compiler rejected the source of a kernel.
     Compile {
         /// The kernel.
         kernel: String,
-        /// What the compiler said.
+        /// The compiler's log.
         log: String,
     },
-    /// Work that is being captured cannot be done as a whole later.
-    Captured {
-        /// What it does.
+    /// A captured function did something that a graph cannot replay.
+    NotCapturable {
+        /// What the function did, as a predicate: "replays other work".
         what: &'static str,
     },
-    /// A capture failed, and contents that it was to make are still held.
-    Unmade {
-        /// How many bytes have no contents.
+    /// A capture failed while buffers allocated by the captured function were still held.
+    CaptureOutputHeld {
+        /// Bytes without contents.
         bytes: usize,
     },
-    /// A device refused or failed.
+    /// A device call failed.
     Device {
-        /// The function of its library that said so.
+        /// The library function that failed.
         call: &'static str,
-        /// What it said.
+        /// The reason it gave.
         why: String,
-        /// Whether every later call fails too, until the process ends.
-        lasting: bool,
+        /// Whether every later call of this process fails too.
+        is_permanent: bool,
     },
 }
 
 impl fmt::Display for KernelError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            KernelError::OutOfMemory { asked_bytes, stats } => write!(
+            KernelError::OutOfMemory { requested_bytes, stats } => write!(
                 f,
-                "out of memory: {asked_bytes} bytes asked for; in use {}, peak {}, reserved {} bytes",
+                "out of memory: {requested_bytes} bytes asked for; in use {}, peak {}, reserved {} bytes",
                 stats.in_use_bytes, stats.peak_bytes, stats.reserved_bytes
             ),
-            KernelError::HostMemory { asked_bytes, what } => {
-                write!(f, "out of memory: the system has no {asked_bytes} bytes for {what}")
+            KernelError::HostMemory { requested_bytes, what } => {
+                write!(f, "out of memory: the system has no {requested_bytes} bytes for {what}")
             }
             KernelError::DType { kernel, dtype } => write!(f, "{kernel}: no kernel for dtype {dtype}"),
             KernelError::Index { kernel, index, position, rows } => {
@@ -114,12 +114,12 @@ impl fmt::Display for KernelError {
             KernelError::Library { library, why, .. } => write!(f, "{library}: {why}"),
             KernelError::Unsupported { kernel, device } => write!(f, "{kernel}: no kernel for {device}"),
             KernelError::Compile { kernel, log } => write!(f, "{kernel}: the compiler refused it: {log}"),
-            KernelError::Captured { what } => write!(f, "work that is being captured {what}"),
-            KernelError::Unmade { bytes } => {
+            KernelError::NotCapturable { what } => write!(f, "work that is being captured {what}"),
+            KernelError::CaptureOutputHeld { bytes } => {
                 write!(f, "work could not be captured, and {bytes} bytes that it was to fill are still held")
             }
-            KernelError::Device { call, why, lasting: false } => write!(f, "{call}: {why}"),
-            KernelError::Device { call, why, lasting: true } => {
+            KernelError::Device { call, why, is_permanent: false } => write!(f, "{call}: {why}"),
+            KernelError::Device { call, why, is_permanent: true } => {
                 write!(f, "{call}: {why}; the device answers nothing more to this process")
             }
         }

@@ -12,11 +12,11 @@ const LARGE: usize = 1 << 20;
 /// # Errors
 /// [`KernelError::HostMemory`] with the bytes and `what` they are for, where the system refuses.
 pub fn try_with_capacity<T>(len: usize, what: &'static str) -> Result<Vec<T>, KernelError> {
-    let asked_bytes = len.saturating_mul(size_of::<T>());
-    let refused = || KernelError::HostMemory { asked_bytes, what };
+    let requested_bytes = len.saturating_mul(size_of::<T>());
+    let refused = || KernelError::HostMemory { requested_bytes, what };
     let mut vec = Vec::new();
     vec.try_reserve_exact(len).map_err(|_| refused())?;
-    if asked_bytes >= LARGE && !has_margin() { Err(refused()) } else { Ok(vec) }
+    if requested_bytes >= LARGE && !has_margin() { Err(refused()) } else { Ok(vec) }
 }
 
 /// Returns a vector of `len` copies of `value`.
@@ -63,7 +63,7 @@ mod tests {
     fn a_length_beyond_all_memory_is_an_error_with_its_bytes() {
         let error = try_filled(0u32, usize::MAX / 8, "a test").unwrap_err();
         let bytes = usize::MAX / 8 * 4;
-        assert_eq!(error, KernelError::HostMemory { asked_bytes: bytes, what: "a test" });
+        assert_eq!(error, KernelError::HostMemory { requested_bytes: bytes, what: "a test" });
         assert_eq!(error.to_string(), format!("out of memory: the system has no {bytes} bytes for a test"));
         assert!(try_filled(0u64, usize::MAX, "a test").is_err(), "more than an address can say");
         assert!(try_with_capacity::<u64>(usize::MAX, "a test").is_err());

@@ -1,54 +1,55 @@
-//! A kernel is a value: its name, its plain reference, its fast paths and its bound.
+//! A kernel as a value: its name, reference implementation, fast paths and error bound.
 
 use crate::buffer::Buffer;
+use crate::cost::Cost;
 use crate::cpu::Pool;
 use crate::dtype::DType;
 use crate::error::KernelError;
-use crate::gpu::Plan;
+use crate::gpu::LaunchPlan;
 use crate::strides::Strides;
 use std::fmt;
 
-/// One operand that a kernel reads: a typed view of a buffer.
+/// An input of a launch: a typed view of a buffer.
 #[derive(Clone, Copy, Debug)]
 pub struct Arg<'a> {
-    /// The memory.
+    /// The buffer.
     pub buffer: &'a Buffer,
-    /// What its elements are.
+    /// The dtype of its elements.
     pub dtype: DType,
-    /// Where they lie.
+    /// The view of the buffer.
     pub view: &'a Strides,
 }
 
 impl Arg<'_> {
-    /// Every element once, those that the view repeats too.
+    /// Returns the bytes of the view, counting repeated elements once.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         bytes_of(self.view, self.dtype)
     }
 }
 
-/// One operand that a kernel writes. The buffer has a single handle.
+/// An output of a launch. The buffer has exactly one handle.
 #[derive(Debug)]
 pub struct ArgMut<'a> {
-    /// The memory.
+    /// The buffer.
     pub buffer: &'a mut Buffer,
-    /// What its elements are.
+    /// The dtype of its elements.
     pub dtype: DType,
-    /// Where they lie.
+    /// The view of the buffer.
     pub view: &'a Strides,
 }
 
-/// A number passed by value.
+/// A scalar argument, passed by value.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Scalar {
-    /// A real parameter (epsilon, a rate); kernels round it to their accumulator.
+    /// A real parameter (epsilon, a learning rate); kernels round it to their accumulator type.
     Real(f64),
     /// A count, an extent, the start of a range, a seed.
     Int(i64),
 }
 
 impl Scalar {
-    /// The value as f64.
+    /// Returns the value as f64.
     #[must_use]
     pub fn real(self) -> f64 {
         match self {
@@ -57,7 +58,7 @@ impl Scalar {
         }
     }
 
-    /// The value as i64.
+    /// Returns the value as i64.
     #[must_use]
     pub fn int(self) -> i64 {
         match self {
@@ -67,41 +68,25 @@ impl Scalar {
     }
 }
 
-/// Operands of one launch, in the order of the kernel's contract.
+/// The operands of one launch, in the order of the kernel's contract.
 #[derive(Debug)]
 pub struct Launch<'a> {
-    /// What is read.
+    /// The operands that the kernel reads.
     pub inputs: &'a [Arg<'a>],
-    /// What is written.
+    /// The operands that the kernel writes.
     pub outputs: &'a mut [ArgMut<'a>],
-    /// Numbers passed by value.
+    /// The scalar arguments.
     pub scalars: &'a [Scalar],
 }
 
-/// What a launch costs, whoever runs it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Cost {
-    /// Floating-point operations (a multiply-add counts two).
-    pub flops: u64,
-    /// Bytes that must be read and written at least once.
-    pub bytes: u64,
-}
-
-impl std::ops::AddAssign for Cost {
-    fn add_assign(&mut self, other: Cost) {
-        self.flops += other.flops;
-        self.bytes += other.bytes;
-    }
-}
-
 impl Launch<'_> {
-    /// Every element of every operand once, those that a view repeats too: what is read, and what is written.
+    /// Returns the bytes of all operands, read and written, counting repeated elements once.
     #[must_use]
     pub fn operand_bytes(&self) -> u64 {
         self.inputs.iter().map(Arg::bytes).sum::<u64>() + self.written_bytes()
     }
 
-    /// As [`Launch::operand_bytes`] where outputs are updated: what they hold before is read too.
+    /// Returns [`Launch::operand_bytes`] for outputs that are updated in place: their old contents are read too.
     #[must_use]
     pub fn updated_bytes(&self) -> u64 {
         self.operand_bytes() + self.written_bytes()
@@ -112,24 +97,24 @@ impl Launch<'_> {
     }
 }
 
-/// Every element of a view once.
+/// Returns the bytes of a view, counting repeated elements once.
 fn bytes_of(view: &Strides, dtype: DType) -> u64 {
-    (view.num_places() * dtype.size()) as u64
+    (view.num_distinct() * dtype.size()) as u64
 }
 
-/// Code for the host: the plain reference ignores the pool, a fast path splits its rows over it.
-pub type HostCode = fn(&Pool, &mut Launch<'_>) -> Result<(), KernelError>;
+/// A kernel implementation on the CPU: a reference ignores the pool, a fast path splits its work over the pool's threads.
+pub type CpuKernelFn = fn(&Pool, &mut Launch<'_>) -> Result<(), KernelError>;
 
-/// Code for GPUs.
+/// A kernel implementation for GPUs.
 #[derive(Debug)]
-pub struct Gpu {
-    /// CUDA C++ without includes; [`PRELUDE`](crate::gpu::PRELUDE) stands before it. Entries are `extern "C" __global__`.
+pub struct GpuCode {
+    /// CUDA C++ without includes, compiled after [`PRELUDE`](crate::gpu::PRELUDE). Entry points are `extern "C" __global__`.
     pub source: &'static str,
-    /// Describes a launch. It reads dtypes, views and scalars, never contents, and gives the same plan for the same.
-    pub plan: fn(&Launch<'_>, &mut Plan) -> Result<(), KernelError>,
+    /// Plans a launch from dtypes, views and scalars, never from contents; equal launches get equal plans.
+    pub plan: fn(&Launch<'_>, &mut LaunchPlan) -> Result<(), KernelError>,
 }
 
-/// How far a fast path may be from the reference that runs in f64: |fast - reference| is at most
+/// The error bound of a fast path against the reference in f64: |fast - reference| is at most
 /// `ulps` units in the last place of the output dtype's accumulator, measured at the scale of the output,
 /// plus one rounding to the output dtype. Where that cannot hold for operands of every kind (sums of very many terms, rows far from
 /// zero), the contract says what does.
@@ -141,25 +126,25 @@ pub struct Bound {
 
 /// An operation on local memory. Its contract (operands, dtypes, formula) is the doc of the constant.
 pub struct Kernel {
-    /// Name in messages, traces and benches.
+    /// The name in messages, traces and benchmarks.
     pub name: &'static str,
-    /// The plain loop that says what is right.
-    pub reference: HostCode,
-    /// The fast path on the CPU, where there is one.
-    pub cpu: Option<HostCode>,
-    /// The code for GPUs, where there is some.
-    pub gpu: Option<Gpu>,
+    /// The reference: a plain loop that defines the result.
+    pub reference: CpuKernelFn,
+    /// The fast path on the CPU, if any.
+    pub cpu: Option<CpuKernelFn>,
+    /// The implementation for GPUs, if any.
+    pub gpu: Option<GpuCode>,
     /// Floating-point operations of a launch.
     pub flops: fn(&Launch<'_>) -> u64,
-    /// Bytes that a launch must read and write at least once, where they are not its [`Launch::operand_bytes`]. Contents do not
-    /// matter: of what an index picks, all that it could pick counts.
+    /// Bytes that a launch must read and write at least once, if not its [`Launch::operand_bytes`]. Independent of contents:
+    /// for an index, all elements that it could pick count.
     pub bytes: Option<fn(&Launch<'_>) -> u64>,
-    /// How far the fast path may be from the reference.
+    /// The error bound of the fast paths.
     pub bound: Bound,
 }
 
 impl Kernel {
-    /// What a launch of this kernel costs.
+    /// Returns the cost of a launch.
     #[must_use]
     pub fn cost(&self, launch: &Launch<'_>) -> Cost {
         let bytes = self.bytes.map_or_else(|| launch.operand_bytes(), |bytes| bytes(launch));

@@ -1,8 +1,10 @@
-//! The machine room of shardgrad: bytes and speed.
+//! Kernels, buffers and back ends of shardgrad: memory and arithmetic on one device.
 //!
-//! This crate knows devices, buffers, strides and kernels. It knows no ranks, no layouts and no gradients.
-//! `unsafe` is allowed here in `latch.rs`, `buffer.rs`, `buffer/`, `cpu/job.rs`, `cpu/pool.rs`, `cpu/simd/`, `cpu/gemm.rs`,
-//! `cpu/gemm/`, and some files of `cuda/` and of `gpu/shim/` only.
+//! This crate knows devices, buffers, strides and kernels, but no ranks, layouts or gradients. Each kernel has a plain reference
+//! implementation, and fast paths for CPUs (SIMD, threads) and NVIDIA GPUs (CUDA C++ compiled at run time) that tests compare with the
+//! reference.
+//!
+//! Of all crates only this one contains `unsafe`: in the files listed in `docs/adr/0012-unsafe-budget.md`.
 
 #[cfg(panic = "abort")]
 compile_error!(
@@ -12,29 +14,58 @@ compile_error!(
 pub mod dtype;
 pub mod strides;
 pub mod error;
-mod latch;
+mod spin_lock;
 pub mod buffer;
 pub mod host_vec;
 pub mod precision;
 pub mod cpu;
 pub mod gpu;
+pub mod cost;
 pub mod kernel;
-mod tally;
+pub mod device;
 pub mod backend;
+pub mod provider;
 pub mod null;
 pub mod op;
+pub mod cpu_backend;
 #[cfg(feature = "cuda")]
 pub mod cuda;
-pub mod open;
 
-pub use backend::{
-    Backend, Cpu, Device, Graph, Host, Machine, Mark, Reuse, Settings, download, refill, upload,
-};
+pub use backend::{Backend, Graph, PackCacheGuard, SyncEvent, download, upload, upload_into};
 pub use buffer::{Allocator, Buffer};
+pub use cost::Cost;
+pub use cpu_backend::{Cpu, CpuProvider};
+pub use device::Device;
 pub use dtype::{DType, Element, Float, Real};
 pub use error::{KernelError, MemoryStats};
-pub use kernel::{Arg, ArgMut, Bound, Cost, Gpu, HostCode, Kernel, Launch, Scalar};
+pub use kernel::{Arg, ArgMut, Bound, CpuKernelFn, GpuCode, Kernel, Launch, Scalar};
 pub use null::Null;
-pub use open::open;
 pub use precision::MatmulPrecision;
+pub use provider::{BackendConfig, BackendProvider};
 pub use strides::{Dims, Geometry, Strides};
+
+use std::sync::Arc;
+
+/// Returns the back end provider of a device.
+///
+/// # Errors
+/// [`KernelError::Library`] if the device is missing, this build has no back end for it, or the device cannot run ranks; an error of
+/// the device.
+pub fn open(device: Device) -> Result<Arc<dyn BackendProvider>, KernelError> {
+    match device {
+        Device::Cpu => Ok(Arc::new(CpuProvider)),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(ordinal) => Ok(cuda::CudaDevice::open(&cuda::SearchPaths::from_env(), ordinal)?),
+        #[cfg(not(feature = "cuda"))]
+        Device::Cuda(_) => Err(KernelError::Library {
+            library: "CUDA",
+            why: "this build has no back end for NVIDIA GPUs".into(),
+            help: "build it with `--features cuda`; that needs no CUDA toolkit".into(),
+        }),
+        Device::Null => Err(KernelError::Library {
+            library: "the null device",
+            why: "it computes nothing, so no rank can run on it".into(),
+            help: "use World::dry_run".into(),
+        }),
+    }
+}

@@ -1,42 +1,43 @@
-//! A back end that computes nothing: it counts what the same program would allocate, move and compute.
+//! The null back end: no memory, no arithmetic. It counts what the same program would allocate and compute.
 
-use crate::backend::{Backend, Device, Reuse};
+use crate::backend::{Backend, PackCacheGuard};
 use crate::buffer::{Allocator, Buffer};
+use crate::cost::{Cost, CostCounter};
 use crate::cpu::gemm::prepacked_bytes;
-use crate::cpu::recurring::Reading;
+use crate::cpu::pack_cache::OperandView;
+use crate::device::Device;
 use crate::error::{KernelError, MemoryStats};
-use crate::kernel::{Cost, Kernel, Launch};
+use crate::kernel::{Kernel, Launch};
 use crate::match_float;
-use crate::tally::Tally;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Shapes, bytes and costs only. Buffers have a size and no memory.
+/// A back end that counts bytes and costs only. Its buffers have a size and no memory, as PyTorch's meta tensors.
 #[derive(Debug, Default)]
 pub struct Null {
-    cost: Tally,
+    cost: CostCounter,
     memory: Arc<Memory>,
 }
 
 impl Null {
-    /// A null back end that has counted nothing yet.
+    /// Creates a null back end with all counts at zero.
     #[must_use]
     pub fn backend() -> Arc<dyn Backend> {
         Null::with_limit(0)
     }
 
-    /// The same, which counts prepacked operands ([`Backend::reuse`]) only as far as all that is counted stays within a limit (0: no
-    /// limit): on the CPU they give way where memory is short. Buffers are given beyond the limit all the same.
+    /// Creates a null back end that counts prepacked operands ([`Backend::cache_packed`]) only while all counted bytes stay within
+    /// `limit_bytes` (0: no limit), because the CPU evicts them when memory is short. Buffers are counted beyond the limit too.
     #[must_use]
     pub fn with_limit(limit_bytes: usize) -> Arc<dyn Backend> {
         Arc::new(Null {
-            cost: Tally::default(),
+            cost: CostCounter::default(),
             memory: Arc::new(Memory { limit_bytes, ..Memory::default() }),
         })
     }
 }
 
-/// What is counted as memory: buffers, and the packed forms of those that recur.
+/// The memory counted: buffers, and the packed forms of cached operands.
 #[derive(Debug, Default)]
 struct Memory {
     allocator: Allocator,
@@ -44,11 +45,11 @@ struct Memory {
     prepacked: Mutex<Prepacked>,
 }
 
-/// Operands that recur, by the address of their buffer's handle.
+/// Operands with a pack-cache guard, by the address of their buffer's handle.
 #[derive(Debug, Default)]
 struct Prepacked {
     operands: BTreeMap<usize, Operand>,
-    /// Whether memory was short: nothing more is kept until all operands are gone.
+    /// Whether memory was short: no form is counted any more until all operands are gone.
     is_full: bool,
 }
 
@@ -57,12 +58,12 @@ struct Operand {
     /// Keeps the address from being used again.
     _buffer: Buffer,
     num_holders: usize,
-    /// By the first byte that is read, how it is read.
-    forms: Vec<(usize, Reading, Buffer)>,
+    /// Packed forms: the offset of the first byte read, the view, and the bytes counted.
+    forms: Vec<(usize, OperandView, Buffer)>,
 }
 
-/// An operand recurs while this lives.
-struct Hold {
+/// Keeps an operand cached while this guard lives.
+struct CacheGuard {
     memory: Arc<Memory>,
     address: usize,
 }
@@ -76,25 +77,25 @@ impl Memory {
         self.limit_bytes == 0 || self.allocator.stats().in_use_bytes.saturating_add(bytes) <= self.limit_bytes
     }
 
-    /// Counts the packed form that a product keeps of its right operand, if that recurs.
+    /// Counts the packed form of a product's right operand, if that operand is cached.
     fn count_form(&self, launch: &Launch<'_>) {
         let mut prepacked = self.prepacked();
-        let (Some(b), Some((from, reading, bytes))) = (launch.inputs.get(1), form(launch)) else { return };
+        let (Some(b), Some((from, view, bytes))) = (launch.inputs.get(1), form(launch)) else { return };
         let Prepacked { operands, is_full } = &mut *prepacked;
         let Some(operand) = operands.get_mut(&b.buffer.address()) else { return };
-        if *is_full || operand.forms.iter().any(|form| (form.0, form.1) == (from, reading)) {
+        if *is_full || operand.forms.iter().any(|form| (form.0, form.1) == (from, view)) {
             return;
         }
         if self.fits(bytes) {
-            operand.forms.push((from, reading, self.allocator.outline(bytes)));
+            operand.forms.push((from, view, self.allocator.alloc_meta(bytes)));
         } else {
             *is_full = true;
         }
     }
 }
 
-/// How a product of one matrix reads its right operand, and the bytes of the packed form that it keeps of it.
-fn form(launch: &Launch<'_>) -> Option<(usize, Reading, usize)> {
+/// Returns the offset and the view with which a product of one matrix reads its right operand, and the bytes of its packed form.
+fn form(launch: &Launch<'_>) -> Option<(usize, OperandView, usize)> {
     let ([a, b, ..], c) = (launch.inputs, launch.outputs.first()?) else { return None };
     let ([1, m, k], [1, inner, n]) = (&a.view.shape[..], &b.view.shape[..]) else { return None };
     if inner != k || c.view.shape[..] != [1, *m, *n] || a.dtype != b.dtype {
@@ -102,11 +103,11 @@ fn form(launch: &Launch<'_>) -> Option<(usize, Reading, usize)> {
     }
     let strides = [a.view, b.view, c.view].map(|view| [view.strides[1], view.strides[2]]);
     let bytes = match_float!(b.dtype, T => prepacked_bytes::<T>([*m, *n, *k], strides), else None)?;
-    let reading = Reading { extents: [*k, *n], strides: strides[1], dtype: b.dtype };
-    Some((b.view.offset * b.dtype.size(), reading, bytes))
+    let view = OperandView { extents: [*k, *n], strides: strides[1], dtype: b.dtype };
+    Some((b.view.offset * b.dtype.size(), view, bytes))
 }
 
-impl Drop for Hold {
+impl Drop for CacheGuard {
     fn drop(&mut self) {
         let mut prepacked = self.memory.prepacked();
         let Some(operand) = prepacked.operands.get_mut(&self.address) else { return };
@@ -134,14 +135,14 @@ impl Backend for Null {
                 prepacked.operands.values_mut().for_each(|operand| operand.forms.clear());
             }
         }
-        Ok(self.memory.allocator.outline(bytes))
+        Ok(self.memory.allocator.alloc_meta(bytes))
     }
 
-    fn reuse(&self, buffer: &Buffer) -> Reuse {
+    fn cache_packed(&self, buffer: &Buffer) -> PackCacheGuard {
         let address = buffer.address();
         let new = || Operand { _buffer: buffer.clone(), num_holders: 0, forms: Vec::new() };
         self.memory.prepacked().operands.entry(address).or_insert_with(new).num_holders += 1;
-        Reuse::new(Hold { memory: self.memory.clone(), address })
+        PackCacheGuard::new(CacheGuard { memory: self.memory.clone(), address })
     }
 
     fn launch(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
@@ -166,10 +167,10 @@ impl Backend for Null {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::Cpu;
+    use crate::cpu_backend::Cpu;
     use crate::dtype::DType;
     use crate::kernel::{Arg, ArgMut};
-    use crate::op::contract::CONTRACT;
+    use crate::op::batched_matmul::BATCHED_MATMUL;
     use crate::strides::Strides;
 
     /// The memory in use after a product of 64 rows by a weight that recurs, and while nothing recurs any more.
@@ -179,11 +180,11 @@ mod tests {
         let [a, b, c] =
             [[64, 100], [100, 300], [64, 300]].map(|[rows, cols]| Strides::contiguous(&[1, rows, cols]));
         let arg = |buffer, view| Arg { buffer, dtype: DType::F32, view };
-        let reuse = backend.reuse(&weight);
+        let reuse = backend.cache_packed(&weight);
         for _ in 0..2 {
             let outputs = &mut [ArgMut { buffer: &mut y, dtype: DType::F32, view: &c }];
             let inputs = &[arg(&x, &a), arg(&weight, &b)];
-            backend.launch(&CONTRACT, &mut Launch { inputs, outputs, scalars: &[] }).unwrap();
+            backend.launch(&BATCHED_MATMUL, &mut Launch { inputs, outputs, scalars: &[] }).unwrap();
         }
         let with_form = backend.memory().in_use_bytes;
         drop(reuse);

@@ -1,4 +1,4 @@
-//! How the elements of a local tensor lie in its buffer: extents, strides and an offset. Pure arithmetic.
+//! Strided views: how the elements of a local tensor are laid out in its buffer. Pure arithmetic.
 
 use smallvec::SmallVec;
 use std::ops::Deref;
@@ -6,28 +6,28 @@ use std::ops::Deref;
 /// A short list of extents or strides, inline up to six.
 pub type Dims = SmallVec<[usize; 6]>;
 
-/// Extents, strides and offset of a view, all counted in elements. Strides are not negative; 0 broadcasts.
+/// Extents, strides and offset of a view, in elements. Strides are not negative; 0 broadcasts.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Geometry {
     /// Extent per dim.
     pub shape: Dims,
-    /// Distance between neighbours per dim.
+    /// Distance between neighbours along each dim.
     pub strides: Dims,
-    /// Where element 0 lies.
+    /// Position of element 0 in the buffer.
     pub offset: usize,
 }
 
-/// A view: its [`Geometry`], to be read, and what every launch asks of that, worked out once. None is changed; another is made.
+/// An immutable view: a [`Geometry`] with the properties that every launch needs, computed once.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Strides {
     geometry: Geometry,
     numel: usize,
-    num_places: usize,
+    num_distinct: usize,
     is_contiguous: bool,
 }
 
 impl Geometry {
-    /// Whether the last `count` dims lie row-major without gaps among themselves.
+    /// Returns whether the last `count` dims are row-major without gaps.
     #[must_use]
     pub fn inner_contiguous(&self, count: usize) -> bool {
         let (mut expected, ndim) = (1usize, self.shape.len());
@@ -66,7 +66,7 @@ impl Clone for Strides {
 }
 
 impl Strides {
-    /// The view of some extents and as many strides.
+    /// Creates a view of these extents and strides.
     #[must_use]
     pub fn new(shape: Dims, strides: Dims, offset: usize) -> Strides {
         debug_assert_eq!(shape.len(), strides.len(), "each dim has an extent and a stride");
@@ -75,13 +75,13 @@ impl Strides {
         let product = |n: usize, extent| n.saturating_mul(extent);
         Strides {
             numel: geometry.shape.iter().copied().fold(1, product),
-            num_places: geometry.shape.iter().zip(&geometry.strides).map(places).fold(1, product),
+            num_distinct: geometry.shape.iter().zip(&geometry.strides).map(places).fold(1, product),
             is_contiguous: geometry.inner_contiguous(geometry.shape.len()),
             geometry,
         }
     }
 
-    /// Row-major, no gaps, offset 0.
+    /// Creates the row-major view of a shape: no gaps, offset 0.
     #[must_use]
     pub fn contiguous(shape: &[usize]) -> Strides {
         let mut strides = Dims::from_elem(1, shape.len());
@@ -91,52 +91,52 @@ impl Strides {
         Strides::new(Dims::from_slice(shape), strides, 0)
     }
 
-    /// The same from another element on.
+    /// Returns the view with another offset.
     #[must_use]
     pub fn at(mut self, offset: usize) -> Strides {
         self.geometry.offset = offset;
         self
     }
 
-    /// A geometry to make another view of.
+    /// Returns the geometry, to derive another view.
     #[must_use]
     pub fn geometry(&self) -> Geometry {
         self.clone().geometry
     }
 
-    /// The number of dims.
+    /// Returns the number of dims.
     #[must_use]
     pub fn ndim(&self) -> usize {
         self.shape.len()
     }
 
-    /// The number of elements.
+    /// Returns the number of elements.
     #[must_use]
     pub fn numel(&self) -> usize {
         self.numel
     }
 
-    /// Whether the elements lie row-major without gaps (dims of extent 1 do not matter, nor does the offset).
+    /// Returns whether the elements are row-major without gaps (dims of extent 1 and the offset do not matter).
     #[must_use]
     pub fn is_contiguous(&self) -> bool {
         self.is_contiguous
     }
 
-    /// Whether another view has the same extents.
+    /// Returns whether another view has the same shape.
     #[must_use]
     pub fn is_shaped_as(&self, other: &Strides) -> bool {
-        // Element by element: dims are few, and a call that compares memory is dear.
+        // Element by element: dims are few, and a call to memcmp is expensive.
         self.numel == other.numel && self.shape.iter().eq(&other.shape)
     }
 
-    /// The view with dims in another order: dim i of the result is dim `order[i]` of this one.
+    /// Returns the view with dims reordered: dim i of the result is dim `order[i]` of this view.
     #[must_use]
     pub fn permute(&self, order: &[usize]) -> Strides {
-        let turned = |dims: &Dims| order.iter().map(|&d| dims[d]).collect();
-        Strides::new(turned(&self.shape), turned(&self.strides), self.offset)
+        let permuted = |dims: &Dims| order.iter().map(|&d| dims[d]).collect();
+        Strides::new(permuted(&self.shape), permuted(&self.strides), self.offset)
     }
 
-    /// The view of `start..end` along a dim.
+    /// Returns the view of `start..end` along a dim.
     #[must_use]
     pub fn narrow(&self, dim: usize, start: usize, end: usize) -> Strides {
         debug_assert!(start <= end && end <= self.shape[dim], "a narrowed range lies inside its dim");
@@ -148,7 +148,7 @@ impl Strides {
         geometry.into()
     }
 
-    /// The view of one index along a dim, which disappears.
+    /// Returns the view of one index along a dim, without that dim.
     #[must_use]
     pub fn select(&self, dim: usize, index: usize) -> Strides {
         let mut geometry = self.narrow(dim, index, index + 1).geometry;
@@ -157,7 +157,7 @@ impl Strides {
         geometry.into()
     }
 
-    /// The view with a dim of extent 1 put in before `dim`.
+    /// Returns the view with a new dim of extent 1 before `dim`.
     #[must_use]
     pub fn unsqueeze(&self, dim: usize) -> Strides {
         let mut geometry = self.geometry();
@@ -166,7 +166,7 @@ impl Strides {
         geometry.into()
     }
 
-    /// The view repeated to a longer shape, aligned at the last dim; `None` if an extent is neither equal nor 1.
+    /// Returns the view broadcast to a shape, aligned at the last dim; `None` if an extent is neither equal nor 1.
     #[must_use]
     pub fn broadcast(&self, shape: &[usize]) -> Option<Strides> {
         let lead = shape.len().checked_sub(self.ndim())?;
@@ -181,7 +181,7 @@ impl Strides {
         Some(Strides::new(shape.into(), strides, self.offset))
     }
 
-    /// The view under another shape of equal numel; `None` if that needs a copy.
+    /// Returns the view under another shape of equal numel; `None` if that needs a copy.
     #[must_use]
     pub fn reshape(&self, shape: &[usize]) -> Option<Strides> {
         debug_assert_eq!(
@@ -226,13 +226,13 @@ impl Strides {
         Some(Strides::new(shape.into(), strides, self.offset))
     }
 
-    /// The number of elements, of which those that are repeated along a dim count once.
+    /// Returns the number of elements in memory: elements repeated along a dim (stride 0) count once.
     #[must_use]
-    pub fn num_places(&self) -> usize {
-        self.num_places
+    pub fn num_distinct(&self) -> usize {
+        self.num_distinct
     }
 
-    /// One past the furthest element that the view reaches (0 if it is empty).
+    /// Returns one past the furthest element of the buffer that the view reaches (0 if it is empty).
     #[must_use]
     pub fn reach(&self) -> usize {
         if self.shape.contains(&0) {
@@ -250,7 +250,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn views_by_hand() {
+    fn views_match_known_values() {
         let s = Strides::contiguous(&[2, 3, 4]);
         assert_eq!(s.strides[..], [12, 4, 1]);
         let p = s.permute(&[2, 0, 1]);
@@ -262,14 +262,14 @@ mod tests {
         assert_eq!(s.broadcast(&[5, 2, 3, 4]).unwrap().strides[..], [0, 12, 4, 1]);
         assert!(s.broadcast(&[2, 3, 5]).is_none());
         let repeated = s.broadcast(&[5, 2, 3, 4]).unwrap();
-        assert_eq!((repeated.numel(), repeated.num_places()), (120, 24));
-        assert_eq!(Strides::contiguous(&[3]).broadcast(&[0, 3]).unwrap().num_places(), 0);
+        assert_eq!((repeated.numel(), repeated.num_distinct()), (120, 24));
+        assert_eq!(Strides::contiguous(&[3]).broadcast(&[0, 3]).unwrap().num_distinct(), 0);
         let far = Strides::new([3, 1, 1][..].into(), [1 << 63, 1, 1][..].into(), 0);
-        assert_eq!(far.reach(), usize::MAX, "what does not fit does not wrap");
+        assert_eq!(far.reach(), usize::MAX, "an overflow saturates");
     }
 
     #[test]
-    fn a_reshape_of_a_view_copies_only_when_it_must() {
+    fn reshape_is_a_view_where_strides_allow_it() {
         let s = Strides::contiguous(&[2, 3, 4]);
         assert_eq!(s.narrow(2, 0, 2).reshape(&[6, 2]).unwrap().strides[..], [4, 1]);
         assert!(s.narrow(1, 0, 2).reshape(&[4, 4]).is_none());
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn emptiness_is_contiguous() {
+    fn empty_views_are_contiguous() {
         assert!(Strides::contiguous(&[0, 3]).permute(&[1, 0]).is_contiguous());
         assert_eq!(Strides::contiguous(&[3, 0]).reach(), 0);
     }

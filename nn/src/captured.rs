@@ -224,7 +224,8 @@ impl KeptUpdate {
         params: &[Param],
         args: StepArgs<'_>,
     ) -> Result<Option<KeptUpdate>> {
-        let fits = self.update.refill(optim, params, args)? && self.work.finds(&self.update.written(optim));
+        let fits =
+            self.update.upload_into(optim, params, args)? && self.work.finds(&self.update.written(optim));
         Ok(fits.then_some(self))
     }
 }

@@ -203,7 +203,7 @@ fn widths() -> impl TypedValueParser<Value = Width> {
 
 /// Where to run.
 #[derive(Args, Clone, Debug)]
-#[command(next_help_heading = "Machine")]
+#[command(next_help_heading = "BackendProvider")]
 pub(crate) struct RunArgs {
     /// Ranks by axis, as in dp=2,tp=2; axes are pp, dp, ep, cp, tp, one rank each if left out
     #[arg(
@@ -243,7 +243,7 @@ pub(crate) struct RunArgs {
 
 /// In what weights are kept between steps.
 #[derive(Args, Clone, Debug)]
-#[command(next_help_heading = "Machine")]
+#[command(next_help_heading = "BackendProvider")]
 pub(crate) struct StoredArgs {
     /// Numbers of the stored weights, at least as wide [default: f32 if --dtype is bf16 or f16, else --dtype]
     #[arg(long, value_name = "NAME", value_parser = dtypes())]
@@ -448,7 +448,7 @@ pub(crate) struct ExplainArgs {
     /// Ranks by axis, as in dp=2,tp=2; axes are pp, dp, ep, cp, tp, one rank each if left out
     #[arg(
         long, value_name = "AXES", default_value = "", hide_default_value = true,
-        value_parser = values::mesh, help_heading = "Machine"
+        value_parser = values::mesh, help_heading = "BackendProvider"
     )]
     pub(crate) mesh: Mesh,
     /// Sequences in the global batch
@@ -465,7 +465,7 @@ pub(crate) struct ExplainArgs {
     /// Numbers that are computed with
     #[arg(
         long, value_name = "NAME", default_value = "f32", value_parser = dtypes(),
-        help_heading = "Machine"
+        help_heading = "BackendProvider"
     )]
     pub(crate) dtype: DType,
     #[command(flatten)]

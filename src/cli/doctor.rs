@@ -116,8 +116,8 @@ fn cuda() -> (String, Vec<(String, String)>) {
 /// The back end for NVIDIA cards: a line for the heading, and lines below it with their labels.
 #[cfg(feature = "cuda")]
 fn cuda() -> (String, Vec<(String, String)>) {
-    use shardgrad::kernels::cuda::{Places, Report};
-    let report = Report::new(&Places::from_env());
+    use shardgrad::kernels::cuda::{Report, SearchPaths};
+    let report = Report::new(&SearchPaths::from_env());
     let ready = report.libraries.iter().all(|(_, found)| found.is_ok()) && !report.cards.is_empty();
     let told = |error| Error::from(error).to_string();
     let mut lines: Vec<(String, String)> = Vec::new();

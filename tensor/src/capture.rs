@@ -62,7 +62,7 @@ pub fn capture<T>(rank: &Rank, reads: Vec<Tensor>, work: impl FnOnce() -> Result
             Ok(Err(error)) => failed = Some(Ok(error)),
             Err(cause) => failed = Some(cause.downcast::<Error>().map(|error| *error)),
         }
-        if failed.is_some() { Err(KernelError::Captured { what: "fails" }) } else { Ok(()) }
+        if failed.is_some() { Err(KernelError::NotCapturable { what: "fails" }) } else { Ok(()) }
     });
     if failed.is_some() || noted.is_err() {
         // Where the work was left in the middle, so was what says where it stood.
@@ -79,7 +79,7 @@ pub fn capture<T>(rank: &Rank, reads: Vec<Tensor>, work: impl FnOnce() -> Result
         (Ok(graph), Some(made), Some(reads)) => {
             return Ok(Ok((Captured { rank: rank.clone(), graph, reads }, made)));
         }
-        (Err(error @ KernelError::Unmade { .. }), ..) => {
+        (Err(error @ KernelError::CaptureOutputHeld { .. }), ..) => {
             let error = Error::from(error);
             return Err(failed
                 .into_iter()

@@ -5,7 +5,7 @@ use crate::layout::Layout;
 use crate::piece::{Piece, launch};
 use crate::tensor::{Tensor, adds_zeros, check_mesh};
 use shardgrad_dist::{Rank, Result};
-use shardgrad_kernels::op::truth::LT;
+use shardgrad_kernels::op::compare_select::LT;
 use shardgrad_kernels::{DType, Dims};
 use std::panic::Location;
 

@@ -5,8 +5,8 @@ use crate::control::{counted_once, sum_over_world, sum_squares};
 use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
-use shardgrad_kernels::op::gate::{GATE, WORD};
-use shardgrad_kernels::{DType, Scalar, Strides, refill};
+use shardgrad_kernels::op::overflow_check::{CONTROL_WORD, OVERFLOW_CHECK};
+use shardgrad_kernels::{DType, Scalar, Strides, upload_into};
 use std::ops::Range;
 use std::panic::Location;
 
@@ -112,12 +112,12 @@ impl GatedStep {
     ///
     /// # Errors
     /// What the device reports.
-    pub fn refill(&mut self, told: StepTold) -> Result<bool> {
+    pub fn upload_into(&mut self, told: StepTold) -> Result<bool> {
         let lens = |told: &StepTold| (told.control.len(), told.rates.len());
         if lens(&self.told) != lens(&told) || !self.numbers.buffer.is_unique() {
             return Ok(false);
         }
-        refill(&**self.rank.backend(), &told.numbers(), &mut self.numbers.buffer)?;
+        upload_into(&**self.rank.backend(), &told.numbers(), &mut self.numbers.buffer)?;
         self.told = told;
         Ok(true)
     }
@@ -150,10 +150,10 @@ impl GatedStep {
         let count = if self.has_loss { losses.1 as f64 } else { 0.0 };
         let scalars = [Scalar::Int(counted.len() as i64), Scalar::Real(count)];
         let control = self.told_part(HEAD, &[self.told.control.len()]);
-        launch(rank, &WORD, &[&sums, &control], &mut [&mut word], &scalars)?;
+        launch(rank, &CONTROL_WORD, &[&sums, &control], &mut [&mut word], &scalars)?;
         let word = sum_over_world(rank, word, site)?;
         let head = self.told_part(0, &[HEAD]);
-        launch(rank, &GATE, &[&word, &head], &mut [&mut self.found], &[])
+        launch(rank, &OVERFLOW_CHECK, &[&word, &head], &mut [&mut self.found], &[])
     }
 
     /// What was found, once all work that was given is done. On the null back end, which has no numbers, a norm of 0 and this rank's
@@ -279,8 +279,8 @@ mod tests {
                 step.read()?,
                 Found { grad_norm: 1.25, is_taken: true, grad_scale: 0.25, sums: vec![1.0] }
             );
-            assert!(!step.refill(told(None, &[]))?, "another number of numbers");
-            assert!(step.refill(StepTold { rates: vec![1.0; 4], ..told(Some(1.0), &[f64::NAN]) })?);
+            assert!(!step.upload_into(told(None, &[]))?, "another number of numbers");
+            assert!(step.upload_into(StepTold { rates: vec![1.0; 4], ..told(Some(1.0), &[f64::NAN]) })?);
             assert_eq!(step.numbers.buffer.address(), place);
             step.find([&x], (&[], 1), site)?;
             assert_eq!(step.taken()?, None);
@@ -288,9 +288,9 @@ mod tests {
             assert_eq!((found.grad_norm, found.grad_scale, found.is_taken), (1.25, 0.2, false));
             assert_eq!(step.rates(2).to_f64(rank)?, [1.0; 4]);
             let held = step.row(1, 2);
-            assert!(!step.refill(told(None, &[1.0]))?, "somebody else reads it");
+            assert!(!step.upload_into(told(None, &[1.0]))?, "somebody else reads it");
             drop(held);
-            assert!(step.refill(told(None, &[1.0]))?);
+            assert!(step.upload_into(told(None, &[1.0]))?);
             assert_eq!(step.row(1, 2).to_f64(rank)?, [0.125, 7.0]);
             Ok(())
         })

@@ -81,7 +81,7 @@ pub use shaping::Shaping;
 pub use shardgrad_dist::{
     Axis, AxisSet, Call, Error, Kind, Mesh, Origin, Phase, Rank, Record, Result, World,
 };
-pub use shardgrad_kernels::{DType, Dims, Element, Reuse};
+pub use shardgrad_kernels::{DType, Dims, Element, PackCacheGuard};
 pub use signature::{Labels, Mark, Signature, Term};
 pub use state::State;
 pub use step::{Step, adjoint, moved, moved_back};

@@ -9,7 +9,7 @@ use crate::watch::Watch;
 use shardgrad_dist::{Error, Kind, Rank, Result};
 use shardgrad_kernels::op::binary::{ACCUMULATE, ADD};
 use shardgrad_kernels::op::random::{NORMAL, UNIFORM};
-use shardgrad_kernels::{Buffer, DType, Dims, Element, Reuse, Scalar};
+use shardgrad_kernels::{Buffer, DType, Dims, Element, PackCacheGuard, Scalar};
 use std::cell::{OnceCell, RefCell};
 use std::fmt;
 use std::ops::Range;
@@ -102,11 +102,11 @@ impl Tensor {
     }
 
     /// Says that ops will read it several times while what comes back lives: a parameter in a step of several microbatches. The
-    /// back end may keep beside it what it makes of it then ([`Backend::reuse`](shardgrad_kernels::Backend::reuse)); results are the
+    /// back end may keep beside it what it makes of it then ([`Backend::cache_packed`](shardgrad_kernels::Backend::cache_packed)); results are the
     /// same. Its memory is held so long, so that an update in place comes after.
     #[must_use]
-    pub fn reuse(&self) -> Reuse {
-        self.rank().backend().reuse(&self.piece().buffer)
+    pub fn reuse(&self) -> PackCacheGuard {
+        self.rank().backend().cache_packed(&self.piece().buffer)
     }
 
     /// A number that no other living tensor has.

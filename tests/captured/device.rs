@@ -1,10 +1,10 @@
 //! A device for tests: the processor behind addresses, which can capture work and replay it. Blocks that are given back are
 //! overwritten, and are used again at the same addresses, unless captured work uses them.
 
-use shardgrad::kernels::buffer::Keeper;
+use shardgrad::kernels::buffer::DeviceAllocator;
 use shardgrad::kernels::{
-    Arg, ArgMut, Backend, Buffer, Cost, Cpu, DType, Device, Graph, Kernel, KernelError, Launch, Machine,
-    Mark, MemoryStats, Scalar, Settings, Strides,
+    Arg, ArgMut, Backend, BackendConfig, BackendProvider, Buffer, Cost, Cpu, DType, Device, Graph, Kernel,
+    KernelError, Launch, MemoryStats, Scalar, Strides, SyncEvent,
 };
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -56,12 +56,12 @@ impl Addressed {
     }
 }
 
-impl Machine for Addressed {
+impl BackendProvider for Addressed {
     fn device(&self) -> Device {
         Device::Cuda(0)
     }
 
-    fn backend(&self, _: Settings) -> Result<Arc<dyn Backend>, KernelError> {
+    fn backend(&self, _: BackendConfig) -> Result<Arc<dyn Backend>, KernelError> {
         let host = Cpu::backend(1);
         let store = Arc::new(Store { host: host.clone(), books: Mutex::default() });
         let (device, noting) = (self.clone(), Mutex::default());
@@ -116,7 +116,7 @@ impl Store {
         Ok(Buffer::on_device(address, bytes, self.clone()))
     }
 
-    fn let_go(&self, address: u64) {
+    fn release(&self, address: u64) {
         let mut books = locked(&self.books);
         let count = books.kept.get_mut(&address).unwrap();
         *count -= 1;
@@ -156,7 +156,7 @@ impl Books {
     }
 }
 
-impl Keeper for Store {
+impl DeviceAllocator for Store {
     fn give_back(&self, address: u64) {
         let mut books = locked(&self.books);
         books.held.remove(&address);
@@ -218,7 +218,7 @@ impl Work {
 
 impl Drop for Work {
     fn drop(&mut self) {
-        self.kept.iter().for_each(|address| self.store.let_go(*address));
+        self.kept.iter().for_each(|address| self.store.release(*address));
     }
 }
 
@@ -236,7 +236,7 @@ impl OneRank {
     }
 
     fn not_captured(&self, what: &'static str) -> Result<(), KernelError> {
-        if locked(&self.noting).is_some() { Err(KernelError::Captured { what }) } else { Ok(()) }
+        if locked(&self.noting).is_some() { Err(KernelError::NotCapturable { what }) } else { Ok(()) }
     }
 }
 
@@ -268,7 +268,7 @@ impl Backend for OneRank {
         let (refusals, at) = &self.device.refusals;
         let refuses = kernel.name == *at
             && refusals.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1)).is_ok();
-        let error = || KernelError::Device { call: "launch", why: "not now".into(), lasting: false };
+        let error = || KernelError::Device { call: "launch", why: "not now".into(), is_permanent: false };
         if refuses { Err(error()) } else { Ok(()) }
     }
 
@@ -298,9 +298,9 @@ impl Backend for OneRank {
         self.host.download(&locked(&self.store.books).contents[&from.device_address().unwrap()], to)
     }
 
-    fn mark(&self) -> Result<Mark, KernelError> {
-        self.not_captured("shows a mark to others")?;
-        Ok(Mark::default())
+    fn record_event(&self) -> Result<SyncEvent, KernelError> {
+        self.not_captured("records an event for other back ends")?;
+        Ok(SyncEvent::default())
     }
 
     fn capture(&self, work: &mut dyn FnMut() -> Result<(), KernelError>) -> Result<Graph, KernelError> {
@@ -313,7 +313,7 @@ impl Backend for OneRank {
             let books = locked(&self.store.books);
             let bytes = noted.own.iter().filter_map(|address| books.held.get(address)).sum();
             drop(books);
-            return Err(if bytes > 0 { KernelError::Unmade { bytes } } else { error });
+            return Err(if bytes > 0 { KernelError::CaptureOutputHeld { bytes } } else { error });
         }
         self.device.counts[0].fetch_add(1, Ordering::Relaxed);
         Ok(Graph::new(Arc::new(noted)))
@@ -323,9 +323,9 @@ impl Backend for OneRank {
         let number = self.device.counts[1].fetch_add(1, Ordering::Relaxed) + 1;
         self.note(Asked::Replay);
         if self.device.failing == Some(number) {
-            return Err(KernelError::Device { call: "replay", why: "not now".into(), lasting: false });
+            return Err(KernelError::Device { call: "replay", why: "not now".into(), is_permanent: false });
         }
-        let work: &Work = graph.work().expect("a graph of this device");
+        let work: &Work = graph.downcast_ref().expect("a graph of this device");
         let mut books = locked(&self.store.books);
         work.launches.iter().try_for_each(|launch| books.run(&*self.host, launch))
     }

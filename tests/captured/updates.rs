@@ -252,7 +252,7 @@ fn the_host_waits_once_at_the_end_of_a_step() {
 
 /// Updates of all rules on a card, and a token that is none: the card has noted it, so that the step is not taken.
 #[cfg(feature = "cuda")]
-pub(super) fn on_the_card(card: &Arc<dyn shardgrad::kernels::Machine>) {
+pub(super) fn on_the_card(card: &Arc<dyn shardgrad::kernels::BackendProvider>) {
     use super::{ROWS, SEQ, VOCAB};
     let world = || World::new(Mesh::single()).threads(1).on(card.clone());
     let run = |capture| Case::new().run_by(world(), capture, || descent(true)).unwrap();

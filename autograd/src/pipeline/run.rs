@@ -15,7 +15,7 @@ use crate::var::Var;
 use shardgrad_dist::{Axis, AxisSet, Call, Error, Kind, Origin, Phase, Rank, Result};
 use shardgrad_tensor::control::note_sent;
 use shardgrad_tensor::piece::Piece;
-use shardgrad_tensor::{Layout, Reuse, Tensor, Value};
+use shardgrad_tensor::{Layout, PackCacheGuard, Tensor, Value};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::panic::Location;
 use std::time::Instant;
@@ -97,7 +97,7 @@ struct Step<'a> {
     live: &'a Live,
     /// Parameters in the layouts in which they are computed with, made once; held for the microbatches to come.
     tape: Tape,
-    computed: HashMap<u32, (Var, Option<Reuse>)>,
+    computed: HashMap<u32, (Var, Option<PackCacheGuard>)>,
     /// Sums of their cotangents over the microbatches.
     sums: BTreeMap<u32, Tensor>,
     flights: HashMap<(usize, usize), Flight>,

@@ -6,7 +6,7 @@ use crate::error::{Error, Kind, Result};
 use crate::process::Process;
 use crate::rank::Rank;
 use crate::transport::wire::{Facts, Joint, Rendezvous, Values, WaitHook, Wire};
-use shardgrad_kernels::Settings;
+use shardgrad_kernels::BackendConfig;
 use shardgrad_kernels::cpu::cores;
 use std::io::Read;
 use std::sync::Arc;
@@ -122,14 +122,14 @@ impl World {
         let ended = caught(&self.mesh, index, || {
             let homes = if self.pinned { homes(num_local, num_threads)? } else { Vec::new() };
             let cores = homes.chunks(num_threads).nth(process.local_rank()).unwrap_or_default().to_vec();
-            cores.first().iter().for_each(|core| cores::stay_on(**core));
+            cores.first().iter().for_each(|core| cores::pin_thread(**core));
             let (memory_bytes_max, precision) = (self.memory_bytes_max, self.precision);
-            let settings = Settings { num_threads, may_spin, cores, memory_bytes_max, precision };
+            let settings = BackendConfig { num_threads, may_spin, cores, memory_bytes_max, precision };
             let wire = Box::new(Wire::new(joint.clone(), self.timeout, spin));
             let rank = Rank::new(self.mesh.clone(), index, self.machine.backend(settings)?, wire);
             let result = f(&rank)?;
             // What a device has yet to report counts as the rank's end.
-            rank.backend().finish()?;
+            rank.backend().synchronize()?;
             Ok(result)
         });
         let ended = ended.and_then(|result| caught(&self.mesh, index, || joint.leave()).map(|()| result));

@@ -2,7 +2,7 @@
 
 use crate::call::{Op, ReduceOp, Request};
 use crate::error::Result;
-use shardgrad_kernels::op::{copy, ranks};
+use shardgrad_kernels::op::{copy, tree_reduce};
 use shardgrad_kernels::{Arg, ArgMut, Backend, Buffer, DType, Launch, Strides};
 use smallvec::SmallVec;
 use std::ops::Range;
@@ -47,9 +47,9 @@ pub(super) fn combine<'a>(
     let inputs: SmallVec<[Arg<'_>; 8]> = operands.map(|buffer| Arg { buffer, dtype, view: &read }).collect();
     let mut outputs = [ArgMut { buffer: y, dtype, view: &written }];
     let kernel = match how {
-        ReduceOp::Sum => &ranks::SUM,
-        ReduceOp::Max => &ranks::MAX,
-        ReduceOp::Min => &ranks::MIN,
+        ReduceOp::Sum => &tree_reduce::SUM,
+        ReduceOp::Max => &tree_reduce::MAX,
+        ReduceOp::Min => &tree_reduce::MIN,
     };
     backend.launch(kernel, &mut Launch { inputs: &inputs, outputs: &mut outputs, scalars: &[] })?;
     Ok(())

@@ -8,7 +8,7 @@ use crate::sync::RwLock;
 use crate::table::{Entry, Letter};
 use loom::sync::Arc;
 use loom::thread;
-use shardgrad_kernels::{Buffer, Mark};
+use shardgrad_kernels::{Buffer, SyncEvent};
 use std::time::Duration;
 
 /// Members write, come, read what all have written, and come again before they write anew: nobody waits for ever and
@@ -100,7 +100,7 @@ fn loom_a_letter_wakes_who_waits_for_it() {
                     from: 1,
                     issued: Issued::nothing(),
                     x: Buffer::without_memory(4),
-                    ready: Mark::default(),
+                    ready: SyncEvent::default(),
                 };
                 to.deliver(letter);
             }

@@ -24,7 +24,7 @@ use crate::park::Watch;
 use crate::report;
 use crate::sync::{AtomicU64, RwLockReadGuard};
 use crate::table::{Entry, Failure, Finding, Letter, Posted, Table};
-use shardgrad_kernels::{Allocator, Backend, Buffer, Device, Mark};
+use shardgrad_kernels::{Allocator, Backend, Buffer, Device, SyncEvent};
 use smallvec::SmallVec;
 use std::cell::{Cell, OnceCell, RefCell};
 use std::sync::Arc;
@@ -146,8 +146,8 @@ impl Threads {
             Some(numel) => Some(backend.alloc(numel * size)?),
             None => None,
         };
-        let (group, ready) = (self.group(request), backend.mark()?);
-        if ready.is_behind() && backend.device() == Device::Cpu && fits_notes(request) {
+        let (group, ready) = (self.group(request), backend.record_event()?);
+        if ready.is_complete() && backend.device() == Device::Cpu && fits_notes(request) {
             return self.by_notes(backend, request, group, y);
         }
         self.in_place(backend, request, group, ready, y)
@@ -167,7 +167,7 @@ impl Threads {
         if let Some(x) = request.x {
             backend.download(x, mine)?;
         }
-        self.entry(self.rank).post(request, true, None, Mark::default());
+        self.entry(self.rank).post(request, true, None, SyncEvent::default());
         self.arrive(group, request, mine)?;
         self.shake();
         let mut y = match y {
@@ -197,17 +197,17 @@ impl Threads {
         backend: &dyn Backend,
         request: &Request<'_>,
         group: &Group,
-        ready: Mark,
+        ready: SyncEvent,
         mut y: Option<Buffer>,
     ) -> Result<Option<Buffer>> {
         // Where work is done when it is given, nothing has to wait for it.
-        let is_later = !ready.is_behind();
+        let is_later = !ready.is_complete();
         self.entry(self.rank).post(request, true, request.x, ready);
         self.arrive(group, request, &[])?;
         {
             let peers = self.peers(request);
             for (from, peer) in peers.iter().enumerate() {
-                backend.wait(&peer.ready)?;
+                backend.wait_event(&peer.ready)?;
                 let due = peer.issued.payload(peers.len()).argument_bytes(from, request.seat.place);
                 let shown = peer.x.as_ref().map_or(0, Buffer::bytes);
                 if shown < due {
@@ -228,11 +228,11 @@ impl Threads {
         }
         self.shake();
         if is_later {
-            self.entry(self.rank).set_read(backend.mark()?);
+            self.entry(self.rank).set_read(backend.record_event()?);
         }
         self.meet(group, &group.left, request, false)?;
         for &peer in request.seat.members.iter().filter(|_| is_later) {
-            backend.wait(&self.entry(peer).read())?;
+            backend.wait_event(&self.entry(peer).read())?;
         }
         self.entry(self.rank).clear();
         if request.payload().is_chunked() {
@@ -259,9 +259,9 @@ impl Threads {
 
     /// Carries a call out, as a flight where the back end knows such.
     fn fly(&self, own: &dyn Backend, request: &Request<'_>) -> Result<Option<Buffer>> {
-        let backend = own.begin_flight()?.unwrap_or(own);
+        let backend = own.begin_async()?.unwrap_or(own);
         if let Some(x) = request.x {
-            backend.hold(x);
+            backend.record_stream(x);
         }
         let outcome = self.collect_returned(backend).and_then(|()| match request.op {
             Op::Send { to } => self.send(backend, request, to).map(|()| None),
@@ -269,7 +269,7 @@ impl Threads {
             _ => self.collective(backend, request),
         });
         // Whatever has come of it: others may have begun to read.
-        let ended = own.end_flight();
+        let ended = own.end_async();
         let y = outcome?;
         ended?;
         Ok(y)
@@ -307,13 +307,13 @@ impl Threads {
         let mut part = backend.alloc(payload.chunk_bytes(seat.place))?;
         local::combine(backend, dtype, how, buffers(&peers), &mine, &mut part)?;
         drop(peers);
-        self.entry(self.rank).set_part(Some((part, backend.mark()?)));
+        self.entry(self.rank).set_part(Some((part, backend.record_event()?)));
         self.shake();
         self.meet(group, &group.combined, request, false)?;
         for (i, &rank) in seat.members.iter().enumerate() {
             let part = self.entry(rank).part();
             let (part, ready) = part.as_ref().expect("every member has shown its chunk");
-            backend.wait(ready)?;
+            backend.wait_event(ready)?;
             if part.bytes() < payload.chunk_bytes(i) {
                 let issued = self.entry(rank).posted().issued.clone();
                 return Err(self.short(rank, &issued, part.bytes(), payload.chunk_bytes(i)));
@@ -372,8 +372,8 @@ impl Threads {
     /// Frees the contents of letters that were read since, behind their reading.
     fn collect_returned(&self, backend: &dyn Backend) -> Result<()> {
         for (x, read) in self.entry(self.rank).take_returned() {
-            backend.hold(&x);
-            backend.wait(&read)?;
+            backend.record_stream(&x);
+            backend.wait_event(&read)?;
             drop(x);
         }
         Ok(())
@@ -387,8 +387,8 @@ impl Threads {
             local::copy(backend, dtype, x, 0..numel, &mut copied, 0)?;
         }
         let me = self.entry(self.rank);
-        let ready = backend.mark()?;
-        me.post(request, false, None, Mark::default());
+        let ready = backend.record_event()?;
+        me.post(request, false, None, SyncEvent::default());
         let issued = me.posted().issued.clone();
         let letter = Letter { from: self.rank, issued, x: copied, ready };
         self.entry(request.seat.members[to]).deliver(letter);
@@ -399,7 +399,7 @@ impl Threads {
         let (dtype, numel, axes) = (request.call.dtype, request.counts[0], request.call.axes);
         let mut y = backend.alloc(numel * dtype.size())?;
         let (me, from_place, from) = (self.entry(self.rank), from, request.seat.members[from]);
-        me.post(request, true, None, Mark::default());
+        me.post(request, true, None, SyncEvent::default());
         let mut watch = Watch::default();
         let there = || me.has_letter(axes, from);
         me.parking.wait(self.shared.spin, there, || self.look_around(request, &mut watch, true))?;
@@ -415,10 +415,10 @@ impl Threads {
         if letter.x.bytes() < due {
             return Err(self.short(from, &letter.issued, letter.x.bytes(), due));
         }
-        backend.wait(&letter.ready)?;
+        backend.wait_event(&letter.ready)?;
         local::copy(backend, dtype, &letter.x, 0..numel, &mut y, 0)?;
-        let read = backend.mark()?;
-        if !read.is_behind() {
+        let read = backend.record_event()?;
+        if !read.is_complete() {
             self.entry(from).give_back(letter.x, read);
         }
         Ok(y)

@@ -29,13 +29,13 @@ fn threads_are_as_asked_for() {
 #[cfg(target_os = "linux")]
 #[test]
 fn pinned_threads_have_a_core_each_and_others_are_let_be() {
-    use shardgrad_kernels::cpu::cores::{allowed, apart};
+    use shardgrad_kernels::cpu::cores::{allowed, choose};
     let cores = allowed();
     let seen = World::new(Mesh::single()).threads(1).pinned().launch(|_| Ok(allowed())).unwrap();
-    assert_eq!(seen, [apart(1)]);
+    assert_eq!(seen, [choose(1)]);
     let one_each = Mesh::new(&[("dp", cores.len())]).unwrap();
     let seen = World::new(one_each.clone()).threads(1).pinned().launch(|_| Ok(allowed())).unwrap();
-    assert_eq!(seen.concat(), apart(cores.len()));
+    assert_eq!(seen.concat(), choose(cores.len()));
     assert_eq!(World::new(one_each.clone()).threads(1).launch(|_| Ok(allowed())).unwrap()[0], cores);
     let error = World::new(one_each).threads(2).pinned().launch(|_| Ok(())).unwrap_err();
     assert_eq!(error.kind(), Kind::Config);

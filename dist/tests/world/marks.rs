@@ -7,8 +7,8 @@ use shardgrad_dist::{Rank, ReduceOp, Result, World};
 use shardgrad_kernels::op::copy::COPY;
 use shardgrad_kernels::op::fill::FILL;
 use shardgrad_kernels::{
-    Arg, ArgMut, Backend, Buffer, Cost, Cpu, DType, Device, Kernel, KernelError, Launch, Machine, Mark,
-    MemoryStats, Scalar, Settings, Strides,
+    Arg, ArgMut, Backend, BackendConfig, BackendProvider, Buffer, Cost, Cpu, DType, Device, Kernel,
+    KernelError, Launch, MemoryStats, Scalar, Strides, SyncEvent,
 };
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -62,12 +62,12 @@ impl Accounted {
     }
 }
 
-impl Machine for Accounted {
+impl BackendProvider for Accounted {
     fn device(&self) -> Device {
         Device::Cpu
     }
 
-    fn backend(&self, settings: Settings) -> Result<Arc<dyn Backend>, KernelError> {
+    fn backend(&self, settings: BackendConfig) -> Result<Arc<dyn Backend>, KernelError> {
         let cpu = Cpu::backend(settings.num_threads);
         let stream = |beside, is_beside| {
             let mut account = self.account.lock().unwrap();
@@ -207,18 +207,18 @@ impl Backend for Stream {
         self.cpu.num_threads()
     }
 
-    fn mark(&self) -> Result<Mark, KernelError> {
-        Ok(Mark::new(Arc::new(self.known())))
+    fn record_event(&self) -> Result<SyncEvent, KernelError> {
+        Ok(SyncEvent::new(Arc::new(self.known())))
     }
 
-    fn wait(&self, mark: &Mark) -> Result<(), KernelError> {
-        if let Some(what) = mark.point::<Knowledge>().filter(|_| self.lapse != Lapse::Waits) {
+    fn wait_event(&self, event: &SyncEvent) -> Result<(), KernelError> {
+        if let Some(what) = event.downcast_ref::<Knowledge>().filter(|_| self.lapse != Lapse::Waits) {
             self.account().learn(self.me, what);
         }
         Ok(())
     }
 
-    fn begin_flight(&self) -> Result<Option<&dyn Backend>, KernelError> {
+    fn begin_async(&self) -> Result<Option<&dyn Backend>, KernelError> {
         let Some(beside) = &self.beside else { return Ok(None) };
         if self.lapse != Lapse::Begins {
             let known = self.known();
@@ -228,7 +228,7 @@ impl Backend for Stream {
         Ok(Some(&**beside))
     }
 
-    fn end_flight(&self) -> Result<(), KernelError> {
+    fn end_async(&self) -> Result<(), KernelError> {
         if let Some(beside) = &self.beside {
             let used = std::mem::take(&mut *beside.used.lock().unwrap());
             self.ended.lock().unwrap().push((used, beside.known()));
@@ -236,7 +236,7 @@ impl Backend for Stream {
         Ok(())
     }
 
-    fn hold(&self, buffer: &Buffer) {
+    fn record_stream(&self, buffer: &Buffer) {
         if self.is_beside && self.lapse != Lapse::Holds {
             self.used.lock().unwrap().1.push(buffer.clone());
         }

@@ -1,4 +1,4 @@
-//! Memory from the system: small blocks of a few sizes, and chunks that large ones are cut from.
+//! Memory from the system: small blocks of a few size classes, and chunks that large blocks are cut from.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
@@ -6,25 +6,25 @@ use std::ptr::NonNull;
 /// Alignment of every block: one cache line, one AVX-512 register.
 pub const ALIGNMENT: usize = 64;
 
-/// A page of the larger kind on x86-64 and, with pages of 4 KiB, on AArch64. Chunks that hold one begin at one.
+/// The size of a huge page on x86-64 and, with pages of 4 KiB, on AArch64. Chunks of at least this size are aligned to it.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// Larger blocks are cut from chunks; of smaller ones each is from the system, for itself.
+/// Larger blocks are cut from chunks; smaller ones are allocated from the system individually.
 const SMALL_MAX: usize = 1 << 18;
-/// Blocks of chunks are multiples of this: a page.
+/// The granularity of blocks of chunks: a page.
 const GRAIN: usize = 1 << 12;
 
-/// The size of a block.
+/// The size class of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Class {
     pub(super) bytes: usize,
-    /// Small sizes grow in steps of an eighth, so that at most 12.5% of a block is unused, and are numbered: blocks of one size
-    /// serve each other.
+    /// The number of a small size class. Small sizes grow in steps of an eighth, so that at most 12.5% of a block is unused; blocks of one
+    /// class replace each other.
     pub(super) number: Option<usize>,
 }
 
 impl Class {
-    /// The smallest that holds so many bytes.
+    /// Returns the smallest class that holds `bytes` bytes.
     pub(super) fn of(bytes: usize) -> Option<Class> {
         let bytes = bytes.max(ALIGNMENT);
         if bytes > SMALL_MAX {
@@ -32,19 +32,19 @@ impl Class {
         }
         let step = (bytes.next_power_of_two() / 16).max(ALIGNMENT).ilog2();
         let steps = ((bytes - 1) >> step) + 1;
-        // Of the smallest step there are 1 to 16, of each other one 9 to 16.
+        // The smallest step has sizes of 1 to 16 steps, each other step sizes of 9 to 16.
         let number = 8 * (step - ALIGNMENT.ilog2()) as usize + steps;
         Some(Class { bytes: steps << step, number: Some(number) })
     }
 
-    /// That of a block of a chunk, however small.
+    /// Returns the class of a block of a chunk, however small.
     pub(super) fn of_chunk(bytes: usize) -> Option<Class> {
         let bytes = bytes.checked_next_multiple_of(GRAIN)?;
         (bytes <= isize::MAX as usize - 2 * HUGE_PAGE).then_some(Class { bytes, number: None })
     }
 }
 
-/// One block of memory, owned: from the system, or cut from a chunk, which has it back by its address.
+/// One owned block of memory: from the system, or cut from a chunk, which takes it back by its address.
 pub(super) struct Raw {
     pub(super) start: NonNull<u8>,
     pub(super) class: Class,
@@ -58,7 +58,7 @@ impl Raw {
         Layout::from_size_align(class.bytes, ALIGNMENT).expect("a size class never exceeds isize::MAX")
     }
 
-    /// A small block of zeros; `None` where the system refuses.
+    /// Allocates a small block of zeros; `None` if the system refuses.
     pub(super) fn new(class: Class) -> Option<Raw> {
         debug_assert!(class.number.is_some(), "large blocks are cut from chunks");
         // SAFETY: the layout has a non-zero size, since the smallest size class is ALIGNMENT.
@@ -76,12 +76,12 @@ impl Drop for Raw {
     }
 }
 
-/// Memory of the system that blocks are cut from.
+/// Memory from the system that blocks are cut from.
 pub(super) struct Chunk {
     start: NonNull<u8>,
-    /// With what lies before the first huge page, if there is one.
+    /// Of the whole allocation, including the part before the first huge page.
     layout: Layout,
-    /// From `start` on.
+    /// Bytes from `start` to the first block.
     skipped: usize,
     bytes: usize,
 }
@@ -90,10 +90,10 @@ pub(super) struct Chunk {
 unsafe impl Send for Chunk {}
 
 impl Chunk {
-    /// Zeros, of which the system finds each page when it is touched first; `None` where it refuses.
+    /// Allocates a chunk of zeros, whose pages the system provides on first touch; `None` if it refuses.
     pub(super) fn new(bytes: usize) -> Option<Chunk> {
         let slack = if bytes < HUGE_PAGE { GRAIN } else { HUGE_PAGE };
-        // With the alignment of words the system's zeros are taken as they are, and not written again.
+        // With the alignment of a word, calloc returns fresh zero pages without writing them again.
         let layout = Layout::from_size_align(bytes.checked_add(slack)?, align_of::<u64>()).ok()?;
         // SAFETY: the layout has a non-zero size.
         let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
@@ -102,12 +102,12 @@ impl Chunk {
         Some(chunk)
     }
 
-    /// Where its blocks begin, as a number.
+    /// Returns the address of the first block.
     pub(super) fn address(&self) -> u64 {
         self.at(0).addr().get() as u64
     }
 
-    /// Bytes that blocks are cut from.
+    /// Returns the bytes that blocks are cut from.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }
@@ -118,7 +118,7 @@ impl Chunk {
         unsafe { self.start.add(self.skipped + offset) }
     }
 
-    /// The block of some address that was cut.
+    /// Returns the block that was cut at an address.
     pub(super) fn block(&self, address: u64, class: Class) -> Raw {
         Raw { start: self.at((address - self.address()) as usize), class }
     }
@@ -126,13 +126,13 @@ impl Chunk {
 
 impl Drop for Chunk {
     fn drop(&mut self) {
-        // SAFETY: `start` came from `alloc_zeroed` with this very layout and is freed once, here; nobody has a block of it.
+        // SAFETY: `start` came from `alloc_zeroed` with this very layout and is freed once, here; no block of the chunk is in use.
         unsafe { dealloc(self.start.as_ptr(), self.layout) }
     }
 }
 
-/// Asks the system to back whole huge pages of a chunk by such: with pages of 4 KiB, the first touch of large tensors
-/// and the address translation of products that stride through them take noticeable time. No is an answer.
+/// Asks the system to back a chunk by huge pages: with pages of 4 KiB, the first touch of large tensors and the TLB misses of products
+/// with large strides take noticeable time. A refusal is ignored.
 fn ask_for_huge_pages(start: NonNull<u8>, capacity: usize) {
     #[cfg(target_os = "linux")]
     if capacity >= HUGE_PAGE {
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_are_zeros_that_blocks_lie_in() {
+    fn chunks_are_zeroed_aligned_and_contain_their_blocks() {
         for bytes in [GRAIN, 3 * GRAIN, HUGE_PAGE, 5 * HUGE_PAGE + GRAIN] {
             let chunk = Chunk::new(bytes).unwrap();
             let alignment = if bytes < HUGE_PAGE { GRAIN } else { HUGE_PAGE };

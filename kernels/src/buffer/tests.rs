@@ -1,10 +1,10 @@
-//! Blocks, their cache and their cutting.
+//! Tests of allocation, caching, chunks and last handles.
 
 use super::*;
 use std::sync::Mutex;
 
 #[test]
-fn a_freed_block_is_used_again() {
+fn freed_block_is_reused() {
     let a = Allocator::default();
     drop(a.alloc(1000).unwrap());
     let b = a.alloc(990).unwrap();
@@ -16,7 +16,7 @@ fn a_freed_block_is_used_again() {
 }
 
 #[test]
-fn a_shared_buffer_cannot_be_written() {
+fn shared_buffer_cannot_be_written() {
     let mut b = Allocator::default().alloc(16).unwrap();
     b.as_mut::<f32>().unwrap()[1] = 2.0;
     let c = b.clone();
@@ -27,7 +27,7 @@ fn a_shared_buffer_cannot_be_written() {
 }
 
 #[test]
-fn a_limit_is_an_error_with_figures() {
+fn exceeding_the_limit_is_out_of_memory() {
     let a = Allocator::with_limit(1 << 20);
     let held = a.alloc(1 << 19).unwrap();
     let error = a.alloc(1 << 20).unwrap_err();
@@ -39,14 +39,14 @@ fn a_limit_is_an_error_with_figures() {
 #[derive(Debug, Default)]
 struct Returned(Mutex<Vec<u64>>);
 
-impl Keeper for Returned {
+impl DeviceAllocator for Returned {
     fn give_back(&self, address: u64) {
         self.0.lock().unwrap().push(address);
     }
 }
 
 #[test]
-fn memory_of_a_device_is_an_address_and_goes_home() {
+fn device_memory_returns_to_its_allocator() {
     let home = Arc::new(Returned::default());
     let buffer = Buffer::on_device(4096, 12, home.clone());
     assert_eq!((buffer.device_address(), buffer.bytes(), buffer.has_memory()), (Some(4096), 12, true));
@@ -61,7 +61,7 @@ fn memory_of_a_device_is_an_address_and_goes_home() {
 }
 
 #[test]
-fn the_cache_goes_with_the_allocator() {
+fn cache_is_freed_with_the_allocator() {
     let a = Allocator::default();
     let (held, shared) = (a.alloc(100).unwrap(), Arc::downgrade(&a.0.0));
     let large = a.alloc(1 << 20).unwrap();
@@ -107,7 +107,7 @@ fn large_blocks_share_a_chunk() {
 }
 
 #[test]
-fn chunks_grow_with_what_there_is() {
+fn chunks_grow_with_reserved_memory() {
     let a = Allocator::default();
     let held: Vec<Buffer> = (0..40).map(|_| a.alloc(16 << 20).unwrap()).collect();
     // 64, 64, 64, 96, 144 and 216 MiB.
@@ -116,7 +116,7 @@ fn chunks_grow_with_what_there_is() {
 }
 
 #[test]
-fn under_a_limit_a_chunk_is_all_that_it_leaves() {
+fn chunk_under_a_limit_takes_all_that_is_left() {
     let a = Allocator::with_limit(100 << 20);
     let mut held: Vec<Buffer> = [40 << 20, 40 << 20, 20 << 20].map(|bytes| a.alloc(bytes).unwrap()).into();
     assert_eq!((a.stats().num_system_allocs, a.stats().reserved_bytes), (1, 100 << 20));
@@ -133,7 +133,7 @@ fn under_a_limit_a_chunk_is_all_that_it_leaves() {
 }
 
 #[test]
-fn small_blocks_may_come_from_chunks() {
+fn small_blocks_are_cut_from_chunks_at_the_limit() {
     let a = Allocator::with_limit(1 << 20);
     let whole = a.alloc(1 << 20).unwrap();
     assert!(a.alloc(100).is_err());
@@ -146,7 +146,7 @@ fn small_blocks_may_come_from_chunks() {
 }
 
 #[test]
-fn parts_come_back_while_the_cache_is_emptied() {
+fn blocks_return_while_the_cache_is_released() {
     let a = Allocator::default();
     let (sender, receiver) = std::sync::mpsc::channel::<Buffer>();
     let is_done = std::sync::atomic::AtomicBool::new(false);
@@ -171,7 +171,7 @@ fn parts_come_back_while_the_cache_is_emptied() {
 }
 
 #[test]
-fn blocks_of_all_sizes_share_nothing() {
+fn blocks_of_all_sizes_do_not_overlap() {
     let a = Allocator::default();
     let mut held: Vec<(i64, Buffer)> = Vec::new();
     let mut random = 1u64;
@@ -196,7 +196,7 @@ fn blocks_of_all_sizes_share_nothing() {
 }
 
 #[test]
-fn last_handles_may_go_at_once_on_two_threads() {
+fn two_threads_may_drop_the_last_handles_at_once() {
     let a = Allocator::default();
     let (sender, receiver) = std::sync::mpsc::channel::<Buffer>();
     std::thread::scope(|scope| {

@@ -1,43 +1,42 @@
-//! Matrix products: one on one thread, or a stack of them on a pool.
+//! GEMM on the CPU: one matrix product on one thread ([`gemm`]), or a batch of them on a pool ([`batched_gemm`]).
 //!
-//! The order of a sum is part of the contract: every element of c is formed from blocks of [`DEPTH`] terms, each
-//! block from 0 upwards by fused multiply-adds in the order of k, and the blocks are added to c in order. Nothing
-//! else (shapes, strides, tiles, instruction set) has a say in the bits, so that a row's bits do not depend on
-//! the rows around it.
+//! The order of each sum is part of the contract: an element of c is summed in blocks of [`KC`] terms, each block from 0 upwards by
+//! fused multiply-adds in the order of k, and the blocks are added to c in order. Shapes, strides, tile sizes, threads and
+//! instruction set do not change the bits, so that the bits of a row do not depend on the rows around it.
 //!
-//! Two bf16 operands meet in dot products of the CPU where these are faster (AMX; AVX512-BF16, but not Intel's), and then the CPU has a say:
-//! blocks are of [`BF16_DEPTH`] terms; within a block sums in f32 take up, in the order of k, a pair of products at a time
-//! (AVX512-BF16), or 32 terms at a time: the fused sum of those at even places plus that of those at odd places (AMX).
-//! Operands and sums that are subnormal count as 0. Shapes, strides and threads have no say there either. Two operands of f32 meet
-//! there too, rounded to bf16, if a [`MatmulPrecision`] gives leave.
+//! Exception: two bf16 operands use the CPU's bf16 dot products where these are faster (AMX; AVX512-BF16 except on Intel's CPUs).
+//! There blocks have [`BF16_KC`] terms, and within a block an f32 sum takes up, in the order of k, a pair of products at a time
+//! (AVX512-BF16), or 32 terms at a time: the fused sum of the even terms plus that of the odd terms (AMX). Subnormal operands and
+//! sums count as 0. Shapes, strides and threads do not change those bits either. Two f32 operands, rounded to bf16, use the same
+//! instructions if a [`MatmulPrecision`] allows it.
 
-mod kept;
-mod ended;
+mod prepacked;
+mod epilogue;
 mod split;
 
 use crate::cpu::Pool;
-use crate::cpu::simd::bf16::{self, Means};
-use crate::cpu::simd::blocks::{Blocked, Target, Whole};
-use crate::cpu::simd::pack::{DEPTH_MAX, Source};
-use crate::cpu::simd::packed::Packed;
-use crate::cpu::simd::pairs::Lines;
+use crate::cpu::simd::bf16::{self, Bf16Isa};
+use crate::cpu::simd::blocked_gemm::{BlockedGemm, MatrixPtrMut, OnFinished};
+use crate::cpu::simd::gemv::gemv_row_major;
+use crate::cpu::simd::gemv_transposed;
+use crate::cpu::simd::microkernel::MicroKernels;
+use crate::cpu::simd::pack::{self, MatrixPtr};
+use crate::cpu::simd::pack_bf16::DotOperand;
+use crate::cpu::simd::prepacked::PackedB;
 use crate::cpu::simd::scratch::Scratch;
-use crate::cpu::simd::thin::by_rows;
-use crate::cpu::simd::tile::Tiles;
-use crate::cpu::simd::turned;
 use crate::cpu::simd::{Level, level, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
 use crate::host_vec::filled;
 use crate::precision::MatmulPrecision;
-use ended::Ended;
-use split::{COLS_MIN, OPERATIONS_MIN, Reading, Split};
+use epilogue::BoundEpilogue;
+use split::{COLS_MIN, FLOPS_MIN, ReadCost, Split};
 
-pub use ended::{Ending, ended_products};
+pub use epilogue::{Epilogue, batched_gemm_with_epilogue};
 
-/// A matrix that is read: element (i, j) is `data[i * row_stride + j * col_stride]`.
+/// A strided matrix to read: element (i, j) is `data[i * row_stride + j * col_stride]`.
 #[derive(Clone, Copy, Debug)]
-pub struct Matrix<'a, T> {
-    /// The memory, from element (0, 0) on.
+pub struct MatrixRef<'a, T> {
+    /// The elements, from (0, 0) on.
     pub data: &'a [T],
     /// Distance between rows.
     pub row_stride: usize,
@@ -45,10 +44,10 @@ pub struct Matrix<'a, T> {
     pub col_stride: usize,
 }
 
-/// A matrix that is written. No two of its elements share memory.
+/// A strided matrix to write. No two of its elements share memory.
 #[derive(Debug)]
 pub struct MatrixMut<'a, T> {
-    /// The memory, from element (0, 0) on.
+    /// The elements, from (0, 0) on.
     pub data: &'a mut [T],
     /// Distance between rows.
     pub row_stride: usize,
@@ -56,22 +55,21 @@ pub struct MatrixMut<'a, T> {
     pub col_stride: usize,
 }
 
-/// Terms of a sum that are added up before they meet the rest. Changing this changes results.
-pub const DEPTH: usize = DEPTH_MAX;
-/// The same where two bf16 operands meet in dot products of the CPU.
-pub const BF16_DEPTH: usize = bf16::DEPTH;
+/// Terms of a sum that are added up before they are added to c (BLIS: KC). Changing this changes results.
+pub const KC: usize = pack::KC;
+/// The same for bf16 dot products.
+pub const BF16_KC: usize = bf16::KC;
 
-/// c = a b, or c += a b if `accumulate`; `dims` is (m, n, k), a is (m, k), b is (k, n), c is (m, n).
-/// Two bf16 operands meet in dot products of the CPU where these are faster; other 16-bit operands are widened on the way in.
-/// c is in the accumulator type.
+/// c = a b, or c += a b if `accumulate`; `dims` is (m, n, k), a is (m, k), b is (k, n), c is (m, n) in the accumulator type.
+/// Two bf16 operands use bf16 dot products where these are faster; other 16-bit operands are widened while packing.
 ///
 /// # Panics
 /// If a matrix reaches outside of its memory.
-pub fn product<A, B, R>(
+pub fn gemm<A, B, R>(
     scratch: &mut Scratch,
     dims: [usize; 3],
-    a: Matrix<'_, A>,
-    b: Matrix<'_, B>,
+    a: MatrixRef<'_, A>,
+    b: MatrixRef<'_, B>,
     accumulate: bool,
     c: MatrixMut<'_, R>,
 ) where
@@ -79,45 +77,53 @@ pub fn product<A, B, R>(
     B: Float<Acc = R>,
     R: Real,
 {
-    let way = Means::best().filter(|_| A::DTYPE == DType::BF16 && B::DTYPE == DType::BF16);
-    product_by(way.map_or(Way::Widened(level()), Way::Short), scratch, dims, a, b, accumulate, c);
+    let isa = Bf16Isa::best().filter(|_| A::DTYPE == DType::BF16 && B::DTYPE == DType::BF16);
+    gemm_with_kind(
+        isa.map_or(KernelKind::Fma(level()), KernelKind::Bf16Dot),
+        scratch,
+        dims,
+        a,
+        b,
+        accumulate,
+        c,
+    );
 }
 
-/// Whether two bf16 operands meet in dot products of this CPU.
+/// Returns whether products of two bf16 operands use bf16 dot products on this CPU.
 #[must_use]
-pub fn meets_bf16() -> bool {
-    Means::best().is_some()
+pub fn has_bf16_dot() -> bool {
+    Bf16Isa::best().is_some()
 }
 
-/// The dot products of bf16 in which two operands of a dtype meet on this CPU, if they do.
-fn means(dtype: DType, precision: MatmulPrecision) -> Option<Means> {
+/// Returns the bf16 dot product instructions for operands of a dtype on this CPU, if products use them.
+fn isa(dtype: DType, precision: MatmulPrecision) -> Option<Bf16Isa> {
     match (dtype, precision) {
-        (DType::BF16, _) | (DType::F32, MatmulPrecision::Medium) => Means::best(),
+        (DType::BF16, _) | (DType::F32, MatmulPrecision::Medium) => Bf16Isa::best(),
         _ => None,
     }
 }
 
-/// Whether products of f32 are formed of operands that are rounded to bf16 on this CPU, under a precision.
+/// Returns whether f32 operands of matrix products are rounded to bf16 on this CPU at a precision.
 #[must_use]
 pub fn rounds_to_bf16(precision: MatmulPrecision) -> bool {
-    means(DType::F32, precision).is_some()
+    isa(DType::F32, precision).is_some()
 }
 
-/// How a product is formed.
+/// The kind of kernel that computes a product.
 #[derive(Clone, Copy, Debug)]
-enum Way {
-    /// By the tiles of a level that this CPU has, of operands that are widened.
-    Widened(Level),
-    /// Of two operands of bf16, or of f32, by means that this CPU has.
-    Short(Means),
+enum KernelKind {
+    /// FMA micro-kernels of an instruction set of this CPU, on widened operands.
+    Fma(Level),
+    /// Dot products of bf16 operands, or of f32 operands rounded to bf16.
+    Bf16Dot(Bf16Isa),
 }
 
-fn product_by<A, B, R>(
-    way: Way,
+fn gemm_with_kind<A, B, R>(
+    kind: KernelKind,
     scratch: &mut Scratch,
     dims: [usize; 3],
-    a: Matrix<'_, A>,
-    b: Matrix<'_, B>,
+    a: MatrixRef<'_, A>,
+    b: MatrixRef<'_, B>,
     accumulate: bool,
     c: MatrixMut<'_, R>,
 ) where
@@ -126,237 +132,251 @@ fn product_by<A, B, R>(
     R: Real,
 {
     let [m, n, k] = dims;
-    assert!(reach([m, k], a.row_stride, a.col_stride) <= a.data.len(), "a lies inside of its memory");
-    assert!(reach([k, n], b.row_stride, b.col_stride) <= b.data.len(), "b lies inside of its memory");
-    assert!(reach([m, n], c.row_stride, c.col_stride) <= c.data.len(), "c lies inside of its memory");
-    let to = Target { start: c.data.as_mut_ptr(), row: c.row_stride, col: c.col_stride };
-    match way {
-        Way::Widened(at) => {
+    assert!(required_len([m, k], a.row_stride, a.col_stride) <= a.data.len(), "a lies inside of its memory");
+    assert!(required_len([k, n], b.row_stride, b.col_stride) <= b.data.len(), "b lies inside of its memory");
+    assert!(required_len([m, n], c.row_stride, c.col_stride) <= c.data.len(), "c lies inside of its memory");
+    let to = MatrixPtrMut { start: c.data.as_mut_ptr(), row_stride: c.row_stride, col_stride: c.col_stride };
+    match kind {
+        KernelKind::Fma(at) => {
             assert!(at as u8 <= level() as u8, "this CPU has the level");
-            let a = Source::new(a.data, a.row_stride, a.col_stride);
-            let b = Source::new(b.data, b.row_stride, b.col_stride);
+            let a = MatrixPtr::new(a.data, a.row_stride, a.col_stride);
+            let b = MatrixPtr::new(b.data, b.row_stride, b.col_stride);
             // SAFETY: the reaches and the level were checked above; strides of c that let two elements share memory
             // make the result arbitrary, on this one thread no worse.
-            unsafe { Blocked::new(&Tiles::at(at), dims, a, b, accumulate, to).run(scratch) }
+            unsafe { BlockedGemm::new(&MicroKernels::for_level(at), dims, a, b, accumulate, to).run(scratch) }
         }
-        Way::Short(means) => {
-            assert!(Means::all().contains(&means), "this CPU has the means");
+        KernelKind::Bf16Dot(isa) => {
+            assert!(Bf16Isa::available().contains(&isa), "this CPU has the isa");
             let lines = [
-                Lines::new(a.data, a.row_stride, a.col_stride),
-                Lines::new(b.data, b.col_stride, b.row_stride),
+                DotOperand::new(a.data, a.row_stride, a.col_stride),
+                DotOperand::new(b.data, b.col_stride, b.row_stride),
             ];
-            let to = Target { start: to.start.cast::<f32>(), row: to.row, col: to.col };
-            // SAFETY: as above; `Lines` saw to it that both are of bf16 or f32, so that sums are f32.
-            unsafe { bf16::product(means, scratch, dims, lines, accumulate, to) }
+            let to = MatrixPtrMut {
+                start: to.start.cast::<f32>(),
+                row_stride: to.row_stride,
+                col_stride: to.col_stride,
+            };
+            // SAFETY: as above; `DotOperand` saw to it that both are of bf16 or f32, so that sums are f32.
+            unsafe { bf16::gemm(isa, scratch, dims, lines, accumulate, to) }
         }
     }
 }
 
-/// Matrices of one shape that are read: element (i, j) of matrix p is at `p * strides[0] + i * strides[1] + j *
-/// strides[2]`.
+/// A batch of strided matrices to read: element (i, j) of matrix p is `data[p * strides[0] + i * strides[1] + j * strides[2]]`.
 #[derive(Clone, Copy, Debug)]
-pub struct Stack<'a, T> {
-    /// The memory, from element (0, 0, 0) on.
+pub struct BatchedMatrixRef<'a, T> {
+    /// The elements, from (0, 0, 0) on.
     pub data: &'a [T],
     /// Distance between matrices, rows and columns.
     pub strides: [usize; 3],
 }
 
-/// Matrices of one shape that are written.
+/// A batch of strided matrices to write. No two elements share memory.
 #[derive(Debug)]
-pub struct StackMut<'a, T> {
-    /// The memory, from element (0, 0, 0) on.
+pub struct BatchedMatrixMut<'a, T> {
+    /// The elements, from (0, 0, 0) on.
     pub data: &'a mut [T],
     /// Distance between matrices, rows and columns.
     pub strides: [usize; 3],
 }
 
-/// c = a b for every matrix of a stack; `dims` is (g, m, n, k), a is (g, m, k), b is (g, k, n), c is (g, m, n).
-/// 16-bit operands are summed in f32 and rounded once; f32 is treated as the pool's precision says.
+/// c = a b for every matrix of a batch; `dims` is (g, m, n, k), a is (g, m, k), b is (g, k, n), c is (g, m, n).
+/// 16-bit operands are summed in f32 and rounded once; the pool's precision applies to f32.
 ///
 /// # Panics
 /// If a stack reaches outside of its memory, or elements of c may share memory.
-pub fn products<T: Float>(
+pub fn batched_gemm<T: Float>(
     pool: &Pool,
     dims: [usize; 4],
-    a: Stack<'_, T>,
-    b: Stack<'_, T>,
-    c: StackMut<'_, T>,
+    a: BatchedMatrixRef<'_, T>,
+    b: BatchedMatrixRef<'_, T>,
+    c: BatchedMatrixMut<'_, T>,
 ) {
-    products_by(means(T::DTYPE, pool.precision()), pool, dims, a, b, c, None);
+    batched_gemm_with_isa(isa(T::DTYPE, pool.precision()), pool, dims, a, b, c, None);
 }
 
-/// See [`products`]; in dot products by means that this CPU has, or widened. An ending sees every row of c once.
-fn products_by<T: Float>(
-    means: Option<Means>,
+/// [`batched_gemm`] by given bf16 dot products, or by FMA if `isa` is `None`. Applies the epilogue to every row of c once.
+fn batched_gemm_with_isa<T: Float>(
+    isa: Option<Bf16Isa>,
     pool: &Pool,
     dims: [usize; 4],
-    a: Stack<'_, T>,
-    b: Stack<'_, T>,
-    mut c: StackMut<'_, T>,
-    ended: Option<&Ended<'_, T>>,
+    a: BatchedMatrixRef<'_, T>,
+    b: BatchedMatrixRef<'_, T>,
+    mut c: BatchedMatrixMut<'_, T>,
+    epilogue: Option<&BoundEpilogue<'_, T>>,
 ) {
     let [g, m, n, k] = dims;
-    assert!(reach3([g, m, k], a.strides) <= a.data.len(), "a lies inside of its memory");
-    assert!(reach3([g, k, n], b.strides) <= b.data.len(), "b lies inside of its memory");
-    assert!(reach3([g, m, n], c.strides) <= c.data.len(), "c lies inside of its memory");
-    assert!(apart([g, m, n], c.strides), "elements of c share no memory");
+    assert!(batched_required_len([g, m, k], a.strides) <= a.data.len(), "a lies inside of its memory");
+    assert!(batched_required_len([g, k, n], b.strides) <= b.data.len(), "b lies inside of its memory");
+    assert!(batched_required_len([g, m, n], c.strides) <= c.data.len(), "c lies inside of its memory");
+    assert!(is_non_overlapping([g, m, n], c.strides), "elements of c share no memory");
     if g * m * n == 0 {
         return;
     }
-    if let Some(means) = means {
+    if let Some(isa) = isa {
         match T::DTYPE {
-            DType::F32 => short_products::<T, f32>(means, pool, dims, a, b, &mut c),
-            _ => short_products::<T, half::bf16>(means, pool, dims, a, b, &mut c),
+            DType::F32 => batched_bf16_gemm::<T, f32>(isa, pool, dims, a, b, &mut c),
+            _ => batched_bf16_gemm::<T, half::bf16>(isa, pool, dims, a, b, &mut c),
         }
-    } else if g == 1 && m == 1 && n > 1 && c.strides[2] == 1 && one_row(pool, [n, k], a, b, &mut c.data[..n])
-    {
+    } else if g == 1 && m == 1 && n > 1 && c.strides[2] == 1 && gemv(pool, [n, k], a, b, &mut c.data[..n]) {
         // Done.
     } else if k > 0
-        && let Some(ended) = ended
+        && let Some(epilogue) = epilogue
     {
-        return tiled_products(pool, dims, [a, b], &mut c, Some(ended));
+        return batched_fma_gemm(pool, dims, [a, b], &mut c, Some(epilogue));
     } else {
-        tiled_products(pool, dims, [a, b], &mut c, None);
+        batched_fma_gemm(pool, dims, [a, b], &mut c, None);
     }
-    if let Some(ended) = ended {
-        ended.all(pool, &mut c);
+    if let Some(epilogue) = epilogue {
+        epilogue.apply_to_all(pool, &mut c);
     }
 }
 
-/// [`products`] whose reaches were checked, by tiles of widened operands; an ending sees parts of c as they get whole, and k > 0.
-fn tiled_products<T: Float>(
+/// [`batched_gemm`] by FMA micro-kernels, after its bounds checks. Applies the epilogue to parts of c as they are finished; k > 0 then.
+fn batched_fma_gemm<T: Float>(
     pool: &Pool,
     dims: [usize; 4],
-    [a, b]: [Stack<'_, T>; 2],
-    c: &mut StackMut<'_, T>,
-    ended: Option<&Ended<'_, T>>,
+    [a, b]: [BatchedMatrixRef<'_, T>; 2],
+    c: &mut BatchedMatrixMut<'_, T>,
+    epilogue: Option<&BoundEpilogue<'_, T>>,
 ) {
-    let tiles = Tiles::at(level());
-    let source = |x: Stack<'_, T>| Source::new(x.data, x.strides[1], x.strides[2]);
+    let kernels = MicroKernels::for_level(level());
+    let source = |x: BatchedMatrixRef<'_, T>| MatrixPtr::new(x.data, x.strides[1], x.strides[2]);
     let (sa, sb) = (source(a), source(b));
-    let sc = Target { start: c.data.as_mut_ptr(), row: c.strides[1], col: c.strides[2] };
+    let sc = MatrixPtrMut { start: c.data.as_mut_ptr(), row_stride: c.strides[1], col_stride: c.strides[2] };
     let [g, m, n, k] = dims;
-    // SAFETY: it is asked and not run, so that nothing is touched, as k is not 0.
-    let packs = || unsafe { Blocked::new(&tiles, [m, n, k], sa, sb, false, sc.cast()) }.packs_b();
-    let kept = if g == 1 { kept::packed(pool, [m, n, k], b, packs) } else { None };
-    let packed = kept.as_ref().map(|kept| Packed::new(kept.as_slice(), n));
-    let reading = Reading::of(tiles.lanes, &a, c.strides, packed.is_some());
-    Split::each(pool, dims, reading, |(thread, scratch), [matrix, row, col], [rows, cols]| {
-        let c = sc.moved(matrix * c.strides[0] + row * c.strides[1] + col * c.strides[2]);
-        let whole = Ended::of_part(ended, [matrix, row, col], c);
-        // SAFETY: the reaches were checked above; the parts of c that two tasks write share no memory; `tiles`
+    // SAFETY: only `packs_b` is called and nothing is run, so no memory is touched, as k is not 0.
+    let packs = || unsafe { BlockedGemm::new(&kernels, [m, n, k], sa, sb, false, sc.cast()) }.packs_b();
+    let packed_b = if g == 1 { prepacked::prepack(pool, [m, n, k], b, packs) } else { None };
+    let packed = packed_b.as_ref().map(|packed_b| PackedB::new(packed_b.as_slice(), n));
+    let read_cost = ReadCost::of(kernels.lanes, &a, c.strides, packed.is_some());
+    Split::for_each_part(pool, dims, read_cost, |(thread, scratch), [matrix, row, col], [rows, cols]| {
+        let c = sc.offset_by(matrix * c.strides[0] + row * c.strides[1] + col * c.strides[2]);
+        let on_finished = BoundEpilogue::for_part(epilogue, [matrix, row, col], c);
+        // SAFETY: the reaches were checked above; the parts of c that two tasks write share no memory; `kernels`
         // fit this CPU; an empty a or b (k = 0) is not touched.
         unsafe {
-            let a = sa.moved(matrix * a.strides[0] + row * a.strides[1]);
-            let b = sb.moved(matrix * b.strides[0] + col * b.strides[2]);
-            let b = (b, packed.map(|packed| packed.from(col)));
-            rounded(&tiles, (pool, thread, scratch), [rows, cols, k], a, b, c, &whole);
+            let a = sa.offset_by(matrix * a.strides[0] + row * a.strides[1]);
+            let b = sb.offset_by(matrix * b.strides[0] + col * b.strides[2]);
+            let b = (b, packed.map(|packed| packed.from_col(col)));
+            gemm_rounded(&kernels, (pool, thread, scratch), [rows, cols, k], a, b, c, &on_finished);
         }
     });
 }
 
-/// The bytes of the packed form of b that a product of one matrix keeps where b recurs ([`Backend::reuse`](crate::Backend::reuse)),
-/// from extents (m, n, k) and the strides of a, b and c; `None` where it keeps none. At the highest precision.
+/// Returns the bytes of the packed form of b that a product of one matrix caches if b is a cached operand
+/// ([`Backend::cache_packed`](crate::Backend::cache_packed)), from extents (m, n, k) and the strides of a, b and c, at the highest
+/// precision. `None` if the product packs nothing.
 pub(crate) fn prepacked_bytes<T: Float>([m, n, k]: [usize; 3], strides: [[usize; 2]; 3]) -> Option<usize> {
-    if [m, n, k].contains(&0) || m == 1 && n > 1 || means(T::DTYPE, MatmulPrecision::Highest).is_some() {
+    if [m, n, k].contains(&0) || m == 1 && n > 1 || isa(T::DTYPE, MatmulPrecision::Highest).is_some() {
         return None;
     }
-    let tiles = Tiles::at(level());
-    let [a, b] = [strides[0], strides[1]].map(|[row, col]| Source::new::<T>(&[], row, col));
-    let c: Target<T::Acc> = Target { start: std::ptr::null_mut(), row: strides[2][0], col: strides[2][1] };
-    // SAFETY: it is asked and not run, so that nothing is touched, as k is not 0.
-    let packs = || unsafe { Blocked::new(&tiles, [m, n, k], a, b, false, c) }.packs_b();
-    kept::packed_bytes::<T>([m, n, k], packs)
+    let kernels = MicroKernels::for_level(level());
+    let [a, b] = [strides[0], strides[1]].map(|[row, col]| MatrixPtr::new::<T>(&[], row, col));
+    let c: MatrixPtrMut<T::Acc> =
+        MatrixPtrMut { start: std::ptr::null_mut(), row_stride: strides[2][0], col_stride: strides[2][1] };
+    // SAFETY: only `packs_b` is called and nothing is run, so no memory is touched, as k is not 0.
+    let packs = || unsafe { BlockedGemm::new(&kernels, [m, n, k], a, b, false, c) }.packs_b();
+    prepacked::prepacked_bytes::<T>([m, n, k], packs)
 }
 
-/// [`products`] whose reaches were checked, in dot products; R is T by a name that says that its sums are f32.
-fn short_products<T: Float, R: Float<Acc = f32>>(
-    means: Means,
+/// [`batched_gemm`] by bf16 dot products, after its bounds checks. R is T, under a name whose accumulator is known to be f32.
+fn batched_bf16_gemm<T: Float, R: Float<Acc = f32>>(
+    isa: Bf16Isa,
     pool: &Pool,
     dims: [usize; 4],
-    a: Stack<'_, T>,
-    b: Stack<'_, T>,
-    c: &mut StackMut<'_, T>,
+    a: BatchedMatrixRef<'_, T>,
+    b: BatchedMatrixRef<'_, T>,
+    c: &mut BatchedMatrixMut<'_, T>,
 ) {
-    assert!(Means::all().contains(&means), "this CPU has the means");
+    assert!(Bf16Isa::available().contains(&isa), "this CPU has the isa");
     assert!(T::DTYPE == R::DTYPE, "both are one type");
-    let la = Lines::new(a.data, a.strides[1], a.strides[2]);
-    let lb = Lines::new(b.data, b.strides[2], b.strides[1]);
-    let to: Target<R> = Target { start: c.data.as_mut_ptr().cast(), row: c.strides[1], col: c.strides[2] };
-    Split::each(pool, dims, Reading::PACKED, |(_, scratch), [matrix, row, col], [rows, cols]| {
-        let a = la.moved(matrix * a.strides[0] + row * a.strides[1]);
-        let b = lb.moved(matrix * b.strides[0] + col * b.strides[2]);
-        let to = to.moved(matrix * c.strides[0] + row * c.strides[1] + col * c.strides[2]);
+    let la = DotOperand::new(a.data, a.strides[1], a.strides[2]);
+    let lb = DotOperand::new(b.data, b.strides[2], b.strides[1]);
+    let to: MatrixPtrMut<R> = MatrixPtrMut {
+        start: c.data.as_mut_ptr().cast(),
+        row_stride: c.strides[1],
+        col_stride: c.strides[2],
+    };
+    Split::for_each_part(pool, dims, ReadCost::PACKED, |(_, scratch), [matrix, row, col], [rows, cols]| {
+        let a = la.offset_by(matrix * a.strides[0] + row * a.strides[1]);
+        let b = lb.offset_by(matrix * b.strides[0] + col * b.strides[2]);
+        let to = to.offset_by(matrix * c.strides[0] + row * c.strides[1] + col * c.strides[2]);
         // SAFETY: the caller checked the reaches; the parts of c that two tasks write share no memory; an empty a or b
         // (k = 0) is not touched.
-        unsafe { bf16::product(means, scratch, [rows, cols, dims[3]], [a, b], false, to) }
+        unsafe { bf16::gemm(isa, scratch, [rows, cols, dims[3]], [a, b], false, to) }
     });
 }
 
-/// A single row is cut into about so many tasks a thread: they share nothing, so more of them cost little.
+/// Tasks per thread for a gemv: tasks share no operand data, so more of them cost little.
 const ROW_TASKS: usize = 2;
 
-/// A product of one row. Most of what it reads is b, so it is cut along the columns. False, and nothing is done, if
-/// neither rows nor columns of b lie side by side, or this CPU has nothing for them.
-fn one_row<T: Float>(pool: &Pool, [n, k]: [usize; 2], a: Stack<'_, T>, b: Stack<'_, T>, c: &mut [T]) -> bool {
+/// Batched product of one row (gemv), split into tasks along the columns, because reading b dominates. Returns false, with c unchanged,
+/// if neither rows nor columns of b are contiguous, or this CPU has no kernel for them.
+fn gemv<T: Float>(
+    pool: &Pool,
+    [n, k]: [usize; 2],
+    a: BatchedMatrixRef<'_, T>,
+    b: BatchedMatrixRef<'_, T>,
+    c: &mut [T],
+) -> bool {
     let [_, row, col] = b.strides;
-    let turned = col != 1 && row == 1;
-    if k == 0 || col != 1 && !(turned && turned::exists(level(), T::DTYPE)) {
+    let transposed = col != 1 && row == 1;
+    if k == 0 || col != 1 && !(transposed && gemv_transposed::is_supported(level(), T::DTYPE)) {
         return false;
     }
-    let parts = (2 * n * k / OPERATIONS_MIN).clamp(1, ROW_TASKS * pool.num_threads());
+    let parts = (2 * n * k / FLOPS_MIN).clamp(1, ROW_TASKS * pool.num_threads());
     let cols = n.div_ceil(parts).next_multiple_of(COLS_MIN);
     let x: Vec<T::Acc> = (0..k).map(|i| a.data[i * a.strides[2]].widen()).collect();
-    pool.chunks(c, cols, |part, c| {
+    pool.chunks(c, cols, |task, c| {
         let mut y = filled(T::Acc::ZERO, c.len());
-        let b = &b.data[part * cols * col..];
-        if turned {
-            turned::by_columns(level(), &x, b, col, &mut y)
+        let b = &b.data[task * cols * col..];
+        if transposed {
+            gemv_transposed::gemv_column_major(level(), &x, b, col, &mut y)
         } else {
-            by_rows(&x, b, row, &mut y)
+            gemv_row_major(&x, b, row, &mut y)
         }
         c.iter_mut().zip(y).for_each(|(c, y)| *c = T::narrow(y));
     });
     true
 }
 
-/// Rows of a product that are rounded at a time: their sums stay in the cache.
-const ROUNDED: usize = 256;
+/// Rows whose f32 sums are rounded to 16 bits at a time: the sums stay in the cache.
+const ROWS_PER_ROUNDING: usize = 256;
 
-/// One product, rounded to the type of its operands; `whole` is told of its parts (see [`Blocked::telling`]).
+/// One product, rounded to the type of its operands; `on_finished` is called for its finished parts ([`BlockedGemm::on_finished`]).
 ///
 /// # Safety
-/// As for [`Blocked::new`].
-unsafe fn rounded<T: Float>(
-    tiles: &Tiles<T::Acc>,
+/// As for [`BlockedGemm::new`].
+unsafe fn gemm_rounded<T: Float>(
+    kernels: &MicroKernels<T::Acc>,
     (pool, thread, scratch): (&Pool, usize, &mut Scratch),
     [m, n, k]: [usize; 3],
-    a: Source<T::Acc>,
-    (b, packed): (Source<T::Acc>, Option<Packed<'_, T::Acc>>),
-    c: Target<T>,
-    whole: Whole<'_>,
+    a: MatrixPtr<T::Acc>,
+    (b, packed): (MatrixPtr<T::Acc>, Option<PackedB<'_, T::Acc>>),
+    c: MatrixPtrMut<T>,
+    on_finished: OnFinished<'_>,
 ) {
     if T::DTYPE == T::Acc::DTYPE {
         // SAFETY: as promised by the caller; T is its own accumulator.
-        let product = unsafe { Blocked::new(tiles, [m, n, k], a, b, false, c.cast()) };
+        let product = unsafe { BlockedGemm::new(kernels, [m, n, k], a, b, false, c.cast()) };
         // SAFETY: as above.
-        unsafe { product.of_packed(packed).telling(whole).run(scratch) };
+        unsafe { product.with_packed_b(packed).on_finished(on_finished).run(scratch) };
         return;
     }
-    let mut sums = pool.scratch_of(thread);
-    for first in (0..m).step_by(ROUNDED) {
-        let rows = ROUNDED.min(m - first);
+    let mut sums = pool.scratch_for(thread);
+    for first in (0..m).step_by(ROWS_PER_ROUNDING) {
+        let rows = ROWS_PER_ROUNDING.min(m - first);
         let [wide] = sums.slices([rows * n]);
-        let to = Target { start: wide.as_mut_ptr(), row: n, col: 1 };
+        let to = MatrixPtrMut { start: wide.as_mut_ptr(), row_stride: n, col_stride: 1 };
         // SAFETY: as promised by the caller; `wide` is as large as these rows.
-        let product = unsafe { Blocked::new(tiles, [rows, n, k], a.from(first, 0), b, false, to) };
+        let product = unsafe { BlockedGemm::new(kernels, [rows, n, k], a.submatrix(first, 0), b, false, to) };
         // SAFETY: as above.
-        unsafe { product.of_packed(packed).run(scratch) };
-        // SAFETY: these rows lie inside of c, and nobody else uses them meanwhile.
-        unsafe { round(wide, n, c.from(first, 0)) };
+        unsafe { product.with_packed_b(packed).run(scratch) };
+        // SAFETY: these rows lie inside of c, and no other thread uses them meanwhile.
+        unsafe { store_rounded(wide, n, c.submatrix(first, 0)) };
         if k > 0 {
-            whole(first..first + rows, 0..n);
+            on_finished(first..first + rows, 0..n);
         }
     }
 }
@@ -364,14 +384,14 @@ unsafe fn rounded<T: Float>(
 /// Rounds rows of n sums each into c.
 ///
 /// # Safety
-/// c holds as many elements, which nobody else uses meanwhile.
-unsafe fn round<T: Float>(wide: &[T::Acc], n: usize, c: Target<T>) {
+/// c has room for the rows, and no other thread uses it meanwhile.
+unsafe fn store_rounded<T: Float>(wide: &[T::Acc], n: usize, c: MatrixPtrMut<T>) {
     vectorized(
         #[inline(always)]
         || {
             for (i, row) in wide.chunks_exact(n).enumerate() {
-                if c.col == 1 {
-                    // SAFETY: row i lies inside of c, side by side.
+                if c.col_stride == 1 {
+                    // SAFETY: row i lies inside of c, contiguous.
                     let to = unsafe { std::slice::from_raw_parts_mut(c.at(i, 0), n) };
                     to.iter_mut().zip(row).for_each(|(to, &sum)| *to = T::narrow(sum));
                 } else {
@@ -385,16 +405,16 @@ unsafe fn round<T: Float>(wide: &[T::Acc], n: usize, c: Target<T>) {
     );
 }
 
-/// One past the furthest element of a stack.
-fn reach3([g, m, n]: [usize; 3], strides: [usize; 3]) -> usize {
-    match (g, reach([m, n], strides[1], strides[2])) {
+/// Returns the memory, in elements, that a batch of matrices needs: one past the furthest element.
+fn batched_required_len([g, m, n]: [usize; 3], strides: [usize; 3]) -> usize {
+    match (g, required_len([m, n], strides[1], strides[2])) {
         (0, _) | (_, 0) => 0,
         (_, reach) => (g - 1).saturating_mul(strides[0]).saturating_add(reach),
     }
 }
 
-/// Whether no two elements share memory, as far as the strides tell: each steps over all that the smaller ones reach.
-fn apart(extents: [usize; 3], strides: [usize; 3]) -> bool {
+/// Returns whether the strides prove that no two elements share memory: each stride steps over all that the smaller ones reach.
+fn is_non_overlapping(extents: [usize; 3], strides: [usize; 3]) -> bool {
     let mut dims = [0, 1, 2].map(|d| (strides[d], extents[d]));
     dims.sort_unstable();
     let mut reach = 1usize;
@@ -406,18 +426,18 @@ fn apart(extents: [usize; 3], strides: [usize; 3]) -> bool {
         })
 }
 
-/// One past the furthest element of a matrix.
-fn reach([rows, cols]: [usize; 2], row_stride: usize, col_stride: usize) -> usize {
+/// Returns the memory, in elements, that a matrix needs: one past the furthest element.
+fn required_len([rows, cols]: [usize; 2], row_stride: usize, col_stride: usize) -> usize {
     if rows == 0 || cols == 0 {
         return 0;
     }
-    // What wraps would pass for little.
-    let [down, right] =
+    // Saturate: a wrapped length would pass for a small one.
+    let [down, expected] =
         [(rows - 1, row_stride), (cols - 1, col_stride)].map(|(n, step)| n.saturating_mul(step));
-    down.saturating_add(right).saturating_add(1)
+    down.saturating_add(expected).saturating_add(1)
 }
 
 #[cfg(test)]
-mod short_tests;
+mod bf16_tests;
 #[cfg(test)]
 mod tests;

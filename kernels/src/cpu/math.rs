@@ -1,20 +1,19 @@
-//! Elementary functions that the compiler can turn into vector code.
+//! Elementary functions that the compiler can vectorize.
 //!
-//! The f32 versions have no branch and no table, round with `mul_add` only, and so give the same bits at every
-//! SIMD level. Their polynomials are minimax fits made for this file. The f64 versions are those of std: f64 is for
-//! checking, f32 for speed.
+//! The f32 versions have no branch and no table, round with `mul_add` only, and so give the same bits on every instruction set. Their
+//! polynomials are minimax fits made for this file. The f64 versions are those of std: f64 is for checking, f32 for speed.
 
 use crate::dtype::Real;
 
-/// Elementary functions of the accumulator types. Not-a-number goes in and comes out.
+/// Elementary functions of the accumulator types. NaN in gives NaN out.
 ///
 /// Largest error found in f32, in units of the last place: `exp` 1.0, `ln` 0.9, `tanh` 1.4, `expm1` 1.4, `ln_1p` 1.4,
 /// `erf` 2.4, `normal` 5.7 (relative, in the far tail too); `sin`, `cos` and `pow` are those of f64, rounded: 0.51. In
 /// f64 `erf` and `normal` were found within 2e-15 of their values, relatively; the others are those of std.
 pub trait Maths: Real {
-    /// e to the power of x: 0 far below, infinity far above.
+    /// e^x: 0 for very negative x, infinity for very large x.
     fn exp(self) -> Self;
-    /// The same bits as [`Maths::exp`], in less time, for x of at most 40; above that, any number. Not-a-number stays.
+    /// [`Maths::exp`] with the same bits, faster, for x of at most 40; unspecified above. NaN stays NaN.
     fn decay(self) -> Self;
     /// Natural logarithm: negative infinity at 0, not a number below.
     fn ln(self) -> Self;
@@ -32,11 +31,11 @@ pub trait Maths: Real {
     fn pow(self, y: Self) -> Self;
     /// The magnitude.
     fn abs(self) -> Self;
-    /// The largest integer that is not above.
+    /// The largest integer not above x.
     fn floor(self) -> Self;
-    /// The smallest integer that is not below.
+    /// The smallest integer not below x.
     fn ceil(self) -> Self;
-    /// The nearest integer, the even one of two.
+    /// The nearest integer, ties to even.
     fn round_even(self) -> Self;
     /// The error function, (2 / sqrt(pi)) times the integral of exp(-t^2) from 0 to x.
     fn erf(self) -> Self;
@@ -54,7 +53,7 @@ pub trait Maths: Real {
     }
 }
 
-/// The normal tail for x in 0..end: Q(x) = exp(-x^2 / 2) g(t) / (x + centre), where t = (x - centre) / (x + centre) and
+/// Coefficients of the normal tail for x in 0..end: Q(x) = exp(-x^2 / 2) g(t) / (x + centre), where t = (x - centre) / (x + centre) and
 /// g is a polynomial.
 struct Tail<const N: usize> {
     centre: f64,
@@ -62,7 +61,7 @@ struct Tail<const N: usize> {
     c: [f64; N],
 }
 
-/// The tail of the normal distribution, in the form that [`normal`] reads, to 8e-9: for f32.
+/// The normal tail for f32, as [`normal`] evaluates it, to 8e-9.
 const TAIL_32: Tail<10> = Tail {
     centre: 3.5,
     end: 15.0,
@@ -79,7 +78,7 @@ const TAIL_32: Tail<10> = Tail {
         0.000_108_692_759,
     ],
 };
-/// The same to 1e-17: for f64.
+/// The normal tail for f64, to 1e-17.
 const TAIL_64: Tail<23> = Tail {
     centre: 4.5,
     end: 40.0,
@@ -148,7 +147,7 @@ fn normal<R: Maths, const N: usize>(x: R, tail: &Tail<N>) -> (R, R) {
     for i in (0..N - 1).rev() {
         g = g.fma(t, R::lit(tail.c[i]));
     }
-    // What is rounded off z^2 would be a large part of the exponential far out.
+    // The rounding error of z^2 would be a large part of the exponential for large z.
     let square = z * z;
     let rest = z.fma(z, -square);
     let e = (-half * square).exp();
@@ -168,7 +167,7 @@ fn erf<R: Maths, const N: usize>(x: R, near: &[f64; N]) -> R {
     let z = x.abs();
     let far = R::ONE - R::lit(2.0) * (z * R::lit(std::f64::consts::SQRT_2)).normal().0;
     let far = if x < R::ZERO { -far } else { far };
-    // Not-a-number takes the second branch, which keeps it.
+    // NaN takes the second branch, which keeps it.
     if z < R::ONE { x * p } else { far }
 }
 
@@ -249,7 +248,7 @@ impl Maths for f64 {
     }
 }
 
-/// ln 2, cut after so few bits that a product with an exponent is exact, and the rest.
+/// ln 2, truncated so that a product with an exponent is exact, and the remainder.
 const LN_2_HIGH: f32 = 0.693_359_4;
 const LN_2_LOW: f32 = -2.121_944_4e-4;
 /// Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
@@ -271,8 +270,8 @@ fn power_of_two(n: i32) -> f32 {
     f32::from_bits((n.wrapping_add(127) as u32) << 23)
 }
 
-/// e^x = 2^n (1 + tail): a number whose lowest 9 bits are those of n + bias, and tail. The bias is whole and even, since ties go
-/// to even sums.
+/// e^x = 2^n (1 + tail): returns a number whose lowest 9 bits are those of n + bias, and tail. The bias is whole and even, since ties
+/// round to even sums.
 #[inline(always)]
 fn exp_parts(x: f32, bias: f32) -> (u32, f32) {
     let rounder = ROUNDER + bias;
@@ -283,7 +282,7 @@ fn exp_parts(x: f32, bias: f32) -> (u32, f32) {
     (shifted.to_bits(), (r * r).mul_add(q, r))
 }
 
-/// What f32 adds to exponents.
+/// The exponent bias of f32.
 const BIAS: f32 = 127.0;
 
 /// 2 to the power of n, from a number whose lowest 9 bits are those of n + [`BIAS`], for n in -126..=127.
@@ -323,17 +322,17 @@ fn ln_sum(exponent: f32, f: f32, more: f32) -> f32 {
     exponent.mul_add(LN_2_HIGH, f + tail)
 }
 
-/// Exponents of [`Maths::decay`] are raised by this: the smallest, -150, to what is not subnormal, and those of up to 62 to what is
-/// not infinite. Odd, since the bias of exponents is.
+/// [`Maths::decay`] raises exponents by this, the smallest, -150, to a normal number, and those of up to 62 to a finite one. Odd, since the
+/// exponent bias is.
 const DECAY_RAISED: i32 = 65;
 
-/// Above this (and below its negative), tanh is found from exp.
+/// Above this magnitude tanh is computed from exp.
 const TANH_SPLIT: f32 = 0.625;
 
 impl Maths for f32 {
     #[inline(always)]
     fn exp(self) -> f32 {
-        // Comparisons are false for not-a-number, which thus stays.
+        // Comparisons with NaN are false, so that NaN stays.
         let x = if self > 89.0 { 89.0 } else { self };
         let x = if x < -104.0 { -104.0 } else { x };
         let (doubly_biased, tail) = exp_parts(x, 2.0 * BIAS);
@@ -346,7 +345,7 @@ impl Maths for f32 {
     #[inline(always)]
     fn decay(self) -> f32 {
         let x = if self < -104.0 { -104.0 } else { self };
-        // 2^n may be subnormal; raised, it is not, and what lowers it again rounds once.
+        // 2^n may be subnormal; raised it is not, and lowering it again rounds once.
         let (biased, tail) = exp_parts(x, BIAS + DECAY_RAISED as f32);
         let raised = power_of_biased(biased);
         tail.mul_add(raised, raised) * power_of_two(-DECAY_RAISED)
@@ -373,7 +372,7 @@ impl Maths for f32 {
         );
         let near = (t * self).mul_add(p, self);
         let far = (1.0 - 2.0 / (Maths::exp(x + x) + 1.0)).copysign(self);
-        // Not-a-number takes the second branch, which keeps it.
+        // NaN takes the second branch, which keeps it.
         if x < TANH_SPLIT { near } else { far }
     }
 

@@ -1,11 +1,11 @@
-//! The CPU: a pool of threads, run-time SIMD dispatch, and vector maths.
+//! CPU execution: thread pool, SIMD dispatch, vector maths and GEMM.
 
 pub mod simd;
 pub mod cores;
-mod pace;
+mod imbalance;
 mod sync;
-mod seat;
-pub(crate) mod recurring;
+mod worker_slot;
+pub(crate) mod pack_cache;
 mod job;
 pub mod pool;
 pub mod math;

@@ -1,15 +1,15 @@
-//! A small pool of threads for the kernels of one rank.
+//! A thread pool for the kernels of one rank.
 //!
-//! Work is cut into tasks. Where a border of tasks cuts a sum, it does not depend on the number of threads, so results
-//! do not either. Workers spin for a while after a task (waking a parked thread costs some 20 us), then park. While they
-//! spin, handing work over and learning that it is done takes a few exchanges of cache lines.
+//! Work is cut into tasks. If a border between tasks cuts a sum, the border does not depend on the number of threads, so results do not
+//! either. Workers spin for a while after a task (waking a parked thread costs some 20 us), then park. While they spin, handing work over
+//! and learning that it is done takes a few transfers of cache lines.
 
 use crate::cpu::cores;
-use crate::cpu::job::{Job, TaskOfThread, Worker, serve};
-use crate::cpu::pace::Pace;
-use crate::cpu::recurring::Recurring;
-use crate::cpu::seat::Seat;
+use crate::cpu::imbalance::ImbalanceEstimate;
+use crate::cpu::job::{Job, ThreadTask, Worker, serve};
+use crate::cpu::pack_cache::PackCache;
 use crate::cpu::simd::scratch::Scratch;
+use crate::cpu::worker_slot::WorkerSlot;
 use crate::error::KernelError;
 use crate::precision::MatmulPrecision;
 use std::fmt;
@@ -19,153 +19,157 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 type Task<'a> = dyn Fn(usize) + Sync + 'a;
 
-/// Threads for the kernels of one rank; the caller's thread is one of them.
+/// A pool of threads for the kernels of one rank; the caller's thread is one of them.
 pub struct Pool {
     workers: Vec<Worker>,
-    /// What tasks have given back, by thread.
-    shelves: Box<[Shelf]>,
+    /// Scratch memory returned by tasks, by thread.
+    scratch_caches: Box<[ScratchCache]>,
     precision: MatmulPrecision,
-    pace: Pace,
-    recurring: Option<Arc<Recurring>>,
+    imbalance: ImbalanceEstimate,
+    pack_cache: Option<Arc<PackCache>>,
 }
 
-/// Scratch memory that one thread has used: it lies in the caches of its core.
+/// Scratch memory that one thread has used: it is in the caches of the thread's core.
 #[derive(Default)]
 #[repr(align(128))]
-struct Shelf(Mutex<Vec<Scratch>>);
+struct ScratchCache(Mutex<Vec<Scratch>>);
 
-/// Scratch memory on loan to one task.
+/// Scratch memory lent to one task, returned on drop.
 #[derive(Debug)]
-pub struct Loan<'a> {
+pub struct ScratchGuard<'a> {
     scratch: Scratch,
-    home: &'a Mutex<Vec<Scratch>>,
+    cache: &'a Mutex<Vec<Scratch>>,
 }
 
-impl Deref for Loan<'_> {
+impl Deref for ScratchGuard<'_> {
     type Target = Scratch;
     fn deref(&self) -> &Scratch {
         &self.scratch
     }
 }
 
-impl DerefMut for Loan<'_> {
+impl DerefMut for ScratchGuard<'_> {
     fn deref_mut(&mut self) -> &mut Scratch {
         &mut self.scratch
     }
 }
 
-impl Drop for Loan<'_> {
+impl Drop for ScratchGuard<'_> {
     fn drop(&mut self) {
         let scratch = std::mem::take(&mut self.scratch);
-        self.home.lock().unwrap_or_else(PoisonError::into_inner).push(scratch);
+        self.cache.lock().unwrap_or_else(PoisonError::into_inner).push(scratch);
     }
 }
 
 impl Pool {
-    /// A pool of `num_threads` threads, the caller's among them (0 counts as 1), which has a core for each.
+    /// Creates a pool of `num_threads` threads, the caller's included (0 counts as 1), which may spin and are not pinned.
     ///
     /// # Panics
-    /// As [`Pool::placed`] fails.
+    /// If [`Pool::with_affinity`] fails.
     #[must_use]
     pub fn new(num_threads: usize) -> Pool {
-        Pool::placed(num_threads, true, &[]).expect("the system starts a thread for the kernel pool")
+        Pool::with_affinity(num_threads, true, &[]).expect("the system starts a thread for the kernel pool")
     }
 
-    /// The same, whose threads spin for a while where they wait, or leave their cores to others at once. They stay on these cores,
-    /// of which the first is for the caller, who has to see to that; on any if there are none.
+    /// Creates a pool whose threads spin for a while when they wait (`may_spin`), or yield at once. Pins the workers to `cores`, of which
+    /// the first is for the caller's thread, which the caller pins; pins nothing if `cores` is empty.
     ///
     /// # Errors
-    /// [`KernelError::Device`] where the system starts no thread more.
-    pub fn placed(num_threads: usize, may_spin: bool, cores: &[usize]) -> Result<Pool, KernelError> {
+    /// [`KernelError::Device`] if the system cannot start a thread.
+    pub fn with_affinity(num_threads: usize, may_spin: bool, cores: &[usize]) -> Result<Pool, KernelError> {
         let num_threads = num_threads.max(1);
-        let shelves = (0..num_threads).map(|_| Shelf::default()).collect();
-        let (precision, pace) = (MatmulPrecision::default(), Pace::default());
-        let mut pool = Pool { workers: Vec::new(), shelves, precision, pace, recurring: None };
+        let mut pool = Pool {
+            workers: Vec::new(),
+            scratch_caches: (0..num_threads).map(|_| ScratchCache::default()).collect(),
+            precision: MatmulPrecision::default(),
+            imbalance: ImbalanceEstimate::default(),
+            pack_cache: None,
+        };
         for thread in 1..num_threads {
-            let seat = Arc::new(Seat::new(may_spin));
-            let (own, core) = (seat.clone(), cores.get(thread).copied());
+            let slot = Arc::new(WorkerSlot::new(may_spin));
+            let (own, core) = (slot.clone(), cores.get(thread).copied());
             let handle = std::thread::Builder::new()
                 .name(format!("kernel-{thread}"))
                 .spawn(move || {
-                    core.into_iter().for_each(cores::stay_on);
+                    core.into_iter().for_each(cores::pin_thread);
                     serve(&own, thread);
                 })
                 .map_err(|e| KernelError::Device {
                     call: "starting a thread of the kernel pool",
                     why: e.to_string(),
-                    lasting: false,
+                    is_permanent: false,
                 })?;
-            pool.workers.push(Worker { seat, handle });
+            pool.workers.push(Worker { slot, handle });
         }
         Ok(pool)
     }
 
-    /// The same for kernels that form products of f32 in another way. Default: the most exact.
+    /// Sets the precision of f32 matrix products. Default: highest.
     #[must_use]
     pub fn with_precision(mut self, precision: MatmulPrecision) -> Pool {
         self.precision = precision;
         self
     }
 
-    /// How the kernels form products of f32.
+    /// Returns the precision of f32 matrix products.
     #[must_use]
     pub fn precision(&self) -> MatmulPrecision {
         self.precision
     }
 
-    /// The same, whose products keep forms of operands that recur.
-    pub(crate) fn with_recurring(mut self, recurring: Arc<Recurring>) -> Pool {
-        self.recurring = Some(recurring);
+    /// Sets the pack cache of matrix products.
+    pub(crate) fn with_pack_cache(mut self, pack_cache: Arc<PackCache>) -> Pool {
+        self.pack_cache = Some(pack_cache);
         self
     }
 
-    /// The operands that recur, if any does now.
-    pub(crate) fn recurring(&self) -> Option<&Recurring> {
-        self.recurring.as_deref().filter(|recurring| recurring.is_any())
+    /// Returns the pack cache, if any operand is cached now.
+    pub(crate) fn pack_cache(&self) -> Option<&PackCache> {
+        self.pack_cache.as_deref().filter(|pack_cache| pack_cache.is_in_use())
     }
 
-    /// Whether the threads keep pace.
-    pub(crate) fn pace(&self) -> &Pace {
-        &self.pace
+    /// Returns the imbalance estimate of the threads.
+    pub(crate) fn imbalance(&self) -> &ImbalanceEstimate {
+        &self.imbalance
     }
 
-    /// Scratch memory of a thread for as long as a task of it holds it (see [`Pool::run_on_threads`]): what that thread gave
-    /// back last, if it has any.
-    pub(crate) fn scratch_of(&self, thread: usize) -> Loan<'_> {
-        let home = &self.shelves[thread].0;
-        let mut free = home.lock().unwrap_or_else(PoisonError::into_inner);
-        Loan { scratch: free.pop().unwrap_or_default(), home }
+    /// Returns scratch memory of a thread for as long as a task holds the guard (see [`Pool::run_on_threads`]): what that thread returned
+    /// last, if any.
+    pub(crate) fn scratch_for(&self, thread: usize) -> ScratchGuard<'_> {
+        let cache = &self.scratch_caches[thread].0;
+        let mut free = cache.lock().unwrap_or_else(PoisonError::into_inner);
+        ScratchGuard { scratch: free.pop().unwrap_or_default(), cache }
     }
 
-    /// A few at once: each is what had its place in a call like this one. The last is the one that [`Pool::scratch_of`] gives.
-    pub(crate) fn scratches_of<const N: usize>(&self, thread: usize) -> [Loan<'_>; N] {
-        // They are given back from the first on, so that the last lies on top.
-        let mut loans = std::array::from_fn(|_| self.scratch_of(thread));
-        loans.reverse();
-        loans
+    /// Returns N scratch memories; a repeated call gets the same ones in the same order. The last is what [`Pool::scratch_for`] returns.
+    pub(crate) fn scratch_array_for<const N: usize>(&self, thread: usize) -> [ScratchGuard<'_>; N] {
+        // They are returned from the first on, so that the last is on top.
+        let mut guards = std::array::from_fn(|_| self.scratch_for(thread));
+        guards.reverse();
+        guards
     }
 
-    /// How many threads take part, the caller's among them.
+    /// Returns the number of threads, the caller's included.
     #[must_use]
     pub fn num_threads(&self) -> usize {
         self.workers.len() + 1
     }
 
-    /// Calls `task(i)` once for every i below `count`, in any order and on any thread, and returns when all are
-    /// done. Borders of tasks that cut a sum must not depend on [`Pool::num_threads`].
+    /// Calls `task(i)` once for every i below `count`, in any order and on any thread, and returns when all are done. If a border
+    /// between tasks cuts a sum, it must not depend on [`Pool::num_threads`].
     ///
     /// # Panics
-    /// If a task panics, after all are done.
+    /// If a task panics, after all tasks are done.
     pub fn run(&self, count: usize, task: &Task<'_>) {
         self.run_on_threads(count, &|_, i| task(i));
     }
 
-    /// As [`Pool::run`] for a task that is told the number of its thread before i. The caller's is 0 and does the first task, so
-    /// that a second thread, if it comes in time, finds in its caches what it left there in a call like this one.
+    /// [`Pool::run`] for a task that gets the number of its thread before i. The caller's is 0 and runs the first task, so that with two
+    /// threads each finds in its caches what it left there in an equal call before (if the second joins in time).
     ///
     /// # Panics
     /// If a task panics, after all are done; with the [`KernelError`] with which a task unwound, if one did.
-    pub(crate) fn run_on_threads(&self, count: usize, task: &TaskOfThread<'_>) {
+    pub(crate) fn run_on_threads(&self, count: usize, task: &ThreadTask<'_>) {
         if count <= 1 || self.workers.is_empty() {
             (0..count).for_each(|i| task(0, i));
             return;
@@ -182,15 +186,15 @@ impl Pool {
         }
     }
 
-    /// Cuts `out` into chunks of `chunk` elements (the last may be shorter) and calls `task(i, chunk i)` for each.
+    /// Splits `out` into chunks of `chunk` elements (the last may be shorter) and calls `task(i, chunk i)` for each.
     ///
     /// # Panics
     /// If a task panics.
     pub fn chunks<T: Send>(&self, out: &mut [T], chunk: usize, task: impl Fn(usize, &mut [T]) + Sync) {
-        self.cut(out, chunk, &|_, i, part| task(i, part));
+        self.run_chunks(out, chunk, &|_, i, part| task(i, part));
     }
 
-    /// As [`Pool::chunks`] for a task that is told the number of its thread before i, and may take scratch memory of it.
+    /// [`Pool::chunks`] for a task that gets the number of its thread before i, and may take scratch memory of that thread.
     ///
     /// # Panics
     /// If a task panics.
@@ -200,19 +204,24 @@ impl Pool {
         chunk: usize,
         task: impl Fn(usize, usize, &mut [T]) + Sync,
     ) {
-        self.cut(out, chunk, &task);
+        self.run_chunks(out, chunk, &task);
     }
 
     // Compiled once for each T, not for each task.
-    fn cut<T: Send>(&self, out: &mut [T], chunk: usize, task: &(dyn Fn(usize, usize, &mut [T]) + Sync)) {
+    fn run_chunks<T: Send>(
+        &self,
+        out: &mut [T],
+        chunk: usize,
+        task: &(dyn Fn(usize, usize, &mut [T]) + Sync),
+    ) {
         let (len, chunk) = (out.len(), chunk.max(1));
         if len <= chunk {
-            // Nothing to cut, and nothing to hand out.
+            // One chunk: the caller's thread runs it.
             return if len > 0 {
                 task(0, 0, out)
             };
         }
-        let start = Shares(out.as_mut_ptr());
+        let start = SharedPointer(out.as_mut_ptr());
         self.run_on_threads(len.div_ceil(chunk), &|thread, i| {
             let from = i * chunk;
             // SAFETY: chunks of different i do not overlap, each i runs once, and `out` stays borrowed until
@@ -223,7 +232,7 @@ impl Pool {
         });
     }
 
-    /// As [`Pool::chunks`] over two outputs cut into the same number of chunks.
+    /// [`Pool::chunks`] over two outputs cut into the same number of chunks.
     ///
     /// # Panics
     /// If the numbers of chunks differ, or a task panics.
@@ -240,7 +249,7 @@ impl Pool {
             len_b.div_ceil(chunk_b),
             "both outputs have the same number of chunks"
         );
-        let (start_a, start_b) = (Shares(a.as_mut_ptr()), Shares(b.as_mut_ptr()));
+        let (start_a, start_b) = (SharedPointer(a.as_mut_ptr()), SharedPointer(b.as_mut_ptr()));
         self.run(len_a.div_ceil(chunk_a), &|i| {
             let (at, bt) = (i * chunk_a, i * chunk_b);
             // SAFETY: as in `chunks`, for `a`.
@@ -254,21 +263,21 @@ impl Pool {
     }
 }
 
-/// A pointer that tasks on several threads cut disjoint slices from.
-struct Shares<T>(*mut T);
+/// A pointer from which tasks on several threads form disjoint slices.
+struct SharedPointer<T>(*mut T);
 
-impl<T> Shares<T> {
+impl<T> SharedPointer<T> {
     fn get(&self) -> *mut T {
         self.0
     }
 }
 
 // SAFETY: used only to form disjoint slices of `T: Send`, one per task.
-unsafe impl<T: Send> Sync for Shares<T> {}
+unsafe impl<T: Send> Sync for SharedPointer<T> {}
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        self.workers.iter().for_each(|worker| worker.seat.close(worker.handle.thread()));
+        self.workers.iter().for_each(|worker| worker.slot.close(worker.handle.thread()));
         for worker in self.workers.drain(..) {
             let _ = worker.handle.join();
         }
@@ -290,11 +299,11 @@ mod tests {
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn workers_stay_on_their_cores() {
+    fn workers_are_pinned_to_their_cores() {
         let all = cores::allowed();
-        // Where there is one core only, it is that one twice.
+        // With a single core, both are that core.
         let (first, last) = (all[0], all[all.len() - 1]);
-        let pool = Pool::placed(2, true, &[first, last]).unwrap();
+        let pool = Pool::with_affinity(2, true, &[first, last]).unwrap();
         let both = std::sync::Barrier::new(2);
         let seen = Mutex::new(vec![]);
         pool.run_on_threads(2, &|thread, _| {
@@ -319,8 +328,11 @@ mod tests {
                 pool.run(9, &task);
                 Ok(())
             });
-            let asked_bytes = usize::MAX / 2;
-            assert_eq!(error, Err(KernelError::HostMemory { asked_bytes, what: crate::host_vec::SCRATCH }));
+            let requested_bytes = usize::MAX / 2;
+            assert_eq!(
+                error,
+                Err(KernelError::HostMemory { requested_bytes, what: crate::host_vec::SCRATCH })
+            );
             pool.run(9, &|_| ());
         }
     }
@@ -341,11 +353,11 @@ mod tests {
 
     #[test]
     fn workers_that_have_parked_take_part_again() {
-        // The caller wakes two, these wake the others.
+        // The caller wakes two workers, these wake the others.
         let pool = Pool::new(9);
         for round in 0..4 {
             let wait = Instant::now();
-            while !pool.workers.iter().all(|worker| worker.seat.is_parked()) {
+            while !pool.workers.iter().all(|worker| worker.slot.is_parked()) {
                 assert!(wait.elapsed() < Duration::from_secs(20), "round {round}: idle workers park");
                 std::thread::yield_now();
             }
@@ -353,7 +365,7 @@ mod tests {
         }
     }
 
-    /// None of as many tasks as there are threads ends before all have begun, on a thread each.
+    /// Runs as many tasks as there are threads, none of which ends before all have begun: each thread runs one.
     fn all_take_part(pool: &Pool) {
         let (all, threads) = (Barrier::new(pool.num_threads()), Mutex::new(vec![]));
         pool.run_on_threads(pool.num_threads(), &|thread, _| {
@@ -365,7 +377,7 @@ mod tests {
         assert!(threads.into_iter().eq(0..pool.num_threads()));
     }
 
-    /// Whether a call to a pool panics.
+    /// Returns whether a call panics.
     fn panics(call: impl FnOnce()) -> bool {
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).is_err()
     }
@@ -375,13 +387,13 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_on_any_thread_reaches_the_caller_and_the_pool_survives() {
+    fn panic_on_any_thread_reaches_the_caller_and_the_pool_survives() {
         let pool = Pool::new(3);
         for failing in 0..3 {
             let (all, done) = (Barrier::new(3), AtomicUsize::new(0));
             let caught = panics(|| {
                 pool.run_on_threads(20, &|thread, i| {
-                    // Each thread has one of the first three tasks.
+                    // Each thread runs one of the first three tasks.
                     if i < 3 {
                         all.wait();
                         if thread == failing {
@@ -392,13 +404,13 @@ mod tests {
                 });
             });
             assert!(caught, "on thread {failing}");
-            assert_eq!(done.into_inner(), 19, "the others are done all the same");
+            assert_eq!(done.into_inner(), 19, "the other tasks run all the same");
             all_take_part(&pool);
         }
     }
 
     #[test]
-    fn a_panic_in_a_call_within_a_task_reaches_the_caller_and_the_pool_survives() {
+    fn panic_in_a_nested_call_reaches_the_caller_and_the_pool_survives() {
         let pool = Pool::new(3);
         for failing in 0..3 {
             let (all, done) = (Barrier::new(3), AtomicUsize::new(0));
@@ -417,44 +429,44 @@ mod tests {
                 });
             });
             assert!(caught, "on thread {failing}");
-            assert_eq!(done.into_inner(), 11, "the others are done all the same");
+            assert_eq!(done.into_inner(), 11, "the other tasks run all the same");
             all_take_part(&pool);
         }
     }
 
     #[test]
-    fn a_task_that_panics_gives_its_scratch_back() {
+    fn panicking_task_returns_its_scratch() {
         let pool = Pool::new(2);
         let caught = panics(|| {
             let all = Barrier::new(2);
             pool.run_on_threads(2, &|thread, _| {
-                let mut scratch = pool.scratch_of(thread);
+                let mut scratch = pool.scratch_for(thread);
                 scratch.slices([100 * (thread + 1)])[0].fill(1f32);
                 all.wait();
                 fail()
             });
         });
         assert!(caught);
-        let sizes = [0, 1].map(|thread| format!("{:?}", *pool.scratch_of(thread)));
+        let sizes = [0, 1].map(|thread| format!("{:?}", *pool.scratch_for(thread)));
         assert_eq!(sizes, ["Scratch(448 bytes)", "Scratch(832 bytes)"]);
     }
 
     #[test]
-    fn scratch_keeps_its_place_and_its_thread() {
+    fn scratch_is_reused_in_order_by_the_same_thread() {
         let pool = Pool::new(2);
-        let sizes = |thread| pool.scratches_of::<3>(thread).map(|scratch| format!("{:?}", *scratch));
-        for (scratch, lines) in pool.scratches_of::<3>(0).iter_mut().zip([3, 1, 2]) {
+        let sizes = |thread| pool.scratch_array_for::<3>(thread).map(|scratch| format!("{:?}", *scratch));
+        for (scratch, lines) in pool.scratch_array_for::<3>(0).iter_mut().zip([3, 1, 2]) {
             let [_] = scratch.slices::<f32, 1>([16 * lines]);
         }
         for _ in 0..2 {
             assert_eq!(sizes(0), ["Scratch(192 bytes)", "Scratch(64 bytes)", "Scratch(128 bytes)"]);
-            assert_eq!(format!("{:?}", *pool.scratch_of(0)), "Scratch(128 bytes)");
+            assert_eq!(format!("{:?}", *pool.scratch_for(0)), "Scratch(128 bytes)");
         }
-        assert_eq!(sizes(1), ["Scratch(0 bytes)"; 3], "another thread has its own");
+        assert_eq!(sizes(1), ["Scratch(0 bytes)"; 3], "each thread has its own scratch");
     }
 
     #[test]
-    fn chunks_come_with_the_thread_that_does_them() {
+    fn chunks_get_the_number_of_their_thread() {
         let pool = Pool::new(3);
         let (all, mut out) = (Barrier::new(3), vec![(9, 9); 5]);
         pool.chunks_on_threads(&mut out, 2, |thread, i, part| {
@@ -463,11 +475,11 @@ mod tests {
         });
         assert_eq!(out.iter().map(|&(_, i)| i).collect::<Vec<_>>(), [0, 0, 1, 1, 2]);
         let mut threads = [out[0].0, out[2].0, out[4].0];
-        assert_eq!(threads[0], 0, "the caller does the first");
+        assert_eq!(threads[0], 0, "the caller runs the first chunk");
         threads.sort();
         assert_eq!(threads, [0, 1, 2]);
         let mut one = [9];
         pool.chunks_on_threads(&mut one, 2, |thread, i, part| part[0] = thread + i);
-        assert_eq!(one, [0], "what is not cut is the caller's");
+        assert_eq!(one, [0], "the caller runs a single chunk");
     }
 }

@@ -1,5 +1,5 @@
-//! What the threads of a pool meet by: that of `std`, or in a build with `--cfg loom` that of the model checker loom, whose tests
-//! run every order in which a few threads can meet.
+//! Synchronization primitives of the thread pool: those of `std`, or with `--cfg loom` those of the model checker loom, whose tests
+//! explore every interleaving of a few threads.
 
 #[cfg(all(loom, test))]
 pub(super) use loom::{

@@ -1,19 +1,22 @@
 //! Cards as machines for ranks, and the back end of one rank: its memory, what it launches, and the stream of what is no flight.
 
-use super::blas::{Planner, Products, WORKSPACE_BYTES};
+use super::comm_stream::{CommStream, RankState};
 use super::compile::Compiler;
-use super::driver::{Context, Description, Driver, Event, Pinned, Stream};
-use super::flight::{Flights, Own};
-use super::graph::{self, Captured, Noting};
+use super::cublaslt::{CublasLt, MatmulPlanner, WORKSPACE_BYTES};
+use super::driver::{Context, DeviceProperties, Driver, Event, Pinned, Stream};
+use super::graph::{self, CaptureState, CapturedGraph};
 use super::launch::{Operands, Programs};
-use super::library::{DRIVER, Places};
+use super::library::{DRIVER, SearchPaths};
+use super::matmul::MatmulRunner;
 use super::memory::{Chunks, Memory};
-use super::product::Maker;
-use crate::backend::{Backend, Device, Graph, Machine, Mark, Settings};
+use crate::backend::{Backend, Graph, SyncEvent};
 use crate::buffer::Buffer;
+use crate::cost::Cost;
+use crate::device::Device;
 use crate::error::{KernelError, MemoryStats};
-use crate::gpu::{FAULTS_MAX, GridArg, Plan, Step};
-use crate::kernel::{Cost, Kernel, Launch};
+use crate::gpu::{FAULTS_MAX, GridArg, LaunchPlan, Step};
+use crate::kernel::{Kernel, Launch};
+use crate::provider::{BackendConfig, BackendProvider};
 use smallvec::SmallVec;
 use std::iter;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -21,21 +24,21 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// An NVIDIA card that is open: its context, its compiled kernels and the libraries, which all ranks on it share.
 #[derive(Debug)]
-pub struct Card {
+pub struct CudaDevice {
     number: usize,
-    description: Description,
+    description: DeviceProperties,
     // Before those who may hold the last handle of the context: it is gone with that.
-    products: Arc<Products>,
+    products: Arc<CublasLt>,
     programs: Arc<Programs>,
     context: Arc<Context>,
 }
 
-impl Card {
+impl CudaDevice {
     /// Finds driver, compiler and library of products, and opens a card by its number.
     ///
     /// # Errors
     /// [`KernelError::Library`] for whatever is missing or too old, with what to install; what the driver reports.
-    pub fn open(places: &Places, number: usize) -> Result<Arc<Card>, KernelError> {
+    pub fn open(places: &SearchPaths, number: usize) -> Result<Arc<CudaDevice>, KernelError> {
         let driver = Driver::open(places)?;
         let description = driver.describe(number)?;
         if description.capability < (8, 0) {
@@ -46,24 +49,24 @@ impl Card {
         let compiler = Compiler::open(places)?;
         let context = Context::open(&driver, number)?;
         context.bound()?;
-        let products = Products::open(places)?;
+        let products = CublasLt::open(places)?;
         let programs = Arc::new(Programs::new(compiler, description.architecture()));
-        Ok(Arc::new(Card { number, description, context, programs, products }))
+        Ok(Arc::new(CudaDevice { number, description, context, programs, products }))
     }
 
     /// What the card is.
     #[must_use]
-    pub fn description(&self) -> &Description {
+    pub fn description(&self) -> &DeviceProperties {
         &self.description
     }
 }
 
-impl Machine for Card {
+impl BackendProvider for CudaDevice {
     fn device(&self) -> Device {
         Device::Cuda(self.number)
     }
 
-    fn backend(&self, settings: Settings) -> Result<Arc<dyn Backend>, KernelError> {
+    fn backend(&self, settings: BackendConfig) -> Result<Arc<dyn Backend>, KernelError> {
         Ok(Arc::new(Cuda::new(self, settings)?))
     }
 }
@@ -135,24 +138,24 @@ fn fault_of(kernel: &'static str, record: &[u8]) -> Option<KernelError> {
     })
 }
 
-/// Captured work, and what it costs each time.
+/// CapturedGraph work, and what it costs each time.
 #[derive(Debug)]
 struct Noted {
-    captured: Captured,
+    captured: CapturedGraph,
     cost: Cost,
 }
 
 /// The back end of one rank on a card.
 #[derive(Debug)]
 struct Cuda {
-    planner: Mutex<Planner>,
+    planner: Mutex<MatmulPlanner>,
     workspace: Buffer,
     faults: Mutex<Faults>,
     staging: Mutex<Staging>,
-    noting: Noting,
+    capture_state: CaptureState,
     /// Made with the first of them: a rank alone has none.
-    flights: OnceLock<Arc<Flights>>,
-    own: Arc<Own>,
+    flights: OnceLock<Arc<CommStream>>,
+    own: Arc<RankState>,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -160,14 +163,14 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Cuda {
-    fn new(card: &Card, settings: Settings) -> Result<Cuda, KernelError> {
+    fn new(card: &CudaDevice, settings: BackendConfig) -> Result<Cuda, KernelError> {
         let stream = Stream::new(&card.context)?;
         let chunks = Arc::new(Chunks::of(&card.context));
         let memory = Memory::new(chunks, settings.memory_bytes_max);
         let workspace = memory.alloc(WORKSPACE_BYTES)?;
         let mut noted = memory.alloc(FAULTS_MAX * FAULT_BYTES)?;
         stream.clear(&mut noted)?;
-        let own = Own {
+        let own = RankState {
             number: card.number,
             shared_bytes_max: card.description.shared_bytes_max,
             num_threads: settings.num_threads,
@@ -177,11 +180,11 @@ impl Cuda {
             stream,
         };
         Ok(Cuda {
-            planner: Mutex::new(Planner::new(&card.products, settings.precision)),
+            planner: Mutex::new(MatmulPlanner::new(&card.products, settings.precision)),
             workspace,
             faults: Mutex::new(Faults { noted, kernels: Vec::new() }),
             staging: Mutex::new(Staging::new(&card.context)?),
-            noting: Noting::default(),
+            capture_state: CaptureState::default(),
             flights: OnceLock::new(),
             own: Arc::new(own),
         })
@@ -191,7 +194,7 @@ impl Cuda {
     fn run(&self, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelError> {
         let unsupported = || KernelError::Unsupported { kernel: kernel.name, device: "cuda" };
         let gpu = kernel.gpu.as_ref().ok_or_else(unsupported)?;
-        let mut plan = Plan::new(self.own.shared_bytes_max);
+        let mut plan = LaunchPlan::new(self.own.shared_bytes_max);
         (gpu.plan)(launch, &mut plan)?;
         let memory = self.memory_now(launch);
         let scratch = plan.scratch_bytes().iter().map(|&bytes| memory.alloc(bytes));
@@ -206,8 +209,8 @@ impl Cuda {
                     drop(faults);
                     self.own.programs.launch(&self.own.stream, kernel.name, gpu.source, grid, &operands)?;
                 }
-                Step::Product(product) => {
-                    let maker = Maker {
+                Step::Matmul(product) => {
+                    let maker = MatmulRunner {
                         memory: &memory,
                         planner: &self.planner,
                         workspace: &self.workspace,
@@ -223,8 +226,8 @@ impl Cuda {
 
     /// Where memory for a launch comes from; its operands are kept where it is captured.
     fn memory_now(&self, launch: &Launch<'_>) -> Arc<Memory> {
-        let mut noting = locked(&self.noting);
-        let Some(holdings) = noting.as_mut() else { return self.own.memory.clone() };
+        let mut capture_state = locked(&self.capture_state);
+        let Some(holdings) = capture_state.as_mut() else { return self.own.memory.clone() };
         let read = launch.inputs.iter().map(|x| x.buffer);
         let written = launch.outputs.iter().map(|y| &*y.buffer);
         read.chain(written).for_each(|buffer| holdings.keep(buffer));
@@ -241,13 +244,13 @@ impl Cuda {
     }
 
     /// Lets what comes next, whatever it uses, begin behind all flights.
-    fn order_all(&self) -> Result<(), KernelError> {
-        self.flights.get().map_or(Ok(()), |flights| flights.order_all())
+    fn wait_all(&self) -> Result<(), KernelError> {
+        self.flights.get().map_or(Ok(()), |flights| flights.wait_all())
     }
 
     /// Refuses what cannot be part of captured work.
     fn not_captured(&self, what: &'static str) -> Result<(), KernelError> {
-        if locked(&self.noting).is_some() { Err(KernelError::Captured { what }) } else { Ok(()) }
+        if locked(&self.capture_state).is_some() { Err(KernelError::NotCapturable { what }) } else { Ok(()) }
     }
 
     /// The first index that a kernel found outside since the last look.
@@ -274,7 +277,7 @@ impl Backend for Cuda {
     }
 
     fn alloc(&self, bytes: usize) -> Result<Buffer, KernelError> {
-        let memory = locked(&self.noting).as_ref().map(|holdings| holdings.memory.clone());
+        let memory = locked(&self.capture_state).as_ref().map(|holdings| holdings.memory.clone());
         memory.as_ref().unwrap_or(&self.own.memory).alloc(bytes)
     }
 
@@ -321,23 +324,23 @@ impl Backend for Cuda {
         self.check_faults(&mut staging)
     }
 
-    fn mark(&self) -> Result<Mark, KernelError> {
-        self.not_captured("shows a mark to others")?;
-        self.order_all()?;
-        Ok(Mark::new(Arc::new(self.own.stream.mark()?)))
+    fn record_event(&self) -> Result<SyncEvent, KernelError> {
+        self.not_captured("records an event for other back ends")?;
+        self.wait_all()?;
+        Ok(SyncEvent::new(Arc::new(self.own.stream.mark()?)))
     }
 
-    fn wait(&self, mark: &Mark) -> Result<(), KernelError> {
-        self.not_captured("waits for a mark of others")?;
-        mark.point::<Event>().map_or(Ok(()), |event| self.own.stream.wait(event))
+    fn wait_event(&self, event: &SyncEvent) -> Result<(), KernelError> {
+        self.not_captured("waits for an event of another back end")?;
+        event.downcast_ref::<Event>().map_or(Ok(()), |event| self.own.stream.wait(event))
     }
 
-    fn begin_flight(&self) -> Result<Option<&dyn Backend>, KernelError> {
-        self.not_captured("shows a mark to others")?;
+    fn begin_async(&self) -> Result<Option<&dyn Backend>, KernelError> {
+        self.not_captured("records an event for other back ends")?;
         let flights = match self.flights.get() {
             Some(flights) => flights,
             None => {
-                let fresh = Flights::new(&self.own)?;
+                let fresh = CommStream::new(&self.own)?;
                 self.flights.get_or_init(|| fresh)
             }
         };
@@ -345,16 +348,16 @@ impl Backend for Cuda {
         Ok(Some(&**flights))
     }
 
-    fn end_flight(&self) -> Result<(), KernelError> {
+    fn end_async(&self) -> Result<(), KernelError> {
         self.flights.get().map_or(Ok(()), |flights| flights.end())
     }
 
     fn capture(&self, work: &mut dyn FnMut() -> Result<(), KernelError>) -> Result<Graph, KernelError> {
-        // Captured work cannot wait for what is not.
-        self.order_all()?;
+        // CapturedGraph work cannot wait for what is not.
+        self.wait_all()?;
         // Nothing of it is done, so that nothing of it has a cost as yet, however it ends.
         let before = std::mem::take(&mut *self.own.cost());
-        let noted = || graph::capture(&self.own.stream, &self.own.memory, &self.noting, work);
+        let noted = || graph::capture(&self.own.stream, &self.own.memory, &self.capture_state, work);
         let captured = catch_unwind(AssertUnwindSafe(noted));
         let cost = std::mem::replace(&mut *self.own.cost(), before);
         let captured = captured.unwrap_or_else(|cause| resume_unwind(cause))?;
@@ -363,17 +366,17 @@ impl Backend for Cuda {
 
     fn replay(&self, graph: &Graph) -> Result<(), KernelError> {
         self.not_captured("replays other work")?;
-        self.order_all()?;
-        let Noted { captured, cost } = graph.work().expect("bug: a graph of another back end");
+        self.wait_all()?;
+        let Noted { captured, cost } = graph.downcast_ref().expect("bug: a graph of another back end");
         captured.replay(&self.own.stream)?;
         *self.own.cost() += *cost;
         Ok(())
     }
 
-    fn finish(&self) -> Result<(), KernelError> {
+    fn synchronize(&self) -> Result<(), KernelError> {
         self.not_captured("waits until all work is done")?;
-        self.own.stream.finish()?;
-        self.flights.get().map_or(Ok(()), |flights| flights.finish())?;
+        self.own.stream.synchronize()?;
+        self.flights.get().map_or(Ok(()), |flights| flights.synchronize())?;
         self.check_faults(&mut locked(&self.staging))
     }
 }

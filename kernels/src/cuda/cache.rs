@@ -7,7 +7,7 @@ use std::process;
 
 const MAGIC: &[u8; 8] = b"sgcubin1";
 
-/// What a file holds beside its key.
+/// What a file holds epilogue_operands its key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Entry {
     /// The log of the compiler.

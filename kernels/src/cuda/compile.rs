@@ -2,7 +2,7 @@
 //! driver and no card.
 
 use super::cache::{Cache, Entry};
-use super::library::{NVRTC, Places, foreign};
+use super::library::{NVRTC, SearchPaths, foreign};
 use super::usage::{self, Usage};
 use crate::error::KernelError;
 use cudarc::nvrtc::sys::nvrtcProgram;
@@ -23,7 +23,11 @@ foreign!(Table, NVRTC, cudarc::nvrtc::sys, nvrtcResult {
 
 impl Table {
     fn failed(&self, call: &'static str, answer: c_int) -> KernelError {
-        KernelError::Device { call, why: format!("the compiler failed with code {answer}"), lasting: false }
+        KernelError::Device {
+            call,
+            why: format!("the compiler failed with code {answer}"),
+            is_permanent: false,
+        }
     }
 }
 
@@ -43,7 +47,7 @@ pub struct Program<'a> {
     pub text: &'a str,
 }
 
-/// Machine code.
+/// BackendProvider code.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Compiled {
     /// The file that a driver loads.
@@ -68,7 +72,7 @@ impl Compiler {
     ///
     /// # Errors
     /// [`KernelError::Library`] where it is missing, too old or not what its name says.
-    pub fn open(places: &Places) -> Result<Compiler, KernelError> {
+    pub fn open(places: &SearchPaths) -> Result<Compiler, KernelError> {
         let library = places.open(&NVRTC)?;
         // The compiler asks the loader for this one by name, and its folder need not be on the loader's path.
         let builtins = library.open_beside("libnvrtc-builtins.so");
@@ -98,7 +102,7 @@ impl Compiler {
         self.table.opened.file()
     }
 
-    /// Machine code of a program for an architecture such as `sm_90a`: from the cache where that has it, else compiled
+    /// BackendProvider code of a program for an architecture such as `sm_90a`: from the cache where that has it, else compiled
     /// and put there. The same program gives the same code.
     ///
     /// # Errors
@@ -207,7 +211,7 @@ mod tests {
     /// The compiler of this machine, with a cache of its own; `None`, with a line that says so, where there is none.
     fn compiler(name: &str) -> Option<(Compiler, std::path::PathBuf)> {
         let folder = std::env::temp_dir().join(format!("shardgrad-{name}-{}", std::process::id()));
-        let places = Places { cache: Some(folder.clone()), ..Places::from_env() };
+        let places = SearchPaths { cache: Some(folder.clone()), ..SearchPaths::from_env() };
         match Compiler::open(&places) {
             Ok(compiler) => Some((compiler, folder)),
             Err(error) => {

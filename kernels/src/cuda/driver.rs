@@ -2,7 +2,7 @@
 //!
 //! Handles are kept as numbers. Every method makes the context current first, so that any thread may call it.
 
-use super::library::{Answer, DRIVER, Places, foreign};
+use super::library::{DRIVER, SearchPaths, StatusCode, foreign};
 use crate::buffer::Buffer;
 use crate::error::{KernelError, MemoryStats};
 use cudarc::driver::sys::{
@@ -55,24 +55,24 @@ foreign!(Table, DRIVER, cudarc::driver::sys, CUresult {
     fn cuGraphExecDestroy(program: CUgraphExec);
 });
 
-const OUT_OF_MEMORY: Answer = 2;
+const OUT_OF_MEMORY: StatusCode = 2;
 /// After these the context is lost: every later call of the process answers the same.
-const LASTING: [Answer; 11] = [214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719];
+const LASTING: [StatusCode; 11] = [214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719];
 const NON_BLOCKING: c_uint = 1;
 const WITHOUT_TIMES: c_uint = 2;
 
 impl Table {
     /// The error of a call. Names come from the driver, which may be newer than our bindings.
-    fn failed(&self, call: &'static str, answer: Answer) -> KernelError {
+    fn failed(&self, call: &'static str, answer: StatusCode) -> KernelError {
         if answer == OUT_OF_MEMORY {
             // Only the driver knows what it lacks memory for; who asks it for chunks adds what was asked for.
-            return KernelError::OutOfMemory { asked_bytes: 0, stats: MemoryStats::default() };
+            return KernelError::OutOfMemory { requested_bytes: 0, stats: MemoryStats::default() };
         }
         let mut name = ptr::null();
         // SAFETY: the bindings state this type, but for the number of an error, which need not be one that they know; the
         // text that comes back is static.
         let name = unsafe {
-            let find: Result<unsafe extern "C" fn(Answer, *mut *const c_char) -> Answer, _> =
+            let find: Result<unsafe extern "C" fn(StatusCode, *mut *const c_char) -> StatusCode, _> =
                 self.opened.function(&DRIVER, "cuGetErrorName");
             match find {
                 Ok(find) if find(answer, &mut name) == 0 && !name.is_null() => {
@@ -81,7 +81,11 @@ impl Table {
                 _ => "no name".into(),
             }
         };
-        KernelError::Device { call, why: format!("{name} ({answer})"), lasting: LASTING.contains(&answer) }
+        KernelError::Device {
+            call,
+            why: format!("{name} ({answer})"),
+            is_permanent: LASTING.contains(&answer),
+        }
     }
 }
 
@@ -90,7 +94,7 @@ impl Table {
 pub struct Driver {
     table: Table,
     version: i32,
-    num_cards: usize,
+    num_devices: usize,
 }
 
 impl Driver {
@@ -98,7 +102,7 @@ impl Driver {
     ///
     /// # Errors
     /// [`KernelError::Library`] where it is missing, too old, or finds no card.
-    pub fn open(places: &Places) -> Result<Arc<Driver>, KernelError> {
+    pub fn open(places: &SearchPaths) -> Result<Arc<Driver>, KernelError> {
         let library = places.open(&DRIVER)?;
         let mut version = 0;
         // SAFETY: the bindings state this type; the place outlives the call, which is allowed before the driver is started.
@@ -115,7 +119,7 @@ impl Driver {
         let started = unsafe { table.cuInit(0).and_then(|()| table.cuDeviceGetCount(&mut count)) };
         let file = table.opened.file().display();
         started.map_err(|e| DRIVER.error(format!("{file} does not start: {e}")))?;
-        Ok(Arc::new(Driver { table, version, num_cards: usize::try_from(count).unwrap_or(0) }))
+        Ok(Arc::new(Driver { table, version, num_devices: usize::try_from(count).unwrap_or(0) }))
     }
 
     /// The newest CUDA that it runs: 13000 is 13.0.
@@ -132,17 +136,17 @@ impl Driver {
 
     /// How many cards there are.
     #[must_use]
-    pub fn num_cards(&self) -> usize {
-        self.num_cards
+    pub fn num_devices(&self) -> usize {
+        self.num_devices
     }
 
     /// What a card is.
     ///
     /// # Errors
     /// [`KernelError::Library`] for a number that no card has; what the driver reports.
-    pub fn describe(&self, card: usize) -> Result<Description, KernelError> {
-        if card >= self.num_cards {
-            return Err(DRIVER.error(format!("there is no card {card}; there are {}", self.num_cards)));
+    pub fn describe(&self, card: usize) -> Result<DeviceProperties, KernelError> {
+        if card >= self.num_devices {
+            return Err(DRIVER.error(format!("there is no card {card}; there are {}", self.num_devices)));
         }
         use CUdevice_attribute as A;
         let device = self.device(card)?;
@@ -161,7 +165,7 @@ impl Driver {
         let major = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         let processors = attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-        Ok(Description {
+        Ok(DeviceProperties {
             name: name.into_owned(),
             memory_bytes: bytes,
             capability: (major, minor),
@@ -180,7 +184,7 @@ impl Driver {
 
 /// What a card is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Description {
+pub struct DeviceProperties {
     /// Its name.
     pub name: String,
     /// Its memory.
@@ -193,7 +197,7 @@ pub struct Description {
     pub shared_bytes_max: u32,
 }
 
-impl Description {
+impl DeviceProperties {
     /// The target for the compiler: with what only this very architecture has, where there is such.
     #[must_use]
     pub fn architecture(&self) -> String {
@@ -341,7 +345,7 @@ impl Stream {
     }
 
     /// Waits until all work is done.
-    pub(super) fn finish(&self) -> Result<(), KernelError> {
+    pub(super) fn synchronize(&self) -> Result<(), KernelError> {
         // SAFETY: the stream is alive.
         unsafe { self.context.bound()?.cuStreamSynchronize(self.handle()) }
     }

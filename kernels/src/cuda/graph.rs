@@ -3,7 +3,7 @@
 
 use super::driver::{Context, Stream};
 use super::memory::Memory;
-use crate::buffer::{Buffer, Keeper};
+use crate::buffer::{Buffer, DeviceAllocator};
 use crate::error::KernelError;
 use cudarc::driver::sys::{CUgraphExec, CUstreamCaptureMode};
 use std::collections::HashMap;
@@ -12,16 +12,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// What is kept for work that is being noted, or was.
 #[derive(Debug)]
-pub(super) struct Holdings {
+pub(super) struct CapturedBuffers {
     /// Where memory comes from meanwhile.
     pub(super) memory: Arc<Memory>,
     /// Blocks that others have taken, of this rank's memory or of any other, and who gets them back.
-    kept: HashMap<u64, Arc<dyn Keeper>>,
+    kept: HashMap<u64, Arc<dyn DeviceAllocator>>,
 }
 
-impl Holdings {
-    fn new(home: &Arc<Memory>) -> Holdings {
-        Holdings { memory: home.beside(), kept: HashMap::new() }
+impl CapturedBuffers {
+    fn new(home: &Arc<Memory>) -> CapturedBuffers {
+        CapturedBuffers { memory: home.for_graph(), kept: HashMap::new() }
     }
 
     /// Keeps what the work uses. Blocks that were taken for it may be used again by what is noted later.
@@ -35,47 +35,47 @@ impl Holdings {
     }
 }
 
-impl Drop for Holdings {
+impl Drop for CapturedBuffers {
     fn drop(&mut self) {
-        self.kept.iter().for_each(|(address, keeper)| keeper.let_go(*address));
+        self.kept.iter().for_each(|(address, keeper)| keeper.release(*address));
     }
 }
 
 /// What a rank keeps while work is being noted; nothing otherwise.
-pub(super) type Noting = Mutex<Option<Holdings>>;
+pub(super) type CaptureState = Mutex<Option<CapturedBuffers>>;
 
 /// Notes the work that a function gives to a stream. Nothing of it is done.
 pub(super) fn capture(
     stream: &Stream,
     home: &Arc<Memory>,
-    noting: &Noting,
+    capture_state: &CaptureState,
     work: &mut dyn FnMut() -> Result<(), KernelError>,
-) -> Result<Captured, KernelError> {
-    let locked = || noting.lock().unwrap_or_else(PoisonError::into_inner);
+) -> Result<CapturedGraph, KernelError> {
+    let locked = || capture_state.lock().unwrap_or_else(PoisonError::into_inner);
     if locked().is_some() {
-        return Err(KernelError::Captured { what: "captures other work" });
+        return Err(KernelError::NotCapturable { what: "captures other work" });
     }
     // Memory of an earlier time is of more use to the graph. Nothing goes back to the driver while work is noted, since it waits
     // for all work first.
-    home.give_back_empty();
-    let ends = Ends(noting);
+    home.release_empty_chunks();
+    let ends = Ends(capture_state);
     let begun = Begun::new(stream)?;
-    *locked() = Some(Holdings::new(home));
+    *locked() = Some(CapturedBuffers::new(home));
     let done = work();
-    let holdings = locked().take().expect("bug: noting goes on until here");
+    let holdings = locked().take().expect("bug: capture_state goes on until here");
     let program = begun.end();
     drop(ends);
     match done.and(program) {
-        Ok(program) => Ok(Captured { program, _holdings: holdings }),
+        Ok(program) => Ok(CapturedGraph { program, _holdings: holdings }),
         Err(error) => {
             let bytes = holdings.memory.stats().in_use_bytes;
-            Err(if bytes > 0 { KernelError::Unmade { bytes } } else { error })
+            Err(if bytes > 0 { KernelError::CaptureOutputHeld { bytes } } else { error })
         }
     }
 }
 
-/// Ends the noting of a rank, whatever happens in between: after the stream has been told.
-struct Ends<'a>(&'a Noting);
+/// Ends the capture_state of a rank, whatever happens in between: after the stream has been told.
+struct Ends<'a>(&'a CaptureState);
 
 impl Drop for Ends<'_> {
     fn drop(&mut self) {
@@ -122,7 +122,7 @@ impl<'a> Begun<'a> {
 impl Drop for Begun<'_> {
     fn drop(&mut self) {
         if self.is_open {
-            // What was noted is not wanted.
+            // What was noted is not spec.
             let _ = self.close();
         }
     }
@@ -147,12 +147,12 @@ impl Drop for Program {
 
 /// Work that was noted, and what is kept for it.
 #[derive(Debug)]
-pub(super) struct Captured {
+pub(super) struct CapturedGraph {
     program: Program,
-    _holdings: Holdings,
+    _holdings: CapturedBuffers,
 }
 
-impl Captured {
+impl CapturedGraph {
     /// Gives the work to the stream that it was noted on.
     pub(super) fn replay(&self, stream: &Stream) -> Result<(), KernelError> {
         let handle: CUgraphExec = ptr::with_exposed_provenance_mut(self.program.handle);

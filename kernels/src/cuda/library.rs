@@ -9,7 +9,7 @@ use std::{env, fs};
 
 /// A library of NVIDIA that the back end calls.
 #[derive(Debug)]
-pub struct Wanted {
+pub struct LibrarySpec {
     /// What it is called in messages.
     pub name: &'static str,
     /// The variable that names its file, or the folder of its file.
@@ -27,7 +27,7 @@ pub struct Wanted {
 }
 
 /// The driver: memory, streams, launches.
-pub static DRIVER: Wanted = Wanted {
+pub static DRIVER: LibrarySpec = LibrarySpec {
     name: "NVIDIA driver",
     variable: "SHARDGRAD_CUDA_PATH",
     stem: "libcuda.so",
@@ -38,7 +38,7 @@ pub static DRIVER: Wanted = Wanted {
 };
 
 /// The compiler of kernels.
-pub static NVRTC: Wanted = Wanted {
+pub static NVRTC: LibrarySpec = LibrarySpec {
     name: "run-time compiler",
     variable: "SHARDGRAD_NVRTC_PATH",
     stem: "libnvrtc.so",
@@ -48,8 +48,8 @@ pub static NVRTC: Wanted = Wanted {
     help: "pip install 'nvidia-cuda-nvrtc==13.0.*', or name its libnvrtc.so.13 in SHARDGRAD_NVRTC_PATH",
 };
 
-/// Products of matrices.
-pub static BLAS: Wanted = Wanted {
+/// CublasLt of matrices.
+pub static BLAS: LibrarySpec = LibrarySpec {
     name: "cuBLASLt",
     variable: "SHARDGRAD_CUBLASLT_PATH",
     stem: "libcublasLt.so",
@@ -59,7 +59,7 @@ pub static BLAS: Wanted = Wanted {
     help: "pip install 'nvidia-cublas==13.*', or name its libcublasLt.so.13 in SHARDGRAD_CUBLASLT_PATH",
 };
 
-impl Wanted {
+impl LibrarySpec {
     /// The error of this library.
     pub(super) fn error(&self, why: impl Into<String>) -> KernelError {
         KernelError::Library { library: self.name, why: why.into(), help: self.help.into() }
@@ -77,7 +77,7 @@ impl Wanted {
 
 /// Where to look for libraries, and where compiled kernels are kept.
 #[derive(Clone, Debug, Default)]
-pub struct Places {
+pub struct SearchPaths {
     /// By the name of its variable, the file of a library or the folder of that file.
     pub named: Vec<(&'static str, PathBuf)>,
     /// Folders of Python environments (those that hold `bin` and `lib`).
@@ -86,11 +86,11 @@ pub struct Places {
     pub cache: Option<PathBuf>,
 }
 
-impl Places {
+impl SearchPaths {
     /// As the environment says: a variable for each library; packages of the active virtual environment and of the
     /// `python3` on the path; kernels in `SHARDGRAD_CACHE_DIR`, else in the cache folder of the user.
     #[must_use]
-    pub fn from_env() -> Places {
+    pub fn from_env() -> SearchPaths {
         let path = |name: &str| env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
         let named =
             [&DRIVER, &NVRTC, &BLAS].into_iter().filter_map(|w| Some((w.variable, path(w.variable)?)));
@@ -106,7 +106,7 @@ impl Places {
             environments.extend(prefix(&python));
             environments.extend(fs::canonicalize(&python).ok().as_deref().and_then(prefix));
         }
-        Places { named: named.collect(), environments, cache }
+        SearchPaths { named: named.collect(), environments, cache }
     }
 
     /// The folders of NVIDIA's packages in these environments.
@@ -132,23 +132,23 @@ impl Places {
 
     /// Opens a library: the file that its variable names, and no other; else what Python packages bring; else what the
     /// loader finds.
-    pub(super) fn open(&self, wanted: &Wanted) -> Result<Library, KernelError> {
-        if let Some((_, path)) = self.named.iter().find(|(name, _)| *name == wanted.variable) {
-            let file = if path.is_dir() { file_in(path, wanted.stem) } else { Some(path.clone()) };
+    pub(super) fn open(&self, spec: &LibrarySpec) -> Result<Library, KernelError> {
+        if let Some((_, path)) = self.named.iter().find(|(name, _)| *name == spec.variable) {
+            let file = if path.is_dir() { file_in(path, spec.stem) } else { Some(path.clone()) };
             let file = file.ok_or_else(|| {
-                let why = format!("{} is {}, where no {} is", wanted.variable, path.display(), wanted.stem);
-                wanted.error(why)
+                let why = format!("{} is {}, where no {} is", spec.variable, path.display(), spec.stem);
+                spec.error(why)
             })?;
-            return Library::open(&file).map_err(|why| wanted.error(format!("{}: {why}", wanted.variable)));
+            return Library::open(&file).map_err(|why| spec.error(format!("{}: {why}", spec.variable)));
         }
-        if wanted.in_wheels {
-            let files = self.wheels().into_iter().filter_map(|folder| file_in(&folder, wanted.stem));
+        if spec.in_wheels {
+            let files = self.wheels().into_iter().filter_map(|folder| file_in(&folder, spec.stem));
             if let Some(library) = files.map(|file| Library::open(&file)).find_map(Result::ok) {
                 return Ok(library);
             }
         }
-        Library::open(Path::new(wanted.soname))
-            .map_err(|why| wanted.error(format!("not found on this machine ({why})")))
+        Library::open(Path::new(spec.soname))
+            .map_err(|why| spec.error(format!("not found on this machine ({why})")))
     }
 }
 
@@ -180,7 +180,7 @@ impl Library {
         })
     }
 
-    /// Opens the file beside this one whose name begins so, if there is one: libraries that this one will ask the loader
+    /// Opens the file epilogue_operands this one whose name begins so, if there is one: libraries that this one will ask the loader
     /// for are found there once they are open.
     pub(super) fn open_beside(&self, stem: &str) -> Option<Library> {
         Library::open(&file_in(self.file.parent()?, stem)?).ok()
@@ -195,10 +195,10 @@ impl Library {
     ///
     /// # Safety
     /// `F` is the type of a function pointer, and that of the function.
-    pub(super) unsafe fn function<F: Copy>(&self, wanted: &Wanted, name: &str) -> Result<F, KernelError> {
+    pub(super) unsafe fn function<F: Copy>(&self, spec: &LibrarySpec, name: &str) -> Result<F, KernelError> {
         // SAFETY: the caller promises that this is the function's type.
         let found = unsafe { self.open.get::<F>(name.as_bytes()) };
-        let lacking = |_| wanted.error(format!("{} has no function {name}", self.file.display()));
+        let lacking = |_| spec.error(format!("{} has no function {name}", self.file.display()));
         found.map(|f| *f).map_err(lacking)
     }
 }
@@ -223,19 +223,19 @@ fn mapped(name: &Path) -> Option<PathBuf> {
 }
 
 /// What a foreign function answers; 0 is good.
-pub(super) type Answer = c_int;
+pub(super) type StatusCode = c_int;
 
 /// Declares the functions of a library that are called: a table of pointers, and for each a method that turns an answer
 /// other than 0 into an error by `Self::failed`. The types are held against the generated bindings when this is
 /// compiled; the bindings' own loader is not used, because it panics where a library or function is missing and
 /// chooses the file itself.
 macro_rules! foreign {
-    ($table:ident, $wanted:path, $bindings:path, $status:ident {
+    ($table:ident, $spec:path, $bindings:path, $status:ident {
         $(fn $name:ident($($arg:ident: $type:ty),*);)*
     }) => {
         #[allow(non_snake_case)]
         pub(super) struct $table {
-            $($name: unsafe extern "C" fn($($type),*) -> $crate::cuda::library::Answer,)*
+            $($name: unsafe extern "C" fn($($type),*) -> $crate::cuda::library::StatusCode,)*
             opened: $crate::cuda::library::Library,
         }
 
@@ -249,7 +249,7 @@ macro_rules! foreign {
                 })*
                 // SAFETY: the bindings, which are generated from the headers, state these types.
                 Ok(unsafe {
-                    $table { $($name: library.function(&$wanted, stringify!($name))?,)* opened: library }
+                    $table { $($name: library.function(&$spec, stringify!($name))?,)* opened: library }
                 })
             }
 

@@ -3,7 +3,7 @@
 //! wait until that is gone, and those of flights, which have another stream, until the rank comes behind them.
 
 use super::driver::Context;
-use crate::buffer::{Buffer, Cuts, Keeper};
+use crate::buffer::{Buffer, DeviceAllocator, FreeList};
 use crate::error::{KernelError, MemoryStats};
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -19,7 +19,7 @@ const LARGE_CHUNK: usize = 64 << 20;
 const CHUNK_GRAIN: usize = 2 << 20;
 
 /// Where chunks come from.
-pub(super) trait Source: fmt::Debug + Send + Sync {
+pub(super) trait ChunkSource: fmt::Debug + Send + Sync {
     /// A chunk; `None` if there is not so much.
     fn take(&self, bytes: usize) -> Result<Option<u64>, KernelError>;
     /// Takes a chunk back in which no block is in use.
@@ -30,16 +30,16 @@ pub(super) trait Source: fmt::Debug + Send + Sync {
 }
 
 /// What can have blocks be let go that it keeps.
-pub(super) trait Relief: fmt::Debug + Send + Sync {
+pub(super) trait Reclaim: fmt::Debug + Send + Sync {
     /// Whether it has let any go.
-    fn relieve(&self) -> bool;
+    fn reclaim(&self) -> bool;
 }
 
 /// Chunks and blocks, as addresses.
 #[derive(Debug, Default)]
-struct Books {
+struct AllocatorState {
     /// Small chunks and large ones apart.
-    cuts: [Cuts; 2],
+    free_list: [FreeList; 2],
     /// Bytes of each block in use.
     used: HashMap<u64, usize>,
     /// How many graphs and flights keep a block in use, and which of those would be free without them.
@@ -53,9 +53,9 @@ fn kind(bytes: usize) -> usize {
     usize::from(bytes > SMALL_MAX)
 }
 
-impl Books {
+impl AllocatorState {
     fn cut(&mut self, bytes: usize) -> Option<u64> {
-        let address = self.cuts[kind(bytes)].cut(bytes)?;
+        let address = self.free_list[kind(bytes)].cut(bytes)?;
         self.used.insert(address, bytes);
         self.count(bytes);
         Some(address)
@@ -78,17 +78,17 @@ impl Books {
         }
         let Some(bytes) = self.used.remove(&address) else { return };
         self.stats.in_use_bytes -= bytes;
-        self.cuts[kind(bytes)].give_back(address, bytes);
+        self.free_list[kind(bytes)].give_back(address, bytes);
     }
 
     fn add_chunk(&mut self, kind: usize, address: u64, bytes: usize) {
         self.count_chunk(bytes);
-        self.cuts[kind].add_chunk(address, bytes);
+        self.free_list[kind].add_chunk(address, bytes);
     }
 
     /// Strikes out the chunks in which nothing is in use.
     fn empty_chunks(&mut self) -> Vec<u64> {
-        let empty = self.cuts.iter_mut().flat_map(Cuts::take_empty);
+        let empty = self.free_list.iter_mut().flat_map(FreeList::take_empty);
         let empty = empty.inspect(|(_, bytes)| self.stats.reserved_bytes -= bytes);
         empty.map(|(address, _)| address).collect()
     }
@@ -97,50 +97,51 @@ impl Books {
 /// The allocator of one rank, or of a graph of its work. Handles share it.
 #[derive(Debug)]
 pub(super) struct Memory {
-    source: Arc<dyn Source>,
+    source: Arc<dyn ChunkSource>,
     limit: usize,
-    books: Mutex<Books>,
+    state: Mutex<AllocatorState>,
     /// The rank's own, where this is a graph's. It counts what a graph holds, and is never waited for the other way round.
     home: Option<Arc<Memory>>,
-    relief: OnceLock<Weak<dyn Relief>>,
+    reclaimer: OnceLock<Weak<dyn Reclaim>>,
 }
 
 impl Memory {
     /// Memory of at most `limit` bytes from the driver (0: no limit).
-    pub(super) fn new(source: Arc<dyn Source>, limit: usize) -> Arc<Memory> {
-        Arc::new(Memory { source, limit, books: Mutex::default(), home: None, relief: OnceLock::new() })
+    pub(super) fn new(source: Arc<dyn ChunkSource>, limit: usize) -> Arc<Memory> {
+        Arc::new(Memory { source, limit, state: Mutex::default(), home: None, reclaimer: OnceLock::new() })
     }
 
     /// Memory of a graph, from the same driver and under the same limit, whose blocks are never those of this one. All that it
     /// ever had in use counts as in use here as long as it lives: whenever the graph is replayed, it is used so again.
-    pub(super) fn beside(self: &Arc<Memory>) -> Arc<Memory> {
+    pub(super) fn for_graph(self: &Arc<Memory>) -> Arc<Memory> {
         let (source, limit, home) = (self.source.clone(), self.limit, Some(self.clone()));
-        Arc::new(Memory { source, limit, books: Mutex::default(), home, relief: OnceLock::new() })
+        Arc::new(Memory { source, limit, state: Mutex::default(), home, reclaimer: OnceLock::new() })
     }
 
-    fn books(&self) -> MutexGuard<'_, Books> {
-        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, AllocatorState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What this memory holds; a rank's own counts its graphs too.
     pub(super) fn stats(&self) -> MemoryStats {
-        self.books().stats
+        self.state().stats
     }
 
     /// Gives chunks back to the driver in which nothing is in use.
-    pub(super) fn give_back_empty(&self) {
+    pub(super) fn release_empty_chunks(&self) {
         self.source.give_late();
-        self.books().empty_chunks().into_iter().for_each(|address| self.source.give(address));
+        self.state().empty_chunks().into_iter().for_each(|address| self.source.give(address));
     }
 
     /// Asks this before a block is refused; the first that was named is asked.
-    pub(super) fn relieve_by(&self, relief: Weak<dyn Relief>) {
-        self.relief.get_or_init(|| relief);
+    pub(super) fn set_reclaimer(&self, reclaimer: Weak<dyn Reclaim>) {
+        self.reclaimer.get_or_init(|| reclaimer);
     }
 
     /// A block of at least `bytes` bytes with arbitrary contents.
     pub(super) fn alloc(self: &Arc<Memory>, bytes: usize) -> Result<Buffer, KernelError> {
-        let relieved = || self.relief.get().and_then(Weak::upgrade).is_some_and(|relief| relief.relieve());
+        let relieved =
+            || self.reclaimer.get().and_then(Weak::upgrade).is_some_and(|reclaimer| reclaimer.reclaim());
         match self.block(bytes) {
             Err(KernelError::OutOfMemory { .. }) if relieved() => self.block(bytes),
             found => found,
@@ -148,58 +149,58 @@ impl Memory {
     }
 
     fn block(self: &Arc<Memory>, bytes: usize) -> Result<Buffer, KernelError> {
-        let mut books = self.books();
-        let refuse = |books: &Books| {
-            let stats = self.home.as_ref().map_or(books.stats, |home| home.stats());
-            KernelError::OutOfMemory { asked_bytes: bytes, stats }
+        let mut state = self.state();
+        let refuse = |state: &AllocatorState| {
+            let stats = self.home.as_ref().map_or(state.stats, |home| home.stats());
+            KernelError::OutOfMemory { requested_bytes: bytes, stats }
         };
-        let Some(block) = bytes.max(1).checked_next_multiple_of(GRAIN) else { return Err(refuse(&books)) };
-        let peak = books.stats.peak_bytes;
-        let found = books.cut(block);
+        let Some(block) = bytes.max(1).checked_next_multiple_of(GRAIN) else { return Err(refuse(&state)) };
+        let peak = state.stats.peak_bytes;
+        let found = state.cut(block);
         let address = match found {
             Some(address) => address,
             None => {
-                self.grow(&mut books, block)?;
-                books.cut(block).ok_or_else(|| refuse(&books))?
+                self.grow(&mut state, block)?;
+                state.cut(block).ok_or_else(|| refuse(&state))?
             }
         };
         if let Some(home) = &self.home {
-            home.books().count(books.stats.peak_bytes - peak);
+            home.state().count(state.stats.peak_bytes - peak);
         }
-        drop(books);
+        drop(state);
         Ok(Buffer::on_device(address, bytes, self.clone()))
     }
 
     /// Takes a chunk that has room for a block, if it can be had: after empty chunks were given back, if need be. Those of a
     /// graph are not empty: what it has noted uses them, and nothing may be given back while work is noted.
-    fn grow(&self, books: &mut Books, block: usize) -> Result<(), KernelError> {
+    fn grow(&self, state: &mut AllocatorState, block: usize) -> Result<(), KernelError> {
         let own = block.checked_next_multiple_of(CHUNK_GRAIN).unwrap_or(block);
         let (usual, tight) = match kind(block) {
             0 => (SMALL_CHUNK, SMALL_CHUNK),
             _ => (own.max(LARGE_CHUNK), own),
         };
         for bytes in [usual, tight] {
-            if self.take(books, kind(block), bytes)? {
+            if self.take(state, kind(block), bytes)? {
                 return Ok(());
             }
         }
         if self.home.is_some() {
             return Ok(());
         }
-        for address in books.empty_chunks() {
+        for address in state.empty_chunks() {
             self.source.give(address);
         }
-        self.take(books, kind(block), tight).map(|_| ())
+        self.take(state, kind(block), tight).map(|_| ())
     }
 
-    fn take(&self, books: &mut Books, kind: usize, bytes: usize) -> Result<bool, KernelError> {
-        let mut home = self.home.as_ref().map(|home| home.books());
-        let reserved = home.as_ref().map_or(books.stats.reserved_bytes, |home| home.stats.reserved_bytes);
+    fn take(&self, state: &mut AllocatorState, kind: usize, bytes: usize) -> Result<bool, KernelError> {
+        let mut home = self.home.as_ref().map(|home| home.state());
+        let reserved = home.as_ref().map_or(state.stats.reserved_bytes, |home| home.stats.reserved_bytes);
         if self.limit != 0 && reserved.saturating_add(bytes) > self.limit {
             return Ok(false);
         }
         let Some(address) = self.source.take(bytes)? else { return Ok(false) };
-        books.add_chunk(kind, address, bytes);
+        state.add_chunk(kind, address, bytes);
         if let Some(home) = &mut home {
             home.count_chunk(bytes);
         }
@@ -207,27 +208,27 @@ impl Memory {
     }
 }
 
-impl Keeper for Memory {
+impl DeviceAllocator for Memory {
     fn give_back(&self, address: u64) {
-        self.books().give_back(address);
+        self.state().give_back(address);
     }
 
     fn keep(&self, address: u64) {
-        let mut books = self.books();
-        debug_assert!(books.used.contains_key(&address), "bug: a block that nobody has is to be kept");
-        *books.kept.entry(address).or_default() += 1;
+        let mut state = self.state();
+        debug_assert!(state.used.contains_key(&address), "bug: a block that nobody has is to be kept");
+        *state.kept.entry(address).or_default() += 1;
     }
 
-    fn let_go(&self, address: u64) {
-        let mut books = self.books();
-        let left = books.kept.get_mut(&address).map_or(0, |count| {
+    fn release(&self, address: u64) {
+        let mut state = self.state();
+        let left = state.kept.get_mut(&address).map_or(0, |count| {
             *count -= 1;
             *count
         });
         if left == 0 {
-            books.kept.remove(&address);
-            if books.waiting.remove(&address) {
-                books.give_back(address);
+            state.kept.remove(&address);
+            if state.waiting.remove(&address) {
+                state.give_back(address);
             }
         }
     }
@@ -235,12 +236,12 @@ impl Keeper for Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        let books = std::mem::take(&mut *self.books());
-        books.cuts.iter().flat_map(Cuts::chunks).for_each(|address| self.source.give(address));
+        let state = std::mem::take(&mut *self.state());
+        state.free_list.iter().flat_map(FreeList::chunks).for_each(|address| self.source.give(address));
         if let Some(home) = &self.home {
-            let mut home = home.books();
-            home.stats.reserved_bytes -= books.stats.reserved_bytes;
-            home.stats.in_use_bytes -= books.stats.peak_bytes;
+            let mut home = home.state();
+            home.stats.reserved_bytes -= state.stats.reserved_bytes;
+            home.stats.in_use_bytes -= state.stats.peak_bytes;
         }
     }
 }
@@ -263,7 +264,7 @@ impl Chunks {
     }
 }
 
-impl Source for Chunks {
+impl ChunkSource for Chunks {
     fn take(&self, bytes: usize) -> Result<Option<u64>, KernelError> {
         self.give_late();
         self.context.take(bytes)
@@ -295,7 +296,7 @@ mod tests {
         sizes: Mutex<HashMap<u64, usize>>,
     }
 
-    impl Source for Numbers {
+    impl ChunkSource for Numbers {
         fn take(&self, bytes: usize) -> Result<Option<u64>, KernelError> {
             if self.left.load(Ordering::Relaxed) < bytes {
                 return Ok(None);
@@ -345,9 +346,9 @@ mod tests {
         );
         drop(held);
         assert_eq!(memory.stats().in_use_bytes, 0);
-        let books = memory.books();
-        assert!(books.cuts.iter().all(Cuts::is_all_free), "everything is joined again");
-        drop(books);
+        let state = memory.state();
+        assert!(state.free_list.iter().all(FreeList::is_all_free), "everything is joined again");
+        drop(state);
         drop(memory);
         assert_eq!(left.load(Ordering::Relaxed), 4 << 30);
     }
@@ -371,15 +372,15 @@ mod tests {
         memory.keep(address);
         drop(a);
         assert_ne!(memory.alloc(3 << 20).unwrap().device_address(), Some(address));
-        memory.let_go(address);
+        memory.release(address);
         assert_ne!(memory.alloc(3 << 20).unwrap().device_address(), Some(address));
-        memory.let_go(address);
+        memory.release(address);
         assert_eq!(memory.alloc(3 << 20).unwrap().device_address(), Some(address));
-        let (own, beside) = (memory.alloc(2 << 20).unwrap(), memory.beside());
-        let held = beside.alloc(100 << 20).unwrap();
+        let (own, for_graph) = (memory.alloc(2 << 20).unwrap(), memory.for_graph());
+        let held = for_graph.alloc(100 << 20).unwrap();
         assert_eq!(memory.stats().reserved_bytes, 164 << 20);
-        assert!(memory.alloc(100 << 20).is_err() && beside.alloc(100 << 20).is_err());
-        drop((held, beside));
+        assert!(memory.alloc(100 << 20).is_err() && for_graph.alloc(100 << 20).is_err());
+        drop((held, for_graph));
         assert_eq!(memory.stats().reserved_bytes, 64 << 20);
         memory.alloc(100 << 20).unwrap();
         drop((own, memory));
@@ -390,9 +391,9 @@ mod tests {
     fn what_a_graph_has_used_counts_as_long_as_it_lives() {
         let (memory, left) = memory(300 << 20, 0);
         let own = memory.alloc(10 << 20).unwrap();
-        let beside = memory.beside();
-        drop(beside.alloc(70 << 20).unwrap());
-        let kept = beside.alloc(20 << 20).unwrap();
+        let for_graph = memory.for_graph();
+        drop(for_graph.alloc(70 << 20).unwrap());
+        let kept = for_graph.alloc(20 << 20).unwrap();
         assert_eq!(
             memory.stats().in_use_bytes,
             80 << 20,
@@ -402,11 +403,11 @@ mod tests {
         assert_eq!((memory.stats().in_use_bytes, memory.stats().peak_bytes), (85 << 20, 85 << 20));
         // A chunk of which the graph holds nothing any more is not given back for another, nor to somebody else.
         drop(kept);
-        assert!(beside.alloc(200 << 20).is_err() && memory.alloc(200 << 20).is_err());
+        assert!(for_graph.alloc(200 << 20).is_err() && memory.alloc(200 << 20).is_err());
         drop((own, more));
-        memory.give_back_empty();
+        memory.release_empty_chunks();
         assert_eq!(memory.stats().reserved_bytes, 70 << 20);
-        drop(beside);
+        drop(for_graph);
         assert_eq!((memory.stats().in_use_bytes, memory.stats().reserved_bytes), (0, 0));
         assert_eq!(memory.stats().peak_bytes, 85 << 20);
         drop(memory);
@@ -416,12 +417,12 @@ mod tests {
     #[test]
     fn a_graph_is_refused_what_a_limit_does_not_leave() {
         let (memory, left) = memory(1 << 30, 100 << 20);
-        let beside = memory.beside();
-        let (held, own) = (beside.alloc(60 << 20).unwrap(), memory.alloc(30 << 20).unwrap());
-        let error = beside.alloc(20 << 20).unwrap_err();
+        let for_graph = memory.for_graph();
+        let (held, own) = (for_graph.alloc(60 << 20).unwrap(), memory.alloc(30 << 20).unwrap());
+        let error = for_graph.alloc(20 << 20).unwrap_err();
         let KernelError::OutOfMemory { stats, .. } = error else { panic!("{error}") };
         assert_eq!((stats.in_use_bytes, stats.reserved_bytes), (90 << 20, memory.stats().reserved_bytes));
-        drop((held, own, beside, memory));
+        drop((held, own, for_graph, memory));
         assert_eq!(left.load(Ordering::Relaxed), 1 << 30);
     }
 

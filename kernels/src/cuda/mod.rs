@@ -10,9 +10,9 @@ mod memory;
 mod graph;
 mod launch;
 mod operand;
-mod blas;
-mod product;
-mod flight;
+mod cublaslt;
+mod matmul;
+mod comm_stream;
 pub mod backend;
 pub mod report;
 #[cfg(test)]
@@ -20,13 +20,13 @@ pub(crate) mod fake;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
-mod captures;
+mod graph_tests;
 #[cfg(test)]
-mod flights;
+mod comm_stream_tests;
 
-pub use backend::Card;
+pub use backend::CudaDevice;
 pub use compile::{Compiled, Compiler, Program};
-pub use driver::{Description, Driver};
-pub use library::Places;
+pub use driver::{DeviceProperties, Driver};
+pub use library::SearchPaths;
 pub use report::Report;
 pub use usage::Usage;

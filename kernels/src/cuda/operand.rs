@@ -2,12 +2,12 @@
 
 use crate::strides::Strides;
 
-/// One matrix operand as the library sees it: columns behind each other, perhaps turned.
+/// One matrix operand as the library sees it: columns behind each other, perhaps transposed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Operand {
     /// Whether its rows are what lies together.
-    pub(super) turned: bool,
-    /// Elements from one column (or row, if turned) to the next.
+    pub(super) transposed: bool,
+    /// Elements from one column (or row, if transposed) to the next.
     pub(super) lead: usize,
     /// Elements from one matrix of the stack to the next.
     pub(super) step: usize,
@@ -20,24 +20,24 @@ impl Operand {
     pub(super) fn of(view: &Strides, address: u64) -> Option<Operand> {
         let ([_, rows, columns], [_, down, along]) = (dims(&view.shape), dims(&view.strides));
         let plain = lead((rows, down), (columns, along));
-        let plain = plain.map(|lead| Operand { turned: false, ..Operand::with(view, address, lead) });
-        plain.or_else(|| Operand::by_rows(view, address))
+        let plain = plain.map(|lead| Operand { transposed: false, ..Operand::with(view, address, lead) });
+        plain.or_else(|| Operand::row_major(view, address))
     }
 
     /// The same with rows behind each other, even where both are true.
-    pub(super) fn by_rows(view: &Strides, address: u64) -> Option<Operand> {
+    pub(super) fn row_major(view: &Strides, address: u64) -> Option<Operand> {
         let ([_, rows, columns], [_, down, along]) = (dims(&view.shape), dims(&view.strides));
         lead((columns, along), (rows, down)).map(|lead| Operand::with(view, address, lead))
     }
 
     fn with(view: &Strides, address: u64, lead: usize) -> Operand {
         let [step, _, _] = dims(&view.strides);
-        Operand { turned: true, lead, step, alignment: 1 << address.trailing_zeros().min(8) }
+        Operand { transposed: true, lead, step, alignment: 1 << address.trailing_zeros().min(8) }
     }
 
     /// The same memory as the transpose.
     pub(super) fn transposed(self) -> Operand {
-        Operand { turned: !self.turned, ..self }
+        Operand { transposed: !self.transposed, ..self }
     }
 }
 

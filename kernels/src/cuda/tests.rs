@@ -1,17 +1,20 @@
 //! The back end on a fake card: what is missing or refused, memory, launches, products, marks, faults.
 
 use super::fake::{self, Folder};
-use super::{Card, Places};
-use crate::backend::{Backend, Cpu, Device, Machine, Settings, download, upload};
+use super::{CudaDevice, SearchPaths};
+use crate::backend::{Backend, download, upload};
 use crate::buffer::Buffer;
 use crate::cpu::Pool;
+use crate::cpu_backend::Cpu;
+use crate::device::Device;
 use crate::dtype::{DType, Element};
 use crate::error::KernelError;
-use crate::gpu::{Ending, Grid, GridArg, Plan, Product};
-use crate::kernel::{Arg, ArgMut, Bound, Gpu, Kernel, Launch, Scalar};
+use crate::gpu::{Epilogue, Grid, GridArg, LaunchPlan, Matmul};
+use crate::kernel::{Arg, ArgMut, Bound, GpuCode, Kernel, Launch, Scalar};
 use crate::match_float;
-use crate::op::contract::CONTRACT;
+use crate::op::batched_matmul::BATCHED_MATMUL;
 use crate::precision::MatmulPrecision;
+use crate::provider::{BackendConfig, BackendProvider};
 use crate::strides::Strides;
 use std::fs;
 use std::sync::Arc;
@@ -20,7 +23,7 @@ fn nothing(_: &Pool, _: &mut Launch<'_>) -> Result<(), KernelError> {
     unreachable!("only the card runs it")
 }
 
-const fn kernel(name: &'static str, gpu: Gpu) -> Kernel {
+const fn kernel(name: &'static str, gpu: GpuCode) -> Kernel {
     Kernel {
         name,
         reference: nothing,
@@ -35,7 +38,7 @@ const fn kernel(name: &'static str, gpu: Gpu) -> Kernel {
 /// y[i] = T(factor * x[i * stride[1]] + more + rate + shift), by way of scratch memory; a fault where x[i] is negative.
 static TWICE: Kernel = kernel(
     "twice",
-    Gpu {
+    GpuCode {
         source: "struct Three { i64 at[3]; };\n\
             extern \"C\" __global__ void first(const T *x, float *to, Three strides, int n, double factor) {\n\
                 int i = blockIdx.x * blockDim.x + threadIdx.x;\n\
@@ -83,18 +86,18 @@ static TWICE: Kernel = kernel(
 );
 
 static PRODUCTS: Kernel = kernel(
-    "contract",
-    Gpu {
+    "batched_matmul",
+    GpuCode {
         source: "",
-        plan: |_, plan: &mut Plan| {
-            plan.product(Product { a: 0, b: 1, c: 0, ending: Ending::Plain });
+        plan: |_, plan: &mut LaunchPlan| {
+            plan.product(Matmul { a: 0, b: 1, c: 0, epilogue: Epilogue::Plain });
             Ok(())
         },
     },
 );
 
 pub(super) fn backend(folder: &Folder) -> Arc<dyn Backend> {
-    Card::open(&folder.places(), 0).unwrap().backend(Settings::default()).unwrap()
+    CudaDevice::open(&folder.places(), 0).unwrap().backend(BackendConfig::default()).unwrap()
 }
 
 pub(super) fn twice(
@@ -117,7 +120,7 @@ pub(super) fn twice(
 fn what_is_missing_or_too_old_is_an_error_that_says_what_to_install() {
     let refused = |words: &str, text: &str| {
         let Some(folder) = fake::card(words) else { return };
-        let error = Card::open(&folder.places(), 0).unwrap_err();
+        let error = CudaDevice::open(&folder.places(), 0).unwrap_err();
         let KernelError::Library { why, help, .. } = &error else { panic!("{words}: {error}") };
         assert!(why.contains(text) && help.contains("install"), "{words}: {error}");
     };
@@ -128,9 +131,9 @@ fn what_is_missing_or_too_old_is_an_error_that_says_what_to_install() {
     refused("no-start", "does not start: cuInit: CUDA_ERROR_UNKNOWN (999)");
     refused("old-card", "has compute capability 7.0; 8.0 is needed");
     let Some(folder) = fake::card("") else { return };
-    let error = Card::open(&folder.places(), 1).unwrap_err();
+    let error = CudaDevice::open(&folder.places(), 1).unwrap_err();
     assert!(error.to_string().contains("there is no card 1; there are 1"), "{error}");
-    assert_eq!(Card::open(&folder.places(), 0).unwrap().device(), Device::Cuda(0));
+    assert_eq!(CudaDevice::open(&folder.places(), 0).unwrap().device(), Device::Cuda(0));
 }
 
 #[test]
@@ -139,7 +142,7 @@ fn a_file_that_is_no_library_is_an_error() {
         return;
     }
     let folder = Folder::new();
-    let text = |places: &Places| Card::open(places, 0).unwrap_err().to_string();
+    let text = |places: &SearchPaths| CudaDevice::open(places, 0).unwrap_err().to_string();
     assert!(text(&folder.places()).contains("where no libcuda.so is"));
     fs::write(folder.0.join("libcuda.so.1"), "no library").unwrap();
     assert!(text(&folder.places()).contains("SHARDGRAD_CUDA_PATH"), "{}", text(&folder.places()));
@@ -166,7 +169,7 @@ fn contents_of_all_sizes_go_in_and_out() {
         assert!(buffer.device_address().is_some_and(|a| a % 256 == 0));
         assert!(download::<u8>(&*card, &buffer, bytes).unwrap() == data, "{bytes}");
     }
-    card.finish().unwrap();
+    card.synchronize().unwrap();
     assert_eq!(card.memory().num_system_allocs, 2, "a chunk of each kind");
 }
 
@@ -183,7 +186,7 @@ fn a_plan_is_run_with_its_arguments() {
     let mut outputs = [ArgMut { buffer: &mut y, dtype: DType::F32, view: &to }];
     let mut launch = Launch { inputs: &inputs, outputs: &mut outputs, scalars: &[Scalar::Real(2.0)] };
     card.launch(&TWICE, &mut launch).unwrap();
-    let none = Kernel { gpu: None, ..kernel("none", Gpu { source: "", plan: |_, _| Ok(()) }) };
+    let none = Kernel { gpu: None, ..kernel("none", GpuCode { source: "", plan: |_, _| Ok(()) }) };
     let error = card.launch(&none, &mut launch).unwrap_err();
     assert_eq!(error.to_string(), "none: no kernel for cuda");
     let expected: Vec<f32> = (0..100).map(|i| 2.0 * (8 + 4 * i) as f32 + 0.5 - 3.0).collect();
@@ -203,24 +206,24 @@ fn an_index_outside_is_reported_by_the_next_download() {
     twice(&*card, &x, &mut y, 5, 0.0).unwrap();
     assert_eq!(download::<f32>(&*card, &y, 5).unwrap(), [-2.5; 5], "and is forgotten then");
     twice(&*card, &x, &mut y, 5, -1.0).unwrap();
-    assert!(card.finish().is_err());
+    assert!(card.synchronize().is_err());
 }
 
 /// What a reader sees of what a writer on another stream has written in many steps, and the writer of what it writes next.
 fn relay(folder: &Folder) -> bool {
-    let card = Card::open(&folder.places(), 0).unwrap();
-    let [writer, reader] = [(); 2].map(|()| card.backend(Settings::default()).unwrap());
+    let card = CudaDevice::open(&folder.places(), 0).unwrap();
+    let [writer, reader] = [(); 2].map(|()| card.backend(BackendConfig::default()).unwrap());
     let mut right = true;
     for round in 0..20 {
         let mut x = upload(&*writer, &[round as f32 + 10.0; 300]).unwrap();
         let mut y = writer.alloc(1200).unwrap();
         twice(&*writer, &x, &mut y, 300, 1.0).unwrap();
-        let ready = writer.mark().unwrap();
-        reader.wait(&ready).unwrap();
+        let ready = writer.record_event().unwrap();
+        reader.wait_event(&ready).unwrap();
         let mut z = reader.alloc(1200).unwrap();
         twice(&*reader, &y, &mut z, 300, 1.0).unwrap();
-        let read = reader.mark().unwrap();
-        writer.wait(&read).unwrap();
+        let read = reader.record_event().unwrap();
+        writer.wait_event(&read).unwrap();
         // The next use of both blocks of the writer.
         drop(y);
         writer.upload(&[0xee; 1200], &mut x).unwrap();
@@ -228,7 +231,7 @@ fn relay(folder: &Folder) -> bool {
         let got = download::<f32>(&*reader, &z, 300);
         right &= got.is_ok_and(|z| z == [round as f32 + 5.0; 300]);
     }
-    let _ = (writer.finish(), reader.finish());
+    let _ = (writer.synchronize(), reader.synchronize());
     right
 }
 
@@ -247,22 +250,22 @@ fn a_full_card_is_an_error_with_figures_and_a_lost_one_says_so() {
     let held = card.alloc(80 << 20).unwrap();
     let error = card.alloc(80 << 20).unwrap_err();
     assert!(
-        matches!(error, KernelError::OutOfMemory { asked_bytes, .. } if asked_bytes == 80 << 20),
+        matches!(error, KernelError::OutOfMemory { requested_bytes, .. } if requested_bytes == 80 << 20),
         "{error}"
     );
     drop(held);
     card.alloc(85 << 20).unwrap();
-    let limited = Card::open(&folder.places(), 0)
+    let limited = CudaDevice::open(&folder.places(), 0)
         .unwrap()
-        .backend(Settings { memory_bytes_max: 1 << 20, ..Settings::default() });
+        .backend(BackendConfig { memory_bytes_max: 1 << 20, ..BackendConfig::default() });
     assert!(matches!(limited, Err(KernelError::OutOfMemory { .. })));
     let Some(folder) = fake::card("lost") else { return };
     let card = backend(&folder);
     let x = upload(&*card, &[1f32; 4]).unwrap();
     let mut y = card.alloc(16).unwrap();
     // The launch is accepted; whatever comes next is told.
-    let error = twice(&*card, &x, &mut y, 4, 1.0).and_then(|()| card.finish()).unwrap_err();
-    assert!(matches!(&error, KernelError::Device { lasting: true, .. }), "{error}");
+    let error = twice(&*card, &x, &mut y, 4, 1.0).and_then(|()| card.synchronize()).unwrap_err();
+    assert!(matches!(&error, KernelError::Device { is_permanent: true, .. }), "{error}");
     assert!(
         error.to_string().contains("CUDA_ERROR_LAUNCH_FAILED (719); the device answers nothing more"),
         "{error}"
@@ -310,34 +313,34 @@ fn products_of_all_strides_that_the_library_knows() {
                     let (p, q) = (of(a.reach()), of(b.reach()));
                     let operands = [(&p[..], &a), (&q[..], &b)];
                     let got = product::<T>(&*card, &PRODUCTS, operands, &c);
-                    assert!(got == product::<T>(&*cpu, &CONTRACT, operands, &c), "{dtype} {a:?} {b:?} {c:?}");
+                    assert!(got == product::<T>(&*cpu, &BATCHED_MATMUL, operands, &c), "{dtype} {a:?} {b:?} {c:?}");
                 }, else unreachable!());
             }
         }
     }
 }
 
-/// A product with the ending that a scalar names: inputs a, b, a bias and a residual; outputs c and what is formed.
+/// A product with the epilogue that a scalar names: inputs a, b, a bias and a residual; outputs c and what is formed.
 static ENDINGS: Kernel = kernel(
     "endings",
-    Gpu {
+    GpuCode {
         source: "",
-        plan: |launch, plan: &mut Plan| {
-            let ending = [
-                Ending::Bias { bias: 2 },
-                Ending::BiasGelu { bias: 2, before: 1 },
-                Ending::SumsOfB { sums: 1 },
-                Ending::Add { bias: Some(2), residual: 3 },
-                Ending::Add { bias: None, residual: 3 },
+        plan: |launch, plan: &mut LaunchPlan| {
+            let epilogue = [
+                Epilogue::Bias { bias: 2 },
+                Epilogue::BiasGelu { bias: 2, before: 1 },
+                Epilogue::SumsOfB { sums: 1 },
+                Epilogue::Add { bias: Some(2), residual: 3 },
+                Epilogue::Add { bias: None, residual: 3 },
             ][launch.scalars[0].int() as usize];
-            plan.product(Product { a: 0, b: 1, c: 0, ending });
+            plan.product(Matmul { a: 0, b: 1, c: 0, epilogue });
             Ok(())
         },
     },
 );
 
-/// c and what is formed beside it, for row-major matrices; b is one for all of the stack where `is_shared`.
-fn ending<T: Element>(
+/// c and what is formed epilogue_operands it, for row-major matrices; b is one for all of the stack where `is_shared`.
+fn epilogue<T: Element>(
     on: &dyn Backend,
     number: i64,
     ([g, m, n, k], is_shared): ([usize; 4], bool),
@@ -358,19 +361,19 @@ fn ending<T: Element>(
     let buffers = [up(a), up(b), up(bias), up(&[&[55.0; 3], residual].concat())];
     let inputs: Vec<Arg<'_>> =
         buffers.iter().zip(views).map(|(buffer, view)| Arg { buffer, dtype: T::DTYPE, view }).collect();
-    let beside = if number == 1 { &whole } else { &line };
-    let mut results = [&whole, beside].map(|view| up(&vec![77.0; view.numel()]));
+    let epilogue_operands = if number == 1 { &whole } else { &line };
+    let mut results = [&whole, epilogue_operands].map(|view| up(&vec![77.0; view.numel()]));
     let [c, d] = &mut results;
     let mut outputs = [
         ArgMut { buffer: c, dtype: T::DTYPE, view: &whole },
-        ArgMut { buffer: d, dtype: T::DTYPE, view: beside },
+        ArgMut { buffer: d, dtype: T::DTYPE, view: epilogue_operands },
     ];
     let mut launch = Launch { inputs: &inputs, outputs: &mut outputs, scalars: &[Scalar::Int(number)] };
     on.launch(&ENDINGS, &mut launch).unwrap();
     let down = |buffer: &Buffer, n: usize| {
         download::<T>(on, buffer, n).unwrap().into_iter().map(T::to_f64).collect::<Vec<f64>>()
     };
-    [down(&results[0], whole.numel()), down(&results[1], beside.numel())]
+    [down(&results[0], whole.numel()), down(&results[1], epilogue_operands.numel())]
 }
 
 /// The same by hand.
@@ -383,7 +386,8 @@ fn ending_by_hand(
     let gate = |x: f64| 0.5 * (1.0 + (root * (x + 0.044715 * x.powi(3))).tanh());
     let gelu = |x: f64| x * gate(x);
     let stack = |p: usize| if is_shared { 0 } else { p };
-    let (mut c, mut beside) = (vec![0.0; g * m * n], vec![0.0; if number == 1 { g * m * n } else { n }]);
+    let (mut c, mut epilogue_operands) =
+        (vec![0.0; g * m * n], vec![0.0; if number == 1 { g * m * n } else { n }]);
     for (p, i, j) in (0..g * m * n).map(|at| (at / (m * n), at / n % m, at % n)) {
         let sum: f64 = (0..k).map(|l| a[(p * m + i) * k + l] * b[(stack(p) * k + l) * n + j]).sum();
         let at = (p * m + i) * n + j;
@@ -395,15 +399,16 @@ fn ending_by_hand(
             _ => sum,
         };
         if number == 1 {
-            beside[at] = sum + bias[j];
+            epilogue_operands[at] = sum + bias[j];
         }
     }
     match number {
-        0 | 3 | 4 => beside.fill(77.0),
-        2 => (0..g * k * n).for_each(|at| beside[at % n] += b[if is_shared { at % (k * n) } else { at }]),
+        0 | 3 | 4 => epilogue_operands.fill(77.0),
+        2 => (0..g * k * n)
+            .for_each(|at| epilogue_operands[at % n] += b[if is_shared { at % (k * n) } else { at }]),
         _ => {}
     }
-    [c, beside]
+    [c, epilogue_operands]
 }
 
 #[test]
@@ -411,8 +416,8 @@ fn products_of_f32_are_as_exact_as_was_asked_for() {
     let x = 1.0 + 2f64.powi(-9) + 2f64.powi(-20);
     for (precision, left) in MatmulPrecision::EVERY.into_iter().zip([x, 1.0 + 2f64.powi(-9), 1.0]) {
         let Some(folder) = fake::card("") else { return };
-        let settings = Settings { precision, ..Settings::default() };
-        let card = Card::open(&folder.places(), 0).unwrap().backend(settings).unwrap();
+        let settings = BackendConfig { precision, ..BackendConfig::default() };
+        let card = CudaDevice::open(&folder.places(), 0).unwrap().backend(settings).unwrap();
         let one = Strides::contiguous(&[1, 1, 1]);
         let got = product::<f32>(&*card, &PRODUCTS, [(&[x as f32][..], &one), (&[1.0], &one)], &one);
         assert_eq!(got, [left as f32], "{precision}");
@@ -446,16 +451,16 @@ fn products_end_as_they_are_told_by_the_library_or_by_kernels() {
             let (a, b) = (memory(g * m * k, 37), memory(if is_shared { k * n } else { g * k * n }, 29));
             let (bias, residual) = (memory(n, 23), memory(g * m * n, 31));
             let operands = [&a[..], &b, &bias, &residual];
-            let got = ending::<f32>(&*card, number, shape, operands);
+            let got = epilogue::<f32>(&*card, number, shape, operands);
             let exact = ending_by_hand(number, shape, operands);
             let mut both = got.iter().flatten().zip(exact.iter().flatten());
             assert!(both.all(|(x, y)| (x - y).abs() < 1e-4), "{words} {number} {shape:?}: {got:?} {exact:?}");
         }
         // 256 + 1, and 1 more, in eight bits: the library rounds once, kernels round twice.
         let (a, b, bias) = ([256.0, 1.0], [1.0; 16], [1.0; 8]);
-        let [c, _] = ending::<half::bf16>(&*card, 0, ([1, 1, 8, 2], false), [&a, &b, &bias, &bias]);
+        let [c, _] = epilogue::<half::bf16>(&*card, 0, ([1, 1, 8, 2], false), [&a, &b, &bias, &bias]);
         assert_eq!(c, [if words.is_empty() { 258.0 } else { 256.0 }; 8]);
-        let [c, _] = ending::<half::bf16>(&*card, 3, ([1, 1, 8, 2], false), [&a, &b, &bias, &bias]);
+        let [c, _] = epilogue::<half::bf16>(&*card, 3, ([1, 1, 8, 2], false), [&a, &b, &bias, &bias]);
         assert_eq!(c, [if words.is_empty() { 260.0 } else { 256.0 }; 8], "259 lies between, and 260 is even");
     }
 }

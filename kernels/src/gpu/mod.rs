@@ -90,7 +90,7 @@ pub(crate) fn padded_dims<const N: usize>(dims: &[(usize, [usize; N])]) -> Padde
 
 /// What a launch is made of: steps that run one after another, and memory that lives while they do.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Plan {
+pub struct LaunchPlan {
     steps: Vec<Step>,
     scratch: Vec<usize>,
     allowance: f64,
@@ -103,7 +103,7 @@ pub enum Step {
     /// Blocks of threads that run an entry of the kernel's source.
     Grid(Grid),
     /// c = a b for stacks of matrices, by the library of the device.
-    Product(Product),
+    Matmul(Matmul),
 }
 
 /// Blocks of threads that run one entry.
@@ -152,7 +152,7 @@ pub enum GridArg {
     Input(usize),
     /// Where the first element of the view of an output lies.
     Output(usize),
-    /// Where memory begins that [`Plan::scratch`] gave.
+    /// Where memory begins that [`LaunchPlan::scratch`] gave.
     Scratch(usize),
     /// Where a kernel notes an index that points outside (`Fault *` of the prelude).
     Fault,
@@ -176,7 +176,7 @@ pub enum GridArg {
 /// A stack of products of operands of the launch: a (g, m, k), b (g, k, n), c (g, m, n), of any strides that the kernel's
 /// contract allows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Product {
+pub struct Matmul {
     /// The input that is a.
     pub a: usize,
     /// The input that is b.
@@ -184,12 +184,12 @@ pub struct Product {
     /// The output that is c.
     pub c: usize,
     /// What is done to c before it is rounded, and what is formed beside it.
-    pub ending: Ending,
+    pub epilogue: Epilogue,
 }
 
 /// How a product ends. With one of these, c and what lies beside it are contiguous; sums over i are over all rows of the stack.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Ending {
+pub enum Epilogue {
     /// c = a b.
     #[default]
     Plain,
@@ -219,11 +219,11 @@ pub enum Ending {
     },
 }
 
-impl Plan {
+impl LaunchPlan {
     /// An empty plan for a card that gives a block so many bytes of shared memory at most.
     #[must_use]
-    pub fn new(shared_bytes_max: u32) -> Plan {
-        Plan { steps: Vec::new(), scratch: Vec::new(), allowance: 0.0, shared_bytes_max }
+    pub fn new(shared_bytes_max: u32) -> LaunchPlan {
+        LaunchPlan { steps: Vec::new(), scratch: Vec::new(), allowance: 0.0, shared_bytes_max }
     }
 
     /// The bytes of shared memory that a block has at most: 227 KiB on 9.0, 163 on 8.0, 99 on 8.6, 8.9 and 12.0.
@@ -241,8 +241,8 @@ impl Plan {
     }
 
     /// Adds a stack of products.
-    pub fn product(&mut self, product: Product) {
-        self.steps.push(Step::Product(product));
+    pub fn product(&mut self, product: Matmul) {
+        self.steps.push(Step::Matmul(product));
     }
 
     /// Memory with arbitrary contents that all steps of the launch share, aligned to 256 bytes.
@@ -257,7 +257,7 @@ impl Plan {
         self.allowance = units;
     }
 
-    /// What [`Plan::allow`] was told, or 0.
+    /// What [`LaunchPlan::allow`] was told, or 0.
     #[must_use]
     pub fn allowance(&self) -> f64 {
         self.allowance

@@ -1,26 +1,26 @@
-//! Functions that the tables of elementwise kernels share, in Rust and, from the same text, in CUDA C++.
+//! Formulas shared by the tables of elementwise kernels, compiled as Rust and, from the same text, as CUDA C++.
 //!
-//! A formula is an expression that both languages read alike: methods of [`Maths`], `R::lit`, `R::ZERO`, `R::ONE`, operators,
-//! comparisons, [`choose`] and [`is_nan`], other formulas, and constants that pointwise/gpu.cu knows too.
+//! A formula is an expression valid in both languages: methods of [`Maths`], `R::lit`, `R::ZERO`, `R::ONE`, operators, comparisons,
+//! [`choose`] and [`is_nan`], other formulas, and constants that pointwise/gpu.cu defines too.
 
 use crate::cpu::math::Maths;
 use crate::dtype::Real;
 use std::f64::consts::FRAC_2_SQRT_PI;
 
-/// a if `is_first`, else b; both are computed.
+/// Returns a if `is_first`, else b; both are computed.
 #[inline(always)]
 pub(in crate::op) fn choose<V>(is_first: bool, a: V, b: V) -> V {
     if is_first { a } else { b }
 }
 
-/// Whether x is not a number.
+/// Returns whether x is NaN.
 #[inline(always)]
 #[expect(clippy::eq_op, reason = "only not-a-number differs from itself")]
 pub(in crate::op) fn is_nan<R: Real>(x: R) -> bool {
     x != x
 }
 
-/// Constants and functions; the text of all of them is `FORMULAS`. Constants are literals without underscores.
+/// Defines constants and functions, and their CUDA C++ text `FORMULAS`. Constants are literals without underscores.
 macro_rules! formulas {
     (
         $(const $constant:ident = $value:literal;)*
@@ -56,7 +56,7 @@ formulas! {
     /// 1 / (1 + e^-x).
     fn sigmoid(x) { R::ONE / (R::ONE + (-x).exp()) }
 
-    /// x, or the nearer end of -limit to limit; not-a-number stays.
+    /// x, or the nearer end of -limit to limit; NaN stays.
     fn within(x, limit) { choose(x > limit, limit, choose(x < -limit, -limit, x)) }
 
     /// 0.5 (1 + tanh u) = sigmoid(2 u) with u = sqrt(2/pi) (x + 0.044715 x^3): exact in both tails, where 1 + tanh cancels.
@@ -82,7 +82,7 @@ formulas! {
     /// The derivative of the error function.
     fn erf_slope(x) { R::lit(FRAC_2_SQRT_PI) * (-(x * x)).exp() }
 
-    /// -1, 0 or 1; zeros and not-a-number are their own sign.
+    /// -1, 0 or 1; zeros and NaN are their own sign.
     fn sign(x) { choose(x < R::ZERO, -R::ONE, choose(x > R::ZERO, R::ONE, x)) }
 
     /// dy times the sign of x.

@@ -1,4 +1,4 @@
-//! How rows are shared out on GPUs: the macros and grids of sources that stand behind `gpu_rows.cu`.
+//! Distribution of rows over threads on GPUs: macros and grids for the sources that include `gpu_rows.cu`.
 
 use crate::dtype::DType;
 use crate::error::KernelError;
@@ -6,59 +6,59 @@ use crate::gpu::{Grid, GridArg, type_name};
 use crate::kernel::{Launch, Scalar};
 use std::borrow::Cow;
 
-/// The most threads of a row.
+/// The most threads per row.
 const THREADS: usize = 512;
-/// Chunks of 16 bytes that a thread holds of each operand at most: enough of them are on their way then.
+/// The most chunks of 16 bytes that a thread holds of each operand: enough loads are in flight then.
 const HELD: usize = 4;
-/// Threads of a block whose warps have a row each.
+/// Threads per block whose warps have a row each.
 const WARPS: usize = 128;
-/// Threads of a block for runs of elements.
+/// Threads per block for flat runs of elements.
 pub(crate) const FLAT: usize = 256;
 
-/// Elements of 16 bytes.
+/// Returns the elements of 16 bytes.
 pub(crate) fn width(dtype: DType) -> usize {
     16 / dtype.size()
 }
 
-/// Whether all operands begin at multiples of 16 bytes, in elements of `dtype`, and so do rows of n.
+/// Returns whether all operands, and rows of n, are aligned to 16 bytes, in elements of `dtype`.
 fn is_aligned(launch: &Launch<'_>, dtype: DType, n: usize) -> bool {
     let views = launch.inputs.iter().map(|arg| arg.view).chain(launch.outputs.iter().map(|arg| arg.view));
     n.is_multiple_of(width(dtype)) && views.into_iter().all(|v| v.offset.is_multiple_of(width(dtype)))
 }
 
-/// Numbers in the accumulator, rounded once.
+/// Returns numbers in the accumulator, rounded once.
 pub(crate) fn reals(dtype: DType, numbers: &[f64]) -> Vec<GridArg> {
     let one = |&x: &f64| if dtype == DType::F64 { GridArg::F64(x) } else { GridArg::F32(x as f32) };
     numbers.iter().map(one).collect()
 }
 
-/// The dtype of the first input if it is a float.
+/// Returns the dtype of the first input if it is a float.
 pub(crate) fn float(kernel: &'static str, launch: &Launch<'_>) -> Result<DType, KernelError> {
     let dtype = launch.inputs[0].dtype;
     if dtype.is_float() { Ok(dtype) } else { Err(KernelError::DType { kernel, dtype }) }
 }
 
-/// Whole scalars of a launch.
+/// Returns the integer scalars of a launch.
 pub(crate) fn ints(scalars: &[Scalar]) -> Vec<GridArg> {
     scalars.iter().map(|s| GridArg::I64(s.int())).collect()
 }
 
-/// How rows of one length are done.
+/// How rows of one length are distributed.
 #[derive(Clone, Debug)]
 pub(crate) struct Rows {
-    /// Threads of a row.
+    /// Threads per row.
     threads: usize,
-    /// Chunks of 16 bytes that a thread holds in registers; 0: rows are read anew in each pass.
+    /// Chunks of 16 bytes that a thread holds in registers; 0: rows are read again in each pass.
     pub(crate) held: usize,
     /// Whether a chunk can be loaded at once.
     pub(crate) is_aligned: bool,
-    /// Their macros.
+    /// The macros of the source.
     defines: Vec<(&'static str, Cow<'static, str>)>,
 }
 
 impl Rows {
-    /// Rows of n elements that are held in registers if they are not too long for so many threads; longer ones are read anew in
-    /// each pass. Threads and chunks are functions of the dtype and n.
+    /// Rows of n elements are held in registers if not too long for so many threads; longer ones are read again in each pass. Threads and
+    /// chunks depend on the dtype and n only.
     pub(crate) fn new(launch: &Launch<'_>, dtype: DType, n: usize, threads_that_hold: usize) -> Rows {
         let chunks = n.div_ceil(width(dtype)).max(1);
         let threads = chunks.div_ceil(HELD).next_multiple_of(32).min(THREADS);
@@ -77,23 +77,23 @@ impl Rows {
         self
     }
 
-    /// Threads of a block.
+    /// Returns the threads per block.
     pub(crate) fn block(&self) -> usize {
         if self.threads == 32 { WARPS } else { self.threads }
     }
 
-    /// Rows of a block.
+    /// Returns the rows per block.
     pub(crate) fn of_block(&self) -> usize {
         self.block() / self.threads
     }
 
-    /// A grid for so many rows.
+    /// Returns a grid for so many rows.
     pub(crate) fn grid(&self, entry: &'static str, rows: usize, args: Vec<GridArg>) -> Grid {
         let (blocks, defines) = ([rows.div_ceil(self.of_block()) as u32, 1, 1], self.defines.clone());
         Grid { entry, defines, blocks, threads: self.block() as u32, shared_bytes: 0, args }
     }
 
-    /// A grid of another entry of the same program.
+    /// Returns a grid of another entry point of the same program.
     pub(crate) fn other(
         &self,
         entry: &'static str,
@@ -110,14 +110,14 @@ fn defines(dtype: DType, aligned: bool) -> Vec<(&'static str, Cow<'static, str>)
     vec![("T", type_name(dtype).into()), ("ALIGNED", usize::from(aligned).to_string().into())]
 }
 
-/// The macros of a program for runs of elements, all of which begin and end at multiples of 16 bytes if they are aligned.
+/// Returns the macros of a program for flat runs of elements, which all begin and end at multiples of 16 bytes if aligned.
 pub(crate) fn flat_defines(dtype: DType, is_aligned: bool) -> Vec<(&'static str, Cow<'static, str>)> {
     let mut defines = defines(dtype, is_aligned);
     defines.extend([("THREADS", "256".into()), ("HELD", "0".into()), ("BLOCK", "256".into())]);
     defines
 }
 
-/// A grid in which each thread has 16 bytes' worth of a run of n elements.
+/// Returns a grid in which each thread has 16 bytes of a run of n elements.
 pub(crate) fn flat(
     launch: &Launch<'_>,
     dtype: DType,

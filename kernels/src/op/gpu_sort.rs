@@ -1,37 +1,37 @@
-//! How rows are sorted on GPUs: the grids of sources that stand behind `gpu_sort.cu`. Such a source has an entry `tiles` that
-//! makes items of elements, and where results are not items, `tiles_last` and `join_last` that hand them out.
+//! Sorting of rows on GPUs: grids for the sources that include `gpu_sort.cu`. Such a source has an entry point `tiles` that makes items of
+//! elements, and if results are not items, `tiles_last` and `join_last` that write the results.
 
-use crate::gpu::{Grid, GridArg, Plan};
+use crate::gpu::{Grid, GridArg, LaunchPlan};
 use std::borrow::Cow;
 
-/// As in the source.
+/// The same constant as in the source.
 const THREADS: u32 = 256;
 const TILE: usize = 2048;
 
-/// Rows of which the first items are wanted.
+/// The first items of sorted rows.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sorting {
-    /// How many rows.
+    /// The number of rows.
     pub(crate) rows: usize,
     /// Elements of a row, fewer than 2^32.
     pub(crate) n: usize,
-    /// Items that are wanted of each.
+    /// Items wanted of each row.
     pub(crate) kept: usize,
     /// Whether keys have 64 bits, as the macro `WIDE` says.
     pub(crate) is_wide: bool,
 }
 
 impl Sorting {
-    /// Whether places of a row can be counted in 32 bits.
+    /// Returns whether places of a row can be counted in 32 bits.
     pub(crate) fn fits(&self) -> bool {
         u32::try_from(self.n).is_ok()
     }
 
-    /// Adds the grids. `keys` are the arguments from which items are made, `results` those into which the last grid hands them
-    /// out, if it does; else the items lie, row by row, in what is given back.
+    /// Adds the grids. `keys` are the arguments from which items are made, `results` those to which the last grid writes results; without
+    /// `results` the items are stored, row by row, in the returned argument.
     pub(crate) fn plan(
         &self,
-        plan: &mut Plan,
+        plan: &mut LaunchPlan,
         defines: &[(&'static str, Cow<'static, str>)],
         keys: &[GridArg],
         results: Option<&[GridArg]>,
@@ -39,12 +39,12 @@ impl Sorting {
         if self.rows * self.n * self.kept == 0 {
             return None;
         }
-        let grid = |plan: &mut Plan, entry, blocks: usize, args: Vec<GridArg>| {
+        let grid = |plan: &mut LaunchPlan, entry, blocks: usize, args: Vec<GridArg>| {
             let blocks = u32::try_from(blocks).expect("fewer than 2^43 elements fit a device");
             let (blocks, defines) = ([blocks, 1, 1], defines.to_vec());
             plan.grid(Grid { entry, defines, blocks, threads: THREADS, shared_bytes: 0, args });
         };
-        // The span of the runs that each grid leaves.
+        // The length of the sorted runs that each grid leaves.
         let mut spans = vec![TILE];
         while spans[spans.len() - 1] < self.n {
             spans.push(2 * spans[spans.len() - 1]);
@@ -77,7 +77,7 @@ impl Sorting {
         scratch.into_iter().nth((spans.len() - 1) % 2).flatten()
     }
 
-    /// The smallest power of two that holds a row, or a tile of it.
+    /// Returns the smallest power of two that holds a row, or a tile of it.
     fn segment(&self) -> usize {
         self.n.next_power_of_two().min(TILE)
     }
@@ -86,12 +86,12 @@ impl Sorting {
         (self.rows * self.n.div_ceil(TILE)).div_ceil(TILE / self.segment())
     }
 
-    /// What all runs of this span take.
+    /// Returns the launch parameters for runs of this length.
     fn bytes(&self, span: usize) -> usize {
         self.rows * self.n.div_ceil(span) * self.kept.min(span) * if self.is_wide { 16 } else { 8 }
     }
 
-    /// The source's `Runs`.
+    /// Returns the source's `Runs`.
     fn numbers(&self, span: usize) -> GridArg {
         let numbers = [self.rows, self.n, self.kept, span, self.segment()];
         GridArg::I64s(numbers.map(|n| n as i64).to_vec())

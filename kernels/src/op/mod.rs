@@ -1,29 +1,31 @@
-//! The kernels: one folder each, with the contract, the plain reference, the fast path and the tests.
+//! The kernels: one folder each, with contract, reference, fast paths and tests.
 
 #[cfg(test)]
-pub(crate) mod check;
+pub(crate) mod kernel_check;
 #[cfg(test)]
-mod bytes;
+mod byte_count_tests;
 #[cfg(test)]
-mod differences;
+mod finite_difference;
 mod rows;
 mod gpu_rows;
 mod gpu_sort;
-mod walk;
+mod strided_iter;
 mod formula;
 mod pointwise;
+mod gpu_row_values;
 pub mod copy;
 pub mod fill;
 pub mod unary;
 pub mod elementary;
 pub mod binary;
-pub mod truth;
+pub mod compare_select;
 pub mod reduce;
-pub mod contract;
+pub mod batched_matmul;
 pub mod linear;
 pub mod grouped_matmul;
-pub mod ranks;
-pub mod row_share;
+pub mod tree_reduce;
+pub mod amax_backward;
+pub mod log_sum_exp;
 pub mod scan;
 pub mod arg_extreme;
 pub mod softmax;
@@ -34,10 +36,10 @@ pub mod cross_entropy;
 pub mod index;
 pub mod embedding;
 pub mod one_hot;
-pub mod triangle;
+pub mod triangular;
 pub mod sort;
-pub mod group;
-pub mod gate;
+pub mod sort_by_group;
+pub mod overflow_check;
 pub mod adamw;
 pub mod sgd;
 pub mod random;
@@ -46,7 +48,7 @@ pub mod swiglu;
 
 use crate::kernel::Kernel;
 
-/// Every kernel, in the order of the folders.
+/// All kernels, in the order of the folders.
 pub static KERNELS: &[&Kernel] = &[
     &copy::COPY,
     &fill::FILL,
@@ -110,24 +112,24 @@ pub static KERNELS: &[&Kernel] = &[
     &elementary::LEAKY_RELU_GRAD,
     &elementary::POW_SCALAR_GRAD,
     &elementary::CLAMP_GRAD,
-    &truth::EQ,
-    &truth::NE,
-    &truth::LT,
-    &truth::LE,
-    &truth::GT,
-    &truth::GE,
-    &truth::AND,
-    &truth::OR,
-    &truth::XOR,
-    &truth::NOT,
-    &truth::CHOOSE,
-    &truth::MASKED_FILL,
+    &compare_select::EQ,
+    &compare_select::NE,
+    &compare_select::LT,
+    &compare_select::LE,
+    &compare_select::GT,
+    &compare_select::GE,
+    &compare_select::AND,
+    &compare_select::OR,
+    &compare_select::XOR,
+    &compare_select::NOT,
+    &compare_select::CHOOSE,
+    &compare_select::MASKED_FILL,
     &reduce::SUM,
     &reduce::MAX,
     &reduce::MIN,
     &reduce::SUM_SQUARES,
     &reduce::SUM_SQUARES_MANY,
-    &contract::CONTRACT,
+    &batched_matmul::BATCHED_MATMUL,
     &linear::LINEAR,
     &linear::LINEAR_ADD,
     &linear::PRODUCT_ADD,
@@ -136,14 +138,14 @@ pub static KERNELS: &[&Kernel] = &[
     &linear::PRODUCT_SUMS,
     &grouped_matmul::PRODUCT,
     &grouped_matmul::GRADIENT,
-    &ranks::SUM,
-    &ranks::MAX,
-    &ranks::MIN,
-    &row_share::TIES,
-    &row_share::TIE_SHARE,
-    &row_share::EXP_SUM,
-    &row_share::JOIN,
-    &row_share::EXP_SHARE,
+    &tree_reduce::SUM,
+    &tree_reduce::MAX,
+    &tree_reduce::MIN,
+    &amax_backward::COUNT_TIES,
+    &amax_backward::BACKWARD,
+    &log_sum_exp::SUM_EXP,
+    &log_sum_exp::FINISH,
+    &log_sum_exp::BACKWARD,
     &scan::CUMSUM,
     &arg_extreme::ARG_EXTREME,
     &softmax::FORWARD,
@@ -162,11 +164,11 @@ pub static KERNELS: &[&Kernel] = &[
     &index::GATHER,
     &index::SCATTER_ADD,
     &one_hot::ONE_HOT,
-    &triangle::TRIANGLE,
+    &triangular::TRIANGULAR,
     &sort::SORT,
-    &group::GROUP,
-    &gate::WORD,
-    &gate::GATE,
+    &sort_by_group::SORT_BY_GROUP,
+    &overflow_check::CONTROL_WORD,
+    &overflow_check::OVERFLOW_CHECK,
     &adamw::STEP,
     &sgd::STEP,
     &random::UNIFORM,

@@ -1,7 +1,7 @@
-//! What the elementwise kernels share: one loop for any strides, one plain loop that says what is right.
+//! Shared code of elementwise kernels: one fast loop for any strides, and one plain reference loop.
 //!
-//! A formula is compiled for f32, for f64 and, where it has one, for i64; all else (walks, gathering, 16-bit elements, which
-//! are widened before and rounded after it) is compiled once for all formulas.
+//! A formula is compiled for f32, for f64 and, if it has an integer form, for i64; everything else (iteration, gathering, 16-bit elements,
+//! which are widened before and rounded after) is compiled once for all formulas.
 
 pub(crate) mod gpu;
 
@@ -12,16 +12,16 @@ use crate::error::KernelError;
 use crate::kernel::{Arg, ArgMut, Scalar};
 use crate::match_float;
 use crate::op::rows::{holds, write};
-use crate::op::walk::{Walk, place};
+use crate::op::strided_iter::{StridedIter, element_offset};
 use half::{bf16, f16};
 
-/// Elements of one task: it outlasts its hand-over, and its data fit the cache of one core.
+/// Elements per task: enough to outlast the hand-over, and few enough for the cache of one core.
 pub(crate) const TASK: usize = 1 << 14;
 
-/// Elements that are gathered or widened at a time.
+/// Elements gathered or widened at a time.
 const GATHERED: usize = 256;
 
-/// y = f(x0, x1, ...) in the numbers of any accumulator.
+/// y = f(x0, x1, ...) in any accumulator type.
 pub(crate) trait Formula<const N: usize>: Sync {
     /// The value at one element.
     fn at<R: Maths>(&self, x: [R; N]) -> R;
@@ -87,7 +87,7 @@ pub(crate) fn update(
     Ok(())
 }
 
-/// y_i = f(x0_i, x1_i, ...) on elements as they lie in memory.
+/// y_i = f(x0_i, x1_i, ...) on elements of the accumulator type.
 pub(crate) fn map_as<const N: usize, T: Element, U: Element>(
     pool: &Pool,
     inputs: [&Arg<'_>; N],
@@ -105,7 +105,7 @@ pub(crate) fn map_as<const N: usize, T: Element, U: Element>(
     );
 }
 
-/// y_i = f(y_i, x_i) on elements as they lie in memory.
+/// y_i = f(y_i, x_i) on elements of the accumulator type.
 pub(crate) fn update_as<T: Element>(
     pool: &Pool,
     x: &Arg<'_>,
@@ -123,10 +123,10 @@ pub(crate) fn update_as<T: Element>(
     );
 }
 
-/// What is done to elements side by side: rows of the inputs, and of y, which holds what it held before.
+/// A loop over contiguous elements: rows of the inputs, and of y, which holds its old contents.
 type Run<'f, const N: usize, T, U> = dyn Fn([&[T]; N], &mut [U]) + Sync + 'f;
 
-/// A formula as a loop in vectors.
+/// A formula as a vectorized loop.
 fn compiled<const N: usize, T: Element, U: Element>(
     f: impl Fn(U, [T; N]) -> U + Sync,
 ) -> impl Fn([&[T]; N], &mut [U]) + Sync {
@@ -141,8 +141,8 @@ fn compiled<const N: usize, T: Element, U: Element>(
 /// The most inputs that a formula has.
 const INPUTS_MAX: usize = 3;
 
-// Rows by name, and one loop: the compiler sees then that all rows are as long as y, and uses vectors up to the end of it. What std
-// makes of `array::map` is compiled for each formula anew, and there are hundreds.
+// Named rows, and one loop: the compiler then knows that all rows are as long as y, and vectorizes to the end. Code of `array::map` would
+// be compiled for each of hundreds of formulas.
 #[inline(always)]
 fn apply<const N: usize, T: Element, U: Element>(rows: [&[T]; N], y: &mut [U], f: &impl Fn(U, [T; N]) -> U) {
     const { assert!(N >= 1 && N <= INPUTS_MAX, "a formula has one to three inputs") };
@@ -160,7 +160,7 @@ fn apply<const N: usize, T: Element, U: Element>(rows: [&[T]; N], y: &mut [U], f
     }
 }
 
-/// Hands out runs of elements that lie side by side, or are gathered to do so.
+/// Calls a function for runs of elements that are contiguous, or gathered.
 fn runs<const N: usize, T: Element, U: Element>(
     pool: &Pool,
     inputs: [&Arg<'_>; N],
@@ -173,17 +173,17 @@ fn runs<const N: usize, T: Element, U: Element>(
     );
     let memory = inputs.map(|x| x.buffer.as_slice::<T>());
     if inputs.iter().all(|x| x.view.is_contiguous()) {
-        // As nearly all do. To find that out costs less than a walk.
+        // Nearly all operands are contiguous. Finding that out costs less than an iteration.
         return pool.chunks(write::<U>(y), TASK, |i, y| {
             run(std::array::from_fn(|n| &memory[n][inputs[n].view.offset + i * TASK..][..y.len()]), y);
         });
     }
-    let walk = Walk::new(inputs.map(|x| x.view));
-    let steps = walk.steps();
+    let iter = StridedIter::new(inputs.map(|x| x.view));
+    let steps = iter.steps();
     pool.chunks(write::<U>(y), TASK, |i, y| {
         let mut buffers = (steps != [1; N]).then(|| [[T::default(); GATHERED]; N]);
         let mut done = 0;
-        walk.runs(i * TASK..i * TASK + y.len(), |mut at, length| {
+        iter.for_each_run(i * TASK..i * TASK + y.len(), |mut at, length| {
             let y = &mut y[done..done + length];
             done += length;
             let Some(buffers) = &mut buffers else {
@@ -199,7 +199,7 @@ fn runs<const N: usize, T: Element, U: Element>(
     });
 }
 
-/// Elements of one operand side by side: where they lie, or gathered if they lie apart.
+/// Returns elements of one operand as a contiguous slice: in place, or gathered.
 fn row<'s, T: Element>(
     memory: &'s [T],
     at: usize,
@@ -221,7 +221,7 @@ fn row<'s, T: Element>(
     }
 }
 
-/// Runs of f32, or of 16-bit floats in f32.
+/// Runs of f32, or of 16-bit floats as f32.
 fn shorts<const N: usize>(
     kernel: &'static str,
     pool: &Pool,
@@ -238,7 +238,7 @@ fn shorts<const N: usize>(
     Ok(())
 }
 
-/// One run of 16-bit floats: widened, and rounded once.
+/// One run of 16-bit floats: widened, computed, rounded once.
 fn widened<const N: usize, T: Float<Acc = f32>>(rows: [&[T]; N], y: &mut [T], run: &Run<'_, N, f32, f32>) {
     let mut wide = [[0.0; GATHERED]; N];
     let mut sums = [0.0; GATHERED];
@@ -261,17 +261,17 @@ fn widened<const N: usize, T: Float<Acc = f32>>(rows: [&[T]; N], y: &mut [T], ru
     }
 }
 
-/// Cuts an output of any strides into parts of at least `rows_min` rows of the outermost dim: `walk` visits it (its first
-/// operand) in memory order; `task` gets the part of the walk, the memory that it covers and where that begins.
+/// Splits an output of any strides into parts of at least `rows_min` rows of the outermost dim: `iter` visits it (its first operand) in
+/// memory order; `task` gets the part of the iteration, the memory that it covers and the offset of that memory.
 pub(crate) fn scatter<const N: usize, U: Element>(
     pool: &Pool,
-    walk: &Walk<N>,
+    iter: &StridedIter<N>,
     y: &mut ArgMut<'_>,
     rows_min: usize,
-    task: impl Fn(&Walk<N>, &mut [U], usize) + Sync,
+    task: impl Fn(&StridedIter<N>, &mut [U], usize) + Sync,
 ) {
-    let (rows, steps) = walk.dims()[0];
-    let numel = walk.numel();
+    let (rows, steps) = iter.dims()[0];
+    let numel = iter.numel();
     if numel == 0 {
         return;
     }
@@ -281,7 +281,7 @@ pub(crate) fn scatter<const N: usize, U: Element>(
     let per_task = (TASK / (numel / rows)).max(rows_min);
     pool.chunks(memory, (per_task * step).max(1), |i, memory| {
         let first = i * per_task;
-        task(&walk.rows(first..rows.min(first + per_task)), memory, start + first * step);
+        task(&iter.rows(first..rows.min(first + per_task)), memory, start + first * step);
     });
 }
 
@@ -298,7 +298,7 @@ pub(crate) fn plain<const N: usize>(
     Ok(())
 }
 
-/// The same on elements as they lie in memory.
+/// The same on elements of the accumulator type.
 pub(crate) fn plain_as<const N: usize, T: Element, U: Element>(
     inputs: [&Arg<'_>; N],
     y: &mut ArgMut<'_>,
@@ -306,16 +306,16 @@ pub(crate) fn plain_as<const N: usize, T: Element, U: Element>(
 ) {
     let memory = inputs.map(|x| x.buffer.as_slice::<T>());
     for (i, y) in write::<U>(y).iter_mut().enumerate() {
-        *y = f(std::array::from_fn(|n| memory[n][place(inputs[n].view, i)]));
+        *y = f(std::array::from_fn(|n| memory[n][element_offset(inputs[n].view, i)]));
     }
 }
 
-/// The scalars of an elementwise kernel, 0 where there are fewer than two.
+/// Returns the scalars of an elementwise kernel, 0 for missing ones.
 pub(crate) fn two_reals(scalars: &[Scalar]) -> [f64; 2] {
     std::array::from_fn(|i| scalars.get(i).map_or(0.0, |c| c.real()))
 }
 
-/// How many names a pattern such as `[x, dy]` holds.
+/// Returns the number of names in a pattern such as `[x, dy]`.
 pub(crate) const fn names(pattern: &str) -> usize {
     let (mut commas, mut at) = (0, 0);
     while at < pattern.len() {
@@ -325,10 +325,9 @@ pub(crate) const fn names(pattern: &str) -> usize {
     commas + 1
 }
 
-/// A table of elementwise kernels, one a line: name, name in messages, operations an element, bound in units of the
-/// last place, inputs and two scalars (0 where a launch has fewer), formula, and the formula for i64 where there is one. The
-/// float formula is compiled for f32 and f64; the reference evaluates it in f64. The text of both is CUDA C++ too (see
-/// [`crate::op::formula`]).
+/// Defines a table of elementwise kernels, one per line: constant, kernel name, operations per element, bound in units of the last place,
+/// inputs and two scalars (0 if a launch has fewer), formula, and optionally the formula for i64. The float formula is compiled for f32 and
+/// f64; the reference evaluates it in f64. The text of both is also compiled as CUDA C++ (see [`crate::op::formula`]).
 macro_rules! pointwise {
     (@integers $x:tt) => { (None, "") };
     (@integers $x:tt $integers:expr) => { (Some(|$x| $integers), stringify!($integers)) };
@@ -365,7 +364,7 @@ macro_rules! pointwise {
                 }
                 Ok(())
             }
-            fn plan(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+            fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
                 let dtype = launch.outputs[0].dtype;
                 let [args, scalars] = [stringify!($x), stringify!($c)];
                 let text = match dtype {
@@ -380,7 +379,7 @@ macro_rules! pointwise {
                 name: $text,
                 reference,
                 cpu: Some(cpu),
-                gpu: Some(Gpu { source: gpu::SOURCE, plan }),
+                gpu: Some(GpuCode { source: gpu::SOURCE, plan }),
                 flops: |launch| $flops * launch.outputs[0].view.numel() as u64,
                 bytes: None,
                 bound: Bound { ulps: $ulps },

@@ -1,34 +1,34 @@
-//! What the row-wise kernels share: contiguous operands as slices, fixed tasks, and sums in a fixed order.
+//! Helpers of row-wise kernels: contiguous operands as slices, fixed tasks, and sums in a fixed order.
 
-use crate::cpu::simd::{expect_after, expect_behind};
+use crate::cpu::simd::{prefetch_after, prefetch_ahead};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
 use crate::error::KernelError;
 use crate::kernel::{Arg, ArgMut, Launch, Scalar};
 use crate::strides::Strides;
 
-/// Partial sums that a row is added up in: element i goes to partial sum i mod 16, whatever the vector width is.
+/// Partial sums of a row: element i is added to partial sum i mod 16, whatever the vector width is.
 pub(crate) const LANES: usize = 16;
 
-/// Terms that a partial sum takes up before it is added to those before: in one run, the rounding of a row of tens of
-/// thousands would exceed what kernels promise.
+/// Terms of a partial sum in a block; blocks are summed separately: in one run, the rounding error of a row of tens of thousands would
+/// exceed the bounds of kernels.
 const CHUNKS_PER_SUM: usize = 64;
 
-/// About how many elements one task handles: it outlasts its hand-over, and its data fit the cache of one core.
+/// About how many elements one task handles: enough to outlast the hand-over, and few enough for the cache of one core.
 const TASK: usize = 1 << 14;
 
 /// Sums over rows are formed in blocks of so many rows, and the blocks added up in order.
 pub(crate) const ROWS_PER_SUM: usize = 32;
 
-/// How many columns of such sums one task adds up.
+/// Columns of such sums per task.
 const COLUMNS_PER_TASK: usize = 256;
 
-/// How many rows of `width` elements make one task. It depends on nothing else.
+/// Returns the rows of `width` elements per task. Depends on nothing else.
 pub(crate) fn rows_per_task(width: usize) -> usize {
     (TASK / width.max(1)).max(1)
 }
 
-/// The operands of a launch, as many as the kernel's contract names.
+/// Returns the operands of a launch, as many as the kernel's contract states.
 pub(crate) fn operands<'s, 'a, const I: usize, const O: usize>(
     launch: &'s mut Launch<'a>,
 ) -> (&'a [Arg<'a>; I], [&'s mut ArgMut<'a>; O], &'a [Scalar]) {
@@ -38,7 +38,7 @@ pub(crate) fn operands<'s, 'a, const I: usize, const O: usize>(
     (inputs, outputs.each_mut(), launch.scalars)
 }
 
-/// The operands of a launch whose contract names one more input, which may be missing.
+/// Returns the operands of a launch whose contract has one more input, which is optional.
 pub(crate) fn operands_and_last<'s, 'a, const I: usize, const O: usize>(
     launch: &'s mut Launch<'a>,
 ) -> (&'a [Arg<'a>; I], Option<&'a Arg<'a>>, [&'s mut ArgMut<'a>; O]) {
@@ -49,12 +49,12 @@ pub(crate) fn operands_and_last<'s, 'a, const I: usize, const O: usize>(
     (inputs, last.first(), outputs.each_mut())
 }
 
-/// Whether elements of a dtype are read as this type; truth values are bytes.
+/// Returns whether elements of a dtype are read as this type; booleans are bytes.
 pub(crate) fn holds<T: Element>(dtype: DType) -> bool {
     dtype == T::DTYPE || (dtype == DType::Bool && T::DTYPE == DType::U8)
 }
 
-/// The elements of a contiguous operand.
+/// Returns the elements of a contiguous input.
 pub(crate) fn read<'a, T: Element>(arg: &Arg<'a>) -> &'a [T] {
     debug_assert!(arg.view.is_contiguous(), "the contract asks for a contiguous input");
     debug_assert!(holds::<T>(arg.dtype), "the contract asks for this dtype");
@@ -64,7 +64,7 @@ pub(crate) fn read<'a, T: Element>(arg: &Arg<'a>) -> &'a [T] {
     }
 }
 
-/// The elements of a contiguous output.
+/// Returns the elements of a contiguous output.
 pub(crate) fn write<'s, T: Element>(arg: &'s mut ArgMut<'_>) -> &'s mut [T] {
     debug_assert!(arg.view.is_contiguous(), "the contract asks for a contiguous output");
     debug_assert!(holds::<T>(arg.dtype), "the contract asks for this dtype");
@@ -77,22 +77,22 @@ pub(crate) fn write<'s, T: Element>(arg: &'s mut ArgMut<'_>) -> &'s mut [T] {
     }
 }
 
-/// The extent of the last dim.
+/// Returns the extent of the last dim.
 pub(crate) fn width(arg: &Arg<'_>) -> usize {
     row_len(arg.view)
 }
 
-/// The extent of the last dim of a view.
+/// Returns the extent of the last dim of a view.
 pub(crate) fn row_len(view: &Strides) -> usize {
     *view.shape.last().expect("the contract asks for at least one dim")
 }
 
-/// How many indices are looked at before one of them is named.
+/// Indices checked at a time, before the offending one is searched.
 const INDICES_AT_ONCE: usize = 1024;
 
-/// Refuses the first index that points outside of `0..rows`.
+/// Returns an error for the first index outside of `0..rows`.
 pub(crate) fn check_indices(kernel: &'static str, indices: &[i64], rows: i64) -> Result<(), KernelError> {
-    // Negative indices are large ones here; without a branch an index, this is vector code.
+    // Negative indices are large as unsigned; without a branch per index, this vectorizes.
     let outside = |&i: &i64| i as u64 >= rows as u64;
     let some = |chunk: &[i64]| chunk.iter().fold(false, |some, i| some | outside(i));
     let chunks = || indices.chunks(INDICES_AT_ONCE);
@@ -105,6 +105,11 @@ pub(crate) fn check_indices(kernel: &'static str, indices: &[i64], rows: i64) ->
     let rest = &indices[chunk * INDICES_AT_ONCE..];
     let position = chunk * INDICES_AT_ONCE + rest.iter().position(outside).unwrap_or_default();
     Err(KernelError::Index { kernel, index: indices[position], position, rows: rows as usize })
+}
+
+/// The error of a kernel whose operand is no float.
+pub(crate) fn no_float(kernel: &'static str, dtype: DType) -> Result<(), KernelError> {
+    Err(KernelError::DType { kernel, dtype })
 }
 
 /// Folds the partial results of a row, neighbours at half distance first.
@@ -123,7 +128,7 @@ fn fold<R: Real>(mut lanes: [R; LANES], join: impl Fn(R, R) -> R) -> R {
 /// Chunks of a row whose maxima are found beside those of the chunks before: one after the other they would wait for each other.
 const CHUNKS_PER_MAX: usize = 8;
 
-/// The largest element, as seen through `value`; not-a-number is passed over. Negative infinity for an empty row.
+/// The largest element, as seen through `value`; NaN is passed over. Negative infinity for an empty row.
 #[inline(always)]
 pub(crate) fn largest<T: Copy, R: Real>(x: &[T], value: impl Fn(T) -> R) -> R {
     // A comparison and a choice, in this order, are one instruction.
@@ -132,7 +137,7 @@ pub(crate) fn largest<T: Copy, R: Real>(x: &[T], value: impl Fn(T) -> R) -> R {
     let (chunks, rest) = x.as_chunks::<LANES>();
     let (groups, single) = chunks.as_chunks::<CHUNKS_PER_MAX>();
     for group in groups {
-        expect_behind(group.as_flattened());
+        prefetch_ahead(group.as_flattened());
         let mut most = [R::NEG_INFINITY; LANES];
         for chunk in group {
             for i in 0..LANES {
@@ -163,7 +168,7 @@ pub(crate) fn sum<T: Copy, R: Real>(x: &[T], term: impl Fn(T) -> R) -> R {
 /// The same, with the cache lines asked for that lie so many bytes behind: for terms that leave time for it.
 #[inline(always)]
 pub(crate) fn sum_before<T: Copy, R: Real>(x: &[T], bytes: usize, term: impl Fn(T) -> R) -> R {
-    sum_expecting(x, x, x, |chunk, _| expect_after(chunk, bytes), |x, _, _| term(x))
+    sum_prefetching(x, x, x, |chunk, _| prefetch_after(chunk, bytes), |x, _, _| term(x))
 }
 
 /// The sum of `term` over two rows side by side.
@@ -180,16 +185,16 @@ pub(crate) fn sum_triples<T: Copy, U: Copy, V: Copy, R: Real>(
     z: &[V],
     term: impl Fn(T, U, V) -> R,
 ) -> R {
-    sum_expecting(x, y, z, |_, _| (), term)
+    sum_prefetching(x, y, z, |_, _| (), term)
 }
 
-/// The same; `expect` sees each whole chunk of x and of z before its terms are found.
+/// The same; `prefetch` sees each whole chunk of x and of z before its terms are found.
 #[inline(always)]
-pub(crate) fn sum_expecting<T: Copy, U: Copy, V: Copy, R: Real>(
+pub(crate) fn sum_prefetching<T: Copy, U: Copy, V: Copy, R: Real>(
     x: &[T],
     y: &[U],
     z: &[V],
-    expect: impl Fn(&[T], &[V]),
+    prefetch: impl Fn(&[T], &[V]),
     term: impl Fn(T, U, V) -> R,
 ) -> R {
     let mut lanes = [R::ZERO; LANES];
@@ -199,7 +204,7 @@ pub(crate) fn sum_expecting<T: Copy, U: Copy, V: Copy, R: Real>(
         let mut sums = [R::ZERO; LANES];
         for ((x, y), z) in xs.iter().zip(ys).zip(zs) {
             let (x, y, z): (&[T; LANES], &[U; LANES], &[V; LANES]) = (x, y, z);
-            expect(x, z);
+            prefetch(x, z);
             for i in 0..LANES {
                 sums[i] += term(x[i], y[i], z[i]);
             }
@@ -245,7 +250,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sums_and_maxima_by_hand() {
+    fn sums_and_maxima_match_known_values() {
         let x: Vec<f32> = (0..37).map(|i| i as f32).collect();
         assert_eq!(sum(&x, |v| v), 666.0);
         assert_eq!(sum_pairs(&x, &x, |a, b| a * b), 16206.0);
@@ -273,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_add_up_by_hand() {
+    fn add_blocks_matches_known_values() {
         let mut out = [0.0f32; 300];
         let blocks: Vec<f32> = (0..900).map(|i| i as f32).collect();
         add_blocks(&Pool::new(2), &blocks, &mut out);

@@ -316,14 +316,14 @@ impl Update {
     ///
     /// # Errors
     /// As [`Update::new`].
-    pub(crate) fn refill(
+    pub(crate) fn upload_into(
         &mut self,
         optim: &mut dyn Optimizer,
         params: &[Param],
         args: StepArgs<'_>,
     ) -> Result<bool> {
         optim.check(params)?;
-        self.step.refill(told(optim, &self.changed, args)?)
+        self.step.upload_into(told(optim, &self.changed, args)?)
     }
 
     /// Gives the launches that find whether the step is taken. One all-reduce over the whole mesh.

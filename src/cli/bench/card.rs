@@ -5,8 +5,8 @@ use super::case::{Case, Form};
 use super::line::{Bench, check};
 use super::memory::Sizes;
 use super::steps::Training;
-use shardgrad::kernels::op::{attention, contract};
-use shardgrad::kernels::{DType, Host, Machine, Scalar, Settings, open};
+use shardgrad::kernels::op::{attention, batched_matmul};
+use shardgrad::kernels::{BackendConfig, BackendProvider, CpuProvider, DType, Scalar, open};
 use shardgrad::nn::hf::{Gpt2Config, LlamaConfig};
 use shardgrad::nn::{ModelConfig, Precision};
 use shardgrad::{Error, Kind, Result};
@@ -31,8 +31,8 @@ const LARGE: Sizes = Sizes {
 
 /// Measures kernels, each after its like on few numbers was held against its reference.
 pub(super) fn run(bench: &Bench) -> Result<()> {
-    let card = open(bench.device)?.backend(Settings::default())?;
-    let host = Host.backend(Settings::default())?;
+    let card = open(bench.device)?.backend(BackendConfig::default())?;
+    let host = CpuProvider.backend(BackendConfig::default())?;
     LARGE.small().cases().iter().try_for_each(|case| case.check(&*card, &*host, 1.0 / 64.0))?;
     let all = LARGE.cases().into_iter().chain(heavy());
     all.into_iter().try_for_each(|case| case.measure(bench, "card_kernels", &*card))
@@ -50,7 +50,7 @@ fn product([m, k, n]: [usize; 3], [a, b]: [Form; 2]) -> Case {
     let letter = |form: Form| if matches!(form, Form::Turned) { 't' } else { 'n' };
     let name = format!("matmul bf16 {m}x{k}x{n} {}{}", letter(a), letter(b));
     let operands = [(BF16, &[1, m, k][..]), (BF16, &[1, k, n][..])];
-    let case = Case::new(&name, &contract::CONTRACT, operands, [(BF16, &[1, m, n])], &[]);
+    let case = Case::new(&name, &batched_matmul::BATCHED_MATMUL, operands, [(BF16, &[1, m, n])], &[]);
     Case { by_flops: true, ..case.lying(0, a).lying(1, b) }
 }
 
@@ -99,7 +99,7 @@ fn heavy() -> Vec<Case> {
 }
 
 /// GPT-2 of 124 million parameters on 32 x 1024 tokens, stored in f32, computed in bf16.
-fn gpt2(bench: &Bench, machine: &Arc<dyn Machine>) -> Result<()> {
+fn gpt2(bench: &Bench, machine: &Arc<dyn BackendProvider>) -> Result<()> {
     let name = "gpt2-124m";
     let preset =
         Gpt2Config::preset(name).ok_or_else(|| Error::new(Kind::Config, format!("no preset `{name}`")))?;
@@ -116,7 +116,7 @@ fn gpt2(bench: &Bench, machine: &Arc<dyn Machine>) -> Result<()> {
 
 /// As many blocks of Llama 3 8B as the card has memory for, on 4 x 4096 tokens, stored and computed in bf16 with optimizer states
 /// in f32, and blocks computed again in the backward.
-fn llama(bench: &Bench, machine: &Arc<dyn Machine>) -> Result<()> {
+fn llama(bench: &Bench, machine: &Arc<dyn BackendProvider>) -> Result<()> {
     let name = "llama-8b";
     let preset =
         LlamaConfig::preset(name).ok_or_else(|| Error::new(Kind::Config, format!("no preset `{name}`")))?;

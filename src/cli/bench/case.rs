@@ -142,7 +142,7 @@ impl Case {
                     backend.launch(self.kernel, launch)
                 })?;
             }
-            Ok(backend.finish()?)
+            Ok(backend.synchronize()?)
         })? / calls as f64;
         let work =
             if self.by_flops { Work::Flops(cost.flops as f64) } else { Work::Bytes(cost.bytes as f64) };

@@ -2,7 +2,7 @@
 
 use super::line::{Bench, Work, check};
 use super::roof;
-use shardgrad::kernels::op::contract::CONTRACT;
+use shardgrad::kernels::op::batched_matmul::BATCHED_MATMUL;
 use shardgrad::kernels::{Arg, ArgMut, Buffer, Launch, Strides, download, upload};
 use shardgrad::prelude::*;
 
@@ -98,7 +98,7 @@ fn product(bench: &Bench, rank: &Rank, on: &str, lying: Lying, [m, k, n]: [usize
             Arg { buffer: &other, dtype: DType::F32, view: &b },
         ];
         let outputs = &mut [ArgMut { buffer: to, dtype: DType::F32, view: &c }];
-        Ok(backend.launch(&CONTRACT, &mut Launch { inputs, outputs, scalars: &[] })?)
+        Ok(backend.launch(&BATCHED_MATMUL, &mut Launch { inputs, outputs, scalars: &[] })?)
     };
     call(&mut to)?;
     let case = format!("{} {m}x{k}x{n}", lying.name());

@@ -2,7 +2,7 @@
 
 use super::line::{Bench, Roof, Work};
 use shardgrad::Result;
-use shardgrad::kernels::cpu::simd::roof::multiply_adds;
+use shardgrad::kernels::cpu::simd::peak::multiply_adds;
 use std::hint::black_box;
 
 /// Multiply-adds of each sum in a sample: some milliseconds.

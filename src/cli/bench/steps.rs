@@ -1,7 +1,7 @@
 //! Training steps of a GPT on tokens that follow a rule, to be measured.
 
 use super::line::{Bench, Work, check};
-use shardgrad::kernels::Machine;
+use shardgrad::kernels::BackendProvider;
 use shardgrad::nn::{LanguageModel, ModelConfig};
 use shardgrad::prelude::*;
 use std::ops::Range;
@@ -28,7 +28,7 @@ pub(super) struct Training {
     /// Whether blocks are computed again in the backward.
     pub(super) recompute: bool,
     /// Where; `None` is the processor.
-    pub(super) machine: Option<Arc<dyn Machine>>,
+    pub(super) machine: Option<Arc<dyn BackendProvider>>,
     /// Whether steps are captured; it is an error then if they cannot be.
     pub(super) capture: bool,
 }

@@ -12,8 +12,8 @@ use crate::refusal::Refusal;
 use crate::state::State;
 use crate::tensor::Tensor;
 use shardgrad_dist::{AxisSet, ReduceOp, Result};
+use shardgrad_kernels::op::amax_backward::{BACKWARD, COUNT_TIES};
 use shardgrad_kernels::op::reduce::{MAX, MIN};
-use shardgrad_kernels::op::row_share::{TIE_SHARE, TIES};
 use shardgrad_kernels::{DType, Dims, Scalar};
 use smallvec::SmallVec;
 use std::rc::Rc;
@@ -186,7 +186,7 @@ impl Op for Amax {
         let axes = self.over.axes(&local.inputs[0]);
         let y = combine(local.rank, local.made_of(x, y), axes, reduce, local.site)?;
         let (rows, length) = self.over.rows(local, x[0])?;
-        launch(local.rank, &TIES, &[&rows, &y], &mut [&mut count], &[length])?;
+        launch(local.rank, &COUNT_TIES, &[&rows, &y], &mut [&mut count], &[length])?;
         let count = combine(local.rank, local.made_of(x, count), axes, ReduceOp::Sum, local.site)?;
         Ok([y, count].into_iter().collect())
     }
@@ -231,7 +231,7 @@ impl Op for AmaxBackward {
         let values = local.contiguous(&x[1..])?;
         let mut dx = Piece::alloc(local.rank, rows.dtype, &rows.view.shape)?;
         let inputs = [&rows, &values[0], &values[1], &values[2]];
-        launch(local.rank, &TIE_SHARE, &inputs, &mut [&mut dx], &[length])?;
+        launch(local.rank, &BACKWARD, &inputs, &mut [&mut dx], &[length])?;
         Ok([self.over.back(&dx)].into_iter().collect())
     }
 }

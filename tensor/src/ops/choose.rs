@@ -10,7 +10,7 @@ use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp};
 use crate::piece::Piece;
 use shardgrad_dist::Result;
 use shardgrad_kernels::DType;
-use shardgrad_kernels::op::truth::CHOOSE;
+use shardgrad_kernels::op::compare_select::CHOOSE;
 use std::rc::Rc;
 
 /// A bool mask, x and y of one dtype of any kind. Linear in x and y jointly.

@@ -8,7 +8,7 @@ use crate::op::{DTypes, Local, Op, Pieces};
 use crate::piece::Piece;
 use crate::tensor::integers;
 use shardgrad_dist::Result;
-use shardgrad_kernels::op::truth::{EQ, GE, GT, LE, LT, NE};
+use shardgrad_kernels::op::compare_select::{EQ, GE, GT, LE, LT, NE};
 use shardgrad_kernels::{DType, Kernel};
 use smallvec::SmallVec;
 use std::rc::Rc;

@@ -17,7 +17,7 @@ use crate::state::State;
 use crate::tensor::Tensor;
 use shardgrad_dist::{AxisSet, ReduceOp, Result};
 use shardgrad_kernels::op::cross_entropy::{BACKWARD, TERMS};
-use shardgrad_kernels::op::row_share::{EXP_SUM, JOIN};
+use shardgrad_kernels::op::log_sum_exp::{FINISH, SUM_EXP};
 use shardgrad_kernels::{DType, Scalar};
 use smallvec::{SmallVec, smallvec};
 use std::cell::Cell;
@@ -104,9 +104,9 @@ impl Op for CrossEntropyTerms {
         let largest =
             combine(local.rank, local.made_of(&of, terms[0].clone()), axes, ReduceOp::Max, local.site)?;
         // Rows of one element each.
-        launch(local.rank, &EXP_SUM, &[&terms[0], &largest], &mut [&mut sum], &[Scalar::Int(1)])?;
+        launch(local.rank, &SUM_EXP, &[&terms[0], &largest], &mut [&mut sum], &[Scalar::Int(1)])?;
         let sum = combine(local.rank, local.made_of(&of, sum), axes, ReduceOp::Sum, local.site)?;
-        launch(local.rank, &JOIN, &[&largest, &sum], &mut [&mut lse], &[])?;
+        launch(local.rank, &FINISH, &[&largest, &sum], &mut [&mut lse], &[])?;
         terms[0] = lse;
         Ok(terms)
     }

@@ -11,7 +11,7 @@ use crate::piece::{Piece, View, launch_lent, read, written};
 use crate::signature::{Labels, Mark, Signature, Term};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Error, Kind, Rank, Result};
-use shardgrad_kernels::op::contract::CONTRACT;
+use shardgrad_kernels::op::batched_matmul::BATCHED_MATMUL;
 use shardgrad_kernels::op::linear::PRODUCT_ADD;
 use shardgrad_kernels::{Arg, ArgMut, Dims, Strides};
 use smallvec::SmallVec;
@@ -281,7 +281,7 @@ impl Op for Einsum {
         let inputs = [stacks.left.read(x[0], &copies[0]), stacks.right.read(x[1], &copies[1])];
         if !stacks.add(local, inputs.each_ref(), &mut out)? {
             stacks.out.write(local.rank, &mut out, |out| {
-                launch_lent(local.rank, &CONTRACT, &inputs, &mut [out], &[])
+                launch_lent(local.rank, &BATCHED_MATMUL, &inputs, &mut [out], &[])
             })?;
         }
         Ok([out].into_iter().collect())

@@ -8,11 +8,11 @@ use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp, common_float}
 use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Rank, Result};
+use shardgrad_kernels::op::batched_matmul::BATCHED_MATMUL;
 use shardgrad_kernels::op::binary::{ADD, MUL};
-use shardgrad_kernels::op::contract::CONTRACT;
-use shardgrad_kernels::op::group::GROUP;
 use shardgrad_kernels::op::grouped_matmul::{GRADIENT, PRODUCT};
 use shardgrad_kernels::op::index::{GATHER, SCATTER_ADD};
+use shardgrad_kernels::op::sort_by_group::SORT_BY_GROUP;
 use shardgrad_kernels::op::swiglu;
 use shardgrad_kernels::{DType, Kernel, Scalar, Strides};
 use smallvec::SmallVec;
@@ -69,7 +69,13 @@ impl<'a> Pairs<'a> {
         let [mut order, mut row, mut place] = [line(count)?, line(count)?, line(count)?];
         let mut starts = line(here.len() + 1)?;
         let scalars = [here.start, num_experts, per_row.max(1)].map(|n| Scalar::Int(n as i64));
-        launch(rank, &GROUP, &[&index], &mut [&mut order, &mut row, &mut place, &mut starts], &scalars)?;
+        launch(
+            rank,
+            &SORT_BY_GROUP,
+            &[&index],
+            &mut [&mut order, &mut row, &mut place, &mut starts],
+            &scalars,
+        )?;
         Ok(Pairs { rank, order, row, place, starts, num_rows, num_experts })
     }
 
@@ -148,7 +154,7 @@ impl<'a> Pairs<'a> {
         let mut y = Piece::alloc(self.rank, a.dtype, &[n, 1, 1])?;
         let (a, b) = (a.viewed(a.view.unsqueeze(1)), b.viewed(b.view.unsqueeze(2)));
         debug_assert_eq!(b.view.shape[..], [n, width, 1], "both are (n, width)");
-        launch(self.rank, &CONTRACT, &[&a, &b], &mut [&mut y], &[])?;
+        launch(self.rank, &BATCHED_MATMUL, &[&a, &b], &mut [&mut y], &[])?;
         Ok(y.viewed(Strides::contiguous(&[n, 1])))
     }
 }

@@ -7,7 +7,7 @@ use crate::ops::einsum::Einsum;
 use crate::piece::{Piece, launch};
 use crate::tensor::Tensor;
 use shardgrad_dist::{Rank, Result};
-use shardgrad_kernels::op::contract::CONTRACT;
+use shardgrad_kernels::op::batched_matmul::BATCHED_MATMUL;
 use shardgrad_kernels::op::linear::{LINEAR, LINEAR_ADD, PRODUCT_ADD, PRODUCT_SUMS};
 use shardgrad_kernels::op::reduce::SUM;
 use shardgrad_kernels::{DType, Scalar, Strides};
@@ -126,7 +126,7 @@ pub(super) fn product(
     let bias = bias.map(|x| line(rank, x)).transpose()?;
     let residual = residual.map(|x| matrix(rank, &x.contiguous(rank)?, num_columns)).transpose()?;
     as_matrix(y, num_columns, |y| match (&bias, &residual) {
-        (None, None) => launch(rank, &CONTRACT, &[a, b], &mut [y], &[]),
+        (None, None) => launch(rank, &BATCHED_MATMUL, &[a, b], &mut [y], &[]),
         (Some(bias), None) => launch(rank, &LINEAR, &[a, b, bias], &mut [y], &[]),
         (None, Some(r)) => launch(rank, &PRODUCT_ADD, &[a, b, r], &mut [y], &[]),
         (Some(bias), Some(r)) => launch(rank, &LINEAR_ADD, &[a, b, bias, r], &mut [y], &[]),

@@ -12,8 +12,8 @@ use crate::refusal::Refusal;
 use crate::tensor::Tensor;
 use shardgrad_dist::{ReduceOp, Result};
 use shardgrad_kernels::DType;
+use shardgrad_kernels::op::log_sum_exp::{BACKWARD, FINISH, SUM_EXP};
 use shardgrad_kernels::op::reduce::MAX;
-use shardgrad_kernels::op::row_share::{EXP_SHARE, EXP_SUM, JOIN};
 use smallvec::SmallVec;
 use std::rc::Rc;
 
@@ -81,9 +81,9 @@ impl Op for LogSumExp {
         let axes = self.over.axes(&local.inputs[0]);
         let max = combine(local.rank, local.made_of(x, max), axes, ReduceOp::Max, local.site)?;
         let (rows, length) = self.over.rows(local, x[0])?;
-        launch(local.rank, &EXP_SUM, &[&rows, &max], &mut [&mut sum], &[length])?;
+        launch(local.rank, &SUM_EXP, &[&rows, &max], &mut [&mut sum], &[length])?;
         let sum = combine(local.rank, local.made_of(x, sum), axes, ReduceOp::Sum, local.site)?;
-        launch(local.rank, &JOIN, &[&max, &sum], &mut [&mut wide], &[])?;
+        launch(local.rank, &FINISH, &[&max, &sum], &mut [&mut wide], &[])?;
         let y = if x[0].dtype == wide.dtype { wide.clone() } else { wide.converted(local.rank, x[0].dtype)? };
         Ok([y, wide].into_iter().collect())
     }
@@ -127,7 +127,7 @@ impl Op for LogSumExpBackward {
         let (rows, length) = self.over.rows(local, x[0])?;
         let values = local.contiguous(&x[1..])?;
         let mut dx = Piece::alloc(local.rank, rows.dtype, &rows.view.shape)?;
-        launch(local.rank, &EXP_SHARE, &[&rows, &values[0], &values[1]], &mut [&mut dx], &[length])?;
+        launch(local.rank, &BACKWARD, &[&rows, &values[0], &values[1]], &mut [&mut dx], &[length])?;
         Ok([self.over.back(&dx)].into_iter().collect())
     }
 }

@@ -6,7 +6,7 @@ use super::{Case, Input};
 use crate::op::{DTypes, Local, Op, Pieces};
 use crate::piece::Piece;
 use shardgrad_dist::{Error, Kind, Result};
-use shardgrad_kernels::op::truth::{AND, NOT, OR, XOR};
+use shardgrad_kernels::op::compare_select::{AND, NOT, OR, XOR};
 use shardgrad_kernels::{DType, Kernel};
 use smallvec::SmallVec;
 use std::rc::Rc;

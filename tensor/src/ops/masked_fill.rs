@@ -9,7 +9,7 @@ use crate::op::{Cotangents, DTypes, Keeps, Local, Op, Pieces, Vjp};
 use crate::piece::Piece;
 use crate::tensor::{Tensor, check_held};
 use shardgrad_dist::Result;
-use shardgrad_kernels::op::truth::MASKED_FILL;
+use shardgrad_kernels::op::compare_select::MASKED_FILL;
 use shardgrad_kernels::{DType, Scalar};
 use smallvec::SmallVec;
 use std::rc::Rc;

@@ -5,7 +5,7 @@ use crate::op::{Cotangents, DTypes, Local, Op, Pieces, Vjp};
 use crate::piece::Piece;
 use crate::tensor::Tensor;
 use shardgrad_dist::Result;
-use shardgrad_kernels::op::triangle::TRIANGLE;
+use shardgrad_kernels::op::triangular::TRIANGULAR;
 use shardgrad_kernels::{DType, Scalar};
 use std::rc::Rc;
 
@@ -39,7 +39,7 @@ impl Op for Triangle {
     fn forward(&self, local: &Local<'_>, x: &[&Piece]) -> Result<Pieces> {
         let [row, col] = ["r", "c"].map(|label| Scalar::Int(local.label(label).1.start as i64));
         let scalars = [Scalar::Int(self.is_upper.into()), Scalar::Int(self.diagonal), row, col];
-        local.launch(&TRIANGLE, &[&x[0].contiguous(local.rank)?], &scalars)
+        local.launch(&TRIANGULAR, &[&x[0].contiguous(local.rank)?], &scalars)
     }
 
     fn vjp(&self, cx: &Vjp<'_>) -> Cotangents {

@@ -1,24 +1,24 @@
-//! How a stack of products is cut into tasks.
+//! How a batch of products is split into tasks for the threads of a pool.
 
-use super::Stack;
+use super::BatchedMatrixRef;
 use crate::cpu::Pool;
-use crate::cpu::pace::Watch;
-use crate::cpu::simd::blocks::cols_in_place;
+use crate::cpu::imbalance::TaskTimer;
+use crate::cpu::simd::blocked_gemm::cols_in_place;
 use crate::cpu::simd::scratch::Scratch;
 use crate::dtype::{Element, Float};
 
-/// Below so many operations a task is not worth its hand-over.
-pub(super) const OPERATIONS_MIN: usize = 1 << 20;
-/// Below so many operations a thread a product says nothing about the pace of threads: to wake one may take half as long.
-const WATCHED_MIN: usize = 1 << 23;
-/// Tasks a thread, where a stack has fewer products than that.
-const TASKS_OF_STACK: usize = 2;
-/// No task has fewer rows of c, where there are more: two of the highest tiles.
+/// A task of fewer operations is not worth its hand-over.
+pub(super) const FLOPS_MIN: usize = 1 << 20;
+/// Below so many operations per thread a product is not timed for the imbalance estimate: waking a thread may take half as long.
+const TIMED_FLOPS_MIN: usize = 1 << 23;
+/// Tasks per thread, for a batch of fewer products.
+const TASKS_PER_THREAD_BATCHED: usize = 2;
+/// Fewest rows of c per task, where c has more: two of the highest tiles.
 const ROWS_MIN: usize = 28;
-/// No task has fewer columns of c, where there are more: two of the widest tiles.
+/// Fewest columns of c per task, where c has more: two of the widest tiles.
 pub(super) const COLS_MIN: usize = 64;
 
-/// How a stack of products is cut into tasks. It may depend on the number of threads and their pace, since no sum is cut.
+/// How a batch of products is split into tasks. The split may depend on the number of threads and their imbalance, since no sum is cut.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Split {
     /// Rows of c in one task.
@@ -26,70 +26,71 @@ pub(super) struct Split {
     /// Columns of c in one task.
     pub(super) cols: usize,
     /// Whole products in one task, where a product is a task.
-    pub(super) together: usize,
+    pub(super) products_per_task: usize,
 }
 
 impl Split {
-    /// The cut of a product, by so many threads with so many tasks each, that should be done first. Elements of a and of b are
-    /// read by all tasks that share their rows or their columns.
-    pub(super) fn of(
+    /// Returns the fastest split for so many threads and tasks per thread. Every task that shares rows or columns reads those elements
+    /// of a or b again, at `read_cost`.
+    pub(super) fn new(
         [g, m, n, k]: [usize; 4],
         num_threads: usize,
         tasks_per_thread: usize,
-        reading: Reading,
+        read_cost: ReadCost,
     ) -> Split {
-        let operations = operations([m, n, k]);
+        let flops = flops([m, n, k]);
         let tasks_max = if num_threads == 1 { 1 } else { tasks_per_thread * num_threads };
-        let parts = (operations / OPERATIONS_MIN).min(tasks_max / g.max(1)).max(1);
+        let parts = (flops / FLOPS_MIN).min(tasks_max / g.max(1)).max(1);
         let cut = |parts: usize, row_tasks: usize| {
             let col_tasks = parts.div_ceil(row_tasks);
             let (rows, cols) = (m.div_ceil(row_tasks), n.div_ceil(col_tasks).next_multiple_of(COLS_MIN / 2));
             let fits = (row_tasks == 1 || rows >= ROWS_MIN) && (col_tasks == 1 || cols >= COLS_MIN);
             let cols = if col_tasks == 1 { n } else { cols };
             let rounds = (row_tasks * col_tasks).div_ceil(num_threads);
-            let time = rounds * (rows * cols + rows * reading.a(cols) + cols * reading.b);
+            let time = rounds * (rows * cols + rows * read_cost.a(cols) + cols * read_cost.b);
             fits.then_some((time, rows, cols))
         };
-        // As many tasks as fit: none may be too small.
+        // As many tasks as fit the minimum sizes.
         let best = |parts: usize| (1..=parts).filter_map(|row_tasks| cut(parts, row_tasks)).min();
         let (_, rows, cols) = (1..=parts).rev().find_map(best).unwrap_or((0, m, n));
-        Split { rows, cols, together: (OPERATIONS_MIN / operations.max(1)).max(1) }
+        Split { rows, cols, products_per_task: (FLOPS_MIN / flops.max(1)).max(1) }
     }
 
-    /// Cuts a stack of products as the pace of the pool's threads suggests, and runs `part` on each part of c: the thread that does
-    /// it and scratch memory of it, which matrix, its first row and column, and how many it has of both.
-    pub(super) fn each(
+    /// Splits a batch of products by the imbalance estimate of the pool's threads, and runs `part` on each part of c. Arguments: the thread
+    /// number and its scratch memory, \[matrix, first row, first column\], \[rows, columns\].
+    pub(super) fn for_each_part(
         pool: &Pool,
         dims: [usize; 4],
-        reading: Reading,
+        read_cost: ReadCost,
         part: impl Fn((usize, &mut Scratch), [usize; 3], [usize; 2]) + Sync,
     ) {
         let [g, m, n, k] = dims;
-        let (threads, pace) = (pool.num_threads(), pool.pace());
+        let (threads, imbalance) = (pool.num_threads(), pool.imbalance());
         if threads == 1 || g > 1 {
-            return Split::of(dims, threads, TASKS_OF_STACK, reading).run(pool, dims, part);
+            return Split::new(dims, threads, TASKS_PER_THREAD_BATCHED, read_cost).run(pool, dims, part);
         }
-        let even = Split::of(dims, threads, 1, reading);
-        let is_watched = operations([m, n, k]) / threads >= WATCHED_MIN && even.is_fair([m, n], threads);
-        let tasks = if is_watched { pace.tasks_at_trial() } else { pace.tasks_per_thread() };
+        let even = Split::new(dims, threads, 1, read_cost);
+        let is_timed = flops([m, n, k]) / threads >= TIMED_FLOPS_MIN && even.is_balanced([m, n], threads);
+        let tasks =
+            if is_timed { imbalance.tasks_per_thread_sampled() } else { imbalance.tasks_per_thread() };
         if tasks > 1 {
-            return Split::of(dims, threads, tasks, reading).run(pool, dims, part);
+            return Split::new(dims, threads, tasks, read_cost).run(pool, dims, part);
         }
-        if !is_watched {
+        if !is_timed {
             return even.run(pool, dims, part);
         }
-        let watch = Watch::new(pace, threads);
-        even.run(pool, dims, |own, at, extents| watch.time(|| part(own, at, extents)));
-        watch.end();
+        let timer = TaskTimer::new(imbalance, threads);
+        even.run(pool, dims, |own, at, extents| timer.time(|| part(own, at, extents)));
+        timer.finish();
     }
 
-    /// Whether threads that keep pace are done with it at about the same time: a task for each, none much smaller than others.
-    fn is_fair(&self, [m, n]: [usize; 2], threads: usize) -> bool {
+    /// Returns whether threads of equal speed finish at about the same time: one task per thread, none much smaller than the others.
+    fn is_balanced(&self, [m, n]: [usize; 2], threads: usize) -> bool {
         let num_tasks = m.div_ceil(self.rows) * n.div_ceil(self.cols);
         num_tasks == threads && 100 * m * n >= 97 * threads * self.rows * self.cols
     }
 
-    /// See [`Split::each`].
+    /// See [`Split::for_each_part`].
     fn run(
         &self,
         pool: &Pool,
@@ -98,9 +99,9 @@ impl Split {
     ) {
         let (row_parts, col_parts) = (m.div_ceil(self.rows), n.div_ceil(self.cols));
         let parts = row_parts * col_parts;
-        pool.run_on_threads((g * parts).div_ceil(self.together), &|thread, task| {
-            let mut scratch = pool.scratch_of(thread);
-            for at in task * self.together..((task + 1) * self.together).min(g * parts) {
+        pool.run_on_threads((g * parts).div_ceil(self.products_per_task), &|thread, task| {
+            let mut scratch = pool.scratch_for(thread);
+            for at in task * self.products_per_task..((task + 1) * self.products_per_task).min(g * parts) {
                 let (matrix, at) = (at / parts, at % parts);
                 let (row, col) = (at / col_parts * self.rows, at % col_parts * self.cols);
                 let extents = [self.rows.min(m - row), self.cols.min(n - col)];
@@ -110,49 +111,48 @@ impl Split {
     }
 }
 
-fn operations([m, n, k]: [usize; 3]) -> usize {
+fn flops([m, n, k]: [usize; 3]) -> usize {
     m.saturating_mul(n).saturating_mul(2 * k)
 }
 
-/// What it costs a task to read an element of an operand where it lies, in multiply-adds.
-const IN_PLACE: usize = 4;
-/// The same if it is packed first.
-const PACKING: usize = 16;
+/// Cost for a task to read an element of an operand in place, in multiply-adds.
+const COST_IN_PLACE: usize = 4;
+/// The same if the element is packed first.
+const COST_PACKING: usize = 16;
 
-/// What it costs a task to read an element of a and of b (see [`Split::of`]), in multiply-adds.
+/// Cost for a task to read an element of a and of b ([`Split::new`]), in multiply-adds.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Reading {
+pub(super) struct ReadCost {
     pub(super) b: usize,
-    /// Up to so many columns of c, a is read where it lies.
+    /// Up to so many columns of c, a is read in place.
     pub(super) in_place: usize,
 }
 
-impl Reading {
-    /// Where both operands are packed.
-    pub(super) const PACKED: Reading = Reading { b: PACKING, in_place: 0 };
+impl ReadCost {
+    /// The cost if both operands are packed.
+    pub(super) const PACKED: ReadCost = ReadCost { b: COST_PACKING, in_place: 0 };
 
-    /// Of tiles of widened operands, that many lanes wide. They pack b, where it is not so small that it hardly counts, unless they
-    /// find it packed.
+    /// The cost for FMA micro-kernels of `lanes` lanes. They pack b (reading a small b in place hardly matters) unless b is prepacked.
     pub(super) fn of<T: Float>(
         lanes: usize,
-        a: &Stack<'_, T>,
+        a: &BatchedMatrixRef<'_, T>,
         c_strides: [usize; 3],
         is_packed: bool,
-    ) -> Reading {
-        let is_turned = c_strides[1] == 1 && c_strides[2] != 1;
+    ) -> ReadCost {
+        let is_transposed = c_strides[1] == 1 && c_strides[2] != 1;
         let in_place = match a.strides {
-            _ if T::DTYPE != T::Acc::DTYPE || is_turned => 0,
+            _ if T::DTYPE != T::Acc::DTYPE || is_transposed => 0,
             [_, _, 1] => usize::MAX,
             [_, 1, step] => cols_in_place(lanes, step),
             _ => 0,
         };
-        Reading { b: if is_packed { IN_PLACE } else { PACKING }, in_place }
+        ReadCost { b: if is_packed { COST_IN_PLACE } else { COST_PACKING }, in_place }
     }
 
-    /// For an element of a, by a task of so many columns. In place it is read once for each strip of columns, and packed where
-    /// that would take longer.
+    /// The cost per element of a, for a task of so many columns. In place, each panel of columns reads the element once; packing is chosen
+    /// where that would take longer.
     fn a(self, cols: usize) -> usize {
-        let in_place = (PACKING * cols).div_ceil(self.in_place.max(1));
-        if cols <= self.in_place { in_place.clamp(IN_PLACE, PACKING - 1) } else { PACKING }
+        let in_place = (COST_PACKING * cols).div_ceil(self.in_place.max(1));
+        if cols <= self.in_place { in_place.clamp(COST_IN_PLACE, COST_PACKING - 1) } else { COST_PACKING }
     }
 }

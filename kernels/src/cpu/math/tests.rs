@@ -1,9 +1,9 @@
-//! Errors against f64 and known values, special values, bits on every instruction set.
+//! Errors against f64 and known values, special values, equal bits on every instruction set.
 
 use super::*;
 use crate::cpu::vectorized;
 
-/// The largest error in units of the last place over every 1997th f32 of a range; infinite where a result is no number.
+/// Returns the largest error in units of the last place over every 1997th f32 of a range; infinite if a result is NaN.
 fn worst(range: [f32; 2], ours: impl Fn(f32) -> f32, exact: impl Fn(f64) -> f64) -> f64 {
     let order = |x: f32| if x < 0.0 { -i64::from(x.to_bits() & 0x7fff_ffff) } else { i64::from(x.to_bits()) };
     let value = |i: i64| f32::from_bits(if i < 0 { -i as u32 | 0x8000_0000 } else { i as u32 });
@@ -31,13 +31,13 @@ fn f32_functions_are_within_two_units() {
     let tanh = worst([-12.0, 12.0], Maths::tanh, f64::tanh);
     assert!(exp <= 1.0 && ln <= 0.9 && tanh <= 1.4, "exp {exp} ln {ln} tanh {tanh}");
     let coarse = worst([-12.0, 12.0], |x| Maths::tanh(x) * (1.0 + 4e-7), f64::tanh);
-    assert!(coarse > 2.0, "the measure sees a fault of three units: {coarse}");
+    assert!(coarse > 2.0, "the measure detects an error of three units: {coarse}");
     let none = worst([-12.0, 12.0], |x| if x < 1.0 { f32::NAN } else { Maths::tanh(x) }, f64::tanh);
-    assert_eq!(none, f64::INFINITY, "and results that are no numbers");
+    assert_eq!(none, f64::INFINITY, "and NaN results");
 }
 
 #[test]
-fn special_values() {
+fn special_values_of_exp_ln_tanh() {
     let (inf, nan) = (f32::INFINITY, f32::NAN);
     for (x, exp, ln, tanh) in [
         (inf, inf, inf, 1.0),
@@ -64,7 +64,7 @@ fn special_values() {
 }
 
 #[test]
-fn exponentials_have_the_bits_of_the_plain_way() {
+fn exp_and_decay_have_the_bits_of_the_plain_formula() {
     let plain = |x: f32| {
         let x = if x > 89.0 { 89.0 } else { x };
         let (bits, tail) = exp_parts(if x < -104.0 { -104.0 } else { x }, 0.0);
@@ -99,7 +99,7 @@ fn every_instruction_set_gives_the_same_bits() {
 }
 
 #[test]
-fn the_other_f32_functions_are_within_their_bounds() {
+fn other_f32_functions_are_within_their_bounds() {
     let expm1 = worst([-80.0, 88.7], Maths::expm1, f64::exp_m1);
     let ln_1p = worst([-0.999_999_9, f32::MAX], Maths::ln_1p, f64::ln_1p);
     let erf = worst([-5.0, 5.0], Maths::erf, Maths::erf);
@@ -113,7 +113,7 @@ fn the_other_f32_functions_are_within_their_bounds() {
 }
 
 #[test]
-fn erf_and_the_normal_tail_are_right_in_f64() {
+fn erf_and_normal_tail_in_f64_match_mpmath() {
     // By mpmath with 40 digits.
     let erf = [
         (1e-9, 1.128_379_167_095_512_7e-9),
@@ -148,7 +148,7 @@ fn erf_and_the_normal_tail_are_right_in_f64() {
 }
 
 #[test]
-fn special_values_of_the_others() {
+fn special_values_of_expm1_ln_1p_erf_tail() {
     let (inf, nan) = (f32::INFINITY, f32::NAN);
     let same = |a: f32, b: f32| {
         (a.is_nan() && b.is_nan())

@@ -1,20 +1,20 @@
-//! Sums of products of bf16 in tile registers: AMX.
+//! Dot products of bf16 in AMX tile registers.
 //!
-//! The instructions are written out, since the compiler has no stable names for them.
+//! The instructions are inline assembly, since the compiler has no stable intrinsics for them.
 
-use crate::cpu::simd::pairs::LINES;
+use crate::cpu::simd::pack_bf16::PANEL;
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
 
 /// The number of the system call `arch_prctl`.
 const ARCH_PRCTL: i64 = 158;
-/// Its request for leave to use a part of the CPU's state.
+/// Its request for permission to use a part of the CPU's state.
 const ARCH_REQ_XCOMP_PERM: i64 = 0x1023;
-/// The part that holds tile registers.
+/// The part of the state that holds tile registers.
 const XTILEDATA: i64 = 18;
 
-/// Whether this process may use tile registers. The first call asks the system for leave, for all threads, so the
-/// answer belongs to be kept.
+/// Returns whether this process may use tile registers. The first call asks the operating system for permission, for all threads; callers
+/// cache the answer.
 pub(crate) fn granted() -> bool {
     if !cfg!(target_os = "linux") || __cpuid(0).eax < 7 || !is_x86_feature_detected!("avx512bf16") {
         return false;
@@ -40,19 +40,19 @@ pub(crate) fn granted() -> bool {
     answer == 0
 }
 
-/// Whether the system keeps tile registers and their shapes when it switches between threads.
+/// Returns whether the operating system saves tile registers and their shapes on context switches.
 fn saved_by_system() -> bool {
     #[target_feature(enable = "xsave")]
     fn states() -> u64 {
-        // SAFETY: the register exists where the system has switched `xsave` on, which the caller asked.
+        // SAFETY: the register exists if the operating system has enabled `xsave`, which the caller checked.
         unsafe { _xgetbv(0) }
     }
-    // SAFETY: called only where the CPU says that the system has switched `xsave` on.
+    // SAFETY: called only if the CPU reports that the operating system has enabled `xsave`.
     let states = unsafe { states() };
     states >> 17 & 3 == 3
 }
 
-/// What the shapes of the tile registers are set from.
+/// The operand of `ldtilecfg`: the shapes of the tile registers.
 #[repr(C, align(64))]
 struct Shapes {
     palette: u8,
@@ -62,7 +62,7 @@ struct Shapes {
     rows: [u8; 16],
 }
 
-/// Eight tile registers of 16 rows of 64 bytes, on this thread, until it is dropped.
+/// Ownership of eight tile registers of 16 rows of 64 bytes, on this thread, until dropped.
 pub(crate) struct Registers(());
 
 impl Registers {
@@ -81,12 +81,12 @@ impl Registers {
 
 impl Drop for Registers {
     fn drop(&mut self) {
-        // SAFETY: the registers were set up by this value; without them a switch between threads is cheap again.
+        // SAFETY: the registers were set up by this value; releasing them makes context switches cheap again.
         unsafe { asm!("tilerelease", options(nostack, nomem)) };
     }
 }
 
-/// The loop over the steps, with what is done for the second half of the rows and of the columns or without.
+/// The loop over the steps, with or without the instructions for the second half of the rows and of the columns.
 macro_rules! sums {
     ($steps:ident, $a:ident, $b:ident, $c:ident, $b_row:expr, [$a_step:expr, $b_step:expr], [$($body:literal),*], [$($store:literal),*]) => {
         asm!(
@@ -114,7 +114,7 @@ macro_rules! sums {
             c = in(reg) $c,
             a_row = in(reg) 64usize,
             b_row = in(reg) $b_row as usize,
-            c_row = in(reg) 4 * LINES,
+            c_row = in(reg) 4 * PANEL,
             a_step = const $a_step,
             b_step = const $b_step,
             out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
@@ -124,18 +124,17 @@ macro_rules! sums {
     };
 }
 
-/// c_ij = the sum over `steps` steps of the products of line i of a (packed by line) and line j of b (by place), for
-/// `extents` lines of each, 16 or 32; rows of c are [`LINES`] apart. A sum starts at 0 and takes up a step at a time: the
-/// products at even places, summed in order by fused multiply-adds, plus those at odd places.
+/// c_ij = the dot product of vector i of a (vector-major) and vector j of b (pair-major) over `steps` steps, for `extents` vectors of
+/// each, 16 or 32; rows of c are [`PANEL`] apart. A sum starts at 0 and takes up one step at a time: the products of even terms, summed in
+/// order by fused multiply-adds, plus those of odd terms.
 ///
 /// # Safety
-/// The strips are packed, c has room, and this thread has [`Registers`].
-pub(crate) unsafe fn strip(steps: usize, a: *const u32, b: *const u32, extents: [usize; 2], c: *mut f32) {
-    // SAFETY: a step of a strip is what the addresses below reach from its start; c has 16 or 32 rows of 128 bytes; the
-    // caller vouches for the rest.
+/// The panels are packed, c has room, and this thread has [`Registers`].
+pub(crate) unsafe fn dot_panel(steps: usize, a: *const u32, b: *const u32, extents: [usize; 2], c: *mut f32) {
+    // SAFETY: the addresses below stay within one step of a panel; c has 16 or 32 rows of 128 bytes; the caller vouches for the rest.
     unsafe {
         match extents {
-            [LINES, LINES] => sums!(
+            [PANEL, PANEL] => sums!(
                 steps,
                 a,
                 b,
@@ -155,7 +154,7 @@ pub(crate) unsafe fn strip(steps: usize, a: *const u32, b: *const u32, extents: 
                     "tilestored [{c} + {c_row} * 1 + 2112], tmm3"
                 ]
             ),
-            [LINES, _] => sums!(
+            [PANEL, _] => sums!(
                 steps,
                 a,
                 b,
@@ -165,7 +164,7 @@ pub(crate) unsafe fn strip(steps: usize, a: *const u32, b: *const u32, extents: 
                 ["tileloadd tmm5, [{a} + {a_row} * 1 + 1024]", "tdpbf16ps tmm2, tmm5, tmm6"],
                 ["tilestored [{c} + {c_row} * 1 + 2048], tmm2"]
             ),
-            [_, LINES] => sums!(
+            [_, PANEL] => sums!(
                 steps,
                 a,
                 b,

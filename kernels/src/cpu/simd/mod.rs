@@ -1,31 +1,31 @@
-//! Run-time SIMD dispatch: one body, compiled once per instruction set, chosen at the call.
+//! Run-time SIMD dispatch: one body, compiled once per instruction set, selected at the call.
 //!
-//! Kernels are plain loops over slices. [`vectorized`] compiles such a loop for AVX-512, for AVX2 with FMA and for
-//! the baseline of the target, and calls the best that this CPU has. A loop that calls `mul_add` gives the same
-//! bits on each of them; loops must not depend on the vector width for the order of a sum.
+//! Kernels are plain loops over slices. [`vectorized`] compiles such a loop for AVX-512, for AVX2 with FMA and for the baseline of the
+//! target, and calls the best that this CPU supports. A loop that calls `mul_add` gives the same bits on each of them; the order of a
+//! sum must not depend on the vector width.
 
 pub mod scratch;
 pub(crate) mod stream;
 pub(crate) mod transpose;
-pub(crate) mod turn;
-pub(crate) mod tile;
-pub mod roof;
+pub(crate) mod transpose_tile;
+pub(crate) mod microkernel;
+pub mod peak;
 pub(crate) mod pack;
-pub(crate) mod packed;
-pub(crate) mod blocks;
-pub(crate) mod thin;
-pub(crate) mod turned;
-pub(crate) mod pairs;
+pub(crate) mod prepacked;
+pub(crate) mod blocked_gemm;
+pub(crate) mod gemv;
+pub(crate) mod gemv_transposed;
+pub(crate) mod pack_bf16;
 #[cfg(target_arch = "x86_64")]
-mod dots;
+mod avx512_bf16;
 #[cfg(target_arch = "x86_64")]
 mod amx;
 pub(crate) mod bf16;
 
-/// The instruction sets that a body is compiled for.
+/// An instruction set that a body is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Level {
-    /// What every CPU of the target has.
+    /// The baseline of the target.
     Baseline,
     /// 256-bit vectors with fused multiply-add.
     Avx2,
@@ -33,7 +33,7 @@ pub enum Level {
     Avx512,
 }
 
-/// The best level of this CPU (std caches the detection).
+/// Returns the best instruction set of this CPU (std caches the detection).
 #[must_use]
 #[inline]
 pub fn level() -> Level {
@@ -59,8 +59,7 @@ pub fn level() -> Level {
     Level::Baseline
 }
 
-/// Runs `body` compiled for the best instruction set of this CPU. Functions that it calls take part if they are
-/// `#[inline(always)]`.
+/// Runs `body` compiled for the best instruction set of this CPU. Functions that it calls are included if they are `#[inline(always)]`.
 #[inline]
 pub fn vectorized<R>(body: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
@@ -74,33 +73,33 @@ pub fn vectorized<R>(body: impl FnOnce() -> R) -> R {
     body()
 }
 
-/// How far ahead memory is asked for that is read in one long run: about what arrives while a miss is waited for.
+/// Prefetch distance in a long sequential read: about the bytes that arrive during one cache miss.
 const AHEAD_BYTES: usize = 4096;
 
-/// Asks for the cache lines of some elements ahead of their use.
+/// Prefetches the cache lines of a slice.
 #[inline(always)]
-pub(crate) fn expect<T>(some: &[T]) {
-    lines(some.as_ptr().cast(), size_of_val(some));
+pub(crate) fn prefetch<T>(some: &[T]) {
+    prefetch_bytes(some.as_ptr().cast(), size_of_val(some));
 }
 
-/// Asks for the cache lines that will be read some time after these elements, if the run goes on.
+/// Prefetches the cache lines at the prefetch distance behind a slice of a sequential read.
 #[inline(always)]
-pub(crate) fn expect_behind<T>(now: &[T]) {
-    expect_after(now, AHEAD_BYTES);
+pub(crate) fn prefetch_ahead<T>(now: &[T]) {
+    prefetch_after(now, AHEAD_BYTES);
 }
 
-/// Asks for the cache lines that lie so many bytes behind these elements, or as far as memory is asked for ahead if that is more.
+/// Prefetches the cache lines `bytes` behind a slice, or at the prefetch distance if that is more.
 #[inline(always)]
-pub(crate) fn expect_after<T>(now: &[T], bytes: usize) {
-    lines(now.as_ptr().cast::<i8>().wrapping_add(bytes.max(AHEAD_BYTES)), size_of_val(now));
+pub(crate) fn prefetch_after<T>(now: &[T], bytes: usize) {
+    prefetch_bytes(now.as_ptr().cast::<i8>().wrapping_add(bytes.max(AHEAD_BYTES)), size_of_val(now));
 }
 
-/// Nothing is read, so that lines may lie anywhere.
+/// Prefetches a range of bytes. Nothing is read, so any address is allowed.
 #[inline(always)]
-fn lines(start: *const i8, bytes: usize) {
+fn prefetch_bytes(start: *const i8, bytes: usize) {
     #[cfg(target_arch = "x86_64")]
     for line in (0..bytes).step_by(64) {
-        // SAFETY: every CPU of this architecture has the instruction, and an address that is none does nothing.
+        // SAFETY: every CPU of this architecture has the instruction, and an invalid address has no effect.
         unsafe {
             std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(start.wrapping_add(line))
         };

@@ -1,4 +1,4 @@
-//! Memory for the time of a task, kept from task to task: a step takes none from the system.
+//! Scratch memory of tasks, reused from task to task: steady-state steps allocate none from the system.
 
 use crate::dtype::Float;
 use crate::host_vec::filled;
@@ -9,7 +9,7 @@ use std::fmt;
 #[repr(C, align(64))]
 struct Line([u8; 64]);
 
-/// Memory with arbitrary contents. It grows to the largest request and stays.
+/// Scratch memory with arbitrary contents. It grows to the largest request and keeps that size.
 #[derive(Default)]
 pub struct Scratch(Vec<Line>);
 
@@ -24,14 +24,14 @@ impl Scratch {
         self.0.as_mut_ptr().cast()
     }
 
-    /// Slices of these lengths with arbitrary contents, each from the start of a cache line on.
+    /// Returns slices of these lengths with arbitrary contents, each aligned to a cache line.
     pub(crate) fn slices<R: Float, const N: usize>(&mut self, lens: [usize; N]) -> [&mut [R]; N] {
         let line = size_of::<Line>() / size_of::<R>();
         let whole = lens.map(|len| len.next_multiple_of(line));
         let mut start = self.room::<R>(whole.iter().sum());
         std::array::from_fn(|i| {
-            // SAFETY: the room holds all slices, one behind the other; its bytes were zeros or floats before, and every
-            // pattern is a float; `self` stays borrowed.
+            // SAFETY: the memory holds all slices, one behind the other; its bytes were zeros or floats before, and every pattern is a float;
+            // `self` stays borrowed.
             let slice = unsafe { std::slice::from_raw_parts_mut(start, lens[i]) };
             start = start.wrapping_add(whole[i]);
             slice

@@ -1,28 +1,27 @@
-//! Stores that pass the caches by, for outputs that these cannot hold: such memory need not be read in order to be written.
+//! Streaming (non-temporal) stores, for outputs larger than the caches: such memory need not be read in order to be written.
 
 use crate::dtype::Element;
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
-/// Outputs from this size on are more than the cache of a processor holds for one core: whoever reads one later finds its beginning
-/// in memory anyway.
+/// Outputs of this size and more exceed the cache that a processor has per core: a later reader finds their beginning in memory anyway.
 const LARGE_BYTES: usize = 32 << 20;
 
 /// Bytes of a cache line.
 pub(crate) const LINE: usize = 64;
 
-/// Leave of one thread to pass the caches by. What it stored so is seen by other threads, as other stores are, once this is gone.
+/// Permission of one thread to use streaming stores. Dropping it makes these stores visible to other threads like ordinary ones.
 #[derive(Debug)]
-pub(crate) struct Stream(PhantomData<*const ()>);
+pub(crate) struct StreamingStores(PhantomData<*const ()>);
 
-impl Stream {
-    /// For an output of so many elements; none if caches may hold it.
-    pub(crate) fn of<T>(numel: usize) -> Option<Stream> {
-        (numel * size_of::<T>() >= LARGE_BYTES).then_some(Stream(PhantomData))
+impl StreamingStores {
+    /// Returns streaming stores for an output of `numel` elements; `None` if the output fits the caches.
+    pub(crate) fn of<T>(numel: usize) -> Option<StreamingStores> {
+        (numel * size_of::<T>() >= LARGE_BYTES).then_some(StreamingStores(PhantomData))
     }
 
-    /// to = from; lines that `to` has in part only are stored as usual.
+    /// Copies `from` to `to`; cache lines that `to` covers only in part are stored as usual.
     #[inline(always)]
     pub(crate) fn copy<T: Element>(&self, to: &mut [T], from: &[T]) {
         let head = to.as_ptr().align_offset(LINE).min(to.len());
@@ -36,7 +35,7 @@ impl Stream {
     }
 }
 
-impl Drop for Stream {
+impl Drop for StreamingStores {
     fn drop(&mut self) {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: every CPU of this architecture has the instruction.
@@ -55,7 +54,7 @@ fn store_lines<T: Element>(to: &mut [T], from: &[T]) {
         let (to, from): (*mut __m128i, *const __m128i) = (to.as_mut_ptr().cast(), from.as_ptr().cast());
         for part in 0..LINE / size_of::<__m128i>() {
             // SAFETY: both hold a line, each bit pattern of which is one of elements; that of `to` is aligned, being a whole line. A
-            // `Stream` is there, which orders these stores before later ones when it goes.
+            // `StreamingStores` is there, which orders these stores before later ones when it goes.
             unsafe { _mm_stream_si128(to.add(part), _mm_loadu_si128(from.add(part))) };
         }
     }
@@ -73,7 +72,7 @@ mod tests {
         for start in 0..70 {
             for len in [0, 1, 63, 64, 65, 130, 300] {
                 let mut to = vec![0u8; 400];
-                Stream(PhantomData).copy(&mut to[start..start + len], &from[start..]);
+                StreamingStores(PhantomData).copy(&mut to[start..start + len], &from[start..]);
                 assert_eq!(to[start..start + len], from[start..start + len], "{len} from {start} on");
                 assert!(
                     to[..start].iter().chain(&to[start + len..]).all(|&x| x == 0),
@@ -82,14 +81,15 @@ mod tests {
             }
         }
         let (wide, mut to) = ([1.5f64; 40], [0f64; 40]);
-        Stream(PhantomData).copy(&mut to[1..39], &wide);
+        StreamingStores(PhantomData).copy(&mut to[1..39], &wide);
         assert_eq!((to[0], &to[1..39], to[39]), (0.0, &wide[1..39], 0.0));
     }
 
     #[test]
     fn only_large_outputs_pass_the_caches_by() {
         assert!(
-            Stream::of::<f32>(LARGE_BYTES / 4).is_some() && Stream::of::<f32>(LARGE_BYTES / 4 - 1).is_none()
+            StreamingStores::of::<f32>(LARGE_BYTES / 4).is_some()
+                && StreamingStores::of::<f32>(LARGE_BYTES / 4 - 1).is_none()
         );
     }
 }

@@ -372,8 +372,8 @@ struct Layout {
     int64_t lead, step = 0;
     int count = 1;
 };
-struct Product {
-    int compute, turned[2] = {0, 0}, ending = 1;
+struct Matmul {
+    int compute, transposed[2] = {0, 0}, epilogue = 1;
     void *columns = nullptr, *whole = nullptr;
     int64_t whole_lead = 0, whole_step = 0;
 };
@@ -426,14 +426,14 @@ double left(double x, int compute) {
 API size_t cublasLtGetVersion() { return number("blas=", 130100); }
 API int cublasLtCreate(void **handle) { return *handle = &lock, 0; }
 API int cublasLtDestroy(void *) { return 0; }
-API int cublasLtMatmulDescCreate(void **product, int compute, int) { return *product = new Product{compute}, 0; }
-API int cublasLtMatmulDescDestroy(void *product) { return delete static_cast<Product *>(product), 0; }
+API int cublasLtMatmulDescCreate(void **product, int compute, int) { return *product = new Matmul{compute}, 0; }
+API int cublasLtMatmulDescDestroy(void *product) { return delete static_cast<Matmul *>(product), 0; }
 API int cublasLtMatmulDescSetAttribute(void *product, int which, const void *x, size_t bytes) {
-    auto *p = static_cast<Product *>(product);
+    auto *p = static_cast<Matmul *>(product);
     const auto take = [&](void *to, size_t size) { return bytes == size ? memcpy(to, x, size), 0 : 7; };
     switch (which) {
-        case 3: case 4: return take(&p->turned[which - 3], 4);
-        case 7: return take(&p->ending, 4);
+        case 3: case 4: return take(&p->transposed[which - 3], 4);
+        case 7: return take(&p->epilogue, 4);
         case 8: return take(&p->columns, 8);
         case 11: return take(&p->whole, 8);
         case 12: return take(&p->whole_lead, 8);
@@ -458,26 +458,26 @@ API int cublasLtMatmulPreferenceSetAttribute(void *, int which, const void *, si
     return bytes == (which == 1 ? 8u : 4u) ? 0 : 7;
 }
 API int cublasLtMatmulAlgoGetHeuristic(void *, void *product, void *, void *, void *c, void *d, void *, int, void *, int *found) {
-    if (is("plain-products") && (static_cast<Product *>(product)->ending != 1 || c != d)) return 15;
+    if (is("plain-products") && (static_cast<Matmul *>(product)->epilogue != 1 || c != d)) return 15;
     return *found = 1, 0;
 }
 API int cublasLtMatmul(void *, void *product, const void *alpha, const void *a, void *a_layout, const void *b, void *b_layout,
                        const void *beta, const void *c, void *c_layout, void *d, void *d_layout, const void *, void *workspace,
                        size_t workspace_bytes, void *stream) {
-    const Product p = *static_cast<Product *>(product);
+    const Matmul p = *static_cast<Matmul *>(product);
     const Layout x = *static_cast<Layout *>(a_layout), y = *static_cast<Layout *>(b_layout), z = *static_cast<Layout *>(d_layout),
                  w = *static_cast<Layout *>(c_layout);
-    const uint64_t m = z.rows, n = z.columns, k = p.turned[0] ? x.rows : x.columns;
+    const uint64_t m = z.rows, n = z.columns, k = p.transposed[0] ? x.rows : x.columns;
     const bool wide = p.compute == 70;
     const double one = wide ? *static_cast<const double *>(alpha) : *static_cast<const float *>(alpha);
     const double share = wide ? *static_cast<const double *>(beta) : *static_cast<const float *>(beta);
-    const bool fits = (p.turned[0] ? x.columns : x.rows) == m && (p.turned[1] ? y.rows : y.columns) == n &&
-        (p.turned[1] ? y.columns : y.rows) == k && x.count == z.count && y.count == z.count && x.type == z.type &&
+    const bool fits = (p.transposed[0] ? x.columns : x.rows) == m && (p.transposed[1] ? y.rows : y.columns) == n &&
+        (p.transposed[1] ? y.columns : y.rows) == k && x.count == z.count && y.count == z.count && x.type == z.type &&
         y.type == z.type && wide == (z.type == 1) && one == 1 && (share == 0 ? c == d : share == 1 && c != d) && workspace &&
         workspace_bytes && w.type == z.type && w.rows == m && w.columns == n && w.count == z.count;
     if (!fits) return 7;
-    const bool sums_rows = p.ending == 208 || p.ending == 256, known = p.ending == 1 || p.ending == 4 || p.ending == 164 || sums_rows;
-    if (!known || (sums_rows && z.count != 1) || (p.ending != 1 && !p.columns) || ((p.ending & 128) && p.ending != 256 && !p.whole))
+    const bool sums_rows = p.epilogue == 208 || p.epilogue == 256, known = p.epilogue == 1 || p.epilogue == 4 || p.epilogue == 164 || sums_rows;
+    if (!known || (sums_rows && z.count != 1) || (p.epilogue != 1 && !p.columns) || ((p.epilogue & 128) && p.epilogue != 256 && !p.whole))
         return 7;
     stream_of(stream)->give([=] {
         std::vector<double> sums(m, 0.0);
@@ -486,19 +486,19 @@ API int cublasLtMatmul(void *, void *product, const void *alpha, const void *a, 
                 for (uint64_t i = 0; i < m; ++i) {
                     double sum = 0;
                     for (uint64_t l = 0; l < k; ++l)
-                        sum += left(value(a, x.type, g * x.step + (p.turned[0] ? i * x.lead + l : l * x.lead + i)), p.compute) *
-                            left(value(b, y.type, g * y.step + (p.turned[1] ? l * y.lead + j : j * y.lead + l)), p.compute);
+                        sum += left(value(a, x.type, g * x.step + (p.transposed[0] ? i * x.lead + l : l * x.lead + i)), p.compute) *
+                            left(value(b, y.type, g * y.step + (p.transposed[1] ? l * y.lead + j : j * y.lead + l)), p.compute);
                     if (share == 1) sum += value(c, w.type, g * w.step + j * w.lead + i);
-                    const size_t beside = g * p.whole_step + j * p.whole_lead + i;
-                    if (p.ending == 4 || p.ending == 164) sum += value(p.columns, z.type, i);
-                    if (p.ending == 164) put(p.whole, z.type, beside, sum), sum *= gelu_gate(sum);
-                    if (p.ending == 208) sum *= gelu_slope(value(p.whole, z.type, beside)), sums[i] += sum;
+                    const size_t epilogue_operands = g * p.whole_step + j * p.whole_lead + i;
+                    if (p.epilogue == 4 || p.epilogue == 164) sum += value(p.columns, z.type, i);
+                    if (p.epilogue == 164) put(p.whole, z.type, epilogue_operands, sum), sum *= gelu_gate(sum);
+                    if (p.epilogue == 208) sum *= gelu_slope(value(p.whole, z.type, epilogue_operands)), sums[i] += sum;
                     put(d, z.type, g * z.step + j * z.lead + i, sum);
                 }
-        if (p.ending == 256)
+        if (p.epilogue == 256)
             for (uint64_t i = 0; i < m; ++i)
-                for (uint64_t l = 0; l < k; ++l) sums[i] += value(a, x.type, p.turned[0] ? i * x.lead + l : l * x.lead + i);
-        for (uint64_t i = 0; i < m && (p.ending == 208 || p.ending == 256); ++i) put(p.columns, z.type, i, sums[i]);
+                for (uint64_t l = 0; l < k; ++l) sums[i] += value(a, x.type, p.transposed[0] ? i * x.lead + l : l * x.lead + i);
+        for (uint64_t i = 0; i < m && (p.epilogue == 208 || p.epilogue == 256); ++i) put(p.columns, z.type, i, sums[i]);
     });
     return 0;
 }

@@ -1,8 +1,8 @@
 //! A card for tests: `fake.cc`, compiled by g++ and found by the back end as it finds NVIDIA's libraries.
 
-pub(crate) mod beside;
+pub(crate) mod device;
 
-use super::library::Places;
+use super::library::SearchPaths;
 use crate::gpu::shim::compiler_is_found;
 use std::fs;
 use std::io::Write as _;
@@ -39,10 +39,10 @@ impl Folder {
         Folder(folder)
     }
 
-    /// Places where every library is looked for in this folder, without a cache.
-    pub(super) fn places(&self) -> Places {
+    /// SearchPaths where every library is looked for in this folder, without a cache.
+    pub(super) fn places(&self) -> SearchPaths {
         let named = ["SHARDGRAD_CUDA_PATH", "SHARDGRAD_NVRTC_PATH", "SHARDGRAD_CUBLASLT_PATH"];
-        Places { named: named.map(|name| (name, self.0.clone())).into(), ..Places::default() }
+        SearchPaths { named: named.map(|name| (name, self.0.clone())).into(), ..SearchPaths::default() }
     }
 }
 

@@ -3,15 +3,15 @@
 
 mod build;
 mod load;
-mod cards;
+mod devices;
 
 pub(crate) use build::compiler_is_found;
 
-use super::{Ending, FAULTS_MAX, Grid, GridArg, Plan, Product, Step};
+use super::{Epilogue, FAULTS_MAX, Grid, GridArg, LaunchPlan, Matmul, Step};
 use crate::cpu::Pool;
 use crate::error::KernelError;
 use crate::kernel::{Arg, ArgMut, Kernel, Launch};
-use crate::op::contract::CONTRACT;
+use crate::op::batched_matmul::BATCHED_MATMUL;
 use load::{RawArg, RawGrid};
 use std::collections::BTreeMap;
 
@@ -125,9 +125,9 @@ pub(crate) fn run_on_small_card(
 const SHARED_BYTES_MAX: u32 = 227 << 10;
 const SHARED_BYTES_MIN: u32 = 99 << 10;
 
-fn plan(kernel: &Kernel, launch: &Launch<'_>, shared_bytes_max: u32) -> Result<Plan, String> {
+fn plan(kernel: &Kernel, launch: &Launch<'_>, shared_bytes_max: u32) -> Result<LaunchPlan, String> {
     let gpu = kernel.gpu.as_ref().expect("only kernels with a plan are run");
-    let mut plan = Plan::new(shared_bytes_max);
+    let mut plan = LaunchPlan::new(shared_bytes_max);
     (gpu.plan)(launch, &mut plan).map_err(|e| e.to_string())?;
     let most =
         plan.steps().iter().map(|step| if let Step::Grid(grid) = step { grid.shared_bytes } else { 0 }).max();
@@ -139,7 +139,12 @@ fn plan(kernel: &Kernel, launch: &Launch<'_>, shared_bytes_max: u32) -> Result<P
     }
 }
 
-fn run_planned(kernel: &Kernel, plan: &Plan, launch: &mut Launch<'_>, order: u64) -> Result<f64, String> {
+fn run_planned(
+    kernel: &Kernel,
+    plan: &LaunchPlan,
+    launch: &mut Launch<'_>,
+    order: u64,
+) -> Result<f64, String> {
     let gpu = kernel.gpu.as_ref().expect("only kernels with a plan are run");
     let mut memory = Memory {
         inputs: launch.inputs.iter().map(|x| Guarded::copy_of(x.buffer.as_slice::<u8>())).collect(),
@@ -154,14 +159,14 @@ fn run_planned(kernel: &Kernel, plan: &Plan, launch: &mut Launch<'_>, order: u64
                 let body = grid.body(gpu.source);
                 let library = build::library(&body, &entries[&body])?;
                 let text = grid.program(gpu.source);
-                cards::check(kernel.name, grid, &text, &build::folder()?, plan.shared_bytes_max())?;
+                devices::check(kernel.name, grid, &text, &build::folder()?, plan.shared_bytes_max())?;
                 run_grid(grid, launch, &mut memory, &library, order)
                     .map_err(|e| format!("{} {:?}: {e}", grid.entry, grid.defines))?;
             }
-            Step::Product(product) if product.ending == Ending::Plain => {
+            Step::Matmul(product) if product.epilogue == Epilogue::Plain => {
                 run_product(*product, launch, &mut memory)?;
             }
-            Step::Product(_) => by_reference(kernel, launch, &mut memory)?,
+            Step::Matmul(_) => by_reference(kernel, launch, &mut memory)?,
         }
     }
     finish(kernel, launch, &memory)?;
@@ -169,7 +174,7 @@ fn run_planned(kernel: &Kernel, plan: &Plan, launch: &mut Launch<'_>, order: u64
 }
 
 /// The entries that a plan runs, by the text of the program.
-fn entries<'a>(plan: &'a Plan, source: &str) -> BTreeMap<String, Vec<&'a str>> {
+fn entries<'a>(plan: &'a LaunchPlan, source: &str) -> BTreeMap<String, Vec<&'a str>> {
     let mut entries = BTreeMap::<String, Vec<&str>>::new();
     for step in plan.steps() {
         if let Step::Grid(grid) = step {
@@ -199,7 +204,7 @@ fn run_grid(
 }
 
 /// A product by the reference of the kernel that is one.
-fn run_product(product: Product, launch: &mut Launch<'_>, memory: &mut Memory) -> Result<(), String> {
+fn run_product(product: Matmul, launch: &mut Launch<'_>, memory: &mut Memory) -> Result<(), String> {
     let inputs: [Arg<'_>; 2] = [product.a, product.b].map(|i| launch.inputs[i]);
     let c = &mut launch.outputs[product.c];
     c.buffer
@@ -208,7 +213,7 @@ fn run_product(product: Product, launch: &mut Launch<'_>, memory: &mut Memory) -
         .copy_from_slice(memory.outputs[product.c].contents());
     let output = ArgMut { buffer: &mut *c.buffer, dtype: c.dtype, view: c.view };
     let mut step = Launch { inputs: &inputs, outputs: &mut [output], scalars: &[] };
-    (CONTRACT.reference)(&Pool::new(1), &mut step).map_err(|e| e.to_string())?;
+    (BATCHED_MATMUL.reference)(&Pool::new(1), &mut step).map_err(|e| e.to_string())?;
     memory.outputs[product.c].contents_mut().copy_from_slice(c.buffer.as_slice::<u8>());
     Ok(())
 }

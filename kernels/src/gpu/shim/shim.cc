@@ -18,13 +18,13 @@ constexpr size_t GUARD_BYTES = 256;
 constexpr unsigned SHARED_BYTES_MAX = 227 << 10;
 constexpr unsigned char STALE = 0xff;
 
-enum class State { Fresh, Ready, AtBarrier, InWarp, Ended };
+enum class State { Fresh, Ready, AtBarrier, InWarp, EpilogueOutput };
 
 struct Thread {
     State state;
     int line;
     int fiber;
-    // Where the bytes of the warp are wanted.
+    // Where the bytes of the warp are spec.
     void *all;
 };
 
@@ -157,7 +157,7 @@ void live() {
     for (;;) {
         const int own = block.threads[block.current].fiber;
         block.body(block.args);
-        block.threads[block.current].state = State::Ended;
+        block.threads[block.current].state = State::EpilogueOutput;
         block.threads[block.current].fiber = -1;
         block.num_ended += 1;
         release_barrier_if_all_wait();
@@ -240,7 +240,7 @@ void run_block(const shim::Grid &grid, uint64_t &random) {
         if (!moved && !block.failed) {
             for (unsigned i = 0; i < grid.threads; ++i) {
                 const Thread &thread = block.threads[i];
-                if (thread.state == State::Ended) continue;
+                if (thread.state == State::EpilogueOutput) continue;
                 snprintf(message, sizeof message, "thread %u waits at line %d for threads that never come (%s)", i,
                          thread.line, thread.state == State::AtBarrier ? "__syncthreads" : "lanes of its warp");
                 block.failed = true;

@@ -2,9 +2,9 @@
 
 use super::*;
 use crate::dtype::DType;
-use crate::kernel::{Bound, Gpu};
+use crate::kernel::{Bound, GpuCode};
 use crate::match_float;
-use crate::op::check::{Case, Kind, values};
+use crate::op::kernel_check::{Case, Kind, values};
 use std::io::Write as _;
 
 /// One block adds up 200 numbers; a macro plants a fault.
@@ -44,7 +44,7 @@ fn kernel<const FAULT: usize>() -> Kernel {
             }, else unreachable!())
         },
         cpu: None,
-        gpu: Some(Gpu {
+        gpu: Some(GpuCode {
             source: SOURCE,
             plan: |launch, plan| {
                 let args = vec![GridArg::Input(0), GridArg::Output(0), GridArg::I32(200)];
@@ -73,7 +73,7 @@ fn verdict<const FAULT: usize>() -> Result<(), String> {
 fn what_is_skipped_is_said() {
     if !compiler_is_found() {
         writeln!(std::io::stderr(), "skipped: no g++, so no GPU kernel is run on the host").unwrap();
-    } else if !cards::compiler_is_found() {
+    } else if !devices::compiler_is_found() {
         writeln!(std::io::stderr(), "skipped: no NVRTC, so no GPU kernel is compiled for cards").unwrap();
     }
 }

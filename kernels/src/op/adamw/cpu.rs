@@ -16,7 +16,7 @@ struct Run<'a, T: Float> {
     grad: &'a [T],
 }
 
-/// The runs of all parameters are tasks of one call of the pool.
+/// Updates all parameters in one call of the pool, in which each run is a task.
 pub(super) fn step(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let grads = grads(launch.inputs);
     let (Some(first), Some(all)) = (grads.first(), rates_of(launch)) else { return Ok(()) };

@@ -3,17 +3,17 @@
 use super::{STEP, grads};
 use crate::dtype::DType;
 use crate::error::KernelError;
-use crate::gpu::{Grid, GridArg, Plan};
+use crate::gpu::{Grid, GridArg, LaunchPlan};
 use crate::kernel::Launch;
 use crate::op::gpu_rows::{FLAT, flat_defines, float, width};
 
-/// The kernels of this folder.
+/// The CUDA source.
 pub(super) const SOURCE: &str = concat!(include_str!("../gpu_rows.cu"), include_str!("gpu.cu"));
 
-/// Parameters of one launch: seven words of each are arguments, of which 4096 bytes are allowed.
+/// Parameters per launch: each takes seven words of kernel arguments, of which 4096 bytes are allowed.
 const COUNT: usize = 72;
 
-pub(super) fn step(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn step(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let grads = grads(launch.inputs);
     if grads.is_empty() {
         return Ok(());
@@ -34,7 +34,7 @@ pub(super) fn step(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelErr
     Ok(())
 }
 
-/// One launch for the parameters with these numbers. What is left of the tables repeats the first.
+/// Plans one launch for the parameters with these numbers. Unused table entries repeat the first.
 fn many(launch: &Launch<'_>, dtype: DType, part: &[usize], is_aligned: bool) -> Grid {
     let sizes: Vec<usize> = part.iter().map(|&i| launch.inputs[i].view.numel()).collect();
     let mut blocks = 0i64;

@@ -1,5 +1,5 @@
-//! One AdamW step (decoupled weight decay) of many parameters. Its numbers lie in memory, so that work that is noted once can be
-//! given again with others.
+//! One AdamW step (decoupled weight decay) of many parameters. Hyperparameters are operands in device memory, so that a captured step can
+//! be replayed with other values.
 
 mod cpu;
 mod gpu;
@@ -7,7 +7,7 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::{Element, Float};
 use crate::error::KernelError;
-use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch, Scalar};
+use crate::kernel::{Arg, Bound, GpuCode, Kernel, Launch, Scalar};
 use crate::match_float;
 use crate::op::rows::{read, write};
 
@@ -16,8 +16,8 @@ use crate::op::rows::{read, write};
 /// param = param - lr weight_decay param - lr (m / correction1) / (sqrt(v / correction2) + eps).
 ///
 /// - in: grad_1 `(n_1)` .. grad_k `(n_k)`, of one float dtype, contiguous; rates f64 `(p, 7)`, contiguous, whose rows are lr, beta1,
-///   beta2, eps, weight_decay, correction1 = 1 - beta1^t, correction2 = 1 - beta2^t; gate f64, contiguous: the factor (of a
-///   gradient clip, or 1), and 0 where everything stays as it is, as [`GATE`](super::gate::GATE) leaves them
+///   beta2, eps, weight_decay, correction1 = 1 - beta1^t, correction2 = 1 - beta2^t; check f64, contiguous: the factor (of a
+///   gradient clip, or 1), and 0 to skip the step, as [`OVERFLOW_CHECK`](super::overflow_check::OVERFLOW_CHECK) computes them
 /// - out: param_1 `(n_1)` in the dtype of grad, m_1 `(n_1)` and v_1 `(n_1)` in its accumulator, param_2, ..; contiguous, updated
 /// - scalars: Int row of the rates, for each parameter
 ///
@@ -28,16 +28,16 @@ pub static STEP: Kernel = Kernel {
     name: "adamw",
     reference,
     cpu: Some(cpu::step),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::step }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::step }),
     flops: |launch| grads(launch.inputs).iter().map(|grad| 16 * grad.view.numel() as u64).sum(),
     bytes: Some(|launch| launch.updated_bytes()),
     bound: Bound { ulps: 8.0 },
 };
 
-/// Numbers in a row of the rates.
+/// Hyperparameters per row of the rates.
 pub const NUM_RATES: usize = 7;
 
-/// The numbers of a step as the accumulator needs them.
+/// The hyperparameters of a step, rounded to the accumulator.
 #[derive(Clone, Copy, Debug)]
 struct Rates<R> {
     /// 1 - lr weight_decay.
@@ -71,7 +71,7 @@ impl Rates<f64> {
         }
     }
 
-    /// Each number rounded once.
+    /// Rounds each number once.
     fn rounded<R: Element>(self) -> Rates<R> {
         let Rates { keep, lr, beta1, rest1, beta2, rest2, eps, correction1, correction2, factor } = self;
         let numbers = [keep, lr, beta1, rest1, beta2, rest2, eps, correction1, correction2, factor];
@@ -81,12 +81,12 @@ impl Rates<f64> {
     }
 }
 
-/// The gradients among the inputs.
+/// Returns the gradients among the inputs.
 fn grads<'s, 'a>(inputs: &'s [Arg<'a>]) -> &'s [Arg<'a>] {
     &inputs[..inputs.len() - 2]
 }
 
-/// The rates of each parameter of a launch; `None` where everything stays as it is.
+/// The rates of each parameter of a launch; `None` if the step is skipped.
 fn rates_of(launch: &Launch<'_>) -> Option<Vec<Rates<f64>>> {
     let [.., rates, gate] = launch.inputs else { unreachable!("the contract ends with rates and gate") };
     let (rates, gate) = (read::<f64>(rates), read::<f64>(gate));
@@ -122,12 +122,12 @@ mod tests {
     use crate::buffer::{Allocator, Buffer};
     use crate::dtype::DType;
     use crate::kernel::ArgMut;
-    use crate::op::check::{Case, Kind, load, store, values};
+    use crate::op::kernel_check::{Case, Kind, load, store, values};
     use crate::strides::Strides;
 
     const F64: Kind = Kind::Fixed(DType::F64);
 
-    /// Runs the reference in f64 on one element: param, m, v afterwards.
+    /// Runs the reference in f64 on one element; returns param, m, v afterwards.
     fn stepped(grad: f64, state: [f64; 3], rates: [f64; 7], gate: [f64; 2]) -> [f64; 3] {
         let allocator = Allocator::default();
         let [one, row, two] = [1, 7, 2].map(|n| Strides::contiguous(&[n]));
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn by_hand() {
+    fn matches_known_values() {
         // g = 2: m = 4/2 + 2/2 = 3, v = 3/4 * 4 + 4/4 = 4; m / 0.5 = 6, sqrt(4 / 0.25) = 4, + 2 = 6: an update of 1;
         // param = 8 - 0.1 * 0.5 * 8 - 0.1 * 1.
         let rates = [0.1, 0.5, 0.75, 2.0, 0.5, 0.5, 0.25];
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_step_has_the_size_of_the_rate() {
+    fn first_step_has_the_size_of_the_learning_rate() {
         // With t = 1 the corrections undo the averages, so the update is g / |g|.
         for g in [1e-3, -5.0] {
             let rates = [0.01, 0.9, 0.999, 0.0, 0.0, 0.1, 0.001];
@@ -163,7 +163,7 @@ mod tests {
         }
     }
 
-    /// The rates of some parameters, each of another step, and the numbers of their rows from the last to the first.
+    /// Returns the rates of some parameters, each at another step, and their row numbers from the last to the first.
     fn rates(count: usize) -> (Vec<f64>, Vec<Scalar>) {
         let row = |i: usize| {
             let (t, i) = (i as i32 % 4 + 1, i as f64);
@@ -175,8 +175,8 @@ mod tests {
     }
 
     #[test]
-    fn the_fast_path_agrees_on_many_parameters() {
-        // More than one launch takes, empty ones and such as end in part of a vector among them.
+    fn fast_path_matches_the_reference_on_many_parameters() {
+        // More parameters than one launch takes, some empty, some ending in part of a vector.
         let sizes: Vec<usize> = (0..80).map(|i| [64, 0, 1, 4096, 37, 8][i % 6]).chain([40_000]).collect();
         for (k, gate) in [(0, 1.0), (1, 1.0), (5, 1.0), (sizes.len(), 1.0), (sizes.len(), 0.0)] {
             let sizes = &sizes[sizes.len() - k..];
@@ -191,13 +191,13 @@ mod tests {
                     .output_view(Kind::Accumulator, view(0), &squares)
             });
             let case = case.input_as(F64, &[k, NUM_RATES], &rates);
-            // What lies behind the gate is nobody's business here. A parameter of one element may nearly cancel.
+            // The kernel ignores the rest of the check. A parameter of one element may nearly cancel.
             case.input_as(F64, &[3], &[0.7, gate, f64::NAN]).scalars(&rows).scale(1.0).run();
         }
     }
 
     #[test]
-    fn the_bits_of_many_are_those_of_each() {
+    fn sums_of_squares_of_many_operands_have_the_bits_of_single_ones() {
         let allocator = Allocator::default();
         let views = [&[100][..], &[2, 7], &[2]].map(Strides::contiguous);
         let memory = |i: u64| values(i, 100).iter().map(|x| x.abs()).collect::<Vec<f64>>();

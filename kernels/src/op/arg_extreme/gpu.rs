@@ -1,19 +1,19 @@
-//! Places of extremes on GPUs.
+//! argmax and argmin on GPUs.
 
 use super::ARG_EXTREME;
 use crate::error::KernelError;
-use crate::gpu::{Grid, GridArg, Plan, type_name};
+use crate::gpu::{Grid, GridArg, LaunchPlan, type_name};
 use crate::kernel::Launch;
 use crate::op::rows::width;
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// Threads of a block, as in the source.
+/// Threads per block; the same constant as in the source.
 const THREADS: usize = 256;
-/// Rows that are longer than this have a block each, others a warp.
+/// Longer rows have a block each, others a warp.
 const WARP_MAX: usize = 1024;
 
-pub(super) fn plan(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let x = &launch.inputs[0];
     if !x.dtype.is_float() {
         return Err(KernelError::DType { kernel: ARG_EXTREME.name, dtype: x.dtype });

@@ -1,16 +1,15 @@
-//! Where the largest or the smallest element of a row stands.
+//! argmax and argmin of rows.
 
 mod gpu;
 
 use crate::cpu::Pool;
 use crate::dtype::Float;
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{operands, read, rows_per_task, width, write};
 
-/// i = the place of the largest (or smallest) element along the last dim: the first of those that tie; the first that is
-/// not a number, if there is one.
+/// i = the index of the largest (or smallest) element along the last dim: the first of those that tie; the first NaN, if there is one.
 ///
 /// - in: x (.., n), any float, contiguous; n is at least 1
 /// - out: i (..), i64, contiguous
@@ -28,7 +27,7 @@ pub static ARG_EXTREME: Kernel = Kernel {
         }, else Err(KernelError::DType { kernel: ARG_EXTREME.name, dtype: x.dtype }))
     },
     cpu: Some(arg_extreme),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::plan }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |launch| launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 0.0 },
@@ -66,11 +65,11 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::kernel::Scalar;
-    use crate::op::check::{Case, Kind, values};
-    use crate::op::differences::{Value, evaluate_as};
+    use crate::op::finite_difference::{Value, evaluate_as};
+    use crate::op::kernel_check::{Case, Kind, values};
 
     #[test]
-    fn by_hand() {
+    fn matches_known_values() {
         let x = Value::real(&[3, 3], &[1.0, 3.0, 3.0, -1.0, -1.0, 2.0, 0.0, f64::NAN, 5.0]);
         let run = |largest| {
             let scalars = [Scalar::Int(largest)];
@@ -82,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fast_path_agrees() {
+    fn fast_path_matches_the_reference() {
         for shape in [[7, 33], [1, 3000], [5000, 5], [4, 1], [0, 3]] {
             let x: Vec<f64> =
                 values(1, shape[0] * shape[1]).iter().map(|x| (8.0 * x).round() / 8.0).collect();

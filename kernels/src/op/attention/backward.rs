@@ -1,5 +1,5 @@
-//! The backward of attention on the CPU: one task per batch element and key head. Probabilities come again from the
-//! scores and the saved logarithms.
+//! The backward of attention on the CPU: one task per batch element and key head. Probabilities are recomputed from the scores and the
+//! saved log-sum-exp.
 
 use super::strips::{Queries, in_strips, turn};
 use super::tile::{KEYS, Operand, Pairs, QUERIES, rows, with_operand};
@@ -13,14 +13,14 @@ use crate::kernel::{Arg, ArgMut, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{LANES, sum_pairs, write};
 
-/// Where the results of one key head go: a row of channels per query (in the order (t, r)), key and value.
+/// The outputs of one key head: a row of channels per query (in the order (t, r)), key and value.
 struct Outputs<'a, T> {
     dq: Vec<&'a mut [T]>,
     dk: Vec<&'a mut [T]>,
     dv: Vec<&'a mut [T]>,
 }
 
-/// Into three outputs, or into one that has a part for each.
+/// Writes three outputs, or one joined output.
 pub(super) fn backward(kernel: &Kernel, pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let inputs: &[Arg<'_>; 6] = launch.inputs.try_into().expect("a launch has the inputs of its contract");
     let problem = Problem::new(&inputs[0], &inputs[1], launch.scalars);
@@ -33,7 +33,7 @@ pub(super) fn backward(kernel: &Kernel, pool: &Pool, launch: &mut Launch<'_>) ->
             outputs => apart::<T>(&problem, outputs.try_into().expect("a launch has the outputs of its contract")),
         };
         with_operand!(T, P => pool.chunks_on_threads(&mut tasks, 1, |thread, task, outputs| {
-            let mut own = pool.scratches_of(thread);
+            let mut own = pool.scratch_array_for(thread);
             let own = own.each_mut().map(|scratch| &mut **scratch);
             backward_head::<T, P>(&problem, own, inputs, task, &mut outputs[0]);
         }));
@@ -61,7 +61,7 @@ fn joined<'s, T: Float>(problem: &Problem, d_qkv: &'s mut ArgMut<'_>) -> Vec<Out
     tasks
 }
 
-/// Hands outputs, which come in the order (b, rows, g, `each`), out to tasks in the order (b, g): `count` each.
+/// Distributes outputs in the order (b, rows, g, `each`) to tasks in the order (b, g): `count` rows each.
 fn by_key_head<O>(
     problem: &Problem,
     count: usize,
@@ -113,7 +113,7 @@ fn backward_head<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
             store(state.dq, problem.c, T::Acc::lit(problem.scale), rows);
         }
     }
-    // What queries were not multiplied by is missing in dk.
+    // Scale dk by the factor that queries were not multiplied by.
     let missing = P::factors(problem.scale)[1];
     for (out, sums, factor) in
         [(&mut outputs.dk, &state.dk, missing), (&mut outputs.dv, &state.dv, T::Acc::ONE)]
@@ -122,7 +122,7 @@ fn backward_head<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
     }
 }
 
-/// Stores rows of c sums, times a factor, where each of them goes.
+/// Stores rows of c sums, times a factor, to their destinations.
 fn store<'o, 'a: 'o, T: Float>(
     sums: &[T::Acc],
     c: usize,
@@ -141,19 +141,18 @@ fn store<'o, 'a: 'o, T: Float>(
     );
 }
 
-/// The sums of one key head, and one tile of queries on its way over the keys.
+/// The sums of one key head, and the current tile of queries.
 struct State<'s, P: Operand> {
     dk: &'s mut [P::Acc],
     dv: &'s mut [P::Acc],
     /// The queries, times the first of [`Operand::factors`].
     q: &'s mut [P],
     d_out: &'s mut [P],
-    /// Both turned, as far as they lie in strips, and all keys and values, if tiles are taken by strips.
-    turned: [&'s mut [P::Acc]; 2],
+    /// Queries and cotangents transposed, as far as they fill strips, and all keys and values, for tiles taken by strips.
+    transposed: [&'s mut [P::Acc]; 2],
     keys: [&'s mut [P::Acc]; 2],
     dq: &'s mut [P::Acc],
-    /// Per query, filled up to a full vector: the logarithm of the sum of exponentials, and the product of o and its
-    /// cotangent.
+    /// Per query, padded to a full vector: the log-sum-exp, and the dot product of o and its cotangent.
     lse: &'s mut [P::Acc],
     delta: &'s mut [P::Acc],
     /// A row per key: the scores, then the probabilities.
@@ -169,20 +168,21 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         let queries = QUERIES.min(problem.t);
         let row_len = queries.next_multiple_of(LANES);
         let (of_keys, of_queries, tile) = (problem.s * problem.c, queries * problem.c, row_len * KEYS);
-        let turned = in_strips::<P>(queries) * problem.c;
-        let kept = if turned > 0 { of_keys } else { 0 };
-        let lens = [of_keys, of_keys, of_queries, row_len, row_len, tile, tile, turned, turned, kept, kept];
+        let transposed = in_strips::<P>(queries) * problem.c;
+        let kept = if transposed > 0 { of_keys } else { 0 };
+        let lens =
+            [of_keys, of_keys, of_queries, row_len, row_len, tile, tile, transposed, transposed, kept, kept];
         let [dk, dv, dq, lse, delta, prob, d_score, q_turned, d_out_turned, k, v] = rooms.slices(lens);
         let rounded = P::rounded_len(tile);
         let [q, d_out, probs, d_scores] = operands.slices([of_queries, of_queries, rounded, rounded]);
         for sums in [&mut *dk, &mut *dv, &mut *lse, &mut *delta] {
             sums.fill(R::ZERO);
         }
-        let (turned, keys, weights) = ([q_turned, d_out_turned], [k, v], [probs, d_scores]);
-        State { dk, dv, q, d_out, turned, keys, dq, lse, delta, prob, d_score, weights }
+        let (transposed, keys, weights) = ([q_turned, d_out_turned], [k, v], [probs, d_scores]);
+        State { dk, dv, q, d_out, transposed, keys, dq, lse, delta, prob, d_score, weights }
     }
 
-    /// Takes up a tile of queries.
+    /// Loads a tile of queries.
     #[inline(always)]
     fn load<T: Float<Acc = R>>(
         &mut self,
@@ -194,7 +194,7 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         let (c, len) = (problem.c, queries * problem.c);
         q.gather(first, c, P::factors(problem.scale)[0], &mut self.q[..len]);
         d_out.gather(first, c, R::ONE, &mut self.d_out[..len]);
-        // The place of dq serves for o first.
+        // The memory of dq holds o first.
         o.gather(first, c, R::ONE, &mut self.dq[..len]);
         for i in 0..queries {
             self.delta[i] =
@@ -204,7 +204,7 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         self.dq.fill(R::ZERO);
     }
 
-    /// Takes the tile over the keys that it sees.
+    /// Multiplies the tile with the keys that it sees.
     fn walk<T: Float<Acc = R>>(
         &mut self,
         problem: &Problem,
@@ -227,16 +227,18 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         }
     }
 
-    /// Takes the tile in strips over the keys that it sees.
+    /// Multiplies the tile in strips with the keys that it sees.
     fn walk_strips(&mut self, problem: &Problem, scratch: &mut Scratch, [first, queries]: [usize; 2]) {
         let (c, whole) = (problem.c, in_strips::<P>(queries) * problem.c);
-        turn(self.q, c, &mut self.turned[0][..whole]);
-        turn(self.d_out, c, &mut self.turned[1][..whole]);
+        turn(self.q, c, &mut self.transposed[0][..whole]);
+        turn(self.d_out, c, &mut self.transposed[1][..whole]);
         for pairs in Pairs::of(*problem, first, queries) {
             let [k, v] = self.keys.each_ref().map(|keys| &keys[pairs.first_key * c..]);
-            let [q, d_out] = self.turned.each_ref().map(|turned| &turned[..whole]);
-            let (q, d_out) =
-                (Queries { turned: q, rows: &*self.q }, Queries { turned: d_out, rows: &*self.d_out });
+            let [q, d_out] = self.transposed.each_ref().map(|transposed| &transposed[..whole]);
+            let (q, d_out) = (
+                Queries { transposed: q, rows: &*self.q },
+                Queries { transposed: d_out, rows: &*self.d_out },
+            );
             pairs.score_strips(problem, scratch, q, rows(k, c), self.prob);
             pairs.score_strips(problem, scratch, d_out, rows(v, c), self.d_score);
             vectorized(
@@ -250,7 +252,7 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         }
     }
 
-    /// From scores and cotangents of probabilities to probabilities and cotangents of scores.
+    /// Converts scores to probabilities, and cotangents of probabilities to cotangents of scores.
     #[inline(always)]
     fn differentiate(&mut self, problem: &Problem, pairs: Pairs) {
         let (row_len, factor) = (pairs.row_len(), P::factors(problem.scale)[1]);

@@ -1,4 +1,4 @@
-//! Attention on the CPU: one task per head and tile of queries; keys in tiles, with a running maximum and sum.
+//! Attention on the CPU: one task per head and tile of queries; keys in tiles, with online softmax (a running maximum and sum).
 
 use super::strips::{Queries, in_strips, turn};
 use super::tile::{KEYS, Operand, Pairs, QUERIES, with_operand};
@@ -12,7 +12,7 @@ use crate::kernel::{Arg, Launch};
 use crate::match_float;
 use crate::op::rows::{LANES, operands, write};
 
-/// Where the results of one query go.
+/// The outputs of one query.
 type Output<'a, T> = (&'a mut [T], &'a mut <T as Float>::Acc);
 
 pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
@@ -25,7 +25,7 @@ pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kernel
         let outputs = write::<T>(o).chunks_exact_mut(problem.c).zip(write::<<T as Float>::Acc>(lse));
         let mut tasks = by_tile(&problem, outputs);
         with_operand!(T, P => pool.chunks_on_threads(&mut tasks, 1, |thread, task, outputs| {
-            let mut own = pool.scratches_of(thread);
+            let mut own = pool.scratch_array_for(thread);
             let own = own.each_mut().map(|scratch| &mut **scratch);
             forward_tile::<T, P>(&problem, own, [q, k, v], task, &mut outputs[0]);
         }));
@@ -33,7 +33,7 @@ pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kernel
     }, else Err(KernelError::DType { kernel: FORWARD.name, dtype: q.dtype }))
 }
 
-/// Hands the outputs, which come in the order (b, t, g, r), out to tasks in the order (b, g, r, tile of queries).
+/// Distributes the outputs in the order (b, t, g, r) to tasks in the order (b, g, r, tile of queries).
 fn by_tile<O>(problem: &Problem, outputs: impl Iterator<Item = O>) -> Vec<Vec<O>> {
     let (heads, tiles) = (problem.g * problem.r, problem.t.div_ceil(QUERIES));
     let mut tasks: Vec<Vec<O>> =
@@ -63,7 +63,7 @@ fn forward_tile<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
         #[inline(always)]
         || q.gather(first, c, P::factors(problem.scale)[0], state.q),
     );
-    // Keys of 16 bits would be widened for each strip.
+    // 16-bit keys would be widened for each strip.
     if in_strips::<P>(queries) > 0 && T::DTYPE == <T::Acc as Element>::DTYPE {
         state.walk_strips(problem, packs, [&k, &v], [first, queries]);
     } else {
@@ -82,12 +82,12 @@ fn forward_tile<T: Float<Acc: Maths>, P: Operand<Acc = T::Acc>>(
     );
 }
 
-/// A tile of queries on its way over the keys.
+/// The state of a tile of queries during the loop over keys.
 struct State<'s, P: Operand> {
     /// The queries, times the first of [`Operand::factors`].
     q: &'s mut [P],
-    /// Those in strips, turned, and the values of one tile of keys, if it is taken by strips.
-    turned: &'s mut [P::Acc],
+    /// The queries in strips, transposed, and the values of one tile of keys, for tiles taken by strips.
+    transposed: &'s mut [P::Acc],
     values: &'s mut [P::Acc],
     /// Scores, then exponentials, of one tile of keys: a row per key.
     scores: &'s mut [P::Acc],
@@ -95,16 +95,16 @@ struct State<'s, P: Operand> {
     weights: &'s mut [P],
     /// The sums of exponentials times values.
     out: &'s mut [P::Acc],
-    /// Per query, filled up to a full vector: the largest score so far and the sum of exponentials measured from it.
+    /// Per query, padded to a full vector: the largest score so far and the sum of exponentials relative to it.
     max: &'s mut [P::Acc],
     sum: &'s mut [P::Acc],
-    /// Per query, for one tile: what scores are measured from, what the state before is scaled by, and the new sum.
+    /// Per query, for one tile: the origin of the scores, the factor for the earlier state, and the new sum.
     origin: &'s mut [P::Acc],
     shrink: &'s mut [P::Acc],
     total: &'s mut [P::Acc],
 }
 
-/// What scores are measured from. Without a finite maximum that is 0; the sum then tells 0 from not-a-number.
+/// Returns the origin of the scores. Without a finite maximum that is 0; the sum then distinguishes 0 from NaN.
 #[inline(always)]
 fn origin<R: Real>(max: R) -> R {
     if max == R::NEG_INFINITY { R::ZERO } else { max }
@@ -114,20 +114,20 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
     fn new(rooms: &'s mut Scratch, operands: &'s mut Scratch, queries: usize, c: usize) -> State<'s, P> {
         let row_len = queries.next_multiple_of(LANES);
         let (matrix, tile) = (queries * c, row_len * KEYS);
-        let turned = in_strips::<P>(queries) * c;
-        let values = if turned > 0 { KEYS * c } else { 0 };
-        let lens = [tile, matrix, row_len, row_len, row_len, row_len, row_len, turned, values];
-        let [scores, out, max, sum, origin, shrink, total, turned, values] = rooms.slices(lens);
+        let transposed = in_strips::<P>(queries) * c;
+        let values = if transposed > 0 { KEYS * c } else { 0 };
+        let lens = [tile, matrix, row_len, row_len, row_len, row_len, row_len, transposed, values];
+        let [scores, out, max, sum, origin, shrink, total, transposed, values] = rooms.slices(lens);
         let [q, weights] = operands.slices([matrix, P::rounded_len(tile)]);
         out.fill(R::ZERO);
         max.fill(R::NEG_INFINITY);
         for row in [&mut *sum, &mut *origin, &mut *shrink, &mut *total] {
             row.fill(R::ZERO);
         }
-        State { q, turned, values, scores, weights, out, max, sum, origin, shrink, total }
+        State { q, transposed, values, scores, weights, out, max, sum, origin, shrink, total }
     }
 
-    /// Takes a tile in strips over the keys that it sees.
+    /// Multiplies the tile in strips with the keys that it sees.
     fn walk_strips<T: Float<Acc = R>>(
         &mut self,
         problem: &Problem,
@@ -136,9 +136,9 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         [first, queries]: [usize; 2],
     ) {
         let c = problem.c;
-        turn(self.q, c, self.turned);
+        turn(self.q, c, self.transposed);
         for pairs in Pairs::of(*problem, first, queries) {
-            let q = Queries { turned: &*self.turned, rows: &*self.q };
+            let q = Queries { transposed: &*self.transposed, rows: &*self.q };
             pairs.score_strips(problem, scratch, q, k.matrix(pairs.first_key), self.scores);
             vectorized(
                 #[inline(always)]
@@ -151,7 +151,7 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         }
     }
 
-    /// Turns the scores of a tile into exponentials below the new maxima, and scales what came before down to them.
+    /// Converts the scores of a tile to exponentials relative to the new maxima, and rescales the earlier state.
     #[inline(always)]
     fn soften(&mut self, problem: &Problem, pairs: Pairs) {
         let (row_len, skip, c) = (pairs.row_len(), pairs.skip, pairs.c);
@@ -172,7 +172,7 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         let states = self.origin[skip..].iter_mut().zip(&mut self.shrink[skip..]).zip(&self.max[skip..]);
         for ((start, shrink), &max) in states {
             *start = origin(max);
-            // There is nothing to shrink yet; and results that underflow take many times as long.
+            // No rescaling yet; and results that underflow take many times as long.
             let before = if *shrink == R::NEG_INFINITY { *start } else { *shrink };
             *shrink = (before - *start).decay();
         }
@@ -180,10 +180,10 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         for (j, row) in self.scores.chunks_exact_mut(row_len).take(pairs.keys).enumerate() {
             let (hidden, behind) = (pairs.hidden(problem, j), pairs.left_behind(problem, j).max(skip));
             let whole = hidden / LANES * LANES;
-            // What is not seen gives 1, and then 0, for exponentials that underflow take many times as long.
+            // Hidden pairs give 1, then 0, because exponentials that underflow take many times as long.
             row[whole..hidden].copy_from_slice(&self.origin[whole..hidden]);
             row[behind..].copy_from_slice(&self.origin[behind..]);
-            // Whole vectors, which the compiler does not see in lengths that it does not know.
+            // Whole vectors, which the compiler does not find in lengths unknown to it.
             let seeing = row[whole..].as_chunks_mut::<LANES>().0.iter_mut();
             for (score, origin) in seeing.zip(self.origin[whole..].as_chunks::<LANES>().0) {
                 for i in 0..LANES {
@@ -209,7 +209,7 @@ impl<'s, R: Maths, P: Operand<Acc = R>> State<'s, P> {
         }
     }
 
-    /// Divides by the sums and stores.
+    /// Divides by the sums and stores the results.
     #[inline(always)]
     fn finish<T: Float<Acc = R>>(&mut self, problem: &Problem, first: usize, outputs: &mut [Output<'_, T>]) {
         for ((sum, max), factor) in self.sum.iter_mut().zip(&mut *self.max).zip(&mut *self.shrink) {

@@ -1,14 +1,14 @@
-//! Attention on GPUs. 16-bit heads of up to 128 channels go through tensor cores in tiles (`gpu/tile.cu`), all others
-//! through plain arithmetic (`gpu/plain.cu`).
+//! Attention on GPUs. 16-bit heads of up to 128 channels use tensor cores in tiles (`gpu/tile.cu`), all others plain arithmetic
+//! (`gpu/plain.cu`).
 
 use super::{ALLOWANCE, FORWARD, Problem};
 use crate::dtype::DType;
 use crate::error::KernelError;
-use crate::gpu::{Grid, GridArg, Plan, type_name};
+use crate::gpu::{Grid, GridArg, LaunchPlan, type_name};
 use crate::kernel::{Arg, Kernel, Launch};
 use std::borrow::Cow;
 
-/// Tensor cores where HEAD is defined, plain arithmetic elsewhere.
+/// Tensor cores if HEAD is defined, else plain arithmetic.
 pub(super) const FORWARD_SOURCE: &str = concat!(
     include_str!("gpu/problem.cu"),
     "#ifdef HEAD\n",
@@ -30,18 +30,17 @@ pub(super) const BACKWARD_SOURCE: &str = concat!(
     "#endif\n",
 );
 
-/// Rows, or keys, that a block of the tiles has.
+/// Rows, or keys, per block of the tiled kernels.
 const BLOCK: usize = 128;
-/// Rows of a head are filled up to a multiple of this in scratch memory: the longest step over rows, and those of a block
-/// of `row_deltas`.
+/// Rows of a head are padded to a multiple of this in scratch memory: the longest step over rows, and the rows of a block of `row_deltas`.
 const PADDING: usize = 64;
 
-/// How a launch is done.
+/// The kind of kernel of a launch.
 #[derive(Clone, Copy, Debug)]
 enum Way {
-    /// In tiles with rows of so many channels.
+    /// Tiles with rows of so many channels.
     Tiles(usize),
-    /// With so many rows a warp and pieces of 32 channels a row.
+    /// Plain arithmetic with so many rows per warp and pieces of 32 channels per row.
     Plain([usize; 2]),
 }
 
@@ -55,7 +54,7 @@ impl Way {
         }
     }
 
-    /// Rows, or keys, of a block.
+    /// Returns the rows, or keys, per block.
     fn block(self) -> usize {
         match self {
             Way::Tiles(_) => BLOCK,
@@ -63,7 +62,7 @@ impl Way {
         }
     }
 
-    /// Shared memory of a block: `of_tiles` bytes for each channel of a row, and `more`.
+    /// Returns the shared memory of a block: `of_tiles` bytes for each channel of a row, and `more`.
     fn shared_bytes(self, dtype: DType, of_tiles: usize, more: usize) -> u32 {
         let bytes = match self {
             Way::Tiles(head) => of_tiles * head + more,
@@ -73,7 +72,7 @@ impl Way {
     }
 }
 
-/// A launch that is being described.
+/// A launch that is being planned.
 struct Description<'a> {
     problem: Problem,
     dtype: DType,
@@ -82,8 +81,8 @@ struct Description<'a> {
     shape: &'a GridArg,
 }
 
-/// Whether 16 bytes of a row can be read at once: channels side by side, all else at multiples of 8, and rows (the dims after
-/// sequences and after heads of keys) so close that 32 bits count the bytes of 16 of them.
+/// Returns whether 16 bytes of a row can be read at once: channels contiguous, all else at multiples of 8, and rows (the dims after
+/// sequences and after key heads) so close that 32 bits count the bytes of 16 of them.
 fn is_vector(arg: &Arg<'_>) -> bool {
     let (&inner, outer) = arg.view.strides.split_last().expect("heads have channels");
     let extents = &arg.view.shape;
@@ -93,7 +92,7 @@ fn is_vector(arg: &Arg<'_>) -> bool {
     inner == 1 && apart && arg.view.offset.is_multiple_of(8) && extents[outer.len()].is_multiple_of(8)
 }
 
-/// `Problem` of the source: extents, then the strides of the operands, 0 for those that a launch lacks.
+/// Returns the source's `Problem`: extents, then the strides of the operands, 0 for missing ones.
 fn shape(problem: &Problem, args: &[Arg<'_>]) -> GridArg {
     let Problem { t, g, r, c, s, causal, t_start, window, .. } = *problem;
     let extents = [t, g, r, c, s].map(|n| n as i64);
@@ -108,12 +107,12 @@ fn shape(problem: &Problem, args: &[Arg<'_>]) -> GridArg {
     GridArg::I64s(words)
 }
 
-/// A number in the accumulator.
+/// Returns a number in the accumulator.
 fn real(dtype: DType, x: f64) -> GridArg {
     if dtype == DType::F64 { GridArg::F64(x) } else { GridArg::F32(x as f32) }
 }
 
-/// Query heads of a key head that a program is compiled for; 0 stands for any number of them.
+/// The query heads per key head that a program is compiled for; 0 stands for any number.
 fn group(heads: usize) -> usize {
     if matches!(heads, 1 | 2 | 4 | 8) { heads } else { 0 }
 }
@@ -139,7 +138,7 @@ fn defines(way: Way, problem: &Problem, launch: &Launch<'_>) -> Vec<(&'static st
 }
 
 impl Description<'_> {
-    /// A grid of blocks for so many rows, or keys, of each head.
+    /// Returns a grid of blocks for so many rows, or keys, of each head.
     fn grid(&self, entry: &'static str, rows: usize, threads: usize, shared_bytes: u32) -> Grid {
         self.grid_of(entry, rows.div_ceil(self.way.block()), threads, shared_bytes)
     }
@@ -151,20 +150,20 @@ impl Description<'_> {
     }
 }
 
-/// Blocks along the second and the third dim of a grid, at most.
+/// The most blocks along the second and the third dim of a grid.
 const BLOCKS_MAX: usize = 65_535;
 
-/// Refuses more sequences or heads than a grid has blocks for.
+/// Returns an error for more sequences or heads than a grid has blocks.
 fn check_grid(kernel: &'static str, problem: &Problem) -> Result<(), KernelError> {
     let Problem { b, g, .. } = *problem;
     if b.max(g) <= BLOCKS_MAX {
         return Ok(());
     }
     let why = format!("{b} sequences of {g} heads of keys; a card takes {BLOCKS_MAX} of either at a time");
-    Err(KernelError::Device { call: kernel, why, lasting: false })
+    Err(KernelError::Device { call: kernel, why, is_permanent: false })
 }
 
-pub(super) fn forward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn forward(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let (args, dtype) = (launch.inputs, launch.inputs[0].dtype);
     if !dtype.is_float() {
         return Err(KernelError::DType { kernel: FORWARD.name, dtype });
@@ -190,8 +189,12 @@ pub(super) fn forward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), Kernel
     Ok(())
 }
 
-/// Into three outputs, or into one that has a part for each.
-pub(super) fn backward(kernel: &Kernel, launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+/// Plans the backward into three outputs, or into one joined output.
+pub(super) fn backward(
+    kernel: &Kernel,
+    launch: &Launch<'_>,
+    plan: &mut LaunchPlan,
+) -> Result<(), KernelError> {
     let (args, dtype) = (launch.inputs, launch.inputs[0].dtype);
     if !dtype.is_float() {
         return Err(KernelError::DType { kernel: kernel.name, dtype });
@@ -226,7 +229,7 @@ pub(super) fn backward(kernel: &Kernel, launch: &Launch<'_>, plan: &mut Plan) ->
     Ok(())
 }
 
-/// Rows that `keys_back` takes at a time: with heads of 128 channels 64 where a block has as much memory.
+/// Rows that `keys_back` takes at a time: with heads of 128 channels 64 if a block has enough shared memory.
 fn back_rows(way: Way, dtype: DType, shared_bytes_max: u32) -> usize {
     match way {
         Way::Plain(_) => 0,
@@ -241,7 +244,7 @@ fn keys_back_bytes(way: Way, dtype: DType, step: usize) -> u32 {
 }
 
 impl Description<'_> {
-    /// delta and lse of each row, in the order (b, g, t, r), into `numbers`.
+    /// Plans delta and lse of each row, in the order (b, g, t, r), into `numbers`.
     fn deltas(&self, [lse, delta]: &[GridArg; 2], padded: usize) -> Grid {
         let factor = if matches!(self.way, Way::Tiles(_)) { std::f64::consts::LOG2_E } else { 1.0 };
         let mut grid = self.grid_of("row_deltas", padded / PADDING, 128, 0);
@@ -250,7 +253,7 @@ impl Description<'_> {
         grid
     }
 
-    /// q, k, v, d_out and what [`Description::deltas`] found.
+    /// Returns q, k, v, d_out and the result of [`Description::deltas`].
     fn operands(&self, grid: &mut Grid, numbers: &[GridArg; 2], outputs: &[usize], padded: usize) {
         grid.args.extend([0, 1, 2, 5].map(GridArg::Input));
         grid.args.extend(numbers.iter().cloned());

@@ -1,10 +1,9 @@
 //! Scaled dot-product attention with grouped queries: o_i = sum_j p_ij v_j with p_ij = exp(scale q_i k_j - lse_i) over
 //! the keys j that query i sees, where lse_i is the logarithm of the sum of exp(scale q_i k_j).
-//!
-//! Query head (g, r) reads key and value head g. If causal, key j is visible to query i (both counted on this rank) if
-//! j <= t_start + i, where t_start is the global index of the first query less that of the first key; it may be
-//! negative. A window of w hides the keys below t_start + i + 1 - w too. A query that sees no key gives zeros and lse = -inf. If all scores of a query are -inf, or one is
-//! not a number or +inf, its row is not a number. Hidden keys and values must be finite: they may meet a factor 0.
+//! Grouped-query attention: query head (g, r) reads key and value head g. If causal, key j is visible to query i (both local indices) if
+//! j <= t_start + i, where t_start is the global index of the first query less that of the first key; it may be negative. A window of w
+//! also hides the keys below t_start + i + 1 - w (sliding window). A query that sees no key gives zeros and lse = -inf. If all scores of
+//! a query are -inf, or one is NaN or +inf, its row is NaN. Hidden keys and values must be finite: they may be multiplied by 0.
 
 mod tile;
 mod strips;
@@ -15,29 +14,29 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::{Element, Float};
 use crate::error::KernelError;
-use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch, Scalar};
+use crate::kernel::{Arg, Bound, GpuCode, Kernel, Launch, Scalar};
 use crate::match_float;
 use crate::op::rows::{operands, write};
 use std::ops::Range;
 
-/// What probabilities cost that are rounded to 16 bits, in units of the output at its largest magnitude.
+/// The extra error if probabilities are rounded to 16 bits, in units of the output at its largest magnitude.
 const ALLOWANCE: f64 = 4.0;
 
-/// Attention.
+/// Scaled dot-product attention, forward.
 ///
 /// - in: q `(b, t, g, r, c)`, k `(b, s, g, c)`, v `(b, s, g, c)`, one float dtype, any strides
 /// - out: o `(b, t, g, r, c)` like q, contiguous; lse `(b, t, g, r)` in the accumulator of q, contiguous
 /// - scalars: Real scale, Int causal (0 or 1), Int t_start, Int window (0 for none; only if causal)
 ///
-/// No t by s matrix is formed. Keys are taken in tiles that start at multiples of 64 (of 32 by plain arithmetic on a GPU), so a row's bits depend on
-/// its own query, its keys and its place only. On a GPU 16-bit heads of up to 128 channels go through tensor cores,
-/// which get probabilities rounded to 16 bits, as do dot products of bf16 on a CPU that has them; that may
-/// cost four units in the last place of the output's dtype at its largest magnitude. Counted: 4 c operations per visible pair of query and key.
+/// No t by s matrix is formed. Keys are taken in tiles that start at multiples of 64 (of 32 by plain arithmetic on a GPU), so a row's bits
+/// depend on its own query, its keys and its position only. On a GPU 16-bit heads of up to 128 channels use tensor cores, which get
+/// probabilities rounded to 16 bits, as do bf16 dot products on a CPU that has them; that may cost four units in the last place of the
+/// output's dtype at its largest magnitude. Counted: 4 c operations per visible pair of query and key.
 pub static FORWARD: Kernel = Kernel {
     name: "attention",
     reference: forward,
     cpu: Some(forward::forward),
-    gpu: Some(Gpu { source: gpu::FORWARD_SOURCE, plan: gpu::forward }),
+    gpu: Some(GpuCode { source: gpu::FORWARD_SOURCE, plan: gpu::forward }),
     flops: |launch| 4 * multiply_adds(launch),
     bytes: Some(bytes),
     bound: Bound { ulps: 64.0 },
@@ -57,7 +56,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "attention_backward",
     reference: backward,
     cpu: Some(|pool, launch| backward::backward(&BACKWARD, pool, launch)),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: gpu::BACKWARD_SOURCE,
         plan: |launch, plan| gpu::backward(&BACKWARD, launch, plan),
     }),
@@ -66,7 +65,7 @@ pub static BACKWARD: Kernel = Kernel {
     bound: Bound { ulps: 256.0 },
 };
 
-/// [`BACKWARD`] of q, k and v that one product made, into one tensor as that product wrote it.
+/// [`BACKWARD`] for q, k and v from one fused product, into one joined tensor of that product's layout.
 ///
 /// - in: as for [`BACKWARD`], with r = 1 and s = t
 /// - out: dq, dk and dv as the parts of `(b, t, 3, g, c)`, contiguous
@@ -77,7 +76,7 @@ pub static BACKWARD_JOINED: Kernel = Kernel {
     name: "attention_backward_joined",
     reference: backward_joined,
     cpu: Some(|pool, launch| backward::backward(&BACKWARD_JOINED, pool, launch)),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: gpu::BACKWARD_SOURCE,
         plan: |launch, plan| gpu::backward(&BACKWARD_JOINED, launch, plan),
     }),
@@ -86,7 +85,7 @@ pub static BACKWARD_JOINED: Kernel = Kernel {
     bound: Bound { ulps: 256.0 },
 };
 
-/// What both directions know of a launch.
+/// The parameters of a launch, forward or backward.
 #[derive(Clone, Copy, Debug)]
 struct Problem {
     /// Batch, queries, key heads, query heads per key head, channels.
@@ -109,12 +108,12 @@ impl Problem {
         let &[b, t, g, r, c] = &q.view.shape[..] else { panic!("the contract asks for five dims of q") };
         debug_assert_eq!(k.view.shape[..], [b, k.view.shape[1], g, c], "the contract asks for k like q");
         let (scale, causal) = (scalars[0].real(), scalars[1].int() != 0);
-        // Without a window none is so far away that it is not seen; half of the numbers leave room for sums.
+        // Without a window no key is too far away to be visible; half of the range leaves room for sums.
         let window = Some(scalars[3].int() as usize).filter(|w| *w > 0).unwrap_or(usize::MAX / 4);
         Problem { b, t, g, r, c, s: k.view.shape[1], scale, causal, t_start: scalars[2].int(), window }
     }
 
-    /// The keys that query i sees.
+    /// Returns the keys that query i sees.
     fn visible(&self, i: usize) -> Range<usize> {
         if !self.causal {
             return 0..self.s;
@@ -124,7 +123,7 @@ impl Problem {
         place(end - self.window as i64)..place(end)
     }
 
-    /// The keys that some query sees: those of neighbours overlap or follow each other.
+    /// Returns the keys that some query sees: ranges of neighbouring queries overlap or follow each other.
     fn seen(&self) -> Range<usize> {
         match self.t {
             0 => 0..0,
@@ -133,14 +132,14 @@ impl Problem {
     }
 }
 
-/// Channels times visible pairs.
+/// Returns channels times visible pairs.
 fn multiply_adds(launch: &Launch<'_>) -> u64 {
     let problem = Problem::new(&launch.inputs[0], &launch.inputs[1], launch.scalars);
     let pairs: usize = (0..problem.t).map(|i| problem.visible(i).len()).sum();
     (problem.b * problem.g * problem.r * problem.c * pairs) as u64
 }
 
-/// What operands hold, of the keys and values those that a query sees.
+/// Returns the bytes of operands, counting only visible keys and values.
 fn bytes(launch: &Launch<'_>) -> u64 {
     let [q, k, v] = [0, 1, 2].map(|at| &launch.inputs[at]);
     let problem = Problem::new(q, k, launch.scalars);
@@ -152,7 +151,7 @@ fn bytes(launch: &Launch<'_>) -> u64 {
     launch.operand_bytes() - hidden(k) - hidden(v)
 }
 
-/// The vectors of one head: row i, channel c lies at `start + i * step + c * inner`.
+/// The vectors of one head: channel c of row i is at `start + i * step + c * inner`.
 #[derive(Clone, Copy, Debug)]
 struct Head<'a, T> {
     data: &'a [T],
@@ -162,7 +161,7 @@ struct Head<'a, T> {
 }
 
 impl<'a, T: Element> Head<'a, T> {
-    /// From an operand `(b, rows, heads.., c)`, for one batch element and head.
+    /// Views an operand `(b, rows, heads.., c)`, for one batch element and head.
     fn new(arg: &Arg<'a>, b: usize, head: &[usize]) -> Head<'a, T> {
         let strides = &arg.view.strides;
         let at: usize = head.iter().zip(&strides[2..]).map(|(i, step)| i * step).sum();
@@ -183,7 +182,7 @@ impl<'a, T: Element> Head<'a, T> {
     }
 }
 
-/// Every head of a problem: batch element, key head, query head of it.
+/// Iterates over the heads of a problem: batch element, key head, query head within it.
 fn heads(problem: Problem) -> impl Iterator<Item = [usize; 3]> {
     let of_batch = move |b| (0..problem.g).flat_map(move |g| (0..problem.r).map(move |r| [b, g, r]));
     (0..problem.b).flat_map(of_batch)
@@ -237,7 +236,7 @@ fn backward_joined(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError>
     }, else Err(KernelError::DType { kernel: BACKWARD_JOINED.name, dtype: inputs[0].dtype }))
 }
 
-/// Sums of dq, dk and dv.
+/// The destinations of dq, dk and dv.
 fn cotangents<T: Float>(p: Problem, [q, k, v, o, lse, d_out]: &[Arg<'_>; 6]) -> [Vec<f64>; 3] {
     let of_keys = || vec![0.0; p.b * p.s * p.g * p.c];
     let (mut dq, mut dk, mut dv) = (vec![0.0; p.b * p.t * p.g * p.r * p.c], of_keys(), of_keys());

@@ -1,39 +1,39 @@
-//! Tiles whose queries fill strips, where operands meet in the accumulator type: what is packed is packed once for all
-//! tiles that read it, and pairs that nobody sees are left out in steps of a strip. What is left out are terms of 0 at an end
-//! of a sum, so bits are those of the products of whole tiles.
+//! Attention tiles whose queries fill strips, for operands in the accumulator type: operands are packed once for all tiles that read
+//! them, and hidden pairs are skipped in steps of a strip. Skipped terms are zeros at an end of a sum, so the bits are those of products
+//! of whole tiles.
 
 use super::Problem;
 use super::tile::{Operand, Pairs, columns, rows, rows_mut};
-use crate::cpu::gemm::{Matrix, product};
-use crate::cpu::simd::pack::strips_of_rows;
+use crate::cpu::gemm::{MatrixRef, gemm};
+use crate::cpu::simd::pack::pack_row_panels;
 use crate::cpu::simd::scratch::Scratch;
 use crate::dtype::{Float, Real};
 
-/// Queries of a strip: what products read without packing it.
+/// Queries per strip: the width that products read without packing.
 const STRIP: usize = 32;
-/// Rows of a part: what the tiles of AVX-512 form in two strips, reading the other operand where it lies. It is the same on every
-/// CPU, since pairs of a part that nobody sees meet a factor of 0, which an infinity turns into no number.
+/// Rows per part: the tile of AVX-512 for two strips, with the other operand read in place. The same on every CPU, because hidden pairs
+/// of a part are multiplied by 0, which turns an infinity into NaN.
 const PART: usize = 28;
 
-/// How many queries of a tile, the first ones, lie in strips; with none, tiles are not taken this way.
+/// Returns how many queries of a tile, the first ones, fill strips; with none, tiles are not taken this way.
 pub(super) fn in_strips<P: Operand>(queries: usize) -> usize {
     if P::SHORT { 0 } else { queries / STRIP * STRIP }
 }
 
-/// Turns the queries, rows of c channels, that lie in strips: `turned` has room for these.
-pub(super) fn turn<P: Operand>(rows: &[P], c: usize, turned: &mut [P::Acc]) {
-    strips_of_rows(rows, c, STRIP, turned);
+/// Transposes the queries, rows of c channels, that fill strips: `transposed` has room for these.
+pub(super) fn turn<P: Operand>(rows: &[P], c: usize, transposed: &mut [P::Acc]) {
+    pack_row_panels(rows, c, STRIP, transposed);
 }
 
-/// Queries as the columns that keys meet: those in strips turned, and all of them as rows.
+/// The queries of a tile: those in strips transposed, and all of them as rows.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Queries<'s, P: Operand> {
-    pub(super) turned: &'s [P::Acc],
+    pub(super) transposed: &'s [P::Acc],
     pub(super) rows: &'s [P],
 }
 
 impl Pairs {
-    /// How many keys of the tile, the first ones, queries before this one see.
+    /// Returns how many keys of the tile, the first ones, are visible to queries before this one.
     fn seen(&self, problem: &Problem, before: usize) -> usize {
         match problem.causal {
             true => {
@@ -44,27 +44,27 @@ impl Pairs {
         }
     }
 
-    /// [`Pairs::score`], but for pairs that are hidden by order and lie in other strips than those that are not.
+    /// [`Pairs::score`], without strips in which all pairs are hidden by causality.
     pub(super) fn score_strips<R: Real, T: Float<Acc = R>, P: Operand<Acc = R>>(
         &self,
         problem: &Problem,
         scratch: &mut Scratch,
         q: Queries<'_, P>,
-        keys: Matrix<'_, T>,
+        keys: MatrixRef<'_, T>,
         scores: &mut [R],
     ) {
-        let (whole, c) = (q.turned.len() / self.c, self.c);
+        let (whole, c) = (q.transposed.len() / self.c, self.c);
         for first in (self.skip / STRIP * STRIP..whole).step_by(STRIP) {
             let dims = [self.seen(problem, first + STRIP), STRIP, c];
             let (q, scores) =
-                (rows(&q.turned[first * c..], STRIP), rows_mut(&mut scores[first..], self.row_len()));
-            product(scratch, dims, keys, q, false, scores);
+                (rows(&q.transposed[first * c..], STRIP), rows_mut(&mut scores[first..], self.row_len()));
+            gemm(scratch, dims, keys, q, false, scores);
         }
         let first = whole.max(self.skip);
         if first < self.queries {
             let (q, scores) =
                 (columns(&q.rows[first * c..], c), rows_mut(&mut scores[first..], self.row_len()));
-            product(scratch, [self.keys, self.queries - first, c], keys, q, false, scores);
+            gemm(scratch, [self.keys, self.queries - first, c], keys, q, false, scores);
         }
     }
 
@@ -82,7 +82,7 @@ impl Pairs {
             let count = PART.min(self.queries - first);
             let dims = [count, c, self.seen(problem, first + count)];
             let to = rows_mut(&mut to[first * c..], c);
-            product(scratch, dims, columns(&scores[first..], self.row_len()), rows(keys, c), true, to);
+            gemm(scratch, dims, columns(&scores[first..], self.row_len()), rows(keys, c), true, to);
         }
     }
 
@@ -102,7 +102,7 @@ impl Pairs {
             if start < end {
                 let scores = rows(&scores[key * self.row_len() + start..], self.row_len());
                 let to = rows_mut(&mut to[(self.first_key + key) * c..], c);
-                product(scratch, [count, c, end - start], scores, rows(&q[start * c..], c), true, to);
+                gemm(scratch, [count, c, end - start], scores, rows(&q[start * c..], c), true, to);
             }
         }
     }

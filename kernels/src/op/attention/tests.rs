@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::dtype::DType;
-use crate::op::check::{Case, Kind, places, values};
-use crate::op::differences::{Value, compare, dot, evaluate};
+use crate::op::finite_difference::{Value, check_gradients, dot, evaluate};
+use crate::op::kernel_check::{Case, Kind, places, values};
 use crate::strides::Strides;
 
 fn scalars(scale: f64, causal: bool, t_start: i64) -> [Scalar; 4] {
@@ -30,7 +30,7 @@ fn attend(inputs: &[Value], scalars: &[Scalar]) -> Vec<Vec<f64>> {
 }
 
 #[test]
-fn by_hand() {
+fn matches_known_values() {
     // One channel; scores ln 1, ln 3 and (second query, second head of the pair) twice that: ln 1, ln 9.
     let q = Value::real(&[1, 2, 1, 2, 1], &[0.0, 1.0, 1.0, 2.0]);
     let k = Value::real(&[1, 2, 1, 1], &[0.0, 3f64.ln()]);
@@ -125,7 +125,7 @@ fn cotangents_of_one_tensor_lie_in_one() {
 }
 
 #[test]
-fn the_fast_path_agrees() {
+fn fast_path_matches_the_reference() {
     agree([1, 1, 1, 1, 1, 1], &scalars(1.0, false, 0), &DType::FLOATS);
     agree([2, 5, 7, 2, 3, 4], &scalars(0.5, true, 1), &DType::FLOATS);
     agree([1, 70, 70, 2, 1, 16], &scalars(0.25, true, 0), &DType::FLOATS);
@@ -251,7 +251,7 @@ fn views_with_neighbouring_channels_need_no_copy() {
 }
 
 #[test]
-fn backward_agrees_with_finite_differences() {
+fn backward_matches_finite_differences() {
     let plain = [(false, 0), (true, 0), (true, 2), (true, -1)].map(|(c, start)| scalars(0.7, c, start));
     let narrow = [(0, 2), (1, 2), (2, 1), (-1, 2)].map(|(start, window)| windowed(0.7, start, window));
     for scalars in plain.into_iter().chain(narrow) {
@@ -267,7 +267,7 @@ fn backward_agrees_with_finite_differences() {
         let shapes = inputs.each_ref().map(|value| &value.shape[..]);
         let gradients: Vec<_> =
             evaluate(&BACKWARD, &all, &shapes, &scalars).into_iter().enumerate().collect();
-        compare(&inputs, &gradients, |x| dot(&attend(x, &scalars)[0], &d_out.data)).unwrap();
+        check_gradients(&inputs, &gradients, |x| dot(&attend(x, &scalars)[0], &d_out.data)).unwrap();
     }
 }
 
@@ -287,7 +287,7 @@ fn everything(dtype: DType, inputs: &[Value], d_out: &[f64], scalars: &[Scalar])
 /// The elements `range` of a dim.
 fn narrowed(value: &Value, dim: usize, range: std::ops::Range<usize>) -> Value {
     let view = Strides::contiguous(&value.shape).narrow(dim, range.start, range.end);
-    let data: Vec<f64> = crate::op::check::places(&view).into_iter().map(|p| value.data[p]).collect();
+    let data: Vec<f64> = crate::op::kernel_check::places(&view).into_iter().map(|p| value.data[p]).collect();
     Value { dtype: value.dtype, shape: view.shape.to_vec(), data }
 }
 
@@ -339,7 +339,7 @@ fn more_sequences_than_a_grid_has_blocks_for_are_refused() {
         let arg = |i: usize| Arg { buffer: &buffers[i], dtype: DType::F32, view: &views[i] };
         let scalars = scalars(1.0, true, 0);
         let launch = Launch { inputs: &[0, 1, 2].map(arg), outputs: &mut [], scalars: &scalars };
-        gpu::forward(&launch, &mut crate::gpu::Plan::new(99 << 10))
+        gpu::forward(&launch, &mut crate::gpu::LaunchPlan::new(99 << 10))
     };
     plan(65_535).unwrap();
     assert!(plan(65_536).unwrap_err().to_string().contains("65536 sequences of 1 heads"));

@@ -1,36 +1,35 @@
-//! Tiles of attention: rows of queries against rows of keys, in scratch memory of the accumulator type, or of bf16 where
-//! products of that are worth it.
+//! Tiles of attention: rows of queries times rows of keys, in scratch memory of the accumulator type, or of bf16 where bf16 dot products
+//! are worth it.
 
 use super::{Head, Problem};
-use crate::cpu::gemm::{Matrix, MatrixMut, product};
+use crate::cpu::gemm::{MatrixMut, MatrixRef, gemm};
 use crate::cpu::math::Maths;
 use crate::cpu::simd::scratch::Scratch;
 use crate::dtype::{Float, Real};
 use crate::op::rows::LANES;
 use half::{bf16, f16};
 
-/// Queries of a tile.
+/// Queries per tile.
 pub(super) const QUERIES: usize = 128;
-/// Keys of a tile. Changing this changes results.
+/// Keys per tile. Changing this changes results.
 pub(super) const KEYS: usize = 64;
 
-/// The type in which queries, cotangents and probabilities meet keys and values: the accumulator, or bf16 where the CPU
-/// has dot products of it.
+/// The type of queries, cotangents and probabilities in products: the accumulator, or bf16 if the CPU has bf16 dot products.
 pub(super) trait Operand: Float<Acc: Maths> {
-    /// Whether scores must be rounded before they are weights, and scales do not go into queries.
+    /// Whether scores must be rounded before they are weights, and scales are not folded into queries.
     const SHORT: bool;
-    /// Scores as weights: themselves, or what [`Operand::round`] made of them.
+    /// Returns scores as weights: themselves, or rounded by [`Operand::round`].
     fn weights<'s>(scores: &'s [Self::Acc], rounded: &'s [Self]) -> &'s [Self];
-    /// Rounds scores, if that must be.
+    /// Rounds scores, if necessary.
     fn round(scores: &[Self::Acc], rounded: &mut [Self]);
 
-    /// What queries are multiplied by as they are loaded, and scores as they are used.
+    /// The factors for queries as they are loaded, and for scores as they are used.
     fn factors(scale: f64) -> [Self::Acc; 2] {
         let (scale, one) = (Self::Acc::lit(scale), Self::Acc::ONE);
         if Self::SHORT { [one, scale] } else { [scale, one] }
     }
 
-    /// So many scores are rounded.
+    /// The number of scores to round.
     fn rounded_len(scores: usize) -> usize {
         if Self::SHORT { scores } else { 0 }
     }
@@ -63,9 +62,9 @@ impl Operand for bf16 {
     }
 }
 
-/// Elements of heads.
+/// An element type of heads.
 pub(super) trait Elements: Float<Acc: Maths> {
-    /// The [`Operand`] where the CPU has dot products of bf16.
+    /// The [`Operand`] if the CPU has bf16 dot products.
     type Short: Operand<Acc = Self::Acc>;
 }
 
@@ -81,7 +80,7 @@ elements!(f64: f64 f32: f32 f16: f32 bf16: bf16);
 /// Binds `$p` to the [`Operand`] for heads of type `$t` on this CPU.
 macro_rules! with_operand {
     ($t:ty, $p:ident => $body:expr) => {
-        if $crate::cpu::gemm::meets_bf16() {
+        if $crate::cpu::gemm::has_bf16_dot() {
             type $p = <$t as $crate::op::attention::tile::Elements>::Short;
             $body
         } else {
@@ -93,16 +92,16 @@ macro_rules! with_operand {
 pub(super) use with_operand;
 
 impl<'a, T: Float> Head<'a, T> {
-    /// The vectors from `row` on as a matrix with one row each.
-    pub(super) fn matrix(&self, row: usize) -> Matrix<'a, T> {
-        Matrix {
+    /// Returns the vectors from `row` on as rows of a matrix.
+    pub(super) fn matrix(&self, row: usize) -> MatrixRef<'a, T> {
+        MatrixRef {
             data: &self.data[self.start + row * self.step..],
             row_stride: self.step,
             col_stride: self.inner,
         }
     }
 
-    /// The vectors from `row` on, times a factor, as many as fit.
+    /// Loads the vectors from `row` on, times a factor, as many as fit.
     #[inline(always)]
     pub(super) fn gather<P: Float<Acc = T::Acc>>(&self, row: usize, c: usize, factor: T::Acc, to: &mut [P]) {
         for (i, to) in to.chunks_exact_mut(c).enumerate() {
@@ -118,8 +117,7 @@ impl<'a, T: Float> Head<'a, T> {
     }
 }
 
-/// A tile of pairs. Scores lie in one row per key and one column per query, so that what is done per query is done
-/// in whole vectors.
+/// A tile of query-key pairs. Scores have one row per key and one column per query, so that per-query operations vectorize.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pairs {
     /// The first query, how many there are, and how many of them, in whole vectors, see no key of the tile.
@@ -133,7 +131,7 @@ pub(super) struct Pairs {
 }
 
 impl Pairs {
-    /// The tiles of keys that queries from `first` on see.
+    /// Iterates over the tiles of keys that queries from `first` on see.
     pub(super) fn of(problem: Problem, first: usize, queries: usize) -> impl Iterator<Item = Pairs> {
         let (start, limit) = (problem.visible(first).start, problem.visible(first + queries - 1).end);
         // Tiles start at the same keys for every window and every query.
@@ -144,12 +142,12 @@ impl Pairs {
         })
     }
 
-    /// The length of a row of scores: as many as queries, up to a full vector.
+    /// Returns the length of a row of scores: the number of queries, padded to a full vector.
     pub(super) fn row_len(&self) -> usize {
         self.queries.next_multiple_of(LANES)
     }
 
-    /// How many queries, the first ones, do not see key j of the tile.
+    /// Returns how many queries, the first ones, do not see key j of the tile.
     #[inline(always)]
     pub(super) fn hidden(&self, problem: &Problem, j: usize) -> usize {
         match problem.causal {
@@ -161,7 +159,7 @@ impl Pairs {
         }
     }
 
-    /// From which query on key j of the tile lies before the window.
+    /// Returns the first query for which key j of the tile is before the window.
     #[inline(always)]
     pub(super) fn left_behind(&self, problem: &Problem, j: usize) -> usize {
         match problem.causal {
@@ -173,7 +171,7 @@ impl Pairs {
         }
     }
 
-    /// Scores of all pairs but those skipped: each row of `k` times each row of `q` (in scratch).
+    /// Computes the scores of all pairs but those skipped: each row of `k` times each row of `q` (in scratch).
     pub(super) fn score<T: Float, P: Float<Acc = T::Acc>>(
         &self,
         scratch: &mut Scratch,
@@ -184,10 +182,10 @@ impl Pairs {
         let dims = [self.keys, self.queries - self.skip, self.c];
         let (q, scores) =
             (columns(&q[self.skip * self.c..], self.c), rows_mut(&mut scores[self.skip..], self.row_len()));
-        product(scratch, dims, k.matrix(self.first_key), q, false, scores);
+        gemm(scratch, dims, k.matrix(self.first_key), q, false, scores);
     }
 
-    /// Adds to each row of `to` (one per query) the rows of `k`, weighed by the scores.
+    /// Adds to each row of `to` (one per query) the rows of `k`, weighted by the scores.
     pub(super) fn gather_keys<T: Float, P: Float<Acc = T::Acc>>(
         &self,
         scratch: &mut Scratch,
@@ -198,10 +196,10 @@ impl Pairs {
         let dims = [self.queries - self.skip, self.c, self.keys];
         let (scores, to) =
             (columns(&scores[self.skip..], self.row_len()), rows_mut(&mut to[self.skip * self.c..], self.c));
-        product(scratch, dims, scores, k.matrix(self.first_key), true, to);
+        gemm(scratch, dims, scores, k.matrix(self.first_key), true, to);
     }
 
-    /// Adds to each row of `to` (one per key) the rows of `q` (in scratch), weighed by the scores.
+    /// Adds to each row of `to` (one per key) the rows of `q` (in scratch), weighted by the scores.
     pub(super) fn gather_queries<P: Float>(
         &self,
         scratch: &mut Scratch,
@@ -212,21 +210,21 @@ impl Pairs {
         let dims = [self.keys, self.c, self.queries - self.skip];
         let (scores, q) =
             (rows(&scores[self.skip..], self.row_len()), rows(&q[self.skip * self.c..], self.c));
-        product(scratch, dims, scores, q, true, rows_mut(&mut to[self.first_key * self.c..], self.c));
+        gemm(scratch, dims, scores, q, true, rows_mut(&mut to[self.first_key * self.c..], self.c));
     }
 }
 
-/// A matrix in scratch, row-major.
-pub(super) fn rows<R>(data: &[R], width: usize) -> Matrix<'_, R> {
-    Matrix { data, row_stride: width, col_stride: 1 }
+/// Views scratch as a row-major matrix.
+pub(super) fn rows<R>(data: &[R], width: usize) -> MatrixRef<'_, R> {
+    MatrixRef { data, row_stride: width, col_stride: 1 }
 }
 
-/// The same turned.
-pub(super) fn columns<R>(data: &[R], width: usize) -> Matrix<'_, R> {
-    Matrix { data, row_stride: 1, col_stride: width }
+/// Views scratch as a transposed matrix.
+pub(super) fn columns<R>(data: &[R], width: usize) -> MatrixRef<'_, R> {
+    MatrixRef { data, row_stride: 1, col_stride: width }
 }
 
-/// A matrix in scratch to be written, row-major.
+/// Views scratch as a row-major matrix to write.
 pub(super) fn rows_mut<R>(data: &mut [R], width: usize) -> MatrixMut<'_, R> {
     MatrixMut { data, row_stride: width, col_stride: 1 }
 }

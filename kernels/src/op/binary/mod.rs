@@ -4,15 +4,15 @@ use crate::cpu::Pool;
 use crate::cpu::math::Maths;
 use crate::dtype::{DType, Element};
 use crate::error::KernelError;
-use crate::gpu::Plan;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::gpu::LaunchPlan;
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::formula::{choose, is_nan, pow_exponent_slope, pow_slope};
 use crate::op::pointwise::{
     Formula, gpu, map, map_as, names, plain, plain_as, pointwise, two_reals, update, update_as,
 };
 use crate::op::rows::{operands, write};
-use crate::op::walk::place;
+use crate::op::strided_iter::element_offset;
 
 pointwise! {
     /// y = a + b.
@@ -69,12 +69,12 @@ pub static ACCUMULATE: Kernel = Kernel {
             DType::I64 => {
                 let from = x.buffer.as_slice::<i64>();
                 let sums = write::<i64>(y).iter_mut().enumerate();
-                sums.for_each(|(i, y)| *y = y.wrapping_add(from[place(x.view, i)]));
+                sums.for_each(|(i, y)| *y = y.wrapping_add(from[element_offset(x.view, i)]));
             }
             dtype => match_float!(dtype, T => {
                 let from = x.buffer.as_slice::<T>();
                 let sums = write::<T>(y).iter_mut().enumerate();
-                sums.for_each(|(i, y)| *y = T::from_f64(y.to_f64() + from[place(x.view, i)].to_f64()));
+                sums.for_each(|(i, y)| *y = T::from_f64(y.to_f64() + from[element_offset(x.view, i)].to_f64()));
             }, else return Err(KernelError::DType { kernel: ACCUMULATE.name, dtype })),
         }
         Ok(())
@@ -87,7 +87,7 @@ pub static ACCUMULATE: Kernel = Kernel {
         }
         Ok(())
     }),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: gpu::SOURCE,
         plan: |launch, plan| {
             let dtype = launch.inputs[0].dtype;
@@ -108,8 +108,8 @@ pub static ACCUMULATE: Kernel = Kernel {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::op::check::{Case, Kind, values};
-    use crate::op::differences::{Value, evaluate};
+    use crate::op::finite_difference::{Value, evaluate};
+    use crate::op::kernel_check::{Case, Kind, values};
     use crate::strides::Strides;
 
     const ALL: [&Kernel; 6] = [&ADD, &SUB, &MUL, &DIV, &MAXIMUM, &MINIMUM];
@@ -177,8 +177,8 @@ mod tests {
             let full = Strides::contiguous(&shape);
             let bias = Strides::contiguous(&[33]).broadcast(&shape).unwrap();
             let column = Strides::contiguous(&[3, 5, 1]).broadcast(&shape).unwrap();
-            let turned = Strides::contiguous(&[33, 3, 5]).permute(&[1, 2, 0]);
-            [full, bias, column, turned].map(|view| (view, memory.to_vec()))
+            let transposed = Strides::contiguous(&[33, 3, 5]).permute(&[1, 2, 0]);
+            [full, bias, column, transposed].map(|view| (view, memory.to_vec()))
         };
         for kernel in ALL {
             for (view_a, memory_a) in views(&a) {

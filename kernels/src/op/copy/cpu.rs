@@ -1,8 +1,8 @@
-//! Copies by runs: side by side, spread out, or turned in tiles.
+//! Copies on the CPU, in runs: contiguous, strided, or transposed in tiles.
 
 use super::{convert, truth_of};
-use crate::cpu::simd::stream::Stream;
-use crate::cpu::simd::transpose::{Rows, transpose};
+use crate::cpu::simd::stream::StreamingStores;
+use crate::cpu::simd::transpose::{StridedRows, transpose};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{DType, Element, Float};
 use crate::error::KernelError;
@@ -10,17 +10,17 @@ use crate::kernel::{Arg, ArgMut, Launch};
 use crate::match_dtype;
 use crate::op::pointwise::scatter;
 use crate::op::rows::operands;
-use crate::op::walk::Walk;
+use crate::op::strided_iter::StridedIter;
 use half::{bf16, f16};
 use std::ops::Range;
 
-/// Rows and columns of a tile that is turned: a few cache lines of both sides, which stay in the first-level cache.
+/// Rows and columns of a transposed tile: a few cache lines of both sides, which stay in the first-level cache.
 const TILE: usize = 64;
-/// Rows of y in a task that turns, if there are enough for all threads: a page of f32 in each column of x.
+/// Rows of y per transposing task, if there are enough for all threads: a page of f32 in each column of x.
 const ROWS: usize = 1024;
-/// Columns of y that are turned for all rows of a task before the next ones: as many pages of x as have their translations at hand.
+/// Columns of y that are transposed for all rows of a task before the next columns: as many pages of x as the TLB holds.
 const COLS: usize = 512;
-/// Elements that are converted at a time on their way past the caches.
+/// Elements converted at a time before streaming stores.
 const RUN: usize = 256;
 
 pub(super) fn copy(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
@@ -55,62 +55,64 @@ pub(super) fn copy(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelErr
     Ok(())
 }
 
-/// Two matrices of as many rows and columns: x with its columns side by side, y with its rows.
+/// Two matrices of one shape: x with contiguous columns, y with contiguous rows.
 struct Turned<'m, S, D> {
-    x: Rows<&'m [S]>,
-    y: Rows<&'m mut [D]>,
+    x: StridedRows<&'m [S]>,
+    y: StridedRows<&'m mut [D]>,
     extents: [usize; 2],
 }
 
-/// `matrix` turns one where rows of x lie side by side and columns of y, as `f` says.
+/// Calls `matrix` to transpose each matrix whose rows are contiguous in x and whose columns are contiguous in y.
 fn each<S: Element, D: Element, F: Fn(S) -> D + Sync>(
     pool: &Pool,
     x: &Arg<'_>,
     y: &mut ArgMut<'_>,
     f: F,
-    matrix: impl Fn(Turned<'_, S, D>, Option<&Stream>, &F) + Sync,
+    matrix: impl Fn(Turned<'_, S, D>, Option<&StreamingStores>, &F) + Sync,
 ) {
     let from = x.buffer.as_slice::<S>();
-    let walk = Walk::in_memory_order([y.view, x.view]);
-    let (dims, inner) = (walk.dims(), walk.dims().len() - 1);
+    let iter = StridedIter::in_memory_order([y.view, x.view]);
+    let (dims, inner) = (iter.dims(), iter.dims().len() - 1);
     let side_by_side = dims[..inner].iter().position(|&(_, [_, step])| step == 1);
-    let turned = side_by_side.filter(|_| matches!(walk.steps(), [1, step] if step > 1));
-    let numel = walk.numel();
-    let rows_min = match turned {
+    let transposed = side_by_side.filter(|_| matches!(iter.steps(), [1, step] if step > 1));
+    let numel = iter.numel();
+    let rows_min = match transposed {
         Some(0) => (dims[0].0 / pool.num_threads()).clamp(1, ROWS).next_multiple_of(TILE),
         _ => 1,
     };
-    scatter::<2, D>(pool, &walk, y, rows_min, |walk, to, start| {
-        let stream = Stream::of::<D>(numel);
-        match turned {
-            Some(turned) => turn(walk, turned, from, to, start, |turned| matrix(turned, stream.as_ref(), &f)),
-            None => runs(walk, from, to, start, stream.as_ref(), &f),
+    scatter::<2, D>(pool, &iter, y, rows_min, |iter, to, start| {
+        let stream = StreamingStores::of::<D>(numel);
+        match transposed {
+            Some(transposed) => {
+                turn(iter, transposed, from, to, start, |transposed| matrix(transposed, stream.as_ref(), &f))
+            }
+            None => runs(iter, from, to, start, stream.as_ref(), &f),
         }
     });
 }
 
 fn one_by_one<S: Element, D: Element>(pool: &Pool, x: &Arg<'_>, y: &mut ArgMut<'_>, f: fn(S) -> D) {
     let from = x.buffer.as_slice::<S>();
-    let walk = Walk::in_memory_order([y.view, x.view]);
-    let [to_step, from_step] = walk.steps();
-    scatter::<2, D>(pool, &walk, y, 1, |walk, to, start| {
-        walk.runs(0..walk.numel(), |[to_at, from_at], length| {
+    let iter = StridedIter::in_memory_order([y.view, x.view]);
+    let [to_step, from_step] = iter.steps();
+    scatter::<2, D>(pool, &iter, y, 1, |iter, to, start| {
+        iter.for_each_run(0..iter.numel(), |[to_at, from_at], length| {
             (0..length).for_each(|i| to[to_at - start + i * to_step] = f(from[from_at + i * from_step]));
         });
     });
 }
 
-/// Run after run.
+/// Copies run after run.
 fn runs<S: Element, D: Element>(
-    walk: &Walk<2>,
+    iter: &StridedIter<2>,
     from: &[S],
     to: &mut [D],
     start: usize,
-    stream: Option<&Stream>,
+    stream: Option<&StreamingStores>,
     f: &impl Fn(S) -> D,
 ) {
-    let [to_step, from_step] = walk.steps();
-    walk.runs(0..walk.numel(), |[to_at, from_at], length| {
+    let [to_step, from_step] = iter.steps();
+    iter.for_each_run(0..iter.numel(), |[to_at, from_at], length| {
         let (from, to) = (&from[from_at..], &mut to[to_at - start..]);
         match (to_step, from_step) {
             (1, 1) => {
@@ -129,9 +131,14 @@ fn runs<S: Element, D: Element>(
     });
 }
 
-/// A long run, converted piece by piece.
+/// Converts a long run, piece by piece.
 #[inline(always)]
-fn past_caches<S: Element, D: Element>(from: &[S], to: &mut [D], stream: &Stream, f: &impl Fn(S) -> D) {
+fn past_caches<S: Element, D: Element>(
+    from: &[S],
+    to: &mut [D],
+    stream: &StreamingStores,
+    f: &impl Fn(S) -> D,
+) {
     let mut piece = [D::default(); RUN];
     for (to, from) in to.chunks_mut(RUN).zip(from.chunks(RUN)) {
         piece.iter_mut().zip(from).for_each(|(to, from)| *to = f(*from));
@@ -139,37 +146,41 @@ fn past_caches<S: Element, D: Element>(from: &[S], to: &mut [D], stream: &Stream
     }
 }
 
-/// The innermost dim lies side by side in y, the dim `turned` in x: matrix after matrix.
+/// Transposes matrix after matrix: the innermost dim is contiguous in y, the dim `transposed` in x.
 fn turn<S: Element, D: Element>(
-    walk: &Walk<2>,
-    turned: usize,
+    iter: &StridedIter<2>,
+    transposed: usize,
     from: &[S],
     to: &mut [D],
     start: usize,
     matrix: impl Fn(Turned<'_, S, D>),
 ) {
-    let (rows, [row_step, _]) = walk.dims()[turned];
-    let (cols, [_, col_step]) = walk.dims()[walk.dims().len() - 1];
-    let others = walk.without(turned);
+    let (rows, [row_step, _]) = iter.dims()[transposed];
+    let (cols, [_, col_step]) = iter.dims()[iter.dims().len() - 1];
+    let others = iter.without_dim_and_innermost(transposed);
     let [to_step, from_step] = others.steps();
-    others.runs(0..others.numel(), |[to_at, from_at], length| {
+    others.for_each_run(0..others.numel(), |[to_at, from_at], length| {
         for other in 0..length {
-            let x = Rows { memory: &from[from_at + other * from_step..], step: col_step };
-            let y = Rows { memory: &mut to[to_at + other * to_step - start..], step: row_step };
+            let x = StridedRows { memory: &from[from_at + other * from_step..], step: col_step };
+            let y = StridedRows { memory: &mut to[to_at + other * to_step - start..], step: row_step };
             matrix(Turned { x, y, extents: [rows, cols] });
         }
     });
 }
 
-/// In registers, of 32 bits that stay as they are.
-fn squares(Turned { x, y, extents }: Turned<'_, f32, f32>, stream: Option<&Stream>, _: &impl Fn(f32) -> f32) {
+/// Transposes 32-bit elements of one dtype in registers.
+fn squares(
+    Turned { x, y, extents }: Turned<'_, f32, f32>,
+    stream: Option<&StreamingStores>,
+    _: &impl Fn(f32) -> f32,
+) {
     transpose(x, y, extents, stream);
 }
 
-/// Tile after tile, so that whole cache lines of both are used.
+/// Transposes tile after tile, so that whole cache lines of both sides are used.
 fn tiles<S: Element, D: Element, F: Fn(S) -> D>(
     Turned { x, y, extents: [rows, cols] }: Turned<'_, S, D>,
-    _: Option<&Stream>,
+    _: Option<&StreamingStores>,
     f: &F,
 ) {
     let mut tile = [[S::default(); TILE]; TILE];

@@ -1,10 +1,10 @@
-// y = x in the dtype of y. Macros: FROM, TO, storage types; TRUTH, whether y holds truth values; VEC elements of a vector;
+// y = x in the dtype of y. Macros: FROM, TO, storage types; TRUTH, whether y holds compare_select values; VEC elements of a vector;
 // DIMS; INDEX, the type in which places are counted.
 
 constexpr int THREADS = 256;
 // Vectors of a thread.
 constexpr int AT_ONCE = 2;
-// Rows and columns of a tile that is turned, and columns that keep the tile's columns in different banks.
+// Rows and columns of a tile that is transposed, and columns that keep the tile's columns in different banks.
 constexpr int TILE = sizeof(FROM) == 8 ? 32 : 64;
 constexpr int PADDING = sizeof(FROM) >= 4 ? 1 : 4 / sizeof(FROM);
 constexpr int TURNED_AT_ONCE = THREADS / TILE;

@@ -1,4 +1,4 @@
-//! The same elements in another place, another order or another dtype.
+//! Copies, with conversion of strides and dtype.
 
 mod cpu;
 mod gpu;
@@ -6,23 +6,23 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::{DType, Element};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_dtype;
 use crate::op::rows::operands;
-use crate::op::walk::place;
+use crate::op::strided_iter::element_offset;
 
 /// y = x in the dtype of y.
 ///
 /// - in: x: any dtype, any strides
 /// - out: y: any dtype, same shape, any strides without overlap
 ///
-/// Between equal dtypes bits are moved. Floats round to nearest, ties to even; to integers towards zero, saturating (not
-/// a number becomes 0); to bool everything but 0 is true. i64 to float rounds to f64 first.
+/// Bits are copied between equal dtypes. Floats round to nearest, ties to even; to integers towards zero, saturating (NaN becomes 0); to
+/// bool everything but 0 is true. i64 to float rounds to f64 first.
 pub static COPY: Kernel = Kernel {
     name: "copy",
     reference: plain,
     cpu: Some(cpu::copy),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::plan }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |_| 0,
     bytes: None,
     bound: Bound { ulps: 0.0 },
@@ -30,7 +30,7 @@ pub static COPY: Kernel = Kernel {
 
 fn plain(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([x], [y], _) = operands(launch);
-    let places = (0..x.view.numel()).map(|i| (place(x.view, i), place(y.view, i)));
+    let places = (0..x.view.numel()).map(|i| (element_offset(x.view, i), element_offset(y.view, i)));
     if x.dtype == y.dtype {
         match_dtype!(x.dtype, T => {
             let (from, to) = (x.buffer.as_slice::<T>(), y.buffer.as_mut::<T>().expect("an output buffer has one handle"));
@@ -38,21 +38,21 @@ fn plain(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
         });
         return Ok(());
     }
-    let truth = y.dtype == DType::Bool;
+    let compare_select = y.dtype == DType::Bool;
     match_dtype!(x.dtype, S => match_dtype!(y.dtype, D => {
         let (from, to) = (x.buffer.as_slice::<S>(), y.buffer.as_mut::<D>().expect("an output buffer has one handle"));
-        places.for_each(|(at, to_at)| to[to_at] = if truth { truth_of(from[at]) } else { convert(from[at]) });
+        places.for_each(|(at, to_at)| to[to_at] = if compare_select { truth_of(from[at]) } else { convert(from[at]) });
     }));
     Ok(())
 }
 
-/// The nearest value of another dtype.
+/// Converts to the nearest value of another dtype.
 #[inline(always)]
 fn convert<S: Element, D: Element>(x: S) -> D {
     D::from_f64(x.to_f64())
 }
 
-/// 0 for 0, 1 for everything else.
+/// Returns 0 for 0, 1 for everything else.
 #[inline(always)]
 fn truth_of<S: Element, D: Element>(x: S) -> D {
     D::from_f64(f64::from(u8::from(x.to_f64() != 0.0)))

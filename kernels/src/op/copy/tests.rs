@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::kernel::{Arg, ArgMut};
-use crate::op::check::{Case, Kind, values};
-use crate::op::differences::{Value, evaluate_as};
+use crate::op::finite_difference::{Value, evaluate_as};
+use crate::op::kernel_check::{Case, Kind, values};
 use crate::strides::Strides;
 
 const FLOATS_AND_INTEGERS: [DType; 6] =
@@ -17,7 +17,7 @@ fn between(from: DType, to: DType, x: &[f64]) -> Vec<f64> {
 }
 
 #[test]
-fn by_hand() {
+fn matches_known_values() {
     // 1 + 2^-8 lies half way between two bf16 numbers, of which 1 is even; so does 1 + 3 * 2^-8, up to 1 + 2^-6.
     let halves = [1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, 1.0 + 1.001 / 256.0];
     assert_eq!(between(DType::F32, DType::BF16, &halves), [1.0, 1.0 + 1.0 / 64.0, 1.0 + 1.0 / 128.0]);
@@ -76,8 +76,8 @@ fn any_strides_on_both_sides() {
 #[test]
 fn many_tasks_and_small_ones() {
     let x = values(3, 300 * 130);
-    let turned = Strides::contiguous(&[130, 300]).permute(&[1, 0]);
-    let case = Case::new(&COPY).input_view(Kind::Tested, turned, &x).output(&[300, 130]);
+    let transposed = Strides::contiguous(&[130, 300]).permute(&[1, 0]);
+    let case = Case::new(&COPY).input_view(Kind::Tested, transposed, &x).output(&[300, 130]);
     case.run();
     Case::new(&COPY).input(&[39_000], &x).output(&[39_000]).run();
     Case::new(&COPY).input(&[], &[3.0]).output(&[]).run();
@@ -87,8 +87,8 @@ fn many_tasks_and_small_ones() {
 #[test]
 fn equal_dtypes_move_bits() {
     let big = (1i64 << 53) + 1;
-    let buffer = crate::backend::upload(&*crate::backend::Cpu::backend(1), &[big, -big]).unwrap();
-    let mut to = crate::backend::upload(&*crate::backend::Cpu::backend(1), &[0i64; 2]).unwrap();
+    let buffer = crate::backend::upload(&*crate::cpu_backend::Cpu::backend(1), &[big, -big]).unwrap();
+    let mut to = crate::backend::upload(&*crate::cpu_backend::Cpu::backend(1), &[0i64; 2]).unwrap();
     let view = Strides::contiguous(&[2]);
     for code in [COPY.cpu.unwrap(), COPY.reference] {
         let inputs = [Arg { buffer: &buffer, dtype: DType::I64, view: &view }];
@@ -98,14 +98,14 @@ fn equal_dtypes_move_bits() {
     }
 }
 
-/// Straight, converted and turned, from elements on that start a cache line and that do not; the second thread stores too.
+/// Contiguous, converting and transposing copies, aligned to cache lines and not; the second thread stores too.
 #[test]
 fn what_passes_the_caches_by_arrives() {
-    let cpu = crate::backend::Cpu::backend(2);
+    let cpu = crate::cpu_backend::Cpu::backend(2);
     let (side, odd) = (2912, 2900);
     let numbers: Vec<f32> = (0..side * side + 1).map(|i| i as f32).collect();
     let x = crate::backend::upload(&*cpu, &numbers).unwrap();
-    let from = |view: &Strides, i: usize| numbers[place(view, i)];
+    let from = |view: &Strides, i: usize| numbers[element_offset(view, i)];
     for (offset, extent, is_turned) in [(0, side, false), (1, side, false), (0, side, true), (1, odd, true)] {
         let plain = Strides::contiguous(&[extent, extent]).at(offset);
         let view = if is_turned { plain.permute(&[1, 0]) } else { plain.clone() };

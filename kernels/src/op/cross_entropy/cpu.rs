@@ -1,9 +1,9 @@
-//! Cross-entropy on the CPU: rows in fixed tasks; a row stays in the cache for the two passes of the way there, of which the second
-//! leaves time to bring the next row.
+//! Cross-entropy on the CPU: tasks of whole rows; a row stays in the cache for the two passes of the forward, of which the second
+//! prefetches the next row.
 
 use super::{BACKWARD, TERMS, local};
 use crate::cpu::math::Maths;
-use crate::cpu::simd::expect_behind;
+use crate::cpu::simd::prefetch_ahead;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Float, Real};
 use crate::error::KernelError;
@@ -13,13 +13,13 @@ use crate::op::rows::{
     check_indices, largest, operands, read, row_len, rows_per_task, sum_before, width, write,
 };
 
-/// Terms that are added up in partial sums before these are: long rows lose fewer digits so.
+/// Terms summed in partial sums before these are added up: long rows lose fewer digits.
 const BLOCK: usize = 1024;
-/// Rows of a task, if there are enough for all threads: for one of them nobody brings the next row.
+/// Rows per task, if there are enough for all threads: the first row of a task is not prefetched.
 const ROWS: usize = 8;
-/// Tasks that each thread should get, so that all end together.
+/// Tasks per thread, so that all threads end together.
 const TASKS: usize = 4;
-/// Elements for which memory is asked for at a time.
+/// Elements prefetched at a time.
 const RUN: usize = 64;
 
 pub(super) fn terms(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
@@ -68,12 +68,12 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
     }, else Err(KernelError::DType { kernel: BACKWARD.name, dtype: z.dtype }))
 }
 
-// The elementary functions are reached through generic code only: on a plain f32, `exp` would be that of std.
+// `exp` is called in generic code only: on a plain f32 it would be that of std.
 
 #[inline(always)]
 fn lse_row<T: Float<Acc: Maths>>(z: &[T]) -> T::Acc {
     let most = largest(z, T::widen);
-    // Where there is nothing above negative infinity, the terms are 0 and not exp(-inf + inf).
+    // If all are negative infinity, the terms are 0 and not exp(-inf + inf).
     let base = if most == <T::Acc as Real>::NEG_INFINITY { <T::Acc as Real>::ZERO } else { most };
     let mut total = <T::Acc as Real>::ZERO;
     for block in z.chunks(BLOCK) {
@@ -92,8 +92,8 @@ fn backward_row<T: Float<Acc: Maths>>(
     let picked =
         picked.map(|(at, d_picked)| (at, T::narrow((z[at].widen() - lse).decay().fma(d_lse, d_picked))));
     for z in z.chunks_mut(RUN) {
-        // A run of exponentials is longer than what a processor looks ahead by itself.
-        expect_behind(z);
+        // A run of exponentials is longer than the hardware prefetcher looks ahead.
+        prefetch_ahead(z);
         for z in z {
             *z = T::narrow((z.widen() - lse).decay() * d_lse);
         }

@@ -1,36 +1,36 @@
-//! The terms of a cross-entropy on GPUs: a block a row, one pass.
+//! The terms of a cross-entropy on GPUs: one block per row, one pass.
 
 use super::{BACKWARD, TERMS};
 use crate::dtype::DType;
 use crate::error::KernelError;
-use crate::gpu::{GridArg, Plan};
+use crate::gpu::{GridArg, LaunchPlan};
 use crate::kernel::Launch;
 use crate::op::gpu_rows::{Rows, float, ints};
 use crate::op::rows::{row_len, width};
 
-/// The kernels of this folder.
+/// The CUDA source.
 pub(super) const SOURCE: &str = concat!(include_str!("../gpu_rows.cu"), include_str!("gpu.cu"));
 
-pub(super) fn terms(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn terms(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     float(TERMS.name, launch)?;
     let (z, rows) = (&launch.inputs[0], launch.inputs[1].view.numel());
-    by_rows("cross_entropy", launch, plan, (z.dtype, width(z), rows));
+    gemv_row_major("cross_entropy", launch, plan, (z.dtype, width(z), rows));
     Ok(())
 }
 
-pub(super) fn backward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn backward(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let (z, rows) = (&launch.outputs[0], launch.inputs[0].view.numel());
     if !z.dtype.is_float() {
         return Err(KernelError::DType { kernel: BACKWARD.name, dtype: z.dtype });
     }
-    by_rows("cross_entropy_backward", launch, plan, (z.dtype, row_len(z.view), rows));
+    gemv_row_major("cross_entropy_backward", launch, plan, (z.dtype, row_len(z.view), rows));
     Ok(())
 }
 
-fn by_rows(
+fn gemv_row_major(
     entry: &'static str,
     launch: &Launch<'_>,
-    plan: &mut Plan,
+    plan: &mut LaunchPlan,
     (dtype, n, rows): (DType, usize, usize),
 ) {
     let mut args: Vec<GridArg> = (0..launch.inputs.len()).map(GridArg::Input).collect();

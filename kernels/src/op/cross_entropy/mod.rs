@@ -1,5 +1,5 @@
-//! What a cross-entropy over a (possibly split) vocabulary is made of, and its backward: loss = lse - picked, once both are
-//! joined over the shards of the vocabulary.
+//! The terms of a cross-entropy over a (possibly sharded) vocabulary, and its backward: loss = lse - picked, once both are reduced over the
+//! shards of the vocabulary.
 
 mod cpu;
 mod gpu;
@@ -7,31 +7,30 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::{Element, Float};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{check_indices, operands, read, row_len, width, write};
 
-/// This shard's lse = ln(sum_j exp(z_j)) and picked = z_target (0 on ranks that lack it).
+/// This shard's lse = ln(sum_j exp(z_j)) and picked = z_target (0 if the target is on another rank).
 ///
 /// - in: z `(rows.., v)`, any float, contiguous; target `(rows..)`, i64
 /// - out: lse `(rows..)` and picked `(rows..)` in the accumulator of z
-/// - scalars: Int v_start, the global index of the first column here; Int v_global, the whole vocabulary
+/// - scalars: Int v_start, the global index of the first local column; Int v_global, the whole vocabulary
 ///
 /// The sum is that of exp(z - max z), so lse is finite for every finite z; it is negative infinity where every z is and where
-/// v is 0, and not a number where a z is infinity. A target outside of `0..v_global` is [`KernelError::Index`].
+/// v is 0; NaN where a z is infinity. A target outside of `0..v_global` is [`KernelError::Index`].
 /// Counted: 4 operations an element of z.
 pub static TERMS: Kernel = Kernel {
     name: "cross_entropy",
     reference: terms,
     cpu: Some(cpu::terms),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::terms }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::terms }),
     flops: |launch| 4 * launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 16.0 },
 };
 
-/// The cotangent of z, in its place: dz_j = exp(z_j - lse) d_lse + (d_picked if j is the target), lse being that of the whole
-/// row.
+/// Computes the cotangent of z in place: dz_j = exp(z_j - lse) d_lse + (d_picked if j is the target), for the lse of the whole row.
 ///
 /// - in: target as for [`TERMS`]; lse `(rows..)`, d_lse `(rows..)`, d_picked `(rows..)` in the accumulator of z
 /// - out: z as for [`TERMS`], which becomes dz
@@ -42,13 +41,13 @@ pub static BACKWARD: Kernel = Kernel {
     name: "cross_entropy_backward",
     reference: backward,
     cpu: Some(cpu::backward),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::backward }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::backward }),
     flops: |launch| 3 * launch.outputs[0].view.numel() as u64,
     bytes: Some(|launch| launch.updated_bytes()),
     bound: Bound { ulps: 16.0 },
 };
 
-/// Where a target stands among the columns that start at `v_start`; `None` if it stands on another rank.
+/// Returns the local column of a target, of those that start at `v_start`; `None` if the target is on another rank.
 fn local(target: i64, v_start: i64, v: usize) -> Option<usize> {
     usize::try_from(target - v_start).ok().filter(|&at| at < v)
 }
@@ -98,8 +97,8 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::kernel::Scalar;
-    use crate::op::check::{Case, Kind, values};
-    use crate::op::differences::{Value, compare, dot, evaluate, update};
+    use crate::op::finite_difference::{Value, check_gradients, dot, evaluate, update};
+    use crate::op::kernel_check::{Case, Kind, values};
     use crate::strides::Strides;
 
     const INDEX: Kind = Kind::Fixed(DType::I64);
@@ -109,8 +108,8 @@ mod tests {
     }
 
     #[test]
-    fn by_hand() {
-        // Columns 2 and 3 of a vocabulary of 5; the second row's target stands on another rank.
+    fn matches_known_values() {
+        // Columns 2 and 3 of a vocabulary of 5; the second row's target is on another rank.
         let z = Value::real(&[2, 2], &[0.0, 2f64.ln(), 3f64.ln(), 5f64.ln()]);
         let target = Value::index(&[2], &[3.0, 4.0]);
         let outputs = evaluate(&TERMS, &[z.clone(), target.clone()], &[&[2], &[2]], &shard(2, 5));
@@ -132,12 +131,12 @@ mod tests {
     }
 
     #[test]
-    fn the_fast_path_agrees() {
+    fn fast_path_matches_the_reference() {
         let shapes =
             [(1, 1), (1, 7), (5, 16), (3, 33), (90, 40), (2, 3000), (1, 17_000), (1, 25_608), (4, 0), (0, 4)];
         for (rows, v) in shapes {
             let target: Vec<f64> = (0..rows).map(|i| ((i * 7 + 2) % (v + 5)).min(4999) as f64).collect();
-            // Long sums of the reference are no better in f64 than those that it judges.
+            // In f64 long sums of the reference are no more exact than those under test.
             let dtypes = &DType::FLOATS[usize::from(v > 10_000)..];
             case(rows, v, &target)
                 .output_as(Kind::Accumulator, &[rows])
@@ -157,9 +156,9 @@ mod tests {
     }
 
     #[test]
-    fn far_and_special_values() {
+    fn large_arguments_and_special_values() {
         let (inf, nan) = (f64::INFINITY, f64::NAN);
-        // A maximum that comes late, rows of -inf in part and in whole, what is not a number.
+        // A maximum that comes late, rows with some and only -inf, NaN.
         for special in [[-inf, 80.0], [-80.0, -inf], [inf, 1.0], [nan, 2.0], [-inf, nan], [inf, nan]] {
             for v in [2, 40, 5000] {
                 let mut z = vec![special[0]; 2 * v];
@@ -175,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_target_outside_of_the_vocabulary_is_an_error() {
+    fn target_out_of_range_is_an_error() {
         for (bad, text) in
             [(-1.0, "index -1 at position 2"), (5000.0, "index 5000 at position 2 is outside of 0..5000")]
         {
@@ -187,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn backward_agrees_with_finite_differences() {
+    fn backward_matches_finite_differences() {
         let inputs = [Value::real(&[3, 4], &values(5, 12)), Value::index(&[3], &[2.0, 6.0, 1.0])];
         let terms = |x: &[Value]| evaluate(&TERMS, x, &[&[3], &[3]], &shard(2, 9));
         let (d_lse, d_picked) = (values(6, 3), values(7, 3));
@@ -197,6 +196,6 @@ mod tests {
             let outputs = terms(x);
             dot(&outputs[0], &d_lse) + dot(&outputs[1], &d_picked)
         };
-        compare(&inputs, &[(0, dz)], loss).unwrap();
+        check_gradients(&inputs, &[(0, dz)], loss).unwrap();
     }
 }

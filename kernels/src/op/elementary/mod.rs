@@ -1,17 +1,17 @@
-//! More functions of one element, with the gradients that they have.
+//! Further elementwise functions, and gradients of most of them.
 //!
-//! - in: x, any float, any strides; the gradients take the cotangent dy of the function's result beside x or y
+//! - in: x, any float, any strides; the gradients also take the cotangent dy of the function's result
 //! - out: y, same dtype and shape, contiguous
 //!
-//! 16-bit operands are widened, computed in f32 and rounded once. Not-a-number goes in and comes out, except of a
+//! 16-bit operands are widened, computed in f32 and rounded once. NaN in gives NaN out, except for a
 //! gradient where the function has a corner.
 
 use crate::cpu::Pool;
 use crate::cpu::math::Maths;
 use crate::dtype::DType;
 use crate::error::KernelError;
-use crate::gpu::Plan;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::gpu::LaunchPlan;
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::op::formula::{by_sign, choose, pow_slope, sigmoid, sign, softplus};
 use crate::op::pointwise::{Formula, gpu, map, map_as, names, plain, plain_as, pointwise, two_reals};
 use crate::op::rows::operands;
@@ -21,7 +21,7 @@ pointwise! {
     ABS "abs" 1 0.0 |[x], _| x.abs(), x.wrapping_abs();
     /// y = -1, 0 or 1; a zero keeps its sign.
     SIGN "sign" 1 0.0 |[x], _| sign(x), x.signum();
-    /// y = 1 / sqrt x: infinity at 0, not a number below.
+    /// y = 1 / sqrt x: infinity at 0, NaN below.
     RSQRT "rsqrt" 2 2.0 |[x], _| R::ONE / x.root();
     /// y = sin x, x in radians.
     SIN "sin" 1 1.0 |[x], _| x.sin();
@@ -29,7 +29,7 @@ pointwise! {
     COS "cos" 1 1.0 |[x], _| x.cos();
     /// y = e^x - 1.
     EXPM1 "expm1" 1 2.0 |[x], _| x.expm1();
-    /// y = ln(1 + x): negative infinity at -1, not a number below.
+    /// y = ln(1 + x): negative infinity at -1, NaN below.
     LOG1P "log1p" 1 2.0 |[x], _| x.ln_1p();
     /// y = ln(1 + e^x) = max(x, 0) + ln(1 + e^-|x|).
     SOFTPLUS "softplus" 4 4.0 |[x], _| softplus(x);
@@ -37,13 +37,13 @@ pointwise! {
     ELU "elu" 3 4.0 |[x], [c, _]| choose(x > R::ZERO, x, c * x.expm1());
     /// y = x where x > 0, else c x; scalars: \[Real c\].
     LEAKY_RELU "leaky_relu" 1 2.0 |[x], [c, _]| choose(x > R::ZERO, x, c * x);
-    /// y = the largest integer that is not above x.
+    /// y = the largest integer not above x.
     FLOOR "floor" 1 0.0 |[x], _| x.floor();
-    /// y = the smallest integer that is not below x.
+    /// y = the smallest integer not below x.
     CEIL "ceil" 1 0.0 |[x], _| x.ceil();
-    /// y = the nearest integer, the even one of two.
+    /// y = the nearest integer, ties to even.
     ROUND "round" 1 0.0 |[x], _| x.round_even();
-    /// y = x^c: 1 for c = 0, not a number for x < 0 and fractions c; scalars: \[Real c\].
+    /// y = x^c: 1 for c = 0, NaN for x < 0 and fractions c; scalars: \[Real c\].
     POW_SCALAR "pow_scalar" 1 64.0 |[x], [c, _]| x.pow(c);
     /// y = a where x < a, b where x > b, else x; scalars: \[Real a, Real b\], a <= b.
     CLAMP "clamp" 2 1.0 |[x], [a, b]| choose(x < a, a, choose(x > b, b, x));
@@ -76,8 +76,8 @@ pointwise! {
 mod tests {
     use super::*;
     use crate::kernel::Scalar;
-    use crate::op::check::{Case, values};
-    use crate::op::differences::{Value, evaluate};
+    use crate::op::finite_difference::{Value, evaluate};
+    use crate::op::kernel_check::{Case, values};
 
     const C: [Scalar; 2] = [Scalar::Real(0.25), Scalar::Real(0.75)];
     const ALL: [&Kernel; 15] = [
@@ -97,7 +97,7 @@ mod tests {
         &POW_SCALAR,
         &CLAMP,
     ];
-    /// A gradient, its function, and whether it reads the function's result instead of its argument.
+    /// A gradient kernel, its function, and whether it takes the function's result instead of the argument.
     const GRADIENTS: [(&Kernel, &Kernel, bool); 11] = [
         (&ABS_GRAD, &ABS, false),
         (&RSQRT_GRAD, &RSQRT, true),
@@ -112,7 +112,7 @@ mod tests {
         (&CLAMP_GRAD, &CLAMP, false),
     ];
 
-    /// Whether a function has no real value for negative arguments.
+    /// Returns whether a function has no real value for negative arguments.
     fn is_one_sided(kernel: &Kernel) -> bool {
         ["rsqrt", "log1p", "pow_scalar"].iter().any(|name| kernel.name.starts_with(name))
     }
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn by_hand() {
+    fn matches_known_values() {
         let (nan, inf) = (f64::NAN, f64::INFINITY);
         for (kernel, x, y) in [
             (&ABS, -2.5, 2.5),
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn fast_paths_agree() {
+    fn fast_paths_match_the_reference() {
         for kernel in ALL {
             let spread = values(1, 3 * 5 * 67).into_iter().map(|x| 5.0 * x);
             let x: Vec<f64> = spread.map(|x| if is_one_sided(kernel) { x.abs() } else { x }).collect();
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn gradients_are_derivatives() {
+    fn gradients_match_finite_differences() {
         for (gradient, kernel, reads_result) in GRADIENTS {
             let start = if is_one_sided(kernel) { 1 } else { -40 };
             let x: Vec<f64> = (start..40).map(|i| f64::from(i) * 0.17 + 0.03).collect();
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn far_out_and_special_values() {
+    fn large_arguments_and_special_values() {
         let special = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 0.0, -0.0, 1e30, -1e30];
         for kernel in ALL {
             Case::new(kernel)

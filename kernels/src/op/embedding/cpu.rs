@@ -1,7 +1,7 @@
-//! Embedding on the CPU. The backward sorts the tokens by row, so that each row of the table is one sum.
+//! Embedding on the CPU. The backward sorts tokens by row, so that each row of the table is one sum.
 
 use super::{BACKWARD, FORWARD, local};
-use crate::cpu::simd::stream::Stream;
+use crate::cpu::simd::stream::StreamingStores;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Float, Real};
 use crate::error::KernelError;
@@ -10,9 +10,9 @@ use crate::kernel::Launch;
 use crate::match_float;
 use crate::op::rows::{check_indices, operands, read, rows_per_task, width, write};
 
-/// So many terms, and so many of their sums, are added up before they meet the rest: a sum that grows loses what is added to it.
+/// Terms per sum, and sums per sum of the next level: a long f32 sum would lose its last terms.
 const TOGETHER: usize = 32;
-/// Levels of such sums, the first of terms.
+/// Levels of sums, the first of terms.
 const LEVELS: usize = 4;
 
 pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
@@ -55,7 +55,7 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
             let start = tokens.partition_point(|&(row, _)| row < i * rows);
             let mut sums = filled(<T as Float>::Acc::ZERO, LEVELS * d);
             let (tokens, first_row) = (&tokens[start..], i * rows);
-            let Some(stream) = Stream::of::<T>(v * d) else {
+            let Some(stream) = StreamingStores::of::<T>(v * d) else {
                 return vectorized(#[inline(always)] || {
                     sum_rows(tokens, first_row, dy, &mut sums, dtable, take_sums);
                 });
@@ -72,8 +72,8 @@ pub(super) fn backward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
     }, else Err(KernelError::DType { kernel: BACKWARD.name, dtype: dy.dtype }))
 }
 
-/// Fills the rows from `first_row` on with the sums of their tokens, which stand in front of `tokens` by row. `sums` has one row a
-/// level, zeros before and after. `put` fills a row with its sums, of which it leaves zeros, or with zeros if there are none.
+/// Fills the rows from `first_row` on with the sums of their tokens, which are at the front of `tokens`, sorted by row. `sums` has one row
+/// per level, zeros before and after. `put` stores a row's sums and zeroes them, or stores zeros if a row has no tokens.
 #[inline(always)]
 fn sum_rows<T: Float>(
     mut tokens: &[(usize, usize)],
@@ -108,7 +108,7 @@ fn sum_rows<T: Float>(
     }
 }
 
-/// Rounds the sums of a row, and leaves zeros of them.
+/// Rounds and stores the sums of a row, and zeroes them.
 #[inline(always)]
 fn take_sums<T: Float>(sums: Option<&mut [T::Acc]>, out: &mut [T]) {
     let Some(sums) = sums else {
@@ -119,7 +119,7 @@ fn take_sums<T: Float>(sums: Option<&mut [T::Acc]>, out: &mut [T]) {
     }
 }
 
-/// Hands on the sums that are of as many terms as their level takes, after the term of this number, counted from 1.
+/// Carries full sums to the next level, after the term of this number, counted from 1.
 #[inline(always)]
 fn carry<R: Real>(sums: &mut [R], d: usize, count: usize) {
     let mut terms = TOGETHER;
@@ -132,7 +132,7 @@ fn carry<R: Real>(sums: &mut [R], d: usize, count: usize) {
     }
 }
 
-/// Adds the sums of a level to those of its neighbour, and begins anew.
+/// Adds the sums of a level to the next level and zeroes them.
 #[inline(always)]
 fn raise<R: Real>(sums: &mut [R], d: usize, from: usize, to: usize) {
     let (low, high) = sums[from.min(to) * d..].split_at_mut(d);

@@ -1,23 +1,23 @@
-//! Rows of a table are places of a dim (1, v, d): picking and adding by index.
+//! Embedding on GPUs: rows of a table are places of a dim (1, v, d), so the index kernels apply.
 
 pub(super) use crate::op::index::gpu::{ADDING, PICKING};
 
 use super::{BACKWARD, FORWARD};
 use crate::dtype::DType;
 use crate::error::KernelError;
-use crate::gpu::Plan;
+use crate::gpu::LaunchPlan;
 use crate::kernel::{Arg, Launch};
 use crate::op::index::gpu::Indexed;
 use crate::strides::Strides;
 
-pub(super) fn forward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn forward(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let (table, index) = (&launch.inputs[0], &launch.inputs[1]);
     let picked = launch.outputs[0].view;
     rows(launch, FORWARD.name, index, (table.view, picked), table.dtype)?.gather(plan, 0, 1);
     Ok(())
 }
 
-pub(super) fn backward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn backward(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let (index, dy) = (&launch.inputs[0], &launch.inputs[1]);
     let table = launch.outputs[0].view;
     rows(launch, BACKWARD.name, index, (table, dy.view), dy.dtype)?.scatter_add(plan, 0, 1);

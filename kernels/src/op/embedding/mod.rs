@@ -1,4 +1,4 @@
-//! Rows of a (possibly split) table picked by index, and the sum of cotangents into such rows.
+//! Embedding: rows of a (possibly sharded) table selected by index, and the gradient of the table.
 
 mod cpu;
 mod gpu;
@@ -6,22 +6,22 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Arg, Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{check_indices, operands, read, width, write};
 
-/// y_n = table_(index_n - v_start), zeros where this rank lacks the row.
+/// y_n = table_(index_n - v_start), zeros if the row is on another rank.
 ///
 /// - in: table `(v, d)`, any float, contiguous; index `(n..)`, i64, contiguous
 /// - out: y `(n.., d)` like table
-/// - scalars: Int v_start, the global number of the first row here; Int v_global, the rows of the whole table
+/// - scalars: Int v_start, the global number of the first local row; Int v_global, the rows of the whole table
 ///
 /// An index outside of `0..v_global` is [`KernelError::Index`]. Exact. Counted: no operations.
 pub static FORWARD: Kernel = Kernel {
     name: "embedding",
     reference: forward,
     cpu: Some(cpu::forward),
-    gpu: Some(Gpu { source: gpu::PICKING, plan: gpu::forward }),
+    gpu: Some(GpuCode { source: gpu::PICKING, plan: gpu::forward }),
     flops: |_| 0,
     bytes: Some(|launch| {
         // No more rows of the table than there are indices.
@@ -39,19 +39,19 @@ pub static FORWARD: Kernel = Kernel {
 /// - out: dtable `(v, d)` like dy
 /// - scalars: as for [`FORWARD`]
 ///
-/// A row is summed in the accumulator, in the order of n: 32 terms together, then 32 of such sums, 32 of these, and the rest; and
-/// rounded once. An index outside of `0..v_global` is [`KernelError::Index`]. Counted: 1 operation an element of dy.
+/// A row is summed in the accumulator, in the order of n: sums of 32 terms, then sums of 32 such sums, then 32 of these, and the rest;
+/// and rounded once. An index outside of `0..v_global` is [`KernelError::Index`]. Counted: 1 operation an element of dy.
 pub static BACKWARD: Kernel = Kernel {
     name: "embedding_backward",
     reference: backward,
     cpu: Some(cpu::backward),
-    gpu: Some(Gpu { source: gpu::ADDING, plan: gpu::backward }),
+    gpu: Some(GpuCode { source: gpu::ADDING, plan: gpu::backward }),
     flops: |launch| launch.inputs[1].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 64.0 },
 };
 
-/// Where a global row stands among the `v` rows that start at `v_start`; `None` if it stands on another rank.
+/// Returns the local number of a global row, of the `v` rows that start at `v_start`; `None` if the row is on another rank.
 fn local(index: i64, v_start: i64, v: usize) -> Option<usize> {
     usize::try_from(index - v_start).ok().filter(|&at| at < v)
 }
@@ -95,8 +95,8 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::kernel::{ArgMut, Scalar};
-    use crate::op::check::{Case, Kind, values};
-    use crate::op::differences::{Value, compare, dot, evaluate};
+    use crate::op::finite_difference::{Value, check_gradients, dot, evaluate};
+    use crate::op::kernel_check::{Case, Kind, values};
     use crate::strides::Strides;
 
     const INDEX: Kind = Kind::Fixed(DType::I64);
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn by_hand() {
+    fn matches_known_values() {
         // Rows 1 and 2 of a table of 4.
         let table = Value::real(&[2, 2], &[1.0, 2.0, 3.0, 4.0]);
         let index = Value::index(&[4], &[2.0, 0.0, 1.0, 2.0]);
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fast_path_agrees() {
+    fn fast_path_matches_the_reference() {
         for (v, d, n) in [(1, 1, 1), (5, 3, 40), (300, 70, 50), (7, 0, 3), (0, 4, 3), (4, 4, 0), (2, 3000, 9)]
         {
             let index: Vec<f64> = (0..n).map(|i| ((i * i + 1) % (v + 9)) as f64).collect();
@@ -137,13 +137,13 @@ mod tests {
         }
     }
 
-    /// Rows of tokens of every count around those at which sums are handed on, and one that most tokens of a long text are.
+    /// Rows with token counts around multiples of the block sizes of sums, and one with most tokens of a long text.
     #[test]
     fn long_sums_of_equal_terms_keep_the_bound() {
         let counts = [31, 32, 33, 63, 64, 1023, 1024, 1025, 0, 1, 100_000];
         let index: Vec<f64> = (0..counts.len()).flat_map(|v| vec![v as f64; counts[v]]).collect();
         for (d, term) in [(1, 0.1), (8, 0.3)] {
-            // The reference is a plain sum in f64, no better than what it judges there.
+            // The reference is a plain sum in f64, no more exact there than the kernel under test.
             Case::new(&BACKWARD)
                 .input_as(INDEX, &[index.len()], &index)
                 .input(&[index.len(), d], &vec![term; index.len() * d])
@@ -154,8 +154,8 @@ mod tests {
     }
 
     #[test]
-    fn a_table_that_passes_the_caches_by_has_the_sums_of_a_small_one() {
-        let (cpu, d, tokens) = (crate::backend::Cpu::backend(2), 1023, [5i64, 8191, 0, 5, 40, 5]);
+    fn streamed_table_has_the_sums_of_a_small_one() {
+        let (cpu, d, tokens) = (crate::cpu_backend::Cpu::backend(2), 1023, [5i64, 8191, 0, 5, 40, 5]);
         let dy: Vec<f32> = (0..tokens.len() * d).map(|i| (i as f32).sqrt()).collect();
         let [index, dy] =
             [crate::backend::upload(&*cpu, &tokens), crate::backend::upload(&*cpu, &dy)].map(Result::unwrap);
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn an_index_outside_of_the_table_is_an_error() {
+    fn index_out_of_range_is_an_error() {
         for bad in [-1.0, 10.0] {
             let index = [0.0, bad, 9.0];
             let case = Case::new(&FORWARD).input(&[4, 2], &values(1, 8)).input_as(INDEX, &[3], &index);
@@ -190,13 +190,13 @@ mod tests {
     }
 
     #[test]
-    fn backward_agrees_with_finite_differences() {
+    fn backward_matches_finite_differences() {
         let inputs =
             [Value::real(&[3, 2], &values(5, 6)), Value::index(&[2, 3], &[1.0, 2.0, 0.0, 3.0, 2.0, 4.0])];
         let dy = Value::real(&[2, 3, 2], &values(6, 12));
         let dtable =
             evaluate(&BACKWARD, &[inputs[1].clone(), dy.clone()], &[&[3, 2]], &shard(1, 5)).remove(0);
         let loss = |x: &[Value]| dot(&evaluate(&FORWARD, x, &[&[2, 3, 2]], &shard(1, 5))[0], &dy.data);
-        compare(&inputs, &[(0, dtable)], loss).unwrap();
+        check_gradients(&inputs, &[(0, dtable)], loss).unwrap();
     }
 }

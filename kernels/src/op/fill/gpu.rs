@@ -1,23 +1,23 @@
-//! Filling on GPUs: in vectors along the memory of y.
+//! Fill on GPUs: in vectors along the memory of y.
 
 use crate::error::KernelError;
-use crate::gpu::{Grid, GridArg, Plan, bits_name, bits_of, padded_dims};
+use crate::gpu::{Grid, GridArg, LaunchPlan, bits_name, bits_of, padded_dims};
 use crate::kernel::Launch;
-use crate::op::walk::Walk;
+use crate::op::strided_iter::StridedIter;
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// Threads of a block, as in the source.
+/// Threads per block; the same constant as in the source.
 const THREADS: usize = 256;
 
-pub(super) fn plan(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let y = &launch.outputs[0];
-    let walk = Walk::in_memory_order([y.view]);
-    let numel = walk.numel();
+    let iter = StridedIter::in_memory_order([y.view]);
+    let numel = iter.numel();
     if numel == 0 {
         return Ok(());
     }
-    let ((inner, [step]), outer) = walk.dims().split_last().expect("a walk has a dim");
+    let ((inner, [step]), outer) = iter.dims().split_last().expect("a iter has a dim");
     let vector = 16 / y.dtype.size();
     let fits = *step == 1
         && y.view.offset.is_multiple_of(vector)
@@ -25,7 +25,7 @@ pub(super) fn plan(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelErr
         && outer.iter().all(|(_, [step])| step.is_multiple_of(vector));
     let vector = if fits { vector } else { 1 };
     let items = numel.div_ceil(vector);
-    let padded = padded_dims(walk.dims()).in_vectors(vector);
+    let padded = padded_dims(iter.dims()).in_vectors(vector);
     let blocks = u32::try_from(items.div_ceil(THREADS)).expect("fewer than 2^40 elements fit a device");
     plan.grid(Grid {
         entry: "fill",

@@ -1,15 +1,15 @@
-//! One value everywhere.
+//! Fill: one value for all elements.
 
 mod gpu;
 
 use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_dtype;
 use crate::op::pointwise::scatter;
 use crate::op::rows::operands;
-use crate::op::walk::{Walk, place};
+use crate::op::strided_iter::{StridedIter, element_offset};
 
 /// y = v.
 ///
@@ -19,7 +19,7 @@ pub static FILL: Kernel = Kernel {
     name: "fill",
     reference: plain,
     cpu: Some(fast),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::plan }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |_| 0,
     bytes: None,
     bound: Bound { ulps: 0.0 },
@@ -29,7 +29,7 @@ fn plain(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([], [y], scalars) = operands(launch);
     match_dtype!(y.dtype, T => {
         let memory = y.buffer.as_mut::<T>().expect("an output buffer has one handle");
-        (0..y.view.numel()).for_each(|i| memory[place(y.view, i)] = T::from_f64(scalars[0].real()));
+        (0..y.view.numel()).for_each(|i| memory[element_offset(y.view, i)] = T::from_f64(scalars[0].real()));
     });
     Ok(())
 }
@@ -38,10 +38,10 @@ fn fast(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([], [y], scalars) = operands(launch);
     match_dtype!(y.dtype, T => {
         let value = T::from_f64(scalars[0].real());
-        let walk = Walk::in_memory_order([y.view]);
-        scatter::<1, T>(pool, &walk, y, 1, |walk, memory, start| {
-            let [step] = walk.steps();
-            walk.runs(0..walk.numel(), |[at], length| match step {
+        let iter = StridedIter::in_memory_order([y.view]);
+        scatter::<1, T>(pool, &iter, y, 1, |iter, memory, start| {
+            let [step] = iter.steps();
+            iter.for_each_run(0..iter.numel(), |[at], length| match step {
                 1 => memory[at - start..][..length].fill(value),
                 _ => memory[at - start..].iter_mut().step_by(step).take(length).for_each(|y| *y = value),
             });
@@ -55,7 +55,7 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::kernel::Scalar;
-    use crate::op::check::{Case, Kind};
+    use crate::op::kernel_check::{Case, Kind};
     use crate::strides::Strides;
 
     #[test]

@@ -1,8 +1,8 @@
-//! One product for each group, by the kernels of stacks of matrices.
+//! Grouped matrix products on the CPU: one batched product per group.
 
 use super::{GRADIENT, PRODUCT};
 use crate::cpu::Pool;
-use crate::cpu::gemm::{Stack, StackMut, products};
+use crate::cpu::gemm::{BatchedMatrixMut, BatchedMatrixRef, batched_gemm};
 use crate::error::KernelError;
 use crate::kernel::Launch;
 use crate::match_float;
@@ -20,10 +20,10 @@ pub(super) fn product(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kernel
             if rows.is_empty() || m == 0 {
                 continue;
             }
-            let a = Stack { data: &x[rows.start * k..rows.end * k], strides: [0, k, 1] };
-            let b = Stack { data: if k == 0 { &[] } else { &matrices[g * per_group..] }, strides: [0, down, right] };
-            let c = StackMut { data: &mut y[rows.start * m..rows.end * m], strides: [0, m, 1] };
-            products(pool, [1, rows.len(), m, k], a, b, c);
+            let a = BatchedMatrixRef { data: &x[rows.start * k..rows.end * k], strides: [0, k, 1] };
+            let b = BatchedMatrixRef { data: if k == 0 { &[] } else { &matrices[g * per_group..] }, strides: [0, down, right] };
+            let c = BatchedMatrixMut { data: &mut y[rows.start * m..rows.end * m], strides: [0, m, 1] };
+            batched_gemm(pool, [1, rows.len(), m, k], a, b, c);
         }
         y[starts[v] as usize * m..].fill(T::default());
     }, else return Err(KernelError::DType { kernel: PRODUCT.name, dtype: x.dtype }));
@@ -41,9 +41,9 @@ pub(super) fn gradient(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kerne
         }
         for (g, dw) in (0..v).zip(dw.chunks_exact_mut(k * m)) {
             let rows = starts[g] as usize..starts[g + 1] as usize;
-            let a = Stack { data: &x[rows.start * k..rows.end * k], strides: [0, 1, k] };
-            let b = Stack { data: &dy[rows.start * m..rows.end * m], strides: [0, m, 1] };
-            products(pool, [1, k, m, rows.len()], a, b, StackMut { data: dw, strides: [0, m, 1] });
+            let a = BatchedMatrixRef { data: &x[rows.start * k..rows.end * k], strides: [0, 1, k] };
+            let b = BatchedMatrixRef { data: &dy[rows.start * m..rows.end * m], strides: [0, m, 1] };
+            batched_gemm(pool, [1, k, m, rows.len()], a, b, BatchedMatrixMut { data: dw, strides: [0, m, 1] });
         }
     }, else return Err(KernelError::DType { kernel: GRADIENT.name, dtype: x.dtype }));
     Ok(())

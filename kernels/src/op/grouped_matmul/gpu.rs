@@ -1,25 +1,25 @@
-//! Grouped products on GPUs: each block finds the group of its tile, so that the host need not know how many rows a group has.
+//! Grouped matrix products on GPUs: each block finds the group of its tile, so that the host need not know the sizes of groups.
 
 use super::{GRADIENT, PRODUCT};
 use crate::error::KernelError;
-use crate::gpu::{Grid, GridArg, Plan, type_name};
+use crate::gpu::{Grid, GridArg, LaunchPlan, type_name};
 use crate::kernel::Launch;
 use crate::op::gpu_rows::float;
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// As in the source.
+/// The same constant as in the source.
 const TILE: usize = 64;
 const THREADS: u32 = 256;
 
-pub(super) fn product(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn product(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let dtype = float(PRODUCT.name, launch)?;
     let (x, w) = (launch.inputs[0].view, launch.inputs[1].view);
     let (n, [v, k, m]) = (x.shape[0], [0, 1, 2].map(|d| w.shape[d]));
     if n * m == 0 {
         return Ok(());
     }
-    // Each group, and what is behind the last one, may end in the middle of a tile.
+    // Each group, and the rows behind the last one, may end inside a tile.
     let tiles = n.div_ceil(TILE) + v;
     let numbers = [n, v, k, m, w.strides[0], w.strides[1], w.strides[2]];
     plan.grid(Grid {
@@ -39,7 +39,7 @@ pub(super) fn product(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), Kernel
     Ok(())
 }
 
-pub(super) fn gradient(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn gradient(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let dtype = float(GRADIENT.name, launch)?;
     let (n, dw) = (launch.inputs[0].view.shape[0], launch.outputs[0].view);
     let [v, k, m] = [0, 1, 2].map(|d| dw.shape[d]);
@@ -49,7 +49,7 @@ pub(super) fn gradient(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), Kerne
     plan.grid(Grid {
         entry: "gradient",
         defines: vec![("T", type_name(dtype).into())],
-        // Groups stand along x, of whose blocks there may be most.
+        // Groups are along x, which allows the most blocks.
         blocks: [(v * k.div_ceil(TILE)) as u32, m.div_ceil(TILE) as u32, 1],
         threads: THREADS,
         shared_bytes: 0,

@@ -1,5 +1,5 @@
-//! Products of rows, in groups that lie one behind the other, with the matrix of each group; and the gradients of the matrices.
-//! Where groups begin is read on the device, so that no shape depends on it.
+//! Grouped matrix products (mixture of experts): rows sorted by group times the matrix of each group, and the gradients of the matrices. The
+//! starts of groups are read on the device, so that no shape depends on them.
 
 mod cpu;
 mod gpu;
@@ -7,24 +7,24 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch, Scalar};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch, Scalar};
 use crate::match_float;
 use crate::op::rows::{operands, read, write};
-use crate::op::walk::place;
+use crate::op::strided_iter::element_offset;
 
-/// y_r = x_r w_g for every row r of group g, which are `starts_g .. starts_(g+1)`; zeros behind the last group.
+/// y_r = x_r w_g for every row r of group g, which are `starts_g .. starts_(g+1)`; zeros after the last group.
 ///
-/// - in: x (n, k), contiguous; w (v, k, m), any strides; one float dtype; starts (v + 1), i64, from 0 on and never falling
+/// - in: x (n, k), contiguous; w (v, k, m), any strides; one float dtype; starts (v + 1), i64, from 0, not decreasing
 /// - out: y (n, m), same dtype, contiguous
-/// - scalars: Int v_global, the number of groups of which these are some
+/// - scalars: Int v_global, the number of groups on all ranks
 ///
-/// Sums are formed as those of [`CONTRACT`](super::contract::CONTRACT), on GPUs in the accumulator in the order of k: the bits of a
-/// row do not depend on other rows. Counted: 2 n k m, times the share of all groups that these are.
+/// Sums are formed as those of [`BATCHED_MATMUL`](super::batched_matmul::BATCHED_MATMUL), on GPUs in the accumulator in the order of k: the
+/// bits of a row do not depend on other rows. Counted: 2 n k m, times the share of the local groups.
 pub static PRODUCT: Kernel = Kernel {
     name: "grouped_matmul",
     reference: plain_product,
     cpu: Some(cpu::product),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::product }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::product }),
     flops: |launch| {
         let (x, w) = (launch.inputs[0].view, launch.inputs[1].view);
         operations(x.numel(), w.shape[2], w.shape[0], launch.scalars)
@@ -39,12 +39,12 @@ pub static PRODUCT: Kernel = Kernel {
 /// - out: dw (v, k, m), same dtype, contiguous
 /// - scalars: as for [`PRODUCT`]
 ///
-/// Sums over rows are formed as those over k there. Counted: as there.
+/// Sums over rows are formed as those over k in [`PRODUCT`]. Counted: as there.
 pub static GRADIENT: Kernel = Kernel {
     name: "grouped_matmul_gradient",
     reference: plain_gradient,
     cpu: Some(cpu::gradient),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::gradient }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::gradient }),
     flops: |launch| {
         let (x, dw) = (launch.inputs[0].view, launch.outputs[0].view);
         operations(x.numel(), dw.shape[2], dw.shape[0], launch.scalars)
@@ -53,7 +53,7 @@ pub static GRADIENT: Kernel = Kernel {
     bound: Bound { ulps: 64.0 },
 };
 
-/// Operations on n k elements by rows of m, if every group has as many rows as the others.
+/// Returns the operations of n rows times matrices of `k` by `m`, assuming groups of equal size.
 fn operations(elements: usize, m: usize, v: usize, scalars: &[Scalar]) -> u64 {
     let all = 2 * elements as u128 * m as u128 * v as u128;
     u64::try_from(all / scalars[0].int().max(1) as u128).unwrap_or(u64::MAX)
@@ -65,7 +65,7 @@ fn plain_product(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let starts = read::<i64>(starts);
     match_float!(x.dtype, T => {
         let (x, matrices, y) = (read::<T>(x), w.buffer.as_slice::<T>(), write::<T>(y));
-        let at = |g: usize, l: usize, j: usize| matrices[place(w.view, (g * k + l) * m + j)].to_f64();
+        let at = |g: usize, l: usize, j: usize| matrices[element_offset(w.view, (g * k + l) * m + j)].to_f64();
         for (r, j) in (0..y.len()).map(|i| (i / m, i % m)) {
             let group = (0..v).find(|g| (starts[*g]..starts[g + 1]).contains(&(r as i64)));
             let sum = |g| (0..k).map(|l| x[r * k + l].to_f64() * at(g, l, j)).sum();
@@ -94,8 +94,8 @@ fn plain_gradient(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> 
 mod tests {
     use super::*;
     use crate::dtype::DType;
-    use crate::op::check::{Case, Kind, values};
-    use crate::op::differences::{Value, compare, dot, evaluate};
+    use crate::op::finite_difference::{Value, check_gradients, dot, evaluate};
+    use crate::op::kernel_check::{Case, Kind, values};
     use crate::strides::Strides;
 
     const INDEX: Kind = Kind::Fixed(DType::I64);
@@ -104,7 +104,7 @@ mod tests {
         [Scalar::Int(v as i64)]
     }
 
-    /// A product of n rows in groups that begin at `starts`.
+    /// A product of n rows in groups with these starts.
     fn product(starts: &[f64], [n, k, m]: [usize; 3]) -> Case<'static> {
         let v = starts.len() - 1;
         let case = Case::new(&PRODUCT).input(&[n, k], &values(1, n * k)).scale(1.0);
@@ -120,8 +120,8 @@ mod tests {
     }
 
     #[test]
-    fn by_hand() {
-        // Two rows of group 0, none of group 1, one of group 2, one of none.
+    fn matches_known_values() {
+        // Two rows of group 0, none of group 1, one of group 2, one of no local group.
         let x = Value::real(&[4, 2], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
         let w = Value::real(&[3, 2, 1], &[1.0, 10.0, 0.5, 0.5, -1.0, 1.0]);
         let starts = Value::index(&[4], &[0.0, 2.0, 2.0, 3.0]);
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fast_paths_agree() {
+    fn fast_paths_match_the_reference() {
         let starts: [&[f64]; 6] = [
             &[0.0],
             &[0.0, 7.0],
@@ -152,12 +152,12 @@ mod tests {
     }
 
     #[test]
-    fn matrices_may_be_turned_or_lie_apart() {
+    fn transposed_and_strided_matrices() {
         let (starts, [n, v, k, m]) = ([0.0, 3.0, 3.0, 20.0], [22, 3, 19, 35]);
-        let turned = Strides::contiguous(&[v, m, k]).permute(&[0, 2, 1]);
+        let transposed = Strides::contiguous(&[v, m, k]).permute(&[0, 2, 1]);
         let narrow =
             Strides::contiguous(&[v + 1, k + 2, 2 * m]).narrow(0, 1, v).narrow(1, 1, k).narrow(2, 3, m + 3);
-        for view in [turned, narrow] {
+        for view in [transposed, narrow] {
             let memory = values(5, view.reach());
             let case = Case::new(&PRODUCT).input(&[n, k], &values(1, n * k)).scale(1.0);
             let case = case.input_view(Kind::Tested, view, &memory).input_as(INDEX, &[v + 1], &starts);
@@ -165,9 +165,9 @@ mod tests {
         }
     }
 
-    /// A row has the bits that it has alone, whatever rows and groups are beside it.
+    /// A row has the same bits alone and among other rows and groups.
     #[test]
-    fn the_bits_of_a_row_do_not_depend_on_others() {
+    fn bits_of_a_row_do_not_depend_on_other_rows() {
         let [n, k, m] = [90, 300, 40];
         let (x, w) = (values(1, n * k), values(2, 3 * k * m));
         let of = |rows: std::ops::Range<usize>, starts: [f64; 4], dtype| {
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn backward_agrees_with_finite_differences() {
+    fn backward_matches_finite_differences() {
         let (starts, [n, v, k, m]) = (Value::index(&[4], &[0.0, 2.0, 2.0, 4.0]), [5, 3, 2, 3]);
         let inputs =
             [Value::real(&[n, k], &values(6, n * k)), Value::real(&[v, k, m], &values(7, v * k * m)), starts];
@@ -196,11 +196,11 @@ mod tests {
         let given = [inputs[0].clone(), dy.clone(), inputs[2].clone()];
         let dw = evaluate(&GRADIENT, &given, &[&[v, k, m]], &all(v)).remove(0);
         let loss = |x: &[Value]| dot(&evaluate(&PRODUCT, x, &[&[n, m]], &all(v))[0], &dy.data);
-        compare(&inputs, &[(1, dw)], loss).unwrap();
+        check_gradients(&inputs, &[(1, dw)], loss).unwrap();
     }
 
     #[test]
-    fn operations_are_those_of_the_groups_that_are_here() {
+    fn flops_count_the_local_groups() {
         assert_eq!(operations(6 * 4, 5, 2, &all(8)), 2 * 6 * 4 * 5 / 4);
         assert_eq!(operations(6 * 4, 5, 0, &all(0)), 0);
     }

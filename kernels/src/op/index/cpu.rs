@@ -1,6 +1,6 @@
-//! Picking and adding by index on the CPU. Tasks own whole parts of the result, so that no sum is shared.
+//! Gather and scatter-add on the CPU. Tasks own whole parts of the result, so that no sum is shared.
 
-use super::{GATHER, Plan, SCATTER_ADD};
+use super::{GATHER, LaunchPlan, SCATTER_ADD};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{DType, Element, Float, Real};
 use crate::error::KernelError;
@@ -10,15 +10,15 @@ use crate::match_dtype;
 use crate::op::rows::{operands, read, rows_per_task, write};
 use half::{bf16, f16};
 
-/// Into so many parts a single long dim is cut where one list of indices serves all; each part looks at the whole list.
+/// Parts into which a single long dim is cut if one list of indices serves all; each part scans the whole list.
 const PARTS: usize = 16;
-/// The same where every element has an index.
+/// The same if every element has an index.
 const PARTS_OF_MANY: usize = 2;
 
 pub(super) fn gather(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([x, index], [y], scalars) = operands(launch);
     let starts = [scalars[0].int(), scalars[1].int()];
-    let plan = Plan::new(GATHER.name, index, [&y.view.shape, &x.view.shape], starts)?;
+    let plan = LaunchPlan::new(GATHER.name, index, [&y.view.shape, &x.view.shape], starts)?;
     if plan.c == 0 {
         return Ok(());
     }
@@ -33,7 +33,7 @@ pub(super) fn gather(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelE
 }
 
 /// Fills the rows from `first` on.
-fn pick<T: Element>(plan: &Plan<'_>, first: usize, x: &[T], y: &mut [T]) {
+fn pick<T: Element>(plan: &LaunchPlan<'_>, first: usize, x: &[T], y: &mut [T]) {
     let (mut a, mut n) = (first / plan.n, first % plan.n);
     for (row, y) in (first..).zip(y.chunks_exact_mut(plan.c)) {
         let x = &x[a * plan.v * plan.c..][..plan.v * plan.c];
@@ -56,7 +56,7 @@ fn pick<T: Element>(plan: &Plan<'_>, first: usize, x: &[T], y: &mut [T]) {
 
 /// Fills the elements from `first` on, where a row is one element.
 #[inline(always)]
-fn pick_single<T: Element>(plan: &Plan<'_>, first: usize, x: &[T], y: &mut [T]) {
+fn pick_single<T: Element>(plan: &LaunchPlan<'_>, first: usize, x: &[T], y: &mut [T]) {
     let mut done = 0;
     while done < y.len() {
         let (a, n) = ((first + done) / plan.n, (first + done) % plan.n);
@@ -73,7 +73,7 @@ fn pick_single<T: Element>(plan: &Plan<'_>, first: usize, x: &[T], y: &mut [T]) 
 pub(super) fn scatter_add(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([index, dy], [dx], scalars) = operands(launch);
     let starts = [scalars[0].int(), scalars[1].int()];
-    let plan = Plan::new(SCATTER_ADD.name, index, [&dy.view.shape, &dx.view.shape], starts)?;
+    let plan = LaunchPlan::new(SCATTER_ADD.name, index, [&dy.view.shape, &dx.view.shape], starts)?;
     macro_rules! sums {
         ($t:ty) => {
             each(pool, &plan, read::<$t>(dy), write::<$t>(dx), |dx, dy| {
@@ -104,10 +104,10 @@ pub(super) fn scatter_add(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Ke
 /// A part of the result and the (a, v) with which it begins.
 type Part<'a, S> = ([usize; 2], &'a mut [S]);
 
-/// Cuts the result into whole a, or a single one into ranges of v, and zeroes it; `task` adds up a part from dy.
+/// Splits the result into whole a, or a single one into ranges of v, and zeroes it; `task` adds up a part from dy.
 fn each<T: Element>(
     pool: &Pool,
-    plan: &Plan<'_>,
+    plan: &LaunchPlan<'_>,
     dy: &[T],
     dx: &mut [T],
     task: impl Fn(Part<'_, T>, &[T]) + Sync,
@@ -128,9 +128,9 @@ fn each<T: Element>(
     });
 }
 
-/// Adds up what belongs to a part, in the order of n.
+/// Adds up the terms of a part, in the order of n.
 fn add_part<T: Element, S: Copy>(
-    plan: &Plan<'_>,
+    plan: &LaunchPlan<'_>,
     ([a, first], sums): Part<'_, S>,
     dy: &[T],
     add: impl Fn(&mut S, T),

@@ -1,8 +1,8 @@
-//! Picking and adding by index on GPUs. For sums, tokens are first sorted by place, and stay in the order in which they stand
-//! there, so that each place is one sum in the stated order.
+//! Gather and scatter-add on GPUs. For sums, tokens are first sorted by place (a stable sort), so that each place is one sum in the
+//! documented order.
 
 use crate::dtype::DType;
-use crate::gpu::{Grid, GridArg, Plan, bits_name, type_name};
+use crate::gpu::{Grid, GridArg, LaunchPlan, bits_name, type_name};
 use crate::op::gpu_sort::Sorting;
 use std::borrow::Cow;
 
@@ -10,29 +10,29 @@ pub(in crate::op) const PICKING: &str = concat!(include_str!("extents.cu"), incl
 pub(in crate::op) const ADDING: &str =
     concat!(include_str!("../gpu_sort.cu"), include_str!("extents.cu"), include_str!("sums.cu"));
 
-/// As in the source.
+/// The same constant as in the source.
 const THREADS: usize = 256;
-/// Tokens of an element's own list that each place looks through; more are sorted.
+/// The longest own list of indices that each place scans; longer ones are sorted.
 const FEW: usize = 32;
 
-/// A launch of either kernel, or of one for rows of a table.
+/// A launch of gather, scatter-add or embedding.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::op) struct Indexed {
-    /// What is picked from or added up.
+    /// The operand that is gathered from or added up.
     pub(in crate::op) dtype: DType,
     /// Extents: the whole operand is (a, v, c), the picked one (a, n, c).
     pub(in crate::op) extents: [usize; 4],
-    /// Whether one list of indices serves every a and c.
+    /// Whether all a and c share one list of indices.
     pub(in crate::op) is_shared: bool,
-    /// The first place here and the places of the whole dim.
+    /// The first local place and the places of the whole dim.
     pub(in crate::op) starts: [i64; 2],
-    /// Where the whole and the picked operand begin.
+    /// The offsets of the whole and the picked operand.
     pub(in crate::op) offsets: [usize; 2],
 }
 
 impl Indexed {
-    /// y = the picked elements. Inputs `x` and `index`.
-    pub(in crate::op) fn gather(&self, plan: &mut Plan, x: usize, index: usize) {
+    /// Plans y = the picked elements. Inputs `x` and `index`.
+    pub(in crate::op) fn gather(&self, plan: &mut LaunchPlan, x: usize, index: usize) {
         let [a, n, _, c] = self.extents;
         if a * n * c == 0 {
             return self.check(plan, index);
@@ -48,8 +48,8 @@ impl Indexed {
         self.grid(plan, "gather", a * n * c / vector, vector, args.to_vec());
     }
 
-    /// dx = the sums. Inputs `index` and `dy`.
-    pub(in crate::op) fn scatter_add(&self, plan: &mut Plan, index: usize, dy: usize) {
+    /// Plans dx = the sums. Inputs `index` and `dy`.
+    pub(in crate::op) fn scatter_add(&self, plan: &mut LaunchPlan, index: usize, dy: usize) {
         let [a, n, v, c] = self.extents;
         let (dx, one) = (GridArg::Output(0), self.numbers(1));
         if a * v * c == 0 || n == 0 || (!self.is_shared && n <= FEW) {
@@ -76,8 +76,8 @@ impl Indexed {
         self.grid(plan, "sum_tokens", a * v * c / vector, vector, args);
     }
 
-    /// Looks at the indices of a launch that picks nothing.
-    fn check(&self, plan: &mut Plan, index: usize) {
+    /// Plans the check of the indices of a launch that picks nothing.
+    fn check(&self, plan: &mut LaunchPlan, index: usize) {
         let [a, n, _, c] = self.extents;
         let count = if self.is_shared { n } else { a * n * c };
         let args = vec![
@@ -89,20 +89,27 @@ impl Indexed {
         self.grid(plan, "check", count, 1, args);
     }
 
-    /// How many neighbours along c are moved at once.
+    /// Returns how many neighbours along c are moved at once.
     fn vector(&self) -> usize {
         let vector = 16 / self.dtype.size();
         let is_whole = |n: &usize| n.is_multiple_of(vector);
         if is_whole(&self.extents[3]) && self.offsets.iter().all(is_whole) { vector } else { 1 }
     }
 
-    /// The source's `Extents`.
+    /// Returns the source's `Extents`.
     fn numbers(&self, vector: usize) -> GridArg {
         let [a, n, v, c] = self.extents.map(|n| n as i64);
         GridArg::I64s(vec![a, n, v, c / vector as i64, self.starts[0], self.starts[1]])
     }
 
-    fn grid(&self, plan: &mut Plan, entry: &'static str, items: usize, vector: usize, args: Vec<GridArg>) {
+    fn grid(
+        &self,
+        plan: &mut LaunchPlan,
+        entry: &'static str,
+        items: usize,
+        vector: usize,
+        args: Vec<GridArg>,
+    ) {
         let blocks = u32::try_from(items.div_ceil(THREADS)).expect("fewer than 2^39 elements fit a device");
         let (blocks, threads) = ([blocks, 1, 1], THREADS as u32);
         let defines = self.defines(entry, vector);

@@ -1,4 +1,4 @@
-//! Elements of a (possibly split) dim picked by index, and the sum of cotangents into such places.
+//! Gather and scatter-add along a (possibly sharded) dim.
 
 mod cpu;
 pub(in crate::op) mod gpu;
@@ -6,23 +6,23 @@ pub(in crate::op) mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::{DType, Element};
 use crate::error::KernelError;
-use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Arg, Bound, GpuCode, Kernel, Launch};
 use crate::op::rows::{check_indices, operands, read, write};
 use crate::strides::Strides;
 use crate::{match_dtype, match_float};
 
-/// y_(a, n, c) = x_(a, i - v_start, c) with i = index_n or index_(a, n, c); zero where this rank lacks place i.
+/// y_(a, n, c) = x_(a, i - v_start, c) with i = index_n or index_(a, n, c); zero if place i is on another rank.
 ///
 /// - in: x `(a, v, c)`, any dtype, contiguous; index `(n)` or `(a, n, c)`, i64, contiguous
 /// - out: y `(a, n, c)` like x, contiguous
-/// - scalars: Int v_start, the global number of the first place here; Int v_global, the places of the whole dim
+/// - scalars: Int v_start, the global number of the first local place; Int v_global, the places of the whole dim
 ///
 /// An index outside of `0..v_global` is [`KernelError::Index`]. Exact. Counted: no operations.
 pub static GATHER: Kernel = Kernel {
     name: "gather",
     reference: gather,
     cpu: Some(cpu::gather),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: gpu::PICKING,
         plan: |launch, plan| {
             let (x, index) = (&launch.inputs[0], &launch.inputs[1]);
@@ -54,7 +54,7 @@ pub static SCATTER_ADD: Kernel = Kernel {
     name: "scatter_add",
     reference: scatter_add,
     cpu: Some(cpu::scatter_add),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: gpu::ADDING,
         plan: |launch, plan| {
             let (index, dy, dx) = (&launch.inputs[0], &launch.inputs[1], &launch.outputs[0]);
@@ -70,7 +70,7 @@ pub static SCATTER_ADD: Kernel = Kernel {
     bound: Bound { ulps: 64.0 },
 };
 
-/// What the code for GPUs needs of a launch: the views of the picked and of the whole operand.
+/// Views that the GPU code needs of a launch: of the picked and of the whole operand.
 fn indexed(
     launch: &Launch<'_>,
     index: &Arg<'_>,
@@ -87,38 +87,38 @@ fn indexed(
     }
 }
 
-/// Extents of a launch, and the indices.
-struct Plan<'a> {
+/// The extents and the indices of a launch.
+struct LaunchPlan<'a> {
     a: usize,
     n: usize,
     v: usize,
     c: usize,
     index: &'a [i64],
-    /// Whether one list of indices serves every a and c.
+    /// Whether all a and c share one list of indices.
     is_shared: bool,
     v_start: i64,
 }
 
-impl<'a> Plan<'a> {
-    /// From the views of the picked `(a, n, c)` and the whole `(a, v, c)` operand.
+impl<'a> LaunchPlan<'a> {
+    /// Derives the extents from the views of the picked `(a, n, c)` and the whole `(a, v, c)` operand.
     fn new(
         kernel: &'static str,
         index: &Arg<'a>,
         [picked, whole]: [&[usize]; 2],
         [v_start, v_global]: [i64; 2],
-    ) -> Result<Plan<'a>, KernelError> {
+    ) -> Result<LaunchPlan<'a>, KernelError> {
         let is_shared = index.view.ndim() == 1;
         let index = read::<i64>(index);
         check_indices(kernel, index, v_global)?;
         let [a, n, c] = *picked else { panic!("the contract asks for three dims") };
-        Ok(Plan { a, n, v: whole[1], c, index, is_shared, v_start })
+        Ok(LaunchPlan { a, n, v: whole[1], c, index, is_shared, v_start })
     }
 
-    /// Where the place that (a, n, c) names stands here; `None` if it stands on another rank.
+    /// Returns the local place of (a, n, c); `None` if it is on another rank.
     #[inline(always)]
     fn local(&self, row: usize, n: usize, c: usize) -> Option<usize> {
         let index = if self.is_shared { self.index[n] } else { self.index[row * self.c + c] };
-        // A negative difference is a large number.
+        // A negative difference is large as unsigned.
         Some(index.wrapping_sub(self.v_start) as usize).filter(|&at| at < self.v)
     }
 }
@@ -126,7 +126,7 @@ impl<'a> Plan<'a> {
 fn gather(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([x, index], [y], scalars) = operands(launch);
     let starts = [scalars[0].int(), scalars[1].int()];
-    let plan = Plan::new(GATHER.name, index, [&y.view.shape, &x.view.shape], starts)?;
+    let plan = LaunchPlan::new(GATHER.name, index, [&y.view.shape, &x.view.shape], starts)?;
     match_dtype!(x.dtype, T => {
         let (x, y) = (read::<T>(x), write::<T>(y));
         for row in 0..plan.a * plan.n {
@@ -142,7 +142,7 @@ fn gather(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
 fn scatter_add(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
     let ([index, dy], [dx], scalars) = operands(launch);
     let starts = [scalars[0].int(), scalars[1].int()];
-    let plan = Plan::new(SCATTER_ADD.name, index, [&dy.view.shape, &dx.view.shape], starts)?;
+    let plan = LaunchPlan::new(SCATTER_ADD.name, index, [&dy.view.shape, &dx.view.shape], starts)?;
     match dy.dtype {
         DType::I64 => {
             sums(&plan, read::<i64>(dy), write::<i64>(dx), 0, |x| x, |a, b| a.wrapping_add(b), |x| x)
@@ -155,7 +155,7 @@ fn scatter_add(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
 }
 
 fn sums<T: Element, S: Copy>(
-    plan: &Plan<'_>,
+    plan: &LaunchPlan<'_>,
     dy: &[T],
     dx: &mut [T],
     zero: S,
@@ -179,8 +179,8 @@ fn sums<T: Element, S: Copy>(
 mod tests {
     use super::*;
     use crate::kernel::Scalar;
-    use crate::op::check::{Case, Kind, unit, values};
-    use crate::op::differences::{Value, compare, dot, evaluate};
+    use crate::op::finite_difference::{Value, check_gradients, dot, evaluate};
+    use crate::op::kernel_check::{Case, Kind, unit, values};
 
     const INDEX: Kind = Kind::Fixed(DType::I64);
 
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn by_hand() {
+    fn matches_known_values() {
         // Places 1 and 2 of a dim of 4.
         let x = Value::real(&[2, 2, 1], &[1.0, 2.0, 3.0, 4.0]);
         let shared = Value::index(&[3], &[2.0, 0.0, 1.0]);
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fast_path_agrees() {
+    fn fast_path_matches_the_reference() {
         let shapes = [
             [1, 1, 1, 1],
             [3, 5, 4, 2],
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn long_sums_of_equal_terms_are_as_far_off_as_is_said_and_no_further() {
+    fn error_of_long_sums_of_equal_terms_is_as_documented() {
         const COUNT: usize = 100_000;
         for (shape, dtype) in [(vec![COUNT], DType::F32), (vec![1, COUNT, 2], DType::F32)] {
             let num_indices: usize = shape.iter().product();
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn an_index_outside_of_the_dim_is_an_error() {
+    fn index_out_of_range_is_an_error() {
         for bad in [-1.0, 10.0] {
             let index = [0.0, bad, 9.0];
             let case = Case::new(&GATHER).input(&[1, 4, 2], &values(1, 8)).input_as(INDEX, &[3], &index);
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn backward_agrees_with_finite_differences() {
+    fn backward_matches_finite_differences() {
         for (shape, index) in
             [(vec![2], vec![4.0, 2.0]), (vec![2, 2, 2], vec![1.0, 2.0, 1.0, 3.0, 0.0, 4.0, 2.0, 2.0])]
         {
@@ -280,7 +280,7 @@ mod tests {
             let given = [inputs[1].clone(), dy.clone()];
             let dx = evaluate(&SCATTER_ADD, &given, &[&[2, 3, 2]], &shard(1, 5)).remove(0);
             let loss = |x: &[Value]| dot(&evaluate(&GATHER, x, &[&[2, 2, 2]], &shard(1, 5))[0], &dy.data);
-            compare(&inputs, &[(0, dx)], loss).unwrap();
+            check_gradients(&inputs, &[(0, dx)], loss).unwrap();
         }
     }
 }

@@ -1,7 +1,7 @@
-//! Layer normalisation on the CPU: rows in fixed tasks; sums over rows in fixed blocks, combined in order.
+//! Layer normalisation on the CPU: tasks of whole rows; sums over rows in fixed blocks, combined in order.
 
 use super::{BACKWARD, FORWARD};
-use crate::cpu::simd::{expect, expect_after};
+use crate::cpu::simd::{prefetch, prefetch_after};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Element, Float, Real};
 use crate::error::KernelError;
@@ -9,7 +9,7 @@ use crate::host_vec::filled;
 use crate::kernel::Launch;
 use crate::match_float;
 use crate::op::rows::{
-    ROWS_PER_SUM, add_blocks, operands, operands_and_last, read, rows_per_task, sum, sum_expecting, width,
+    ROWS_PER_SUM, add_blocks, operands, operands_and_last, read, rows_per_task, sum, sum_prefetching, width,
     write,
 };
 
@@ -101,15 +101,16 @@ fn backward_row<T: Float>(
         *db += dy.widen();
     }
     let count = T::Acc::lit(x.len() as f64);
-    // The sums read what the caches have. Meanwhile what is written is brought, and then the next rows.
-    let g_mean = sum_expecting(dy, w, &*dx, |_, dx| expect(dx), |dy, w, _| dy.widen() * w.widen()) / count;
+    // The sums read cached rows; meanwhile the outputs, then the next rows, are prefetched.
+    let g_mean =
+        sum_prefetching(dy, w, &*dx, |_, dx| prefetch(dx), |dy, w, _| dy.widen() * w.widen()) / count;
     let row_bytes = size_of_val(x);
     let next = |dy: &[T], x: &[T]| {
-        expect_after(dy, row_bytes);
-        expect_after(x, row_bytes);
+        prefetch_after(dy, row_bytes);
+        prefetch_after(x, row_bytes);
     };
     let term = |dy: T, w: T, x: T| dy.widen() * w.widen() * ((x.widen() - mean) * rstd);
-    let gh_mean = sum_expecting(dy, w, x, next, term) / count;
+    let gh_mean = sum_prefetching(dy, w, x, next, term) / count;
     let slope = |x: &T, w: &T, dy: &T| {
         let h = (x.widen() - mean) * rstd;
         rstd * (dy.widen() * w.widen() - g_mean - h * gh_mean)

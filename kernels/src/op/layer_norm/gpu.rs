@@ -1,13 +1,13 @@
-//! Normalisation of rows on GPUs: with (layer norm) or without (root mean square) a centre.
+//! Normalisation of rows on GPUs, with a mean (layer norm) or without (RMS norm).
 
 use super::{BACKWARD, FORWARD};
 use crate::error::KernelError;
-use crate::gpu::{GridArg, Plan};
+use crate::gpu::{GridArg, LaunchPlan};
 use crate::kernel::Launch;
 use crate::op::gpu_rows::{Rows, float, reals};
 use crate::op::rows::width;
 
-/// The kernels of this folder, and those of root-mean-square normalisation.
+/// The CUDA source, of layer norm and of RMS norm.
 pub(in crate::op) const SOURCE: &str = concat!(include_str!("../gpu_rows.cu"), include_str!("gpu.cu"));
 
 /// Threads that hold a row in registers at most: those of the gradient hold sums for the weights too.
@@ -22,17 +22,17 @@ const WARPS_OF_MORE: usize = 12;
 const MANY: usize = 96;
 const WARPS_OF_MOST: usize = 8;
 const WARPS_OF_SINGLES: usize = 8;
-/// Where rows are not held.
+/// The plan if rows are not held in registers.
 const WARPS_UNHELD: usize = 32;
 /// Multiprocessors that all have a block at the same time, up to this many rows for each warp.
 const MULTIPROCESSORS: usize = 128;
 const LONGEST_RUN: usize = 64;
 
-pub(super) fn forward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn forward(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     forward_of(FORWARD.name, launch, plan)
 }
 
-pub(super) fn backward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn backward(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     backward_of(BACKWARD.name, launch, plan)
 }
 
@@ -40,7 +40,7 @@ pub(super) fn backward(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), Kerne
 pub(in crate::op) fn forward_of(
     kernel: &'static str,
     launch: &Launch<'_>,
-    plan: &mut Plan,
+    plan: &mut LaunchPlan,
 ) -> Result<(), KernelError> {
     let dtype = float(kernel, launch)?;
     let (inputs, outputs) = (launch.inputs.len(), launch.outputs.len());
@@ -58,7 +58,7 @@ pub(in crate::op) fn forward_of(
 pub(in crate::op) fn backward_of(
     kernel: &'static str,
     launch: &Launch<'_>,
-    plan: &mut Plan,
+    plan: &mut LaunchPlan,
 ) -> Result<(), KernelError> {
     let dtype = float(kernel, launch)?;
     let (inputs, outputs) = (launch.inputs.len(), launch.outputs.len());

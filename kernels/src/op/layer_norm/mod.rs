@@ -7,7 +7,7 @@ pub(super) mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::{Element, Float};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{operands, operands_and_last, read, width, write};
 
@@ -17,13 +17,13 @@ use crate::op::rows::{operands, operands_and_last, read, width, write};
 /// - out: y like x; mean `(rows..)` and rstd `(rows..)` in the accumulator of x, for the backward
 /// - scalars: Real eps
 ///
-/// The mean is rounded to the accumulator. So a row far from zero, |mean| rstd > |y|, is as far off as the bound allows a y of that
-/// magnitude to be. Counted: 8 operations an element. d = 0 gives not-a-number as the mean.
+/// The mean is rounded to the accumulator. So the error of a row far from zero, |mean| rstd > |y|, is up to the bound at that magnitude.
+/// Counted: 8 operations an element. d = 0 gives NaN as the mean.
 pub static FORWARD: Kernel = Kernel {
     name: "layer_norm",
     reference: forward,
     cpu: Some(cpu::forward),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::forward }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::forward }),
     flops: |launch| 8 * launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 16.0 },
@@ -36,19 +36,19 @@ pub static FORWARD: Kernel = Kernel {
 ///   that x has from elsewhere, which may be missing
 /// - out: dx like x, dw `(d)`, db `(d)`, both in the dtype of x or both in its accumulator
 ///
-/// dx is rounded once. Rows are summed in blocks of 32, 64 blocks in order, then these; on a GPU in blocks that the shape,
-/// the dtype, where operands begin and whether there is an r determine. Counted: 14 operations an element, and one more with r.
+/// dx is rounded once. Rows are summed in blocks of 32, 64 blocks in order, then these; on a GPU in blocks that depend on the shape, the
+/// dtype, the alignment of operands and the presence of r. Counted: 14 operations an element, and one more with r.
 pub static BACKWARD: Kernel = Kernel {
     name: "layer_norm_backward",
     reference: backward,
     cpu: Some(cpu::backward),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::backward }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::backward }),
     flops: |launch| (14 + u64::from(launch.inputs.len() > 5)) * launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 64.0 },
 };
 
-/// Mean and 1 / sqrt(var + eps) of a row.
+/// Returns mean and 1 / sqrt(var + eps) of a row.
 fn statistics<T: Float>(x: &[T], eps: f64) -> (f64, f64) {
     let count = x.len() as f64;
     let mean = x.iter().map(|v| v.to_f64()).sum::<f64>() / count;
@@ -109,8 +109,8 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::kernel::Scalar;
-    use crate::op::check::{Case, Kind, values};
-    use crate::op::differences::{Value, compare, dot, evaluate};
+    use crate::op::finite_difference::{Value, check_gradients, dot, evaluate};
+    use crate::op::kernel_check::{Case, Kind, values};
 
     const EPS: [Scalar; 1] = [Scalar::Real(1e-5)];
 
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn by_hand() {
+    fn matches_known_values() {
         // The row 1, 2, 3, 6 has mean 3 and variance 3.5; with eps = 0.5 its rstd is 1/2.
         let inputs = [
             Value::real(&[1, 4], &[1.0, 2.0, 3.0, 6.0]),
@@ -142,7 +142,7 @@ mod tests {
         let cotangents = evaluate(&BACKWARD, &backward_inputs, &[&[1, 4], &[4], &[4]], &[]);
         assert_eq!(cotangents[0], [0.25, -0.1875, -0.125, 0.0625]);
         assert_eq!(cotangents[1..], [vec![-1.0, 0.0, 0.0, 0.0], vec![1.0, 0.0, 0.0, 0.0]]);
-        // What x has from elsewhere is added to dx alone.
+        // The other cotangent of x is added to dx alone.
         let elsewhere = Value::real(&[1, 4], &[1.0, -2.0, 4.0, 8.0]);
         let more = [backward_inputs.to_vec(), vec![elsewhere]].concat();
         let added = evaluate(&BACKWARD, &more, &[&[1, 4], &[4], &[4]], &[]);
@@ -152,7 +152,7 @@ mod tests {
 
     fn agree(rows: usize, d: usize, shift: f64) {
         let shape = [rows, d];
-        // Long sums of the reference are no better in f64 than those that it judges.
+        // In f64 long sums of the reference are no more exact than those under test.
         let dtypes = &DType::FLOATS[usize::from(rows * d > 10_000)..];
         let x: Vec<f64> = values(1, rows * d).iter().map(|v| v + shift).collect();
         Case::new(&FORWARD)
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fast_path_agrees() {
+    fn fast_path_matches_the_reference() {
         for (rows, d) in [
             (1, 1),
             (1, 7),
@@ -205,9 +205,9 @@ mod tests {
         backward.input(&[2, 0], &[]).run();
     }
 
-    /// Squares that are added up before the mean is taken off would lose all of the variance.
+    /// Summing squares before subtracting the mean would lose all of the variance.
     #[test]
-    fn rows_far_from_zero_are_as_far_off_as_is_said_and_no_further() {
+    fn error_of_rows_far_from_zero_is_as_documented() {
         for (d, mean) in [(64, 1e3), (768, 1e4), (5000, -1e5)] {
             let x: Vec<f64> = values(1, 3 * d).iter().map(|v| v * 0.75f64.sqrt() + mean).collect();
             let case = Case::new(&FORWARD)
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn backward_agrees_with_finite_differences() {
+    fn backward_matches_finite_differences() {
         let inputs = [
             Value::real(&[2, 2, 5], &values(5, 20)),
             Value::real(&[5], &values(6, 5)),
@@ -236,6 +236,6 @@ mod tests {
         let backward_inputs = [inputs[0].clone(), inputs[1].clone(), statistic(1), statistic(2), dy.clone()];
         let gradients = evaluate(&BACKWARD, &backward_inputs, &[&[2, 2, 5], &[5], &[5]], &[]);
         let gradients: Vec<_> = gradients.into_iter().enumerate().collect();
-        compare(&inputs, &gradients, |x| dot(&layer_norm(x)[0], &dy.data)).unwrap();
+        check_gradients(&inputs, &gradients, |x| dot(&layer_norm(x)[0], &dy.data)).unwrap();
     }
 }

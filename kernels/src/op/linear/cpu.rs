@@ -1,4 +1,4 @@
-//! The processor's way: the product, and what stands around it while rows of it are in the cache.
+//! Linear layers on the CPU: a product with an epilogue on rows in the cache.
 
 use super::{LINEAR, LINEAR_ADD, LINEAR_GELU, PRODUCT_ADD, PRODUCT_GELU_GRAD, PRODUCT_SUMS};
 use crate::cpu::{Pool, vectorized};
@@ -6,7 +6,7 @@ use crate::dtype::Float;
 use crate::error::KernelError;
 use crate::kernel::{Arg, ArgMut, Kernel, Launch, Scalar};
 use crate::match_float;
-use crate::op::contract::{CONTRACT, ended};
+use crate::op::batched_matmul::{BATCHED_MATMUL, ended};
 use crate::op::formula::{gelu_gate, gelu_slope};
 use crate::op::reduce::SUM;
 use crate::op::rows::{operands, read};
@@ -90,7 +90,7 @@ fn run(pool: &Pool, kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), Kern
 
 fn product(pool: &Pool, factors: [Arg<'_>; 2], to: &mut ArgMut<'_>) -> Result<(), KernelError> {
     let to = ArgMut { buffer: &mut *to.buffer, dtype: to.dtype, view: to.view };
-    run(pool, &CONTRACT, &mut Launch { inputs: &factors, outputs: &mut [to], scalars: &[] })
+    run(pool, &BATCHED_MATMUL, &mut Launch { inputs: &factors, outputs: &mut [to], scalars: &[] })
 }
 
 /// sums_j = the sum of x_gij over g and i.
@@ -102,7 +102,7 @@ fn column_sums(pool: &Pool, x: &Arg<'_>, sums: &mut ArgMut<'_>) -> Result<(), Ke
     run(pool, &SUM, &mut Launch { inputs: &inputs, outputs: &mut [to], scalars: &scalars })
 }
 
-/// What was written, to be read.
+/// Returns an output as an input.
 fn seen<'a>(x: &'a ArgMut<'_>) -> Arg<'a> {
     Arg { buffer: x.buffer, dtype: x.dtype, view: x.view }
 }

@@ -1,39 +1,39 @@
-//! Products and their surroundings on GPUs: endings of the device's library where it has them in one kernel, else passes of our own.
+//! Linear layers on GPUs: epilogues of the device's library where it fuses them, else passes of our own.
 
 use super::PRODUCT_GELU_GRAD;
 use crate::error::KernelError;
-use crate::gpu::{Ending, Grid, GridArg, Plan, Product, type_name};
+use crate::gpu::{Epilogue, Grid, GridArg, LaunchPlan, Matmul, type_name};
 use crate::kernel::{Kernel, Launch};
 use crate::op::gpu_rows::float;
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// As in the source.
+/// The same constant as in the source.
 const LANES: usize = 32;
 const GROUPS: usize = 8;
 const ROWS: usize = 256;
-/// Bytes that a thread loads at once where columns lie so.
+/// Bytes per load of a thread if columns are contiguous.
 const VECTOR_BYTES: usize = 16;
 
-/// A product that the library ends.
+/// A product with an epilogue of the library.
 pub(super) fn ended(
     kernel: &Kernel,
     launch: &Launch<'_>,
-    plan: &mut Plan,
-    ending: Ending,
+    plan: &mut LaunchPlan,
+    epilogue: Epilogue,
 ) -> Result<(), KernelError> {
     if float(kernel.name, launch)?.size() == 2 {
-        // What comes out of a product may be rounded before the ending, and once more between its parts.
-        let is_one = matches!(ending, Ending::Bias { .. } | Ending::Add { bias: None, .. });
+        // The product may be rounded before the epilogue, and once more between parts of the epilogue.
+        let is_one = matches!(epilogue, Epilogue::Bias { .. } | Epilogue::Add { bias: None, .. });
         plan.allow(if is_one { 1.0 } else { 2.0 });
     }
-    plan.product(Product { a: 0, b: 1, c: 0, ending });
+    plan.product(Matmul { a: 0, b: 1, c: 0, epilogue });
     Ok(())
 }
 
-/// A product, what gelu does to it, and sums of columns. The library has an ending for that too, and runs it as a kernel that took
-/// 0.67 ms where this pass takes 0.24 (H100, cuBLASLt 13.1).
-pub(super) fn gelu_grad(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+/// Plans a product, the gelu gradient, and sums of columns as separate passes: the library's epilogue runs as a kernel that took 0.67 ms
+/// where this pass takes 0.24 (H100, cuBLASLt 13.1).
+pub(super) fn gelu_grad(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let (dtype, c) = (float(PRODUCT_GELU_GRAD.name, launch)?, launch.outputs[0].view);
     if dtype.size() == 2 {
         plan.allow(2.0);
@@ -59,7 +59,7 @@ pub(super) fn gelu_grad(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), Kern
         args,
     };
     if rows > 0 {
-        plan.product(Product { a: 0, b: 1, c: 0, ending: Ending::Plain });
+        plan.product(Matmul { a: 0, b: 1, c: 0, epilogue: Epilogue::Plain });
         let args = vec![
             GridArg::Output(0),
             GridArg::Input(2),

@@ -1,5 +1,5 @@
-//! Products with what stands around them in a layer of a model: a bias, a residual, the gated unit GELU in its tanh form (Hendrycks
-//! and Gimpel, arXiv 1606.08415), and their gradients. On a card the library of products does both in one call where it can.
+//! Products with the epilogues of a linear layer: bias, residual, GELU in its tanh form (Hendrycks and Gimpel, arXiv 1606.08415), and
+//! their gradients. On a GPU the library fuses product and epilogue where it can.
 
 mod cpu;
 mod gpu;
@@ -8,23 +8,23 @@ mod tests;
 
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::gpu::Ending;
-use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch};
+use crate::gpu::Epilogue;
+use crate::kernel::{Arg, Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
-use crate::op::contract::CONTRACT;
+use crate::op::batched_matmul::BATCHED_MATMUL;
 use crate::op::formula::{gelu_gate, gelu_slope};
 use crate::op::rows::{operands, read, write};
-use crate::op::walk::place;
+use crate::op::strided_iter::element_offset;
 
-/// The accuracy of the product decides.
+/// The error bound is that of the product.
 const BOUND: Bound = Bound { ulps: 64.0 };
 
-/// c_ij = sum_l a_il b_lj + bias_j, for every matrix of a stack.
+/// c_ij = sum_l a_il b_lj + bias_j, for every matrix of a batch.
 ///
 /// - in: a (g, m, k), b (g, k, n), any strides; bias (n), contiguous; one float dtype
 /// - out: c (g, m, n), contiguous, same dtype
 ///
-/// The sum over l is that of [`CONTRACT`]. In 16-bit floats it may be rounded before the bias is added: one unit in the last place.
+/// The sum over l is that of [`BATCHED_MATMUL`]. In 16-bit floats it may be rounded before the bias is added: one unit in the last place.
 /// Counted: 2 g m n k.
 pub static LINEAR: Kernel = Kernel {
     name: "linear",
@@ -39,22 +39,22 @@ pub static LINEAR: Kernel = Kernel {
         Ok(())
     },
     cpu: Some(cpu::linear),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: "",
-        plan: |launch, plan| gpu::ended(&LINEAR, launch, plan, Ending::Bias { bias: 2 }),
+        plan: |launch, plan| gpu::ended(&LINEAR, launch, plan, Epilogue::Bias { bias: 2 }),
     }),
     flops,
     bytes: None,
     bound: BOUND,
 };
 
-/// c_ij = (sum_l a_il b_lj + bias_j) + r_ij, for every matrix of a stack: a layer and the residual around it.
+/// c_ij = (sum_l a_il b_lj + bias_j) + r_ij, for every matrix of a batch: a layer with a residual connection.
 ///
 /// - in: as for [`LINEAR`], and r (g, m, n), contiguous, same dtype
 /// - out: c (g, m, n), contiguous, same dtype
 ///
-/// Terms are added in the accumulator in this order, on cards perhaps r before the bias. In 16-bit floats the sum over l may be
-/// rounded before, and without an algorithm of a card's library once more between the two. Counted: 2 g m n k.
+/// Terms are added in the accumulator in this order, on GPUs perhaps r before the bias. In 16-bit floats the sum over l may be rounded
+/// before, and if the library has no fused algorithm once more between the two. Counted: 2 g m n k.
 pub static LINEAR_ADD: Kernel = Kernel {
     name: "linear_add",
     reference: |_, launch| {
@@ -68,10 +68,10 @@ pub static LINEAR_ADD: Kernel = Kernel {
         Ok(())
     },
     cpu: Some(cpu::linear_add),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: "",
         plan: |launch, plan| {
-            gpu::ended(&LINEAR_ADD, launch, plan, Ending::Add { bias: Some(2), residual: 3 })
+            gpu::ended(&LINEAR_ADD, launch, plan, Epilogue::Add { bias: Some(2), residual: 3 })
         },
     }),
     flops,
@@ -79,7 +79,7 @@ pub static LINEAR_ADD: Kernel = Kernel {
     bound: BOUND,
 };
 
-/// c_ij = sum_l a_il b_lj + r_ij, for every matrix of a stack: [`LINEAR_ADD`] without a bias.
+/// c_ij = sum_l a_il b_lj + r_ij, for every matrix of a batch: [`LINEAR_ADD`] without a bias.
 ///
 /// - in: a (g, m, k), b (g, k, n), any strides; r (g, m, n), contiguous; one float dtype
 /// - out: c (g, m, n), contiguous, same dtype
@@ -96,21 +96,23 @@ pub static PRODUCT_ADD: Kernel = Kernel {
         Ok(())
     },
     cpu: Some(cpu::product_add),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: "",
-        plan: |launch, plan| gpu::ended(&PRODUCT_ADD, launch, plan, Ending::Add { bias: None, residual: 2 }),
+        plan: |launch, plan| {
+            gpu::ended(&PRODUCT_ADD, launch, plan, Epilogue::Add { bias: None, residual: 2 })
+        },
     }),
     flops,
     bytes: None,
     bound: BOUND,
 };
 
-/// z_ij = sum_l a_il b_lj + bias_j and c = gelu(z), for every matrix of a stack.
+/// z_ij = sum_l a_il b_lj + bias_j and c = gelu(z), for every matrix of a batch.
 ///
 /// - in: as for [`LINEAR`]
 /// - out: c (g, m, n), z (g, m, n), contiguous, same dtype
 ///
-/// z as in [`LINEAR`]; what goes into gelu may be z before it is rounded. Counted: 2 g m n k.
+/// z as in [`LINEAR`]; gelu may be applied to z before it is rounded. Counted: 2 g m n k.
 pub static LINEAR_GELU: Kernel = Kernel {
     name: "linear_gelu",
     reference: |_, launch| {
@@ -127,17 +129,19 @@ pub static LINEAR_GELU: Kernel = Kernel {
         Ok(())
     },
     cpu: Some(cpu::linear_gelu),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: "",
-        plan: |launch, plan| gpu::ended(&LINEAR_GELU, launch, plan, Ending::BiasGelu { bias: 2, before: 1 }),
+        plan: |launch, plan| {
+            gpu::ended(&LINEAR_GELU, launch, plan, Epilogue::BiasGelu { bias: 2, before: 1 })
+        },
     }),
     flops,
     bytes: None,
     bound: BOUND,
 };
 
-/// c = (a b) gelu'(z) for every matrix of a stack, and sums_j = the sum of c_ij over all rows: what goes back through the bias and the
-/// gelu of [`LINEAR_GELU`].
+/// c = (a b) gelu'(z) for every matrix of a batch, and sums_j = the sum of c_ij over all rows: the gradients through the bias and the gelu
+/// of [`LINEAR_GELU`].
 ///
 /// - in: a (g, m, k), b (g, k, n), any strides; z (g, m, n), contiguous; one float dtype
 /// - out: c (g, m, n), contiguous; sums (n), same dtype
@@ -161,13 +165,13 @@ pub static PRODUCT_GELU_GRAD: Kernel = Kernel {
         Ok(())
     },
     cpu: Some(cpu::product_gelu_grad),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::gelu_grad }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::gelu_grad }),
     flops,
     bytes: None,
     bound: BOUND,
 };
 
-/// c = a b, and sums_j = the sum of b_lj over l: the gradients of weights and bias of a layer, from the turned x and the cotangent.
+/// c = a b, and sums_j = the sum of b_lj over l: the gradients of weights and bias of a layer, from the transposed x and the cotangent.
 ///
 /// - in: a (1, m, k), b (1, k, n), any strides, one float dtype
 /// - out: c (1, m, n), contiguous; sums (n), same dtype
@@ -187,9 +191,9 @@ pub static PRODUCT_SUMS: Kernel = Kernel {
         Ok(())
     },
     cpu: Some(cpu::product_sums),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: "",
-        plan: |launch, plan| gpu::ended(&PRODUCT_SUMS, launch, plan, Ending::SumsOfB { sums: 1 }),
+        plan: |launch, plan| gpu::ended(&PRODUCT_SUMS, launch, plan, Epilogue::SumsOfB { sums: 1 }),
     }),
     flops,
     bytes: None,
@@ -197,16 +201,16 @@ pub static PRODUCT_SUMS: Kernel = Kernel {
 };
 
 fn flops(launch: &Launch<'_>) -> u64 {
-    (CONTRACT.flops)(launch)
+    (BATCHED_MATMUL.flops)(launch)
 }
 
-/// All elements of an operand, row-major.
+/// Returns all elements of an operand, row-major.
 fn read_any<T: Element>(x: &Arg<'_>) -> Vec<f64> {
     let memory = x.buffer.as_slice::<T>();
-    (0..x.view.numel()).map(|at| memory[place(x.view, at)].to_f64()).collect()
+    (0..x.view.numel()).map(|at| memory[element_offset(x.view, at)].to_f64()).collect()
 }
 
-/// The elements of a b, row-major, before they are rounded.
+/// Returns the elements of a b, row-major, before rounding.
 fn products<T: Element>(a: &Arg<'_>, b: &Arg<'_>) -> Vec<f64> {
     let ([g, m, k], n) = ([a.view.shape[0], a.view.shape[1], a.view.shape[2]], b.view.shape[2]);
     let (a, b) = (read_any::<T>(a), read_any::<T>(b));

@@ -1,10 +1,10 @@
-//! Products with their surroundings, by hand and against the plain loops.
+//! Linear layers against known values and plain loops.
 
 use super::*;
 use crate::dtype::DType;
 use crate::op::binary::ADD;
-use crate::op::check::{Case, values};
-use crate::op::differences::{Value, evaluate};
+use crate::op::finite_difference::{Value, evaluate};
+use crate::op::kernel_check::{Case, values};
 
 /// Extents g, m, n and k.
 const SHAPES: [[usize; 4]; 7] = [
@@ -23,7 +23,7 @@ fn product_case(kernel: &'static Kernel, [g, m, n, k]: [usize; 4]) -> Case<'stat
 }
 
 #[test]
-fn by_hand() {
+fn matches_known_values() {
     let a = || Value::real(&[1, 2, 2], &[1.0, 2.0, 3.0, 4.0]);
     let b = || Value::real(&[1, 2, 3], &[1.0, 0.0, -1.0, 2.0, 1.0, 0.0]);
     let bias = || Value::real(&[3], &[10.0, 20.0, -40.0]);
@@ -35,7 +35,7 @@ fn by_hand() {
     let c_r = evaluate(&PRODUCT_ADD, &[a(), b(), r()], &[&[1, 2, 3]], &[]).remove(0);
     assert_eq!(c_r, [-10.0, 5.0, -0.5, 11.0, -21.0, 97.0]);
     let both = evaluate(&LINEAR_GELU, &[a(), b(), bias()], &[&[1, 2, 3], &[1, 2, 3]], &[]);
-    // So far out gelu is x or 0.
+    // For such large arguments gelu is x or 0.
     assert_eq!(both[1], c);
     assert_eq!(both[0], c.iter().map(|x| x.max(0.0)).collect::<Vec<f64>>());
     let z = Value::real(&[1, 2, 3], &[90.0, -90.0, 0.0, 90.0, 90.0, 0.0]);
@@ -50,7 +50,7 @@ fn by_hand() {
 }
 
 #[test]
-fn the_fast_path_agrees() {
+fn fast_path_matches_the_reference() {
     for shape @ [g, m, n, _] in SHAPES {
         let (bias, z) = (values(3, n), values(4, g * m * n));
         let c = &[g, m, n];
@@ -65,13 +65,13 @@ fn the_fast_path_agrees() {
     }
 }
 
-/// The processor adds the residual as a kernel of its own would: the same bits.
+/// The CPU adds the residual with the bits of a separate kernel.
 #[test]
 fn a_residual_is_added_last() {
     for shape @ [g, m, n, _] in SHAPES {
         let (bias, r, c) = (values(3, n), values(4, g * m * n), &[g, m, n]);
         let with_bias = product_case(&LINEAR, shape).input(&[n], &bias).output(c);
-        let without = product_case(&CONTRACT, shape).output(c);
+        let without = product_case(&BATCHED_MATMUL, shape).output(c);
         let added = [
             product_case(&LINEAR_ADD, shape).input(&[n], &bias).input(c, &r).output(c),
             product_case(&PRODUCT_ADD, shape).input(c, &r).output(c),
@@ -85,7 +85,7 @@ fn a_residual_is_added_last() {
 }
 
 #[test]
-fn other_dtypes_are_refused() {
+fn unsupported_dtypes_are_errors() {
     let bias = [1.0, 2.0];
     let case = product_case(&LINEAR, [1, 2, 2, 2]).input(&[2], &bias).output(&[1, 2, 2]);
     assert!(case.verify(&[DType::I64]).unwrap_err().contains("linear: no kernel for dtype i64"));

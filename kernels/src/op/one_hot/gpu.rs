@@ -1,15 +1,15 @@
-//! Rows of the unit matrix on GPUs.
+//! One-hot encoding on GPUs.
 
 use crate::error::KernelError;
-use crate::gpu::{Grid, GridArg, Plan, bits_name, bits_of};
+use crate::gpu::{Grid, GridArg, LaunchPlan, bits_name, bits_of};
 use crate::kernel::Launch;
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// Threads of a block, as in the source.
+/// Threads per block; the same constant as in the source.
 const THREADS: usize = 256;
 
-pub(super) fn plan(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let (index, y) = (&launch.inputs[0], &launch.outputs[0]);
     let (rows, cols) =
         (index.view.numel(), *y.view.shape.last().expect("the contract asks for a dim of columns"));

@@ -1,11 +1,11 @@
-//! Indices as rows of a (possibly split) unit matrix.
+//! One-hot encoding: indices as rows of a (possibly sharded) unit matrix.
 
 mod gpu;
 
 use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_dtype;
 use crate::op::rows::{check_indices, operands, read, rows_per_task, write};
 
@@ -13,14 +13,14 @@ use crate::op::rows::{check_indices, operands, read, rows_per_task, write};
 ///
 /// - in: index `(n..)`, i64, contiguous
 /// - out: y `(n.., v)`, any dtype, contiguous
-/// - scalars: Int v_start, the global number of the first column here; Int v_global, the columns of the whole dim
+/// - scalars: Int v_start, the global number of the first local column; Int v_global, the columns of the whole dim
 ///
 /// An index outside of `0..v_global` is [`KernelError::Index`]. Exact. Counted: no operations.
 pub static ONE_HOT: Kernel = Kernel {
     name: "one_hot",
     reference: plain,
     cpu: Some(fast),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::plan }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |_| 0,
     bytes: None,
     bound: Bound { ulps: 0.0 },
@@ -66,11 +66,11 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::kernel::Scalar;
-    use crate::op::check::{Case, Kind};
-    use crate::op::differences::{Value, evaluate};
+    use crate::op::finite_difference::{Value, evaluate};
+    use crate::op::kernel_check::{Case, Kind};
 
     #[test]
-    fn by_hand() {
+    fn matches_known_values() {
         // Columns 1 and 2 of 4.
         let index = Value::index(&[3], &[2.0, 0.0, 1.0]);
         let scalars = [Scalar::Int(1), Scalar::Int(4)];
@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fast_path_agrees() {
+    fn fast_path_matches_the_reference() {
         for (n, v) in [(1, 1), (40, 7), (0, 3), (3, 0), (500, 90)] {
             let index: Vec<f64> = (0..n).map(|i| ((i * i + 1) % (v + 9)) as f64).collect();
             let case = Case::new(&ONE_HOT).input_as(Kind::Fixed(DType::I64), &[n], &index).output(&[n, v]);
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn an_index_outside_of_the_dim_is_an_error() {
+    fn index_out_of_range_is_an_error() {
         let case = Case::new(&ONE_HOT).input_as(Kind::Fixed(DType::I64), &[2], &[0.0, 5.0]).output(&[2, 5]);
         let error = case.scalars(&[Scalar::Int(0), Scalar::Int(5)]).verify(&[DType::F32]).unwrap_err();
         assert!(error.contains("index 5 at position 1 is outside of 0..5"), "{error}");

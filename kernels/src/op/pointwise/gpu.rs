@@ -1,44 +1,44 @@
-//! One entry for all elementwise kernels: the formula is a macro of the program, so that each formula, dtype and kind of
-//! operands is a program of its own.
+//! One CUDA entry point for all elementwise kernels: the formula is a macro, so that each formula, dtype and kind of operands is a program of
+//! its own.
 //!
-//! Macros: `INPUTS`; for input n `S<n>`, what lies in memory, and `V<n>`, what the formula sees; `Y`; `C`, `C0`, `C1`, the
-//! scalars; `R`, the numbers of the formula; `ARGS`, `SCALARS`, `FORMULA`; `FORMULAS`, functions that it may call; `VEC`
-//! elements of a vector, `DIMS` merged dims (rounded up, with extents of 1), `INDEX`, the type in which places are counted.
+//! Macros: `INPUTS`; for input n `S<n>`, its storage type, and `V<n>`, the type of the formula's argument; `Y`; `C`, `C0`, `C1`, the
+//! scalars; `R`, the type of the formula; `ARGS`, `SCALARS`, `FORMULA`; `FORMULAS`, functions that it may call; `VEC` elements of a vector,
+//! `DIMS` merged dims (padded with extents of 1), `INDEX`, the integer type of offsets.
 
 use crate::dtype::DType;
-use crate::gpu::{Grid, GridArg, Plan, padded_dims, type_name};
+use crate::gpu::{Grid, GridArg, LaunchPlan, padded_dims, type_name};
 use crate::kernel::{ArgMut, Launch};
 use crate::op::formula::FORMULAS;
 use crate::op::pointwise::two_reals;
-use crate::op::walk::Walk;
+use crate::op::strided_iter::StridedIter;
 use crate::strides::Strides;
 use std::borrow::Cow;
 
 /// The source of every elementwise kernel.
 pub(crate) const SOURCE: &str = include_str!("gpu.cu");
 
-/// Threads of a block and vectors of a thread, as in the source.
+/// Threads per block and vectors per thread; the same constants as in the source.
 const THREADS: usize = 256;
 const AT_ONCE: usize = 2;
-/// Bytes that a thread loads at once where elements lie side by side.
+/// Bytes per load of a thread if elements are contiguous.
 const VECTOR_BYTES: usize = 16;
 
 /// One input of a formula.
 #[derive(Clone, Debug)]
 pub(crate) struct Input<'a> {
-    /// Where it lies.
+    /// The argument that holds its address.
     pub(crate) arg: GridArg,
-    /// How it lies.
+    /// Its view.
     pub(crate) view: &'a Strides,
-    /// Its elements.
+    /// Its dtype.
     pub(crate) dtype: DType,
-    /// The type of an element in memory.
+    /// The storage type of an element.
     pub(crate) storage: &'static str,
-    /// What the formula sees.
+    /// The type that the formula gets.
     pub(crate) value: &'static str,
 }
 
-/// What is computed: the texts of patterns and of an expression that are Rust and C++ alike.
+/// A formula: the texts of patterns and of an expression that are valid in Rust and C++.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Formula {
     /// `[a, b]`: the names of the inputs.
@@ -56,7 +56,7 @@ pub(crate) struct Scalars {
     pub(crate) passed: &'static str,
     /// The arguments.
     pub(crate) args: [GridArg; 2],
-    /// What the formula sees.
+    /// The type that the formula gets.
     pub(crate) values: [&'static str; 2],
 }
 
@@ -67,7 +67,7 @@ impl Scalars {
     }
 }
 
-/// An input that is read as a number: `Number<A>` or `Integer`.
+/// Returns an input that is read as a number: `Number<A>` or `Integer`.
 fn number<'a>(arg: GridArg, dtype: DType, view: &'a Strides) -> Input<'a> {
     let value = match dtype {
         DType::F64 => "Number<double>",
@@ -77,23 +77,23 @@ fn number<'a>(arg: GridArg, dtype: DType, view: &'a Strides) -> Input<'a> {
     Input { arg, view, dtype, storage: type_name(dtype), value }
 }
 
-/// Describes y = formula(inputs) for numbers of one dtype and a contiguous y.
-pub(crate) fn numbers(plan: &mut Plan, launch: &Launch<'_>, formula: Formula) {
+/// Plans y = formula(inputs) for numbers of one dtype and a contiguous y.
+pub(crate) fn numbers(plan: &mut LaunchPlan, launch: &Launch<'_>, formula: Formula) {
     let inputs = launch.inputs.iter().enumerate();
     let inputs: Vec<Input<'_>> = inputs.map(|(n, x)| number(GridArg::Input(n), x.dtype, x.view)).collect();
     numbers_of(plan, &inputs, launch, formula);
 }
 
-/// Describes y = formula(y, x) for numbers of one dtype and a contiguous y.
-pub(crate) fn update(plan: &mut Plan, launch: &Launch<'_>, formula: Formula) {
+/// Plans y = formula(y, x) for numbers of one dtype and a contiguous y.
+pub(crate) fn update(plan: &mut LaunchPlan, launch: &Launch<'_>, formula: Formula) {
     let (x, y) = (&launch.inputs[0], &launch.outputs[0]);
     let inputs = [number(GridArg::Output(0), y.dtype, y.view), number(GridArg::Input(0), x.dtype, x.view)];
     numbers_of(plan, &inputs, launch, formula);
 }
 
-/// Describes y = formula(inputs) where x, the first input, and y are rows of `n` elements and the other inputs have a value
-/// for each row, or for each element if n is 1; all are contiguous.
-pub(crate) fn rows_map(plan: &mut Plan, launch: &Launch<'_>, n: usize, formula: Formula) {
+/// Plans y = formula(inputs) where x, the first input, and y are rows of `n` elements and the other inputs have one value per row, or per
+/// element if n is 1; all are contiguous.
+pub(crate) fn rows_map(plan: &mut LaunchPlan, launch: &Launch<'_>, n: usize, formula: Formula) {
     let rows = launch.outputs[0].view.numel() / n.max(1);
     let views: Vec<Strides> = (launch.inputs.iter().enumerate())
         .map(|(i, x)| {
@@ -107,7 +107,7 @@ pub(crate) fn rows_map(plan: &mut Plan, launch: &Launch<'_>, n: usize, formula: 
     numbers_of(plan, &inputs, launch, formula);
 }
 
-fn numbers_of(plan: &mut Plan, inputs: &[Input<'_>], launch: &Launch<'_>, formula: Formula) {
+fn numbers_of(plan: &mut LaunchPlan, inputs: &[Input<'_>], launch: &Launch<'_>, formula: Formula) {
     let y = &launch.outputs[0];
     let scalars = match y.dtype {
         _ if formula.scalars == "_" => Scalars::none(),
@@ -119,9 +119,9 @@ fn numbers_of(plan: &mut Plan, inputs: &[Input<'_>], launch: &Launch<'_>, formul
     map(plan, inputs, y, type_name(y.dtype), formula, scalars);
 }
 
-/// Describes y = formula(inputs) for a contiguous y whose elements lie in memory as `storage`.
+/// Plans y = formula(inputs) for a contiguous y with the storage type `storage`.
 pub(crate) fn map(
-    plan: &mut Plan,
+    plan: &mut LaunchPlan,
     inputs: &[Input<'_>],
     y: &ArgMut<'_>,
     storage: &'static str,
@@ -136,12 +136,12 @@ pub(crate) fn map(
     let vector = vector(inputs, &merged, y);
     let dims = padded_dims(&merged).in_vectors(vector);
     let count = dims.extents.len();
-    let walk = dims.numbers()[..(1 + inputs.len()) * count].to_vec();
+    let iter = dims.numbers()[..(1 + inputs.len()) * count].to_vec();
     let items = numel.div_ceil(vector);
     let blocks =
         u32::try_from(items.div_ceil(THREADS * AT_ONCE)).expect("fewer than 2^41 elements fit a device");
     let mut args: Vec<GridArg> = inputs.iter().map(|x| x.arg.clone()).collect();
-    args.extend([GridArg::Output(0), GridArg::I64s(walk), GridArg::I64(numel as i64)]);
+    args.extend([GridArg::Output(0), GridArg::I64s(iter), GridArg::I64(numel as i64)]);
     args.extend(scalars.args.clone());
     let index = if u32::try_from(items).is_ok() { "u32" } else { "u64" };
     let mut defines = texts(inputs, storage, formula, &scalars);
@@ -154,7 +154,7 @@ pub(crate) fn map(
     plan.grid(Grid { entry: "map", defines, blocks, threads, shared_bytes: 0, args });
 }
 
-/// The macros that follow from the formula and the types.
+/// Returns the macros that depend on the formula and the types.
 fn texts(
     inputs: &[Input<'_>],
     storage: &'static str,
@@ -180,18 +180,17 @@ fn texts(
     defines
 }
 
-/// Extents and distances of all inputs, dims that lie evenly in every one of them joined; y is contiguous.
+/// Returns extents and strides of all inputs, with dims merged that are mergeable in all of them; y is contiguous.
 fn merged(inputs: &[Input<'_>]) -> Vec<(usize, [usize; 4])> {
     let view = |n: usize| inputs.get(n).unwrap_or(&inputs[0]).view;
-    Walk::new([view(0), view(1), view(2), view(3)]).dims().to_vec()
+    StridedIter::new([view(0), view(1), view(2), view(3)]).dims().to_vec()
 }
 
-/// How many elements make a vector: as many of the largest as 16 bytes hold, if all that lies side by side is aligned to
-/// them, else 1.
+/// Returns the elements of a vector: as many of the largest dtype as 16 bytes hold, if all contiguous operands are aligned to them, else 1.
 fn vector(inputs: &[Input<'_>], merged: &[(usize, [usize; 4])], y: &ArgMut<'_>) -> usize {
     let size = inputs.iter().map(|x| x.dtype.size()).fold(y.dtype.size(), usize::max);
     let vector = VECTOR_BYTES / size;
-    let ((inner, inner_steps), outer) = merged.split_last().expect("a walk has a dim");
+    let ((inner, inner_steps), outer) = merged.split_last().expect("a iter has a dim");
     let fits = |n: usize, x: &Input<'_>| match inner_steps[n] {
         0 => true,
         1 => {

@@ -1,4 +1,4 @@
-//! Random numbers on the CPU: many blocks of Philox side by side.
+//! Random numbers on the CPU: many Philox blocks at a time.
 
 use super::normal::normal_pair;
 use super::philox::{philox_rounds, unit_interval, words};
@@ -11,13 +11,13 @@ use crate::match_float;
 use crate::op::rows::{operands, read, rows_per_task, write};
 use std::ops::Range;
 
-/// Blocks of random bits that are computed together, at most and at least.
+/// The most and the fewest Philox blocks computed together.
 const BLOCKS: usize = 64;
 const BLOCKS_MIN: usize = 16;
-/// The elements that they serve at most.
+/// The most elements that they serve.
 const BATCH: usize = 4 * BLOCKS;
 
-/// The random bits of neighbours in the global index, from a block on; how many are filled in follows from `count`.
+/// Random bits of consecutive global indices, from a block on; `count` determines how many are filled in.
 fn batch((key, stream): (u64, u64), first_block: u64, count: usize, bits: &mut [u32; BATCH]) {
     vectorized(
         #[inline(always)]
@@ -38,7 +38,7 @@ fn batch((key, stream): (u64, u64), first_block: u64, count: usize, bits: &mut [
     );
 }
 
-/// Pairs of normal numbers of mean 0 and deviation 1, as many as fit.
+/// Pairs of standard normal numbers, as many as fit.
 fn normal_pairs(bits: &[u32], numbers: &mut [f64]) {
     vectorized(
         #[inline(always)]
@@ -51,11 +51,11 @@ fn normal_pairs(bits: &[u32], numbers: &mut [f64]) {
     );
 }
 
-/// Takes the bits of a batch, how many of them to skip, and which elements the next ones are for.
+/// Receives the bits of a batch, how many of them to skip, and the elements that the next ones are for.
 type Fill<'f> = dyn FnMut(&[u32; BATCH], usize, Range<usize>) + 'f;
 
-/// Walks over the local elements from `start` on that `count` counts: hands out the bits of a batch, how many of them to
-/// skip, and which elements (counted from `start`) the next ones are for. Compiled once for all dtypes.
+/// Iterates over the local elements that `count` counts, from `start` on: hands out the bits of a batch, how many of them to skip, and the
+/// elements (counted from `start`) that the next ones are for. Compiled once for all dtypes.
 fn each_batch(place: &Place, seed: (u64, u64), start: usize, count: usize, fill: &mut Fill<'_>) {
     let mut bits = [0; BATCH];
     let mut at = 0;

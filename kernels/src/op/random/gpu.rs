@@ -1,30 +1,30 @@
-//! Random numbers on GPUs, with the bits of the host.
+//! Random numbers on GPUs, with the bits of the CPU.
 
 use super::{Place, seed};
 use crate::error::KernelError;
-use crate::gpu::{Grid, GridArg, Plan, type_name};
+use crate::gpu::{Grid, GridArg, LaunchPlan, type_name};
 use crate::kernel::{ArgMut, Launch};
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// As in the source.
+/// The same constant as in the source.
 const THREADS: usize = 256;
 const EACH: usize = 4;
 
-/// y = a + (b - a) times a uniform number.
-pub(super) fn uniform(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+/// y = a + (b - a) u for uniform u.
+pub(super) fn uniform(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let s = launch.scalars;
     draw(super::UNIFORM.name, launch, plan, ("0", 0), [s[2].real(), s[3].real(), 0.0])
 }
 
-/// y = a + b times a normal number.
-pub(super) fn normal(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+/// y = a + b n for normal n.
+pub(super) fn normal(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let s = launch.scalars;
     draw(super::NORMAL.name, launch, plan, ("1", 0), [s[2].real(), s[3].real(), 0.0])
 }
 
-/// y = x / (1 - p) where a uniform number is at least p.
-pub(super) fn dropout(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+/// y = x / (1 - p) if a uniform number is at least p, else 0 (dropout).
+pub(super) fn dropout(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let p = launch.scalars[0].real();
     // A uniform number is k / 2^24, so that it is at least p exactly if k is at least this.
     draw(super::DROPOUT.name, launch, plan, ("2", 1), [0.0, 1.0 - p, (p * 16_777_216.0).ceil()])
@@ -34,7 +34,7 @@ pub(super) fn dropout(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), Kernel
 fn draw(
     kernel: &'static str,
     launch: &Launch<'_>,
-    plan: &mut Plan,
+    plan: &mut LaunchPlan,
     (kind, at): (&'static str, usize),
     [a, b, threshold]: [f64; 3],
 ) -> Result<(), KernelError> {
@@ -65,7 +65,7 @@ fn draw(
         threads: THREADS as u32,
         shared_bytes: 0,
         args: vec![
-            // Only dropout reads.
+            // Only dropout has an input.
             if launch.inputs.is_empty() { GridArg::Output(0) } else { GridArg::Input(0) },
             GridArg::Output(0),
             GridArg::I64s(walk),

@@ -1,5 +1,5 @@
-//! Random numbers as functions of the global element index: they do not depend on how a tensor is split, on the
-//! number of threads, or on what was drawn before.
+//! Random numbers as functions of the global element index: independent of how a tensor is sharded, of the number of threads, and of
+//! earlier draws.
 
 mod philox;
 mod normal;
@@ -11,7 +11,7 @@ pub use philox::{bits_at, philox, uniform_at};
 use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch, Scalar};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch, Scalar};
 use crate::match_float;
 use crate::op::rows::{operands, read, write};
 use smallvec::SmallVec;
@@ -27,7 +27,7 @@ pub static UNIFORM: Kernel = Kernel {
     name: "uniform",
     reference: uniform,
     cpu: Some(cpu::uniform),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::uniform }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::uniform }),
     flops: |launch| 2 * launch.outputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 1.0 },
@@ -45,7 +45,7 @@ pub static NORMAL: Kernel = Kernel {
     name: "normal",
     reference: normal,
     cpu: Some(cpu::normal),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::normal }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::normal }),
     flops: |launch| 40 * launch.outputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 8.0 },
@@ -62,23 +62,23 @@ pub static DROPOUT: Kernel = Kernel {
     name: "dropout",
     reference: dropout,
     cpu: Some(cpu::dropout),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::dropout }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::dropout }),
     flops: |launch| launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 2.0 },
 };
 
-/// Where the elements of a shard stand in the global tensor.
+/// The position of a shard's elements in the global tensor.
 #[derive(Clone, Debug)]
 struct Place {
-    /// Per dim: local extent, start, distance between neighbours in the global index.
+    /// Per dim: local extent, start, global stride.
     dims: SmallVec<[(u64, u64, u64); 6]>,
-    /// So many elements from a multiple of it on are neighbours in the global index too.
+    /// Runs of so many elements, starting at a multiple of it, are contiguous in the global index too.
     run: usize,
 }
 
 impl Place {
-    /// From the local shape and the pairs of global extent and start.
+    /// Derives the positions from the local shape and the pairs of global extent and start.
     fn new(shape: &[usize], scalars: &[Scalar]) -> Place {
         let ranges: Vec<(u64, u64)> =
             scalars.chunks_exact(2).map(|pair| (pair[0].int() as u64, pair[1].int() as u64)).collect();
@@ -95,7 +95,7 @@ impl Place {
         Place { dims, run }
     }
 
-    /// The global index of a local one, both row-major.
+    /// Returns the global index of a local one, both row-major.
     fn global(&self, local: usize) -> u64 {
         let (mut rest, mut index) = (local as u64, 0);
         for &(extent, start, step) in self.dims.iter().rev() {

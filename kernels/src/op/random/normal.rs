@@ -1,8 +1,8 @@
-//! Two normal numbers from two words of random bits (Box and Muller), in f64 and in loops the compiler vectorises.
+//! Standard normal numbers from two words of random bits (Box and Muller), in f64 and in loops that vectorize.
 //!
-//! Only exact conversions, multiply-adds, a division and a root are used, so every machine gives the same bits.
+//! Only exact conversions, multiply-adds, a division and a square root are used, so every machine gives the same bits.
 
-/// ln 2 in two parts; the upper has zeros at its end, so that its product with a small integer is exact.
+/// ln 2 in two parts; the upper ends in zeros, so that its product with a small integer is exact.
 const LN_2_HIGH: f64 = 0.693_147_180_369_123_8;
 const LN_2_LOW: f64 = 1.908_214_929_270_587_7e-10;
 /// An angle of 2^-32 of a turn.
@@ -75,14 +75,14 @@ fn direction(bits: u32) -> (f64, f64) {
     (f64::from_bits(cos.to_bits() ^ negative_cos), f64::from_bits(sin.to_bits() ^ negative_sin))
 }
 
-/// Two independent numbers of mean 0 and variance 1.
+/// Returns two independent standard normal numbers.
 #[inline(always)]
 pub(super) fn normal_pair(first: u32, second: u32) -> (f64, f64) {
     let (r, (cos, sin)) = (radius(first), direction(second));
     (r * cos, r * sin)
 }
 
-/// The same from the functions of std: what [`normal_pair`] is measured by.
+/// The same by functions of std: the reference for [`normal_pair`].
 pub(super) fn normal_pair_plain(first: u32, second: u32) -> (f64, f64) {
     let u = (f64::from(first) + 1.0) / 4_294_967_296.0;
     let angle = std::f64::consts::TAU * (f64::from(second) / 4_294_967_296.0);
@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn by_hand() {
+    fn matches_known_values() {
         // u = 1 has radius 0; an eighth of a turn after u = 1/2.
         assert_eq!(normal_pair(u32::MAX, 12345).0, 0.0);
         let (a, b) = normal_pair((1 << 31) - 1, 1 << 29);

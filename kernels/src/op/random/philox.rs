@@ -3,10 +3,10 @@
 
 /// The multipliers of a round, for words 0 and 2.
 const MULTIPLIERS: [u32; 2] = [0xd251_1f53, 0xcd9e_8d57];
-/// What the key grows by from round to round: the golden ratio and sqrt(3) - 1.
+/// The increments of the key per round: the golden ratio and sqrt(3) - 1.
 const WEYL: [u32; 2] = [0x9e37_79b9, 0xbb67_ae85];
 
-/// The upper and the lower half of a product.
+/// Returns the upper and the lower half of a product.
 #[inline(always)]
 fn halves(a: u32, b: u32) -> (u32, u32) {
     let product = u64::from(a) * u64::from(b);
@@ -28,14 +28,14 @@ pub(super) fn philox_rounds(c: [&mut [u32]; 4], mut key: [u32; 2]) {
     }
 }
 
-/// 128 random bits for a counter and a key.
+/// Returns 128 random bits for a counter and a key.
 #[must_use]
 pub fn philox(mut counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     philox_rounds(counter.each_mut().map(std::slice::from_mut), key);
     counter
 }
 
-/// The lower and the upper word.
+/// Returns the lower and the upper word.
 #[inline(always)]
 pub(super) fn words(x: u64) -> [u32; 2] {
     [x as u32, (x >> 32) as u32]
@@ -55,7 +55,7 @@ pub fn uniform_at(key: u64, stream: u64, index: u64) -> f64 {
     unit_interval(bits_at(key, stream, index))
 }
 
-/// The upper 24 bits as a fraction.
+/// Returns the upper 24 bits as a fraction.
 #[inline(always)]
 pub(super) fn unit_interval(bits: u32) -> f64 {
     f64::from(bits >> 8) * (1.0 / 16_777_216.0)
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn elements_are_the_words_of_blocks() {
+    fn bits_of_elements_are_the_words_of_philox_blocks() {
         let (key, stream) = (0x0123_4567_89ab_cdef, 0xfedc_ba98_7654_3210);
         let index = (1 << 40) + 6;
         let block = philox([1, 1 << 6, 0x7654_3210, 0xfedc_ba98], [0x89ab_cdef, 0x0123_4567]);

@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::dtype::DType;
-use crate::op::check::{Case, values};
-use crate::op::differences::{Value, evaluate, evaluate_as};
+use crate::op::finite_difference::{Value, evaluate, evaluate_as};
+use crate::op::kernel_check::{Case, values};
 
 /// The scalars of a shard, given per dim as (global extent, start).
 fn shard(first: &[Scalar], dims: &[(usize, usize)]) -> Vec<Scalar> {
@@ -45,7 +45,7 @@ fn elements_by_hand() {
 }
 
 #[test]
-fn the_fast_path_agrees() {
+fn fast_path_matches_the_reference() {
     for (shape, dims) in [
         (vec![], vec![]),
         (vec![1], vec![(9, 3)]),

@@ -1,13 +1,13 @@
-//! Reductions in the stated order, along rows or across them.
+//! Reductions on the CPU in the documented order, along rows or across them.
 
-use crate::cpu::simd::expect_behind;
+use crate::cpu::simd::prefetch_ahead;
 use crate::cpu::simd::scratch::Scratch;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Element, Float, Real};
 use crate::host_vec::filled;
 use crate::kernel::Arg;
 use crate::op::pointwise::TASK;
-use crate::op::walk::Walk;
+use crate::op::strided_iter::StridedIter;
 use crate::strides::Strides;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -16,12 +16,12 @@ use std::ops::Range;
 pub(super) const BLOCK: usize = 256;
 /// Partial results within a block.
 pub(super) const LANES: usize = 16;
-/// Reduced elements in one task of a long row: a power of two of blocks, and so a branch of the tree.
+/// Reduced elements per task of a long row: a power of two of blocks, and so a branch of the tree.
 const BRANCH: usize = 64 * BLOCK;
-/// Neighbouring results that are formed together where rows are joined to each other.
+/// Contiguous results that are formed together when rows are combined with each other.
 const COLUMNS: usize = 128;
 
-/// What is formed of the elements, which are widened first, and how two partial results join.
+/// The operation: how elements, widened first, become partial results, and how two partial results are combined.
 pub(super) trait Fold {
     type From: Real;
     type Result: Real;
@@ -32,9 +32,9 @@ pub(super) trait Fold {
 
 /// x_0 + x_1 + ...
 pub(super) struct Sum<R>(PhantomData<R>);
-/// The largest; not-a-number wins.
+/// The largest; NaN propagates.
 pub(super) struct Max<R>(PhantomData<R>);
-/// The smallest; not-a-number wins.
+/// The smallest; NaN propagates.
 pub(super) struct Min<R>(PhantomData<R>);
 /// x_0^2 + x_1^2 + ... in f64.
 pub(super) struct Squares<R>(PhantomData<R>);
@@ -97,7 +97,7 @@ impl<R: Real> Fold for Squares<R> {
     }
 }
 
-/// What becomes of a result.
+/// The final function of a result.
 type Finish<'f, F, U> = dyn Fn(<F as Fold>::Result) -> U + Sync + 'f;
 
 /// y = finish(fold of x over its last `num_reduced` dims).
@@ -110,8 +110,8 @@ pub(super) fn reduce<F: Fold, T: Float<Acc = F::From>, U: Element>(
 ) {
     let memory = x.buffer.as_slice::<T>();
     let num_kept = x.view.ndim() - num_reduced;
-    let kept = Walk::over([x.view], 0..num_kept, [x.view.offset]);
-    let reduced = Walk::over([x.view], num_kept..x.view.ndim(), [0]);
+    let kept = StridedIter::over([x.view], 0..num_kept, [x.view.offset]);
+    let reduced = StridedIter::over([x.view], num_kept..x.view.ndim(), [0]);
     debug_assert_eq!(y.len(), kept.numel(), "the contract asks for one result for each kept element");
     if y.is_empty() {
         return;
@@ -130,11 +130,11 @@ pub(super) fn reduce<F: Fold, T: Float<Acc = F::From>, U: Element>(
 
 struct Operand<'a, T> {
     memory: &'a [T],
-    kept: Walk<1>,
-    reduced: Walk<1>,
+    kept: StridedIter<1>,
+    reduced: StridedIter<1>,
 }
 
-/// Each result is that of one element: the blocks and the tree add nothing to it but what stands for no element.
+/// Reductions of one element each: the blocks and the tree only add the identity.
 fn alone<F: Fold, T: Float<Acc = F::From>, U: Element>(
     pool: &Pool,
     x: &Operand<'_, T>,
@@ -144,7 +144,7 @@ fn alone<F: Fold, T: Float<Acc = F::From>, U: Element>(
     let [step] = x.kept.steps();
     pool.chunks(y, TASK, |task, y| {
         let mut left = y.iter_mut();
-        x.kept.runs(task * TASK..task * TASK + left.len(), |[at], length| {
+        x.kept.for_each_run(task * TASK..task * TASK + left.len(), |[at], length| {
             for (i, y) in left.by_ref().take(length).enumerate() {
                 *y = finish(F::join(F::EMPTY, F::load(x.memory[at + i * step].widen())));
             }
@@ -152,7 +152,7 @@ fn alone<F: Fold, T: Float<Acc = F::From>, U: Element>(
     });
 }
 
-/// Each result on its own; long rows are cut into branches of the tree.
+/// Computes each result separately; long rows are cut into branches of the tree.
 fn along<F: Fold, T: Float<Acc = F::From>, U: Element>(
     pool: &Pool,
     x: &Operand<'_, T>,
@@ -181,7 +181,7 @@ fn along<F: Fold, T: Float<Acc = F::From>, U: Element>(
     }
 }
 
-/// The elements `range` of result number `number`, from the start of a block on.
+/// Reduces the elements `range` of result number `number`, from the start of a block on.
 fn branch<F: Fold, T: Float<Acc = F::From>>(
     x: &Operand<'_, T>,
     number: usize,
@@ -208,7 +208,7 @@ fn branch<F: Fold, T: Float<Acc = F::From>>(
     }
     let [step] = x.reduced.steps();
     let mut filled = 0;
-    x.reduced.runs(range, |[at], length| {
+    x.reduced.for_each_run(range, |[at], length| {
         for i in 0..length {
             gathered[filled] = x.memory[base + at + i * step].widen();
             filled += 1;
@@ -222,7 +222,7 @@ fn branch<F: Fold, T: Float<Acc = F::From>>(
     sums.finish()
 }
 
-/// A row, widened into the start of another.
+/// Widens a row into the start of another.
 fn widen<T: Float>(from: &[T], to: &mut [T::Acc]) {
     vectorized(
         #[inline(always)]
@@ -230,7 +230,7 @@ fn widen<T: Float>(from: &[T], to: &mut [T::Acc]) {
     );
 }
 
-/// One block, or what there is of the last.
+/// Reduces one block, or the incomplete last one.
 #[inline(always)]
 fn block<F: Fold>(x: &[F::From]) -> F::Result {
     let mut lanes = [F::EMPTY; LANES];
@@ -246,7 +246,7 @@ fn block<F: Fold>(x: &[F::From]) -> F::Result {
     folded::<F>(lanes)
 }
 
-/// The partial results of a block, joined: the upper half to the lower one, until one is left.
+/// Combines the partial results of a block: the upper half with the lower one, until one is left.
 #[inline(always)]
 fn folded<F: Fold>(mut lanes: [F::Result; LANES]) -> F::Result {
     for half in [8, 4, 2, 1] {
@@ -257,7 +257,7 @@ fn folded<F: Fold>(mut lanes: [F::Result; LANES]) -> F::Result {
     lanes[0]
 }
 
-/// The balanced tree over blocks that come one by one: a whole branch for each bit of their number.
+/// The balanced tree over blocks that arrive in order: one complete branch for each bit of their number.
 struct Tree<F: Fold> {
     branches: [F::Result; usize::BITS as usize],
     count: usize,
@@ -269,13 +269,13 @@ impl<F: Fold> Tree<F> {
         Tree { branches: [F::EMPTY; usize::BITS as usize], count: 0 }
     }
 
-    /// The next elements of a row: whole blocks, and what there is of the last.
+    /// Adds the next elements of a row: whole blocks, and the incomplete last one.
     fn take(&mut self, row: &[F::From]) {
         vectorized(
             #[inline(always)]
             || {
                 for part in row.chunks(BLOCK) {
-                    expect_behind(part);
+                    prefetch_ahead(part);
                     self.push(block::<F>(part));
                 }
             },
@@ -305,7 +305,7 @@ impl<F: Fold> Tree<F> {
     }
 }
 
-/// The same tree over parts that are all there: rows of `width` results, left in the first row.
+/// The same tree over parts in memory: rows of `width` results, reduced into the first row.
 fn join_pairs<F: Fold>(parts: &mut [F::Result], width: usize) {
     let count = parts.len() / width;
     let mut distance = 1;
@@ -319,7 +319,7 @@ fn join_pairs<F: Fold>(parts: &mut [F::Result], width: usize) {
     }
 }
 
-/// Results that are neighbours in memory: rows are joined to each other, `COLUMNS` results and one block at a time.
+/// Computes results that are contiguous in memory: rows are combined with each other, `COLUMNS` results and one block at a time.
 fn across<F: Fold, T: Float<Acc = F::From>, U: Element>(
     pool: &Pool,
     x: &Operand<'_, T>,
@@ -332,7 +332,7 @@ fn across<F: Fold, T: Float<Acc = F::From>, U: Element>(
     let mut parts = filled(F::EMPTY, y.len() / neighbours * tiles * blocks * COLUMNS);
     let per_task = (TASK / (count.clamp(1, BLOCK) * neighbours.min(COLUMNS))).max(1);
     pool.chunks_on_threads(&mut parts, per_task * COLUMNS, |thread, task, parts| {
-        let mut scratch = pool.scratch_of(thread);
+        let mut scratch = pool.scratch_for(thread);
         for (i, part) in parts.chunks_mut(COLUMNS).enumerate() {
             let (number, block) = ((task * per_task + i) / blocks, (task * per_task + i) % blocks);
             let (row, first) = (number / tiles, number % tiles * COLUMNS);
@@ -352,7 +352,7 @@ fn across<F: Fold, T: Float<Acc = F::From>, U: Element>(
     }
 }
 
-/// One block of the results `first + columns`, into the start of `out`.
+/// Reduces one block of the results `first + columns` into the start of `out`.
 fn block_across<F: Fold, T: Float<Acc = F::From>>(
     scratch: &mut Scratch,
     x: &Operand<'_, T>,
@@ -367,28 +367,28 @@ fn block_across<F: Fold, T: Float<Acc = F::From>>(
     if let Some(memory) = T::as_wide(x.memory) {
         return joined::<F>(&memory[base..], &x.reduced, range, out);
     }
-    // Widened, the rows of a block lie side by side.
+    // After widening, the rows of a block are contiguous.
     let width = columns.len();
     let [wide] = scratch.slices([range.len() * width]);
     let mut rows = wide.chunks_mut(width);
-    x.reduced.runs(range.clone(), |[at], length| {
+    x.reduced.for_each_run(range.clone(), |[at], length| {
         for (i, row) in rows.by_ref().take(length).enumerate() {
             widen(&x.memory[base + at + i * step..][..width], row);
         }
     });
     let side_by_side = Strides::new([range.len()][..].into(), [width][..].into(), 0);
-    joined::<F>(wide, &Walk::new([&side_by_side]), 0..range.len(), out);
+    joined::<F>(wide, &StridedIter::new([&side_by_side]), 0..range.len(), out);
 }
 
-/// The rows `range` of a walk, as wide as `out`, joined to each other.
-fn joined<F: Fold>(memory: &[F::From], rows: &Walk<1>, range: Range<usize>, out: &mut [F::Result]) {
+/// Combines the rows `range` of an operand, each as wide as `out`, with each other.
+fn joined<F: Fold>(memory: &[F::From], rows: &StridedIter<1>, range: Range<usize>, out: &mut [F::Result]) {
     let ([step], width) = (rows.steps(), out.len());
     let mut lanes = [[F::EMPTY; COLUMNS]; LANES];
     let mut lane = 0;
     vectorized(
         #[inline(always)]
         || {
-            rows.runs(
+            rows.for_each_run(
                 range,
                 #[inline(always)]
                 |[at], length| {
@@ -400,7 +400,7 @@ fn joined<F: Fold>(memory: &[F::From], rows: &Walk<1>, range: Range<usize>, out:
                     }
                 },
             );
-            // Column by column: row by row, loops over fixed lengths were spelled out in 15 copies.
+            // Column by column: row by row, the compiler would unroll loops of constant length into 15 copies.
             for (column, out) in out.iter_mut().enumerate().take(COLUMNS) {
                 *out = folded::<F>(std::array::from_fn(
                     #[inline(always)]

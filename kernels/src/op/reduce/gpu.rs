@@ -1,25 +1,25 @@
-//! Reductions on GPUs, in the order that the module states. How many blocks of elements a thread block takes follows from
-//! the extents, and changes nothing about the order.
+//! Reductions on GPUs, in the documented order. The number of blocks of elements per thread block depends on the extents, and does not
+//! change the order.
 
 use crate::dtype::DType;
-use crate::gpu::{Grid, GridArg, PaddedDims, Plan, padded_dims, type_name};
+use crate::gpu::{Grid, GridArg, LaunchPlan, PaddedDims, padded_dims, type_name};
 use crate::kernel::{Arg, ArgMut};
-use crate::op::walk::Walk;
+use crate::op::strided_iter::StridedIter;
 use std::borrow::Cow;
 
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// As in the source.
+/// The same constant as in the source.
 const THREADS: usize = 256;
 const LANES: usize = 16;
 const BLOCK: usize = 256;
-/// Parts of one result that a thread joins at most, and results that are joined by one block.
+/// The most parts of one result that a thread combines, and results that are combined by one block.
 const PARTS: usize = 16;
 const COLUMNS: usize = 32;
-/// Thread blocks that keep a large card busy: with fewer, each of them takes less.
+/// Thread blocks that occupy a large GPU: with fewer, each of them takes less.
 const BUSY: usize = 1024;
 
-/// What is formed of the elements.
+/// The operation.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Fold {
     /// The sum, times the factor.
@@ -37,19 +37,19 @@ type Defines = Vec<(&'static str, Cow<'static, str>)>;
 /// What all grids of a launch share.
 struct Reduction {
     defines: Defines,
-    walk: Vec<i64>,
+    iter: Vec<i64>,
     factor: GridArg,
     accumulator: DType,
     results: usize,
     count: usize,
-    /// Elements that are loaded at once.
+    /// Elements per load.
     vector: usize,
 }
 
-pub(super) fn plan(plan: &mut Plan, x: &Arg<'_>, num_reduced: usize, y: &ArgMut<'_>, fold: Fold) {
+pub(super) fn plan(plan: &mut LaunchPlan, x: &Arg<'_>, num_reduced: usize, y: &ArgMut<'_>, fold: Fold) {
     let num_kept = x.view.ndim() - num_reduced;
-    let kept = Walk::over([x.view], 0..num_kept, [0]);
-    let reduced = Walk::over([x.view], num_kept..x.view.ndim(), [0]);
+    let kept = StridedIter::over([x.view], 0..num_kept, [0]);
+    let reduced = StridedIter::over([x.view], num_kept..x.view.ndim(), [0]);
     let (results, count) = (kept.numel(), reduced.numel());
     if results == 0 {
         return;
@@ -63,7 +63,7 @@ pub(super) fn plan(plan: &mut Plan, x: &Arg<'_>, num_reduced: usize, y: &ArgMut<
     defines.push(("VEC", vector.to_string().into()));
     let reduction = Reduction {
         defines,
-        walk: [kept_dims.numbers(), reduced_dims.numbers()].concat(),
+        iter: [kept_dims.numbers(), reduced_dims.numbers()].concat(),
         factor: match (fold, accumulator) {
             (Fold::Sum(c), DType::F64) => GridArg::F64(c),
             (Fold::Sum(c), _) => GridArg::F32(c as f32),
@@ -82,12 +82,11 @@ pub(super) fn plan(plan: &mut Plan, x: &Arg<'_>, num_reduced: usize, y: &ArgMut<
     }
 }
 
-/// How many elements are loaded at once: 16 bytes of neighbours, or of a row, if all of these begin at multiples of as many,
-/// else 1.
-fn vector(x: &Arg<'_>, kept: &Walk<1>, reduced: &Walk<1>, is_across: bool) -> usize {
+/// Returns the elements per load: 16 bytes of contiguous elements, or of a row, if all of these are aligned, else 1.
+fn vector(x: &Arg<'_>, kept: &StridedIter<1>, reduced: &StridedIter<1>, is_across: bool) -> usize {
     let vector = 16 / x.dtype.size();
     let is_whole = |n: &usize| n.is_multiple_of(vector);
-    let (inner, outer) = kept.dims().split_last().expect("a walk has a dim");
+    let (inner, outer) = kept.dims().split_last().expect("a iter has a dim");
     let steps_are_whole =
         |dims: &[(usize, [usize; 1])]| dims.iter().all(|(extent, [step])| *extent == 1 || is_whole(step));
     let fits = if is_across {
@@ -128,8 +127,8 @@ fn defines(
 }
 
 impl Reduction {
-    /// Each result on its own; long rows are cut into branches of the tree.
-    fn along(&self, plan: &mut Plan) {
+    /// Plans each result separately; long rows are cut into branches of the tree.
+    fn along(&self, plan: &mut LaunchPlan) {
         let blocks = self.count.div_ceil(BLOCK).max(1);
         // Groups of a thread block.
         let most = THREADS / (LANES / self.vector);
@@ -143,7 +142,7 @@ impl Reduction {
             GridArg::Input(0),
             GridArg::Output(0),
             parts.clone(),
-            GridArg::I64s(self.walk.clone()),
+            GridArg::I64s(self.iter.clone()),
             GridArg::I64(self.results as i64),
             GridArg::I64(self.count as i64),
             GridArg::I32(groups as i32),
@@ -155,8 +154,8 @@ impl Reduction {
         self.join(plan, parts, branches);
     }
 
-    /// Results that are neighbours in memory.
-    fn across(&self, plan: &mut Plan, neighbours: usize) {
+    /// Plans results that are contiguous in memory.
+    fn across(&self, plan: &mut LaunchPlan, neighbours: usize) {
         let blocks = self.count.div_ceil(BLOCK).max(1);
         let outer = self.results / neighbours;
         let tile = if self.vector == 1 { 32 } else { 16 * self.vector };
@@ -168,7 +167,7 @@ impl Reduction {
             GridArg::Input(0),
             GridArg::Output(0),
             parts.clone(),
-            GridArg::I64s(self.walk.clone()),
+            GridArg::I64s(self.iter.clone()),
             GridArg::I64(neighbours as i64),
             GridArg::I64(outer as i64),
             GridArg::I64(self.count as i64),
@@ -180,8 +179,8 @@ impl Reduction {
         self.join(plan, parts, branches);
     }
 
-    /// Joins parts until one is left for each result.
-    fn join(&self, plan: &mut Plan, mut parts: GridArg, mut count: usize) {
+    /// Plans combining parts until one is left for each result.
+    fn join(&self, plan: &mut LaunchPlan, mut parts: GridArg, mut count: usize) {
         while count > 1 {
             let columns = if self.results < COLUMNS { 1 } else { COLUMNS };
             let groups = count.next_power_of_two().min(THREADS / columns);
@@ -205,13 +204,13 @@ impl Reduction {
         }
     }
 
-    /// Memory for so many parts of each result; none where results are finished at once.
-    fn parts(&self, plan: &mut Plan, branches: usize) -> GridArg {
+    /// Scratch memory for the parts of each result; none if results are finished at once.
+    fn parts(&self, plan: &mut LaunchPlan, branches: usize) -> GridArg {
         let count = if branches == 1 { 0 } else { branches * self.results };
         plan.scratch(count * self.accumulator.size())
     }
 
-    fn grid(&self, plan: &mut Plan, entry: &'static str, blocks: usize, args: Vec<GridArg>) {
+    fn grid(&self, plan: &mut LaunchPlan, entry: &'static str, blocks: usize, args: Vec<GridArg>) {
         plan.grid(Grid {
             entry,
             defines: self.defines.clone(),
@@ -223,7 +222,7 @@ impl Reduction {
     }
 }
 
-/// How many of at most `most` blocks of elements one group takes: as many as leave the card busy.
+/// Returns how many of at most `most` blocks of elements one group takes: as many as still occupy the GPU.
 fn each(most: usize, blocks_if: impl Fn(usize) -> usize) -> usize {
     [4, 2].into_iter().find(|&each| each < 2 * most && blocks_if(each) >= BUSY).unwrap_or(1)
 }

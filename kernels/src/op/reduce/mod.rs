@@ -1,9 +1,9 @@
-//! Sums and maxima over the trailing dims, and the sum of all squares.
+//! Reductions over the trailing dims: sum, max, min; and the sum of all squares.
 //!
-//! The order is part of the contract and depends on the extents only, neither on strides nor on threads nor on the kept
-//! dims: the reduced elements, row-major, form blocks of 256; within a block, element i joins partial result i mod 16;
-//! these join at half distance (i with i + 8, then i + 4, ...); blocks join in a balanced tree, where the left branch
-//! holds the largest power of two of blocks that leaves some for the right.
+//! The order is part of the contract and depends on the extents only, neither on strides nor on threads nor on the kept dims: the reduced
+//! elements, row-major, form blocks of 256; within a block, element i joins partial result i mod 16; these are combined at half distance
+//! (i with i + 8, then i + 4, ...); blocks are combined in a balanced tree, whose left branch holds the largest power of two of blocks
+//! that leaves some for the right.
 
 mod cpu;
 mod gpu;
@@ -12,11 +12,11 @@ mod squares;
 use crate::cpu::Pool;
 use crate::dtype::{Element, Float, Real};
 use crate::error::KernelError;
-use crate::gpu::Plan;
-use crate::kernel::{Arg, ArgMut, Bound, Gpu, Kernel, Launch};
+use crate::gpu::LaunchPlan;
+use crate::kernel::{Arg, ArgMut, Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{operands, write};
-use crate::op::walk::place;
+use crate::op::strided_iter::element_offset;
 
 /// y = c (sum of x over the trailing dims), formed in the accumulator and rounded once.
 ///
@@ -42,7 +42,7 @@ pub static SUM: Kernel = Kernel {
         }, else return Err(KernelError::DType { kernel: SUM.name, dtype: x.dtype }));
         Ok(())
     }),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: gpu::SOURCE,
         plan: |launch, plan| {
             described(
@@ -59,7 +59,7 @@ pub static SUM: Kernel = Kernel {
     bound: Bound { ulps: 16.0 },
 };
 
-/// y = the largest of x over the trailing dims; negative infinity over nothing; not-a-number wins.
+/// y = the largest of x over the trailing dims; negative infinity for no elements; NaN propagates.
 ///
 /// - in: x (kept dims.., reduced dims..), any float, any strides
 /// - out: y (kept dims), contiguous, the dtype of x or its accumulator
@@ -80,7 +80,7 @@ pub static MAX: Kernel = Kernel {
         }, else return Err(KernelError::DType { kernel: MAX.name, dtype: x.dtype }));
         Ok(())
     }),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: gpu::SOURCE,
         plan: |launch, plan| described("max", launch, plan, launch.scalars[0].int() as usize, gpu::Fold::Max),
     }),
@@ -89,7 +89,7 @@ pub static MAX: Kernel = Kernel {
     bound: Bound { ulps: 0.0 },
 };
 
-/// y = the smallest of x over the trailing dims; infinity over nothing; not-a-number wins. Operands as in [`MAX`].
+/// y = the smallest of x over the trailing dims; infinity for no elements; NaN propagates. Operands as in [`MAX`].
 pub static MIN: Kernel = Kernel {
     name: "min",
     reference: |_, launch| plain("min", launch, smallest),
@@ -106,7 +106,7 @@ pub static MIN: Kernel = Kernel {
         }, else return Err(KernelError::DType { kernel: MIN.name, dtype: x.dtype }));
         Ok(())
     }),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: gpu::SOURCE,
         plan: |launch, plan| described("min", launch, plan, launch.scalars[0].int() as usize, gpu::Fold::Min),
     }),
@@ -123,7 +123,7 @@ pub static SUM_SQUARES: Kernel = Kernel {
     name: "sum_squares",
     reference: |_, launch| plain_squares(&SUM_SQUARES, launch),
     cpu: Some(|pool, launch| squares(&SUM_SQUARES, pool, launch)),
-    gpu: Some(Gpu {
+    gpu: Some(GpuCode {
         source: gpu::SOURCE,
         plan: |launch, plan| {
             described("sum_squares", launch, plan, launch.inputs[0].view.ndim(), gpu::Fold::Squares)
@@ -142,7 +142,7 @@ pub static SUM_SQUARES_MANY: Kernel = Kernel {
     name: "sum_squares_many",
     reference: |_, launch| plain_squares(&SUM_SQUARES_MANY, launch),
     cpu: Some(|pool, launch| squares(&SUM_SQUARES_MANY, pool, launch)),
-    gpu: Some(Gpu { source: squares::SOURCE, plan: squares::plan }),
+    gpu: Some(GpuCode { source: squares::SOURCE, plan: squares::plan }),
     flops: |launch| launch.inputs.iter().map(|x| 2 * x.view.numel() as u64).sum(),
     bytes: None,
     bound: Bound { ulps: 16.0 },
@@ -153,7 +153,7 @@ fn plain_squares(kernel: &Kernel, launch: &mut Launch<'_>) -> Result<(), KernelE
     for (x, y) in inputs.iter().zip(write::<f64>(&mut launch.outputs[0])) {
         match_float!(x.dtype, T => {
             let memory = x.buffer.as_slice::<T>();
-            let mut squares = (0..x.view.numel()).map(|i| memory[place(x.view, i)].to_f64().powi(2));
+            let mut squares = (0..x.view.numel()).map(|i| memory[element_offset(x.view, i)].to_f64().powi(2));
             *y = total(&mut squares);
         }, else return Err(KernelError::DType { kernel: kernel.name, dtype: x.dtype }));
     }
@@ -174,7 +174,7 @@ fn squares(kernel: &Kernel, pool: &Pool, launch: &mut Launch<'_>) -> Result<(), 
 fn described(
     kernel: &'static str,
     launch: &Launch<'_>,
-    plan: &mut Plan,
+    plan: &mut LaunchPlan,
     num_reduced: usize,
     fold: gpu::Fold,
 ) -> Result<(), KernelError> {
@@ -186,7 +186,7 @@ fn described(
     Ok(())
 }
 
-/// Straight through, keeping what each addition rounds away, so that the order does not matter (Neumaier).
+/// Sums from the first term to the last with compensation, so that the order does not matter (Neumaier).
 fn total(terms: &mut dyn Iterator<Item = f64>) -> f64 {
     let (mut sum, mut lost) = (0.0f64, 0.0);
     for x in terms {
@@ -207,13 +207,13 @@ fn largest(elements: &mut dyn Iterator<Item = f64>) -> f64 {
 
 type Plain = fn(&mut dyn Iterator<Item = f64>) -> f64;
 
-/// One result after the other, in f64; the second scalar is a factor.
+/// Computes one result after the other, in f64; the second scalar is a factor.
 fn plain(kernel: &'static str, launch: &mut Launch<'_>, fold: Plain) -> Result<(), KernelError> {
     fn each<T: Element, U: Element>(x: &Arg<'_>, y: &mut ArgMut<'_>, c: f64, fold: Plain) {
         let (memory, kept) = (x.buffer.as_slice::<T>(), y.view.numel());
         let reduced = x.view.numel().checked_div(kept).unwrap_or(0);
         for (i, y) in write::<U>(y).iter_mut().enumerate() {
-            let mut elements = (0..reduced).map(|j| memory[place(x.view, i * reduced + j)].to_f64());
+            let mut elements = (0..reduced).map(|j| memory[element_offset(x.view, i * reduced + j)].to_f64());
             let result = fold(&mut elements);
             *y = U::from_f64(if c == 1.0 { result } else { c * result });
         }

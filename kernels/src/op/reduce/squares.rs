@@ -1,21 +1,21 @@
-//! The sums of squares of many operands on GPUs: one launch over all of them, one that joins what its thread blocks found.
+//! Sums of squares of many operands on GPUs: one launch over all of them, one that combines the results of its thread blocks.
 
 use super::SUM_SQUARES_MANY;
 use crate::dtype::DType;
 use crate::error::KernelError;
-use crate::gpu::{Grid, GridArg, Plan, type_name};
+use crate::gpu::{Grid, GridArg, LaunchPlan, type_name};
 use crate::kernel::Launch;
 
 pub(super) const SOURCE: &str = include_str!("squares.cu");
 
-/// Operands of one launch: three words of each are arguments, of which 4096 bytes are allowed.
+/// Operands per launch: each takes three words of kernel arguments, of which 4096 bytes are allowed.
 const COUNT: usize = 160;
-/// As in the source.
+/// The same constant as in the source.
 const THREADS: usize = 256;
-/// Elements of a thread block: a power of two of blocks of 256, and so a branch of the tree.
+/// Elements per thread block: a power of two of blocks of 256, and so a branch of the tree.
 const BRANCH: usize = 1 << 14;
 
-pub(super) fn plan(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let Some(first) = launch.inputs.first() else { return Ok(()) };
     if !first.dtype.is_float() {
         return Err(KernelError::DType { kernel: SUM_SQUARES_MANY.name, dtype: first.dtype });
@@ -29,10 +29,10 @@ pub(super) fn plan(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelErr
     Ok(())
 }
 
-/// `count` operands from number `from` on. What is left of the tables repeats the first.
-fn many(launch: &Launch<'_>, plan: &mut Plan, from: usize, count: usize) {
+/// Plans `count` operands from number `from` on. Unused table entries repeat the first.
+fn many(launch: &Launch<'_>, plan: &mut LaunchPlan, from: usize, count: usize) {
     let sizes = launch.inputs[from..from + count].iter().map(|x| x.view.numel());
-    // A thread block also where there is no element: it finds the 0.
+    // An operand without elements has a thread block too, which stores 0.
     let mut firsts = vec![0];
     sizes.clone().for_each(|n| firsts.push(firsts[firsts.len() - 1] + n.div_ceil(BRANCH).max(1) as i64));
     let blocks = firsts[count] as usize;
@@ -55,7 +55,7 @@ fn many(launch: &Launch<'_>, plan: &mut Plan, from: usize, count: usize) {
     grid(plan, launch, "join_squares", count, args);
 }
 
-fn grid(plan: &mut Plan, launch: &Launch<'_>, entry: &'static str, blocks: usize, args: Vec<GridArg>) {
+fn grid(plan: &mut LaunchPlan, launch: &Launch<'_>, entry: &'static str, blocks: usize, args: Vec<GridArg>) {
     let blocks = u32::try_from(blocks).expect("fewer than 2^45 elements fit a device");
     let defines = vec![("S", type_name(launch.inputs[0].dtype).into()), ("COUNT", COUNT.to_string().into())];
     plan.grid(Grid {

@@ -1,11 +1,12 @@
-//! Known sums, agreement with the reference, and the stated order, bit for bit, however the operand lies.
+//! Known sums, agreement with the reference, and the documented order, bit for bit, for any strides.
 
 use super::*;
-use crate::backend::{Cpu, upload};
+use crate::backend::upload;
+use crate::cpu_backend::Cpu;
 use crate::dtype::DType;
 use crate::kernel::Scalar;
-use crate::op::check::{Case, Kind, values};
-use crate::op::differences::{Value, evaluate};
+use crate::op::finite_difference::{Value, evaluate};
+use crate::op::kernel_check::{Case, Kind, values};
 use crate::strides::Strides;
 
 const EACH: [&Kernel; 3] = [&SUM, &MAX, &MIN];
@@ -21,7 +22,7 @@ fn scalars_of(kernel: &Kernel, num_reduced: usize) -> Vec<Scalar> {
 }
 
 #[test]
-fn by_hand() {
+fn matches_known_values() {
     let x = Value::real(&[2, 3], &[1.0, 2.0, 3.0, -4.0, 5.5, -6.0]);
     let run = |kernel: &Kernel, out: &[usize], with: &[Scalar]| {
         evaluate(kernel, std::slice::from_ref(&x), &[out], with).remove(0)
@@ -35,7 +36,7 @@ fn by_hand() {
 }
 
 #[test]
-fn fast_paths_agree() {
+fn fast_paths_match_the_reference() {
     for kernel in EACH {
         for (shape, num) in [
             (&[7, 300][..], 1),
@@ -63,7 +64,7 @@ fn fast_paths_agree() {
     }
 }
 
-/// As many as one launch on a GPU takes and some more; short ones, empty ones, and such as are cut into branches.
+/// More operands than one launch on a GPU takes; short ones, empty ones, and long ones that are cut into branches.
 fn sizes_of_many() -> Vec<usize> {
     (0..170).map(|i| [1, 0, 300, 17, 256, 4100][i % 6]).chain([16_384, 40_001]).collect()
 }
@@ -79,13 +80,13 @@ fn squares_of_many_agree() {
         });
         case.run();
     }
-    // More parts than the threads that join them.
+    // More parts than threads that combine them.
     let n = 300 * 16_384 + 5;
     let case = Case::new(&SUM_SQUARES_MANY).input(&[n], &values(1, n)).input(&[2], &[1.0, 2.0]);
     case.output_as(Kind::Fixed(DType::F64), &[2]).run_for(&[DType::F32]);
 }
 
-/// The bits of the sums of squares of runs of a memory by some code.
+/// Returns the bits of the sums of squares of runs of a memory by an implementation.
 fn squares_by(code: &dyn Fn(&mut Launch<'_>), sizes: &[usize], memory: &[f32]) -> Vec<u64> {
     let cpu = Cpu::backend(2);
     let x = upload(&*cpu, memory).unwrap();
@@ -150,7 +151,7 @@ fn columns_agree_too() {
     case.scalars(&scalars(2, 1.0)).scale(1.0).run();
 }
 
-/// The order that the module states, word for word.
+/// The documented order, literally.
 fn stated(x: &[f32]) -> f32 {
     fn tree(blocks: &[f32]) -> f32 {
         match blocks {
@@ -190,12 +191,12 @@ fn bits_are_those_of_the_stated_order_however_x_lies() {
     for [rows, cols] in [[20, 3000], [17, 256], [3, 100], [1, 70_000], [33, 16_384], [9000, 1]] {
         let mut x: Vec<f32> = values(5, rows * cols).iter().map(|&x| x as f32).collect();
         x[0] = -0.0;
-        let mut turned = vec![0f32; x.len()];
-        (0..x.len()).for_each(|i| turned[i % cols * rows + i / cols] = x[i]);
+        let mut transposed = vec![0f32; x.len()];
+        (0..x.len()).for_each(|i| transposed[i % cols * rows + i / cols] = x[i]);
         let right: Vec<u32> = x.chunks(cols).map(|row| stated(row).to_bits()).collect();
         assert_eq!(sums(Strides::contiguous(&[rows, cols]), &x), right, "rows {rows} {cols}");
         assert_eq!(
-            sums(Strides::contiguous(&[cols, rows]).permute(&[1, 0]), &turned),
+            sums(Strides::contiguous(&[cols, rows]).permute(&[1, 0]), &transposed),
             right,
             "columns {rows} {cols}"
         );

@@ -6,7 +6,7 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::{Element, Float};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{operands, operands_and_last, read, width, write};
 
@@ -16,12 +16,12 @@ use crate::op::rows::{operands, operands_and_last, read, width, write};
 /// - out: y like x; rstd `(rows..)` in the accumulator of x, for the backward
 /// - scalars: Real eps
 ///
-/// Counted: 4 operations an element. d = 0 gives not-a-number as rstd.
+/// Counted: 4 operations an element. d = 0 gives NaN as rstd.
 pub static FORWARD: Kernel = Kernel {
     name: "rms_norm",
     reference: forward,
     cpu: Some(cpu::forward),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::forward }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::forward }),
     flops: |launch| 4 * launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 16.0 },
@@ -40,7 +40,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "rms_norm_backward",
     reference: backward,
     cpu: Some(cpu::backward),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::backward }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::backward }),
     flops: |launch| (10 + u64::from(launch.inputs.len() > 4)) * launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 64.0 },
@@ -95,8 +95,8 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::kernel::Scalar;
-    use crate::op::check::{Case, Kind, values};
-    use crate::op::differences::{Value, compare, dot, evaluate};
+    use crate::op::finite_difference::{Value, check_gradients, dot, evaluate};
+    use crate::op::kernel_check::{Case, Kind, values};
 
     const EPS: [Scalar; 1] = [Scalar::Real(1e-5)];
 
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn by_hand() {
+    fn matches_known_values() {
         // The row 1, -1, 3, 1 has mean square 3; with eps = 1 its rstd is 1/2.
         let (x, w) = (Value::real(&[1, 4], &[1.0, -1.0, 3.0, 1.0]), Value::real(&[4], &[1.0, 2.0, 3.0, 4.0]));
         let outputs = evaluate(&FORWARD, &[x.clone(), w.clone()], &[&[1, 4], &[1]], &[Scalar::Real(1.0)]);
@@ -124,7 +124,7 @@ mod tests {
 
     fn agree(rows: usize, d: usize) {
         let shape = [rows, d];
-        // Long sums of the reference are no better in f64 than those that it judges.
+        // In f64 long sums of the reference are no more exact than those under test.
         let dtypes = &DType::FLOATS[usize::from(rows * d > 10_000)..];
         Case::new(&FORWARD)
             .input(&shape, &values(1, rows * d))
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fast_path_agrees() {
+    fn fast_path_matches_the_reference() {
         for (rows, d) in [
             (1, 1),
             (1, 7),
@@ -168,13 +168,13 @@ mod tests {
     }
 
     #[test]
-    fn backward_agrees_with_finite_differences() {
+    fn backward_matches_finite_differences() {
         let inputs = [Value::real(&[2, 2, 5], &values(5, 20)), Value::real(&[5], &values(6, 5))];
         let dy = Value::real(&[2, 2, 5], &values(8, 20));
         let rstd = Value::real(&[2, 2], &rms_norm(&inputs)[1]);
         let backward_inputs = [inputs[0].clone(), inputs[1].clone(), rstd, dy.clone()];
         let gradients = evaluate(&BACKWARD, &backward_inputs, &[&[2, 2, 5], &[5]], &[]);
         let gradients: Vec<_> = gradients.into_iter().enumerate().collect();
-        compare(&inputs, &gradients, |x| dot(&rms_norm(x)[0], &dy.data)).unwrap();
+        check_gradients(&inputs, &gradients, |x| dot(&rms_norm(x)[0], &dy.data)).unwrap();
     }
 }

@@ -1,4 +1,4 @@
-//! Rotary positions on the CPU: a table of cosines and sines, then products row by row.
+//! RoPE on the CPU: a table of cosines and sines, then products row by row.
 
 use super::{BLOCK, Problem, ROTATE, joined};
 use crate::cpu::{Pool, vectorized};
@@ -9,10 +9,10 @@ use crate::kernel::Launch;
 use crate::match_float;
 use crate::op::rows::{operands, read, rows_per_task, write};
 
-/// Cosines and sines of all positions: `c` numbers a position, the cosines of all pairs first.
+/// Computes cosines and sines of all positions: `c` numbers a position, the cosines of all pairs first.
 ///
-/// Positions that lie apart share sums of angles, so that a table of n positions costs about n / 64 + 64 evaluations a
-/// pair. An entry depends on its own position only.
+/// Positions share summands of angles, so that a table of n positions costs about n / 64 + 64 evaluations per pair. An entry depends on its
+/// own position only.
 fn table<R: Real>(p: &Problem<'_>) -> Vec<R> {
     let (half, last) = (p.c / 2, p.first + p.t as i64 - 1);
     let blocks = p.first.div_euclid(BLOCK)..last.div_euclid(BLOCK) + 1;

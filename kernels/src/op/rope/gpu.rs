@@ -1,18 +1,18 @@
-//! Rotary positions on GPUs: a table of cosines and sines in scratch memory, then one pass.
+//! RoPE on GPUs: a table of cosines and sines in scratch memory, then one pass.
 
 use super::{Problem, ROTATE};
 use crate::error::KernelError;
-use crate::gpu::{Grid, GridArg, Plan, type_name};
+use crate::gpu::{Grid, GridArg, LaunchPlan, type_name};
 use crate::kernel::Launch;
 use crate::op::gpu_rows::float;
 
-/// The kernels of this folder.
+/// The CUDA source.
 pub(super) const SOURCE: &str = include_str!("gpu.cu");
 
-/// Frequencies of one grid: arguments have at most 4 KiB.
+/// Frequencies per grid: kernel arguments have at most 4 KiB.
 const PAIRS: usize = 256;
 
-pub(super) fn rotate(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn rotate(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let (dtype, x) = (float(ROTATE.name, launch)?, &launch.inputs[0]);
     let p = Problem::new(x, launch.scalars);
     if x.view.numel() == 0 {

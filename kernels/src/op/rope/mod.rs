@@ -1,4 +1,4 @@
-//! Rotary positions: channels i and i + c/2 of a row are turned by the angle that belongs to position and pair.
+//! Rotary position embedding (RoPE): channels i and i + c/2 of a row are rotated by an angle that depends on position and pair.
 
 mod cpu;
 mod gpu;
@@ -6,7 +6,7 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch, Scalar};
+use crate::kernel::{Arg, Bound, GpuCode, Kernel, Launch, Scalar};
 use crate::match_float;
 use crate::op::rows::{operands, read, width, write};
 
@@ -17,19 +17,19 @@ use crate::op::rows::{operands, read, width, write};
 /// - out: y like x
 /// - scalars: Int first (the position of the first row of dim 1), then h times Real f_i
 ///
-/// The negated f turn back. Cosine and sine of an angle are put together in f64 from those of 64 (p div 64) f_i and
-/// (p mod 64) f_i, so they depend on p and f_i only. Counted: 3 operations an element.
+/// Negated f_i invert the rotation. Cosine and sine of an angle are combined in f64 from those of 64 (p div 64) f_i and (p mod 64) f_i, so
+/// they depend on p and f_i only. Counted: 3 operations an element.
 pub static ROTATE: Kernel = Kernel {
     name: "rope",
     reference,
     cpu: Some(cpu::rotate),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::rotate }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::rotate }),
     flops: |launch| 3 * launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 4.0 },
 };
 
-/// What both paths know of a launch.
+/// The parameters of a launch.
 #[derive(Clone, Copy, Debug)]
 struct Problem<'a> {
     /// Positions of one batch element, elements of one position, channels.
@@ -55,10 +55,10 @@ impl<'a> Problem<'a> {
     }
 }
 
-/// Angles are put together from those of multiples of it and of what is left.
+/// Angles are combined from those of a multiple of this and of the remainder.
 const BLOCK: i64 = 64;
 
-/// The cosine and sine of a sum of angles from those of the parts.
+/// Returns cosine and sine of a sum of two angles from those of the summands.
 #[inline]
 fn joined((sin_a, cos_a): (f64, f64), (sin_b, cos_b): (f64, f64)) -> (f64, f64) {
     (cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b)
@@ -86,8 +86,8 @@ fn reference(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::op::check::{Case, values};
-    use crate::op::differences::{Value, evaluate};
+    use crate::op::finite_difference::{Value, evaluate};
+    use crate::op::kernel_check::{Case, values};
 
     fn scalars(first: i64, frequencies: &[f64]) -> Vec<Scalar> {
         let rest = frequencies.iter().map(|f| Scalar::Real(*f));
@@ -95,8 +95,8 @@ mod tests {
     }
 
     #[test]
-    fn by_hand() {
-        // Quarter turns for the first pair (channels 0 and 2), half turns for the second.
+    fn matches_known_values() {
+        // Quarter rotations for the first pair (channels 0 and 2), half rotations for the second.
         let quarter = std::f64::consts::FRAC_PI_2;
         let x = Value::real(&[1, 3, 1, 4], &[1.0, 2.0, 3.0, 4.0].repeat(3));
         let y = evaluate(&ROTATE, &[x], &[&[1, 3, 1, 4]], &scalars(0, &[quarter, 2.0 * quarter])).remove(0);
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn negated_frequencies_turn_back() {
+    fn negated_frequencies_invert_the_rotation() {
         let (shape, x) = ([2, 3, 2, 6], values(3, 72));
         let turn = |x: &[f64], sign: f64| {
             let f = [1.0, 0.3, 0.01].map(|f| sign * f);
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fast_path_agrees() {
+    fn fast_path_matches_the_reference() {
         for (shape, first) in [
             ([1, 1, 1, 2], 0),
             ([2, 5, 3, 4], 7),

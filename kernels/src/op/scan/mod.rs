@@ -1,17 +1,16 @@
-//! Running sums along rows.
+//! Cumulative sums along rows.
 
 mod gpu;
 
 use crate::cpu::Pool;
 use crate::dtype::{Element, Float};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{operands, read, rows_per_task, width, write};
 
-/// y_i = x_0 + x_1 + .. + x_i over the last dim, or x_i + x_i+1 + .. to the end; added up one after another in f64, each sum
-/// rounded once. On GPUs runs of neighbours are added up first, in the accumulator, and what came before them in f64, in an
-/// order that follows from n.
+/// y_i = x_0 + x_1 + .. + x_i over the last dim, or x_i + x_i+1 + .. to the end; added up one after another in f64, each sum rounded once.
+/// On GPUs runs of neighbours are added up first, in the accumulator, and the sums before them in f64, in an order that depends on n.
 ///
 /// - in: x (.., n), any float, contiguous
 /// - out: y, same dtype and shape, contiguous
@@ -34,7 +33,7 @@ pub static CUMSUM: Kernel = Kernel {
         }, else Err(KernelError::DType { kernel: CUMSUM.name, dtype: x.dtype }))
     },
     cpu: Some(cumsum),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::plan }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |launch| launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 64.0 },
@@ -57,7 +56,7 @@ fn cumsum(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
 }
 
 fn run<'a, T: Float>(pairs: impl Iterator<Item = (&'a T, &'a mut T)>) {
-    // An f32 that grows loses what is added to it: of a million equal terms one percent.
+    // A long f32 sum loses its last terms: of a million equal terms one percent.
     let mut sum = 0.0;
     for (x, y) in pairs {
         sum += x.to_f64();
@@ -69,11 +68,11 @@ fn run<'a, T: Float>(pairs: impl Iterator<Item = (&'a T, &'a mut T)>) {
 mod tests {
     use super::*;
     use crate::kernel::Scalar;
-    use crate::op::check::{Case, values};
-    use crate::op::differences::{Value, evaluate};
+    use crate::op::finite_difference::{Value, evaluate};
+    use crate::op::kernel_check::{Case, values};
 
     #[test]
-    fn by_hand() {
+    fn matches_known_values() {
         let x = Value::real(&[2, 3], &[1.0, 2.0, 3.0, -1.0, 0.5, 4.0]);
         let run = |backward| {
             evaluate(&CUMSUM, std::slice::from_ref(&x), &[&[2, 3]], &[Scalar::Int(backward)]).remove(0)
@@ -83,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn long_rows_of_equal_terms_lose_nothing() {
+    fn long_rows_of_equal_terms_are_exact() {
         // Of 24 bits, so that sums in f64 are exact.
         let x = vec![f64::from(0.1f32); 100_000];
         for backward in [0, 1] {
@@ -93,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fast_path_agrees() {
+    fn fast_path_matches_the_reference() {
         for shape in [[7, 33], [1, 3000], [3000, 5], [4, 1], [0, 3], [3, 0]] {
             let x = values(1, shape[0] * shape[1]);
             for backward in [0, 1] {

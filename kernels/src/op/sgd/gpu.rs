@@ -1,15 +1,15 @@
-//! Gradient descent on GPUs: one pass.
+//! SGD on GPUs: one pass.
 
 use super::STEP;
 use crate::error::KernelError;
-use crate::gpu::{Grid, GridArg, Plan};
+use crate::gpu::{Grid, GridArg, LaunchPlan};
 use crate::kernel::Launch;
 use crate::op::gpu_rows::{FLAT, flat_defines, float, width};
 
-/// The kernels of this folder.
+/// The CUDA source.
 pub(super) const SOURCE: &str = concat!(include_str!("../gpu_rows.cu"), include_str!("gpu.cu"));
 
-pub(super) fn step(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn step(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let (dtype, grad) = (float(STEP.name, launch)?, launch.inputs[0].view);
     let (n, width) = (grad.numel(), width(dtype));
     let offsets = launch.outputs.iter().map(|y| y.view.offset);

@@ -5,15 +5,15 @@ mod gpu;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Element, Float, Real};
 use crate::error::KernelError;
-use crate::kernel::{Arg, Bound, Gpu, Kernel, Launch, Scalar};
+use crate::kernel::{Arg, Bound, GpuCode, Kernel, Launch, Scalar};
 use crate::match_float;
 use crate::op::rows::{operands, read, rows_per_task, write};
 
 /// One step, in place. With g = factor grad + weight_decay param: v = momentum v + g, and
 /// param = param - lr v, or param - lr (g + momentum v) after Nesterov (the form of Sutskever and others 2013).
 ///
-/// - in: grad `(n)`, any float, contiguous; rates f64 `(3)`: lr, momentum, weight_decay; gate f64, contiguous: the factor (of a
-///   gradient clip, or 1), and 0 where everything stays as it is, as [`GATE`](super::gate::GATE) leaves them
+/// - in: grad `(n)`, any float, contiguous; rates f64 `(3)`: lr, momentum, weight_decay; check f64, contiguous: the factor (of a
+///   gradient clip, or 1), and 0 to skip the step, as [`OVERFLOW_CHECK`](super::overflow_check::OVERFLOW_CHECK) computes them
 /// - out: param `(n)` in the dtype of grad, v `(n)` in its accumulator; contiguous, updated
 /// - scalars: Int nesterov (1 or 0)
 ///
@@ -23,16 +23,16 @@ pub static STEP: Kernel = Kernel {
     name: "sgd",
     reference,
     cpu: Some(cpu),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::step }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::step }),
     flops: |launch| 8 * launch.inputs[0].view.numel() as u64,
     bytes: Some(|launch| launch.updated_bytes()),
     bound: Bound { ulps: 8.0 },
 };
 
-/// How many rates there are.
+/// The number of rates.
 pub const NUM_RATES: usize = 3;
 
-/// The numbers of a step as the accumulator needs them.
+/// The hyperparameters of a step, rounded to the accumulator.
 #[derive(Clone, Copy, Debug)]
 struct Rates<R> {
     lr: R,
@@ -43,7 +43,7 @@ struct Rates<R> {
 }
 
 impl<R: Element> Rates<R> {
-    /// `None` where everything stays as it is.
+    /// `None` if the step is skipped.
     fn new(rates: &Arg<'_>, gate: &Arg<'_>, scalars: &[Scalar]) -> Option<Rates<R>> {
         let rates: [f64; NUM_RATES] = read(rates).try_into().expect("as many rates as the contract says");
         let ([lr, momentum, weight_decay], gate) = (rates.map(R::from_f64), read::<f64>(gate));
@@ -102,12 +102,12 @@ mod tests {
     use crate::buffer::Allocator;
     use crate::dtype::DType;
     use crate::kernel::ArgMut;
-    use crate::op::check::{Case, Kind, load, store, values};
+    use crate::op::kernel_check::{Case, Kind, load, store, values};
     use crate::strides::Strides;
 
     const F64: Kind = Kind::Fixed(DType::F64);
 
-    /// Runs the reference in f64 on one element: param and v afterwards.
+    /// Runs the reference in f64 on one element; returns param and v afterwards.
     fn stepped(grad: f64, state: [f64; 2], rates: [f64; 3], gate: [f64; 2], nesterov: i64) -> [f64; 2] {
         let allocator = Allocator::default();
         let [one, three, two] = [1, 3, 2].map(|n| Strides::contiguous(&[n]));
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn by_hand() {
+    fn matches_known_values() {
         // g = 0.5 * 4 + 0.25 * 8 = 4; v = 0.5 * 2 + 4 = 5; plain 8 - 0.1 * 5; Nesterov 8 - 0.1 * (4 + 0.5 * 5).
         let of = |gate, nesterov| stepped(4.0, [8.0, 2.0], [0.1, 0.5, 0.25], gate, nesterov);
         assert_eq!(of([0.5, 1.0], 0), [7.5, 5.0]);
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fast_path_agrees() {
+    fn fast_path_matches_the_reference() {
         for n in [0, 1, 33, 1000, 40_000] {
             let view = Strides::contiguous(&[n]);
             for (nesterov, open) in [(0, 1.0), (1, 1.0), (1, 0.0)] {

@@ -1,8 +1,8 @@
-//! Softmax on the CPU: rows in fixed tasks; a row stays in the first-level cache for its three passes.
+//! Softmax on the CPU: tasks of whole rows; a row stays in the first-level cache for its three passes.
 
 use super::{BACKWARD, FORWARD};
 use crate::cpu::math::Maths;
-use crate::cpu::simd::{expect, expect_after};
+use crate::cpu::simd::{prefetch, prefetch_after};
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{Float, Real};
 use crate::error::KernelError;
@@ -11,7 +11,7 @@ use crate::kernel::Launch;
 use crate::match_float;
 use crate::op::rows::{largest, operands, read, rows_per_task, sum, sum_pairs, width, write};
 
-/// Elements for which memory is asked for at a time.
+/// Elements prefetched at a time.
 const RUN: usize = 64;
 
 pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
@@ -36,9 +36,9 @@ pub(super) fn forward(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), Kernel
 fn forward_row<T: Float<Acc: Maths>>(x: &[T], e: &mut [T::Acc], y: &mut [T]) {
     let (max, row_bytes) = (largest(x, T::widen), size_of_val(x));
     for ((e, x), y) in e.chunks_mut(RUN).zip(x.chunks(RUN)).zip(y.chunks(RUN)) {
-        // What is written has to be brought first, and so has the next row, which the exponentials leave time for.
-        expect(y);
-        expect_after(x, row_bytes);
+        // Prefetch the output, and then the next row: the exponentials leave time for that.
+        prefetch(y);
+        prefetch_after(x, row_bytes);
         for (e, x) in e.iter_mut().zip(x) {
             *e = (x.widen() - max).decay();
         }

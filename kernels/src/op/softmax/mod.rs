@@ -6,7 +6,7 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::Element;
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{operands, read, width, write};
 
@@ -15,13 +15,13 @@ use crate::op::rows::{operands, read, width, write};
 /// - in: x `(rows.., n)`, any float, contiguous
 /// - out: y like x
 ///
-/// A row with +inf or not-a-number, and a row of -inf only, gives not-a-number throughout, as in PyTorch.
+/// A row with +inf or NaN, and a row of -inf only, gives NaN throughout, as in PyTorch.
 /// Sums are formed in the accumulator. Counted: 5 operations an element (compare, subtract, exp, add, multiply).
 pub static FORWARD: Kernel = Kernel {
     name: "softmax",
     reference: forward,
     cpu: Some(cpu::forward),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::forward }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::forward }),
     flops: |launch| 5 * launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 8.0 },
@@ -37,7 +37,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "softmax_backward",
     reference: backward,
     cpu: Some(cpu::backward),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::backward }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::backward }),
     flops: |launch| 4 * launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 16.0 },
@@ -75,8 +75,8 @@ fn backward(_: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
 mod tests {
     use super::*;
     use crate::dtype::DType;
-    use crate::op::check::{Case, values};
-    use crate::op::differences::{Value, compare, dot, evaluate};
+    use crate::op::finite_difference::{Value, check_gradients, dot, evaluate};
+    use crate::op::kernel_check::{Case, values};
     use crate::strides::Strides;
 
     fn softmax(x: &[Value]) -> Vec<f64> {
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn by_hand() {
+    fn matches_known_values() {
         let x = Value::real(&[2, 3], &[0.0, 2f64.ln(), 5f64.ln(), 700.0, 700.0, f64::NEG_INFINITY]);
         let y = softmax(&[x]);
         let expected = [0.125, 0.25, 0.625, 0.5, 0.5, 0.0];
@@ -92,11 +92,11 @@ mod tests {
     }
 
     #[test]
-    fn the_fast_path_agrees() {
+    fn fast_path_matches_the_reference() {
         for (rows, n) in [(1, 1), (1, 7), (5, 16), (3, 33), (40, 100), (2, 3000), (2, 17_000), (4, 0), (0, 4)]
         {
             let shape = [rows, n];
-            // Long sums of the reference are no better in f64 than those that it judges.
+            // In f64 long sums of the reference are no more exact than those under test.
             let dtypes = &DType::FLOATS[usize::from(n > 10_000)..];
             let x: Vec<f64> = values(1, rows * n).iter().map(|v| 4.0 * v).collect();
             Case::new(&FORWARD).input(&shape, &x).output(&shape).run_for(dtypes);
@@ -117,16 +117,16 @@ mod tests {
         Case::new(&FORWARD).input(&[4, 3], &x).output(&[4, 3]).run();
         let view = Strides::contiguous(&[4, 5]).narrow(0, 1, 3);
         Case::new(&FORWARD)
-            .input_view(crate::op::check::Kind::Tested, view.clone(), &values(4, 20))
-            .output_view(crate::op::check::Kind::Tested, view, &[9.0; 20])
+            .input_view(crate::op::kernel_check::Kind::Tested, view.clone(), &values(4, 20))
+            .output_view(crate::op::kernel_check::Kind::Tested, view, &[9.0; 20])
             .run();
     }
 
     #[test]
-    fn backward_agrees_with_finite_differences() {
+    fn backward_matches_finite_differences() {
         let (x, dy) = (Value::real(&[2, 4], &values(5, 8)), Value::real(&[2, 4], &values(6, 8)));
         let y = Value::real(&[2, 4], &softmax(std::slice::from_ref(&x)));
         let dx = evaluate(&BACKWARD, &[y, dy.clone()], &[&[2, 4]], &[]).remove(0);
-        compare(&[x], &[(0, dx)], |x| dot(&softmax(x), &dy.data)).unwrap();
+        check_gradients(&[x], &[(0, dx)], |x| dot(&softmax(x), &dy.data)).unwrap();
     }
 }

@@ -1,5 +1,5 @@
-//! Sorting on the CPU: elements become integers in the same order, with the place behind them, so that every key is
-//! different and any sort is a stable one.
+//! Sorting on the CPU: elements become integers of the same order, with the place in the low bits, so that all keys differ and any sort is
+//! stable.
 
 use super::SORT;
 use crate::cpu::Pool;
@@ -55,7 +55,7 @@ pub(super) fn sort(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelErr
     Ok(())
 }
 
-/// An integer whose order is that of the numbers; -0 becomes 0, and every not-a-number the largest.
+/// Returns an integer whose order is that of the numbers; -0 becomes 0, and every NaN the largest.
 fn of_f64(x: f64) -> u64 {
     if x.is_nan() {
         return u64::MAX;

@@ -1,15 +1,15 @@
-//! Sorting on GPUs: tiles in shared memory, then joined in pairs.
+//! Sorting on GPUs: tiles in shared memory, then merged in pairs.
 
 use super::SORT;
 use crate::error::KernelError;
-use crate::gpu::{GridArg, Plan, type_name};
+use crate::gpu::{GridArg, LaunchPlan, type_name};
 use crate::kernel::Launch;
 use crate::op::gpu_sort::Sorting;
 use crate::op::rows::width;
 
 pub(super) const SOURCE: &str = concat!(include_str!("../gpu_sort.cu"), include_str!("gpu.cu"));
 
-pub(super) fn plan(launch: &Launch<'_>, plan: &mut Plan) -> Result<(), KernelError> {
+pub(super) fn plan(launch: &Launch<'_>, plan: &mut LaunchPlan) -> Result<(), KernelError> {
     let (x, values) = (&launch.inputs[0], &launch.outputs[0]);
     let (n, kept) = (width(x), *values.view.shape.last().expect("as for x"));
     let rows = x.view.numel() / n.max(1);

@@ -1,4 +1,4 @@
-//! Rows in order, with the places where the elements stood; or only the first few of them.
+//! Sort and top-k of rows: values and indices.
 
 mod cpu;
 mod gpu;
@@ -6,25 +6,24 @@ mod gpu;
 use crate::cpu::Pool;
 use crate::dtype::{DType, Element};
 use crate::error::KernelError;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::rows::{operands, read, width, write};
 use std::cmp::Ordering;
 
-/// The first k elements of each row in ascending or descending order, and the places where they stand in the row.
+/// The first k elements of each row in ascending or descending order, and their places in the row.
 ///
 /// - in: x `(.., n)`, any float, i64, u8 or bool, contiguous
 /// - out: values `(.., k)` like x and places `(.., k)`, i64, contiguous; k is at most n
 /// - scalars: Int 1 for descending order, 0 for ascending order
 ///
-/// Equal elements stay in the order of their places, in both directions; 0 and -0 are equal. Not-a-number is larger than
-/// all numbers and equal to itself: it comes last in ascending and first in descending order. Exact. Counted:
-/// log2(n), rounded up, operations an element of x.
+/// The sort is stable in both directions; 0 and -0 are equal. NaN is larger than all numbers and equal to itself: NaN comes last in
+/// ascending and first in descending order. Exact. Counted: log2(n), rounded up, operations an element of x.
 pub static SORT: Kernel = Kernel {
     name: "sort",
     reference: plain,
     cpu: Some(cpu::sort),
-    gpu: Some(Gpu { source: gpu::SOURCE, plan: gpu::plan }),
+    gpu: Some(GpuCode { source: gpu::SOURCE, plan: gpu::plan }),
     flops: |launch| {
         let x = launch.inputs[0].view;
         let n = x.shape.last().copied().unwrap_or(1);
@@ -34,7 +33,7 @@ pub static SORT: Kernel = Kernel {
     bound: Bound { ulps: 0.0 },
 };
 
-/// The order of two numbers, not-a-number above all.
+/// Compares two numbers, NaN above all.
 fn compare(a: f64, b: f64) -> Ordering {
     a.partial_cmp(&b).unwrap_or_else(|| a.is_nan().cmp(&b.is_nan()))
 }
@@ -83,12 +82,12 @@ mod tests {
     use crate::buffer::Allocator;
     use crate::kernel::Scalar;
     use crate::kernel::{Arg, ArgMut};
-    use crate::op::check::{Case, Kind, load, store, values};
+    use crate::op::kernel_check::{Case, Kind, load, store, values};
     use crate::strides::Strides;
 
     const PLACES: Kind = Kind::Fixed(DType::I64);
 
-    /// Values and places of one row, by the reference and by the fast path.
+    /// Returns values and places of one row, by the reference and by the fast path.
     fn both(dtype: DType, x: &[f64], k: usize, descending: i64) -> [[Vec<f64>; 2]; 2] {
         let memory = Allocator::default();
         let (from, to) = (Strides::contiguous(&[x.len()]), Strides::contiguous(&[k]));
@@ -127,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fast_path_agrees() {
+    fn fast_path_matches_the_reference() {
         for (rows, n, k) in [
             (1, 1, 1),
             (5, 40, 40),

@@ -1,4 +1,4 @@
-//! The gated unit y = silu(g) u with silu(g) = g / (1 + e^-g), and its cotangents. Shazeer, arXiv 2002.05202.
+//! SwiGLU: y = silu(g) u with silu(g) = g / (1 + e^-g), and its gradient. Shazeer, arXiv 2002.05202.
 
 mod cotangents;
 
@@ -6,8 +6,8 @@ use crate::cpu::math::Maths;
 use crate::cpu::{Pool, vectorized};
 use crate::dtype::{DType, Element, Float};
 use crate::error::KernelError;
-use crate::gpu::Plan;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::gpu::LaunchPlan;
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::match_float;
 use crate::op::formula::{gate_slope, sigmoid};
 use crate::op::pointwise::{Formula, TASK, gpu, map, map_as, names, plain, plain_as, pointwise, two_reals};
@@ -31,7 +31,7 @@ pub static BACKWARD: Kernel = Kernel {
     name: "swiglu_backward",
     reference,
     cpu: Some(cpu),
-    gpu: Some(Gpu { source: cotangents::SOURCE, plan: cotangents::backward }),
+    gpu: Some(GpuCode { source: cotangents::SOURCE, plan: cotangents::backward }),
     flops: |launch| 11 * launch.inputs[0].view.numel() as u64,
     bytes: None,
     bound: Bound { ulps: 16.0 },
@@ -75,12 +75,12 @@ fn cpu(pool: &Pool, launch: &mut Launch<'_>) -> Result<(), KernelError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::op::check::{Case, values};
-    use crate::op::differences::{Value, compare, dot, evaluate};
+    use crate::op::finite_difference::{Value, check_gradients, dot, evaluate};
+    use crate::op::kernel_check::{Case, values};
     use crate::strides::Strides;
 
     #[test]
-    fn by_hand() {
+    fn matches_known_values() {
         // e^-g = 1/3 where g = ln 3: s = 3/4 and the slope is 3/4 + 3/16 ln 3.
         let l = 3f64.ln();
         let (g, u) = (Value::real(&[2], &[l, 0.0]), Value::real(&[2], &[2.0, 5.0]));
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fast_paths_agree() {
+    fn fast_paths_match_the_reference() {
         for shape in [vec![1], vec![3, 33], vec![0, 4], vec![40_000]] {
             let n = shape.iter().product();
             let [g, u, dy] = [1, 2, 3].map(|seed| values(seed, n));
@@ -109,19 +109,20 @@ mod tests {
     #[test]
     fn a_repeated_operand_is_read_where_it_lies() {
         let column = Strides::contiguous(&[5, 1]).broadcast(&[5, 7]).expect("a column repeats");
-        let case = Case::new(&FORWARD).input_view(crate::op::check::Kind::Tested, column, &values(1, 5));
+        let case =
+            Case::new(&FORWARD).input_view(crate::op::kernel_check::Kind::Tested, column, &values(1, 5));
         case.input(&[5, 7], &values(2, 35)).output(&[5, 7]).run();
     }
 
     #[test]
-    fn backward_agrees_with_finite_differences() {
+    fn backward_matches_finite_differences() {
         let inputs = [Value::real(&[3, 4], &values(5, 12)), Value::real(&[3, 4], &values(6, 12))];
         let dy = Value::real(&[3, 4], &values(7, 12));
         let all = [inputs[0].clone(), inputs[1].clone(), dy.clone()];
         let found = evaluate(&BACKWARD, &all, &[&[3, 4], &[3, 4]], &[]);
         let loss = |x: &[Value]| dot(&evaluate(&FORWARD, x, &[&[3, 4]], &[])[0], &dy.data);
-        compare(&inputs, &[(0, found[0].clone()), (1, found[1].clone())], loss).unwrap();
+        check_gradients(&inputs, &[(0, found[0].clone()), (1, found[1].clone())], loss).unwrap();
         let wrong: Vec<f64> = found[0].iter().map(|x| x * 1.001).collect();
-        assert!(compare(&inputs, &[(0, wrong)], loss).is_err());
+        assert!(check_gradients(&inputs, &[(0, wrong)], loss).is_err());
     }
 }

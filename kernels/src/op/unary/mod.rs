@@ -1,17 +1,17 @@
-//! Functions of one element, and the gradients of some of them.
+//! Elementwise functions of one operand, and gradients of some of them.
 //!
-//! - in: x, any float, any strides; the gradients take the cotangent dy of the function's result beside x or y
+//! - in: x, any float, any strides; the gradients also take the cotangent dy of the function's result
 //! - out: y, same dtype and shape, contiguous
 //!
-//! 16-bit operands are widened, computed in f32 and rounded once. An exponential, a logarithm, a root, a tanh and a
-//! division count one operation each.
+//! 16-bit operands are widened, computed in f32 and rounded once. An exponential, a logarithm, a root, a tanh and a division count one
+//! operation each.
 
 use crate::cpu::Pool;
 use crate::cpu::math::Maths;
 use crate::dtype::DType;
 use crate::error::KernelError;
-use crate::gpu::Plan;
-use crate::kernel::{Bound, Gpu, Kernel, Launch};
+use crate::gpu::LaunchPlan;
+use crate::kernel::{Bound, GpuCode, Kernel, Launch};
 use crate::op::formula::{choose, erf_slope, gate_slope, gelu_exact_slope, gelu_gate, gelu_slope, sigmoid};
 use crate::op::pointwise::{Formula, gpu, map, map_as, names, plain, plain_as, pointwise, two_reals};
 use crate::op::rows::operands;
@@ -21,13 +21,13 @@ pointwise! {
     NEG "neg" 1 0.0 |[x], _| -x, x.wrapping_neg();
     /// y = e^x.
     EXP "exp" 1 2.0 |[x], _| x.exp();
-    /// y = ln x: negative infinity at 0, not a number below.
+    /// y = ln x: negative infinity at 0, NaN below.
     LOG "log" 1 2.0 |[x], _| x.ln();
-    /// y = the square root of x: not a number below 0.
+    /// y = the square root of x: NaN below 0.
     SQRT "sqrt" 1 1.0 |[x], _| x.root();
     /// y = tanh x.
     TANH "tanh" 1 2.0 |[x], _| x.tanh();
-    /// y = x where x > 0, else 0; not-a-number stays.
+    /// y = x where x > 0, else 0; NaN stays.
     RELU "relu" 1 0.0 |[x], _| choose(x <= R::ZERO, R::ZERO, x);
     /// y = 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
     GELU "gelu" 8 4.0 |[x], _| x * gelu_gate(x);

@@ -1,9 +1,9 @@
-//! Known values, agreement with the reference, derivatives, and what happens far out.
+//! Known values, agreement with the reference, gradients, and large arguments.
 
 use super::*;
 use crate::kernel::Scalar;
-use crate::op::check::{Case, values};
-use crate::op::differences::{Value, evaluate};
+use crate::op::finite_difference::{Value, evaluate};
+use crate::op::kernel_check::{Case, values};
 
 const ALL: [&Kernel; 15] = [
     &NEG,
@@ -22,7 +22,7 @@ const ALL: [&Kernel; 15] = [
     &SCALE,
     &ADD_SCALAR,
 ];
-/// A gradient, its function, and whether it reads the function's result instead of its argument.
+/// A gradient kernel, its function, and whether it takes the function's result instead of the argument.
 const GRADIENTS: [(&Kernel, &Kernel, bool); 7] = [
     (&RELU_GRAD, &RELU, false),
     (&GELU_GRAD, &GELU, false),
@@ -39,7 +39,7 @@ fn at(kernel: &Kernel, x: &[f64]) -> Vec<f64> {
 }
 
 #[test]
-fn by_hand() {
+fn matches_known_values() {
     for (kernel, x, y) in [
         (&NEG, 2.5, -2.5),
         (&EXP, 1.0, std::f64::consts::E),
@@ -66,7 +66,7 @@ fn by_hand() {
 }
 
 #[test]
-fn fast_paths_agree() {
+fn fast_paths_match_the_reference() {
     for kernel in ALL {
         let x: Vec<f64> = match kernel.name {
             "log" | "sqrt" => values(1, 3 * 5 * 67).iter().map(|x| x.abs()).collect(),
@@ -84,7 +84,7 @@ fn fast_paths_agree() {
 }
 
 #[test]
-fn gradients_are_derivatives() {
+fn gradients_match_finite_differences() {
     let x: Vec<f64> = (-40..40).map(|i| f64::from(i) * 0.17 + 0.03).collect();
     let shape = [x.len()];
     for (gradient, kernel, reads_result) in GRADIENTS {
@@ -101,7 +101,7 @@ fn gradients_are_derivatives() {
 }
 
 #[test]
-fn far_out_and_special_values() {
+fn large_arguments_and_special_values() {
     let (inf, nan) = (f64::INFINITY, f64::NAN);
     let far = [-1e30, -1000.0, -50.0, 0.0, 50.0, 1000.0, 1e30];
     let ones = [1.0; 7];

@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(BACK_THREADS, GROUPS)
     int all_from = first_seeing(p, own_last) * r, all_to = own_key + 16 * GROUPS <= p.s ? past_seeing(p, own_key) * r : 0;
 
     float dk[GROUPS][CHUNKS][4] = {}, dv[GROUPS][CHUNKS][4] = {};
-    unsigned k_place = own * WIDE + left_place(lane), right = ROWS_AT + right_place(lane), turned = ROWS_AT + left_place(lane);
+    unsigned k_place = own * WIDE + left_place(lane), right = ROWS_AT + right_place(lane), transposed = ROWS_AT + left_place(lane);
     fetch<BLOCK, BACK_THREADS>(0, of_keys(p, k_data, p.k), key, c);
     fetch<BLOCK, BACK_THREADS>(TILE, of_keys(p, v_data, p.v), key, c);
     copies_end();
@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(BACK_THREADS, GROUPS)
         unsigned weights[GROUPS][BACK_ROWS / 8][2];
         round_pairs(probs, weights);
         score<GROUPS, BACK_ROWS / 16>(slopes, k_place + TILE, right + shift + ROW_TILE);
-        gather<GROUPS, BACK_ROWS / 16>(dv, weights, turned + shift + ROW_TILE);
+        gather<GROUPS, BACK_ROWS / 16>(dv, weights, transposed + shift + ROW_TILE);
 #pragma unroll
         for (int n = 0; n < BACK_ROWS / 8; n++) {
 #pragma unroll
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(BACK_THREADS, GROUPS)
             }
         }
         round_pairs(slopes, weights);
-        gather<GROUPS, BACK_ROWS / 16>(dk, weights, turned + shift);
+        gather<GROUPS, BACK_ROWS / 16>(dk, weights, transposed + shift);
     };
     int half = 0;
     for (int row = from; row < limit; row += BACK_ROWS) {
@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     }
     Left<2> queries, cotangents;
     unsigned left = warp * 32 * WIDE + left_place(lane);
-    unsigned right = 2 * TILE + right_place(lane), turned = 2 * TILE + left_place(lane);
+    unsigned right = 2 * TILE + right_place(lane), transposed = 2 * TILE + left_place(lane);
     fetch<BLOCK, 128>(0, of_queries(p, q_data, p.q), first, c);
     fetch<BLOCK, 128>(TILE, of_queries(p, d_out_data, p.d_out), first, c);
     copies_end();
@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         if (part_hidden) hide(p, slopes, own, key, 0.0f);
         unsigned weights[2][4][2];
         round_pairs(slopes, weights);
-        gather<2, 2>(sums, weights, turned + shift);
+        gather<2, 2>(sums, weights, transposed + shift);
     };
     int half = 0;
     for (int key = from; key < limit; key += KEYS) {
